@@ -47,8 +47,6 @@ from verify.limits import largest_accepted_bytes, largest_submission_bytes
 
 POLL_S = 0.02
 REPORT_EVERY_S = 30.0
-DEADLINE_SLACK_S = 120.0
-"""The coordinator closes or stalls a step by `fill.deadline`; past this much more it is gone."""
 MAX_TABLE_BYTES = verdict_format.MAX_BYTES
 MAX_ROWS = verdict_format.MAX_ROWS
 _REMEDY = "see the coordinator's log; a copy of the file from before the damage mends it"
@@ -119,7 +117,6 @@ class BatchReader:
         run_dir: the run directory.
         spec: its resolved spec.
         root_public_key: pinned; signs `keys/roles.json`.
-        slack_s: what `wait` grants the coordinator beyond `fill.deadline`, in seconds.
 
     Raises:
         UserError: the run's roles cannot be read, or the run is of an older version.
@@ -130,23 +127,22 @@ class BatchReader:
         run_dir: Path,
         spec: RunSpec,
         root_public_key: str,
-        *,
-        slack_s: float = DEADLINE_SLACK_S,
     ) -> None:
         refuse_older_run(run_dir)
         self._run_dir, self._spec = run_dir, spec
         # What a validator accepted has to be read: one that is refused here ends the run.
         self._max_read = max(MAX_TABLE_BYTES, largest_submission_bytes(spec))
         self._max_bytes = min(self._max_read, largest_accepted_bytes(spec))
-        self._limit_s = spec.algorithm.fill.deadline + slack_s
         self._root_public_key = root_public_key
         self._roles = self._read_roles()
 
     def wait(self, step: int, stop: StopSignal, log: logging.Logger) -> BatchManifest | None:
         """Waits for the manifest of a step; None when `stop` was set meanwhile.
 
+        It waits as long as the coordinator does, which may wait for workers without end.
+
         Raises:
-            UserError: not there by `fill.deadline` and some slack, or not to be believed.
+            UserError: it is not to be believed.
         """
         path = step_folder(self._run_dir, step) / batch_format.FILE_NAME
         start = time.monotonic()
@@ -157,13 +153,6 @@ class BatchReader:
             if stop.wait(POLL_S):
                 return None
             now = time.monotonic()
-            if now > start + self._limit_s:
-                raise UserError(
-                    f"the coordinator wrote no batch manifest of step {step} "
-                    f"within {self._limit_s:.0f} s",
-                    place=str(path),
-                    remedy="see the logs of the coordinator, the validators and the samplers",
-                )
             if now > report_at:
                 log.info("step %d: %.0f s waiting for the coordinator's batch", step, now - start)
                 report_at = now + REPORT_EVERY_S

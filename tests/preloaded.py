@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from sampler.engine import forked
-from sampler.engine.forked import CONTEXT, IN_VLLM
+from sampler.engine.forked import CONTEXT, FORKED
 
 SAMPLER = "import runpy; runpy.run_module('sampler', run_name='__main__', alter_sys=True)"
 """Code of `python -m sampler`."""
@@ -39,7 +39,7 @@ def engines_forked() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         cores = sorted(os.sched_getaffinity(0))
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores[:2])))
-        patch.setattr("vllm.utils.system_utils.multiprocessing", IN_VLLM)
+        patch.setattr("vllm.utils.system_utils.multiprocessing", FORKED)
         yield
 
 

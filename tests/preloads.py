@@ -5,15 +5,14 @@ from __future__ import annotations
 import gc
 from multiprocessing import forkserver
 
-import vllm.utils.system_utils
-
+import sampler.engine.executors
 import sampler.engine.preload
 import sampler.worker.start
-from sampler.engine.forked import IN_VLLM
+from sampler.engine.forked import FORKED
 
 __all__ = ["sampler"]
 
 gc.freeze()
-vllm.utils.system_utils.multiprocessing = IN_VLLM
+sampler.engine.executors.RANKS = FORKED
 forkserver.ensure_running = lambda: None
 forkserver._forkserver.ensure_running = forkserver.ensure_running  # type: ignore[attr-defined]

@@ -201,8 +201,8 @@ class CoordinatorClient:
     def release(self, *, but: Collection[str] = ()) -> int:
         """Gives back the open leases that this process holds and will not answer.
 
-        Others may be leased their groups at once. The caller gains nothing: until a lease expires
-        it counts as one of the few that the caller may hold, and then as withheld.
+        Others may be leased their groups at once. A stranger that gives one back is new again, and
+        gets trials only (`verify.coordinator.filling`).
 
         Args:
             but: digests of those that will be answered all the same.

@@ -209,8 +209,8 @@ def _step(estimate: RunEstimate, step: Timeline, console: Console) -> None:
     if step.full_s > estimate.fill_deadline_s:
         deadline = _time(estimate.fill_deadline_s)
         note = (
-            f"algorithm.fill.deadline is {deadline}: a step closes then with what it has, and with "
-            "less than min_share of its groups the run stops; raise it, or add replicas"
+            f"algorithm.fill.deadline is {deadline}: a step closes then with what it has, "
+            "or as soon as it has min_share of its groups; raise it, or add replicas"
         )
         _say(console, note, "red")
 

@@ -27,7 +27,7 @@ from runspec.estimate.speed import (
     learner_seconds,
     mean_tokens,
 )
-from runspec.estimate.steady import Timeline, timeline
+from runspec.estimate.steady import Timeline, start_and_step, timeline
 from runspec.estimate.timeline import Lengths, Model, Replica
 from runspec.estimate.version_size import VersionSize, version_size
 
@@ -137,6 +137,16 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
         assumed=inputs(spec, config),
         unknown=unknown,
     )
+
+
+def forecast(spec: RunSpec, config: ModelConfig | None) -> tuple[float, float] | None:
+    """Seconds from the publication of version 0 to the first trained step, and from step to step.
+
+    None where a speed is not known.
+    """
+    if config is None or any(unknown_speeds(spec, config)):
+        return None
+    return start_and_step(run_model(spec, config, version_size(spec, config)))
 
 
 def run_model(spec: RunSpec, config: ModelConfig | None, size: VersionSize) -> Model:

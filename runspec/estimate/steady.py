@@ -58,8 +58,7 @@ def timeline(model: Model) -> Timeline:
     Raises:
         ValueError: as `simulate`.
     """
-    level = min(model.async_level, _MAX_LAG)
-    model = replace(model, steps=_STEPS + 3 * (level + 1), async_level=level)
+    model = _long_enough(model)
     run = simulate(model)
     settled = _settled(run, model)
     start, end = settled[0].trained, settled[-1].trained
@@ -79,6 +78,25 @@ def timeline(model: Model) -> Timeline:
         gains=shorter,
         intervals=_typical(run, model, [step.trained for step in settled], step_s),
     )
+
+
+def start_and_step(model: Model) -> tuple[float, float]:
+    """`start_s` and `step_s` of the timeline, in seconds, without the rest of it.
+
+    Raises:
+        ValueError: as `simulate`.
+    """
+    model = _long_enough(model)
+    run = simulate(model)
+    settled = _settled(run, model)
+    step_s = (settled[-1].trained - settled[0].trained) / (len(settled) - 1)
+    return run.steps[0].trained, step_s
+
+
+def _long_enough(model: Model) -> Model:
+    """The model of a run that settles."""
+    level = min(model.async_level, _MAX_LAG)
+    return replace(model, steps=_STEPS + 3 * (level + 1), async_level=level)
 
 
 def _typical(

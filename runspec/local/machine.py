@@ -103,9 +103,19 @@ def devices_here(hardware: Hardware, gpus: Sequence[str], tpus: int) -> tuple[in
     return sum(word in name.lower() for name in gpus), f"{word.upper()} GPUs"
 
 
-def tpu_chips() -> int:
-    """TPU chips of this host, by their device files."""
-    return len(list(Path("/dev").glob("accel[0-9]*")))
+_GOOGLE = "0x1ae0"
+_TPU_CHIPS = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"})
+"""PCI devices that JAX takes for a TPU chip (v2 to v6e, 7x). Their device files are `/dev/accel*`
+or `/dev/vfio/*`, by generation."""
+
+
+def tpu_chips(devices: Path = Path("/sys/bus/pci/devices")) -> int:
+    """TPU chips of this host, by what is attached through PCI."""
+    found = 0
+    for vendor in devices.glob("*/vendor"):
+        if vendor.read_text().strip() == _GOOGLE:
+            found += (vendor.parent / "device").read_text().strip() in _TPU_CHIPS
+    return found
 
 
 def module_is_installed(name: str) -> bool:

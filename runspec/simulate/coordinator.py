@@ -26,6 +26,7 @@ from verify.coordinator.events import (
 from verify.coordinator.policy import Policy
 from verify.coordinator.stalls import Stalled
 from verify.coordinator.state import LeaseRecord, State
+from verify.formats.lease import Lease
 
 
 class Coordinator:
@@ -72,19 +73,18 @@ class Coordinator:
             now, state = self._clock.now, self.state
             decision = filling.decide_lease(state, key, now, holding=holding)
             match decision:
-                case filling.Held(record):
-                    return record
+                case LeaseRecord():
+                    return decision
                 case None:
                     return None
                 case _ if len(state.to_judge) >= self._backlog:
                     return None
                 case filling.NonceNeeded(step):
                     self.record(NonceDrawn(now, step, self._name("nonce"), len(state.workers)))
-                case filling.Overdue(record):
-                    self.record(LeaseOverdue(now, record.digest))
-                case filling.Grant():
-                    lease = filling.granted_lease(state, key, decision, run="simulated", now=now)
-                    self.record(LeaseGranted(now, lease, self._name("lease"), ""))
+                case LeaseOverdue():
+                    self.record(decision)
+                case Lease():
+                    self.record(LeaseGranted(now, decision, self._name("lease"), ""))
 
     def release(self, digest: str) -> None:
         """Takes an open lease back."""

@@ -168,8 +168,10 @@ class World:
         """Leases work to those who wait, in turn."""
         if not self._waiting or self.coordinator.full:
             return
-        now = self.clock.now
-        for key in filling.in_turn(self.coordinator.state, self._waiting, now):
+        now, state = self.clock.now, self.coordinator.state
+        for key in sorted(
+            filling.hopeful(state, self._waiting, now), key=partial(filling.turn, state)
+        ):
             worker = self._waiting[key]
             record = self.coordinator.lease(key, worker.holding())
             if record is not None:

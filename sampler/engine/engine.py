@@ -37,8 +37,9 @@ from sampler.engine.checks import (
     require_same_logprobs,
 )
 from sampler.engine.core import Core, EngineDied, Start, StartFailed
-from sampler.engine.forked import IN_VLLM, serve
+from sampler.engine.forked import FORKED, serve
 from sampler.engine.front import Front, Submission
+from sampler.engine.guard import SPAWNED
 from sampler.engine.loop import Loop
 from sampler.engine.requests import (
     GenerationAborted,
@@ -384,5 +385,4 @@ async def _import(*, forked: bool) -> None:
         import vllm.v1.engine.async_llm
     finally:
         gc.enable()
-    if forked:
-        vllm.utils.system_utils.multiprocessing = IN_VLLM
+    vllm.utils.system_utils.multiprocessing = FORKED if forked else SPAWNED

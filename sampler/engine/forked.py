@@ -7,18 +7,19 @@ there again in the time that its weights take. On GPUs cores are spawned.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from multiprocessing import context, forkserver, popen_forkserver
+from multiprocessing import context, current_process, forkserver, popen_forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import SimpleNamespace
 
-from sampler.engine.guard import guard_from_the_start
+from sampler.engine.guard import Guarded, in_vllm
+from sampler.engine.sockets import SocketFolder
 
 _LIBRARIES = (
     ("vllm", "libs/libtcmalloc*.so*"),
@@ -40,7 +41,7 @@ class _Handle(popen_forkserver.Popen):
             return super().poll()
 
 
-class _Process(context.ForkServerProcess):
+class _Process(Guarded, context.ForkServerProcess):
     """Has the environment variables of the process that starts it, as a spawned one has."""
 
     variables: dict[str, str]
@@ -51,7 +52,6 @@ class _Process(context.ForkServerProcess):
         return _Handle(process)
 
     def run(self) -> None:
-        guard_from_the_start()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the server hears none
         os.environ.clear()
         os.environ.update(self.variables)
@@ -65,9 +65,9 @@ class Forked(context.ForkServerContext):
 
 
 CONTEXT = Forked()
-IN_VLLM = SimpleNamespace(get_context=lambda method: CONTEXT)
-"""Stands in `vllm.utils.system_utils` for the module `multiprocessing`: vLLM's own setting takes no
-way to start processes but spawning and forking the worker, which has threads."""
+FORKED = in_vllm(CONTEXT)
+"""vLLM's own setting takes no way to start processes but spawning and forking the worker, which has
+threads."""
 
 
 def serve(preload: str = "sampler.engine.preload") -> None:
@@ -76,9 +76,16 @@ def serve(preload: str = "sampler.engine.preload") -> None:
     Args:
         preload: the module that it imports.
     """
+    current_process()._config["tempdir"] = str(_folder().path)  # type: ignore[attr-defined]
     forkserver.set_forkserver_preload([preload])
     with _libraries_first():
         forkserver.ensure_running()
+
+
+@functools.cache
+def _folder() -> SocketFolder:
+    """Of the server's socket."""
+    return SocketFolder()
 
 
 @contextmanager

@@ -7,8 +7,6 @@ import gc
 import importlib
 import os
 import signal
-from multiprocessing import forkserver
-from pathlib import Path
 
 import setproctitle
 
@@ -35,11 +33,4 @@ for _name in _MODULES:
     importlib.import_module(_name)
 gc.freeze()
 gc.enable()
-
-
-@atexit.register
-def _leave() -> None:
-    """Removes the socket, which a killed worker leaves; libraries would list what else there is."""
-    address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
-    Path(address).unlink(missing_ok=True)
-    os._exit(0)
+atexit.register(os._exit, 0)  # libraries would list what else there is

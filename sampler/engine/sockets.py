@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
+import secrets
+import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -23,11 +24,16 @@ _CORE_LOGGER = "vllm.v1.engine.core"
 _PREFIX = "rvllm-"
 _LONGEST = 107 - len("/00000000-0000-0000-0000-000000000000")
 """Bytes of a folder's name: a socket's whole name has at most 107, vLLM's part of it 37."""
+_REMOVE = """trap "" TERM
+read -r _
+for _ in 1 2 3 4 5; do rm -rf -- "$0" && break; done"""
+"""A shell's: it removes a folder once its input ends, again where a process of vLLM's that is about
+to end puts another socket there."""
 _starting = threading.Lock()  # the variable is the whole process's
 
 
 class SocketFolder:
-    """A folder that nobody else can enter, made at once, gone after `remove`.
+    """A folder that nobody else can enter, gone after `remove`, or when this process has ended.
 
     Raises:
         UserError: it cannot be made, or its name is too long for a socket's.
@@ -35,21 +41,27 @@ class SocketFolder:
 
     def __init__(self) -> None:
         beside = os.environ.get(_VARIABLE) or tempfile.gettempdir()
-        try:
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=beside))
-        except OSError as error:
-            raise UserError(
-                f"no folder can be made for vLLM's sockets: {error.strerror or error}",
-                place=beside,
-                remedy=f"mend it, or set {_VARIABLE} to another",
-            ) from error
+        self.path = Path(beside, f"{_PREFIX}{secrets.token_hex(4)}")
         if len(os.fsencode(self.path)) > _LONGEST:
-            self.remove()
             raise UserError(
                 f"no socket can lie in a folder whose name has over {_LONGEST} bytes",
                 place=str(self.path),
                 remedy=f"set TMPDIR or {_VARIABLE} to a shorter one",
             )
+        self._remover = subprocess.Popen(
+            ["/bin/sh", "-c", _REMOVE, str(self.path)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            self.path.mkdir(mode=0o700)
+        except OSError as error:
+            self.remove()
+            raise UserError(
+                f"no folder can be made for vLLM's sockets: {error.strerror or error}",
+                place=beside,
+                remedy=f"mend it, or set {_VARIABLE} to another",
+            ) from error
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -67,19 +79,7 @@ class SocketFolder:
 
     def remove(self) -> None:
         """Removes the folder and the sockets in it; once more is harmless."""
-        shutil.rmtree(self.path, ignore_errors=True)
-
-
-def remove_inherited() -> None:
-    """In a process of vLLM's whose front was killed: removes the folder that it was told of."""
-    if (path := inherited_folder()) is not None:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def inherited_folder() -> Path | None:
-    """In a process of vLLM's: the folder that its front made; None elsewhere."""
-    path = Path(os.environ.get(_VARIABLE, ""))
-    return path if path.name.startswith(_PREFIX) else None
+        self._remover.communicate()
 
 
 class _Keeper(logging.Handler):
@@ -99,7 +99,8 @@ class _Keeper(logging.Handler):
 
 def keep_cause() -> None:
     """In an engine core: from now on `read_cause` of its front finds what ends it."""
-    if (folder := inherited_folder()) is not None:
+    folder = Path(os.environ.get(_VARIABLE, ""))
+    if folder.name.startswith(_PREFIX):
         logging.getLogger(_CORE_LOGGER).addHandler(_Keeper(folder))
 
 

@@ -19,28 +19,19 @@ from runspec.core.keys import SigningKey
 from tests.attacks.setting import rejection
 from tests.verify.bench import Bench
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, tiny_spec
-from tests.verify.coordinator.filled import Filled, key, policy
+from tests.verify.coordinator.filled import Filled, key, started
 from tests.waiting import eventually
 from verify.client import SubmissionRefused
 from verify.coordinator.events import LeaseGranted
 from verify.coordinator.filling import MAX_OPEN_LEASES
 from verify.coordinator.reputation import reputation
-from verify.coordinator.state import LeaseRecord
+from verify.coordinator.state import LeaseRecord, Rank
 from verify.formats.lease import Lease, assignments, open_lease
 from verify.formats.submission import encode_rollouts
 from verify.request_auth import RequestChecker, Unauthorised, sign_request
 from verify.validator import is_drawn
 
 PROBLEMS = 1_000_000
-
-
-def started(**changes: object) -> Filled:
-    """A run of two workers, version 0 published."""
-    run = Filled(policy(**changes))
-    run.register("x")
-    run.register("y")
-    run.publish(0)
-    return run
 
 
 def held_by(run: Filled, name: str) -> list[str]:
@@ -50,12 +41,6 @@ def held_by(run: Filled, name: str) -> list[str]:
 def leased(run: Filled, name: str) -> LeaseRecord | None:
     """A further lease for who holds all that it was granted."""
     return run.lease(name, holding=held_by(run, name))
-
-
-def work_off(run: Filled, name: str) -> None:
-    """Answers leases until there are none."""
-    while (record := run.lease(name)) is not None:
-        run.answer(record)
 
 
 class TestKeyGrinding:
@@ -98,12 +83,19 @@ class TestVersionPicking:
         run = started()
         lease = run.lease("x")
         run.publish(1)
-        # when it asks again, gives it back, asks again
         assert run.lease("x").document == lease.document
-        run.release(run.state.leases[lease.digest])
-        again = run.lease("x")
-        # then it is the same lease, of the same version
-        assert (again.digest, again.lease.version) == (lease.digest, 0)
+
+    def test_a_stranger_that_gives_a_lease_back_for_a_newer_version_is_new_again(self) -> None:
+        run = started()
+        run.register("s", own=False)
+        run.work("s")
+        lease = run.lease("s")
+        run.publish(1)
+        run.release(lease)
+        # then the newest is leased, as a trial
+        assert run.state.workers[key("s")].standing.trust == 0
+        following = run.lease("s")
+        assert (following.rank, following.lease.version, following.lease.groups) == (Rank.NEW, 1, 1)
 
     def test_silence_until_there_is_a_newer_version_counts_as_withheld(self) -> None:
         run = started()
@@ -130,10 +122,9 @@ class TestWithholding:
         run.now += 31.0
         run.advance()
         after = run.state.workers[key("x")].standing
-        # then it counts, in the share that is recomputed too: 2 / 22 before, 2 / 23 after
+        # then it counts as a rejection does: 2 / 22 before, and from the beginning after
         assert (before.withheld, after.withheld) == (0, 1)
-        assert reputation(before) == pytest.approx(2 / 22)
-        assert reputation(after) == pytest.approx(2 / 23)
+        assert (reputation(before), reputation(after)) == (pytest.approx(2 / 22), 0.0)
         # and the index is used up, the seed gone
         granted = [event.lease for event in run.events if isinstance(event, LeaseGranted)]
         following = [leased(run, "x").lease for _ in range(MAX_OPEN_LEASES)]
@@ -142,36 +133,31 @@ class TestWithholding:
                 assert (lease.step, lease.index) != (known.step, known.index)
                 assert lease.seed != known.seed
 
-    def test_no_more_leases_at_once_than_it_may_hold(self) -> None:
+    def test_no_more_groups_at_once_than_it_delivered(self) -> None:
         run = started(groups=100, max_groups=1000)
-        looked_at = [leased(run, "x") for _ in range(MAX_OPEN_LEASES)]
-        assert None not in looked_at
+        run.register("s", own=False)
         for _ in range(3):
-            assert leased(run, "x") is None
-        # nor by giving them back: they count until they expire
+            run.work("s")  # 1, 1 and 2 groups
+        looked_at = [leased(run, "s") for _ in range(2)]
+        assert [record.lease.groups for record in looked_at] == [2, 2]
+        assert leased(run, "s") is None
+        # nor by giving them back: what comes after that is a trial, and one at a time
         for record in looked_at:
             run.release(run.state.leases[record.digest])
-        held = set(held_by(run, "x"))
-        again = run.lease("x", holding=())
-        assert again is None or again.digest in held
+        assert leased(run, "s").lease.groups == 1
+        assert leased(run, "s") is None
 
     def test_many_keys_that_look_and_keep_silent(self) -> None:
         """A hundred new keys see two groups of eight in the time of a lease, and delay nobody."""
-        run = started(groups=8, max_groups=10_000, newcomer_groups=2, async_level=0)
-        while not run.advance():
-            run.work("x")
-        run.publish(1)
+        run = started(groups=8, newcomer_groups=2)
         for number in range(100):
-            run.register(f"s{number}")
+            run.register(f"s{number}", own=False)
         seen = [run.lease(f"s{number}") for number in range(100)]
-        granted = [record for record in seen if record is not None]
-        assert sum(record.lease.groups for record in granted) == 2
-        # when they keep silent, then the step fills within one lease_timeout
-        work_off(run, "x")
-        run.now += 31.0
-        run.advance()
-        work_off(run, "x")
-        assert [closed.step for closed in run.advance()] == [1]
+        assert [record.lease.groups for record in seen if record is not None] == [1, 1]
+        # when they keep silent, then the step fills at once
+        for _ in range(4):
+            run.work("x")
+        assert [closed.step for closed in run.advance()] == [0]
 
 
 class TestDrawGrinding:

@@ -274,10 +274,3 @@ def test_waiting_ends_when_the_manifest_appears_or_the_role_is_told_to_stop(run:
     stop.set()
     assert reader.wait(0, stop, LOG) is None
     assert reader.wait(1, stop, LOG) is None
-
-
-def test_waiting_has_a_deadline_that_names_the_coordinator(run: Any) -> None:
-    key = run.root.public_hex
-    reader = BatchReader(run.path, run.spec, key, slack_s=-59.9)
-    with pytest.raises(UserError, match="the coordinator wrote no batch manifest of step 3"):
-        reader.wait(3, threading.Event(), LOG)

@@ -78,7 +78,7 @@ def test_what_a_reward_raises_is_in_the_validators_log_in_the_stall_and_in_statu
     with site.origin(), site.process(free_port()) as coordinator:
         # when a worker answers its leases, and a validator judges what comes
         client = site.client(WORKER)
-        client.register("home", {})
+        client.register("home", {}, invite=site.invite)
         for _ in range(2):
             signed = client.lease(5.0)
             assert signed is not None

@@ -40,7 +40,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from verify.coordinator.events import TrainedGroup
+from verify.coordinator.events import LeaseOverdue, TrainedGroup
 from verify.coordinator.stalls import Stalled, banned, unfilled, unopened
 from verify.coordinator.state import LeaseRecord, Rank, State
 from verify.formats.lease import Lease
@@ -48,7 +48,7 @@ from verify.formats.lease import Lease
 IDLE_DEADLINE_S = 900.0
 """Least time in seconds that a run waits for its next version."""
 PATIENCE = 2.0
-"""A lease is overdue after this many times what a worker of a better rank takes that waits for it."""
+"""A lease is overdue after this many times what a waiting worker of a better rank takes."""
 PATIENCE_AMONG_EQUALS = 4.0
 """The same where the rank is the same: among honest workers some are so much slower."""
 MAX_OPEN_LEASES = 3
@@ -57,36 +57,10 @@ engine idles at the end of each lease. More would tie groups to one worker and t
 
 
 @dataclass(frozen=True)
-class Held:
-    """The worker holds this lease already."""
-
-    record: LeaseRecord
-
-
-@dataclass(frozen=True)
-class Overdue:
-    """The worker of this lease was silent for too long: record that, then ask again."""
-
-    record: LeaseRecord
-
-
-@dataclass(frozen=True)
 class NonceNeeded:
     """Draw a nonce for this step over all registered keys, then ask again."""
 
     step: int
-
-
-@dataclass(frozen=True)
-class Grant:
-    """Sign this lease for the worker."""
-
-    step: int
-    nonce: str
-    index: int
-    groups: int
-    version: int
-    manifest_digest: str
 
 
 @dataclass(frozen=True)
@@ -100,7 +74,7 @@ class Close:
 
 def decide_lease(
     state: State, key: str, now: float, *, holding: Collection[str] = ()
-) -> Held | Overdue | NonceNeeded | Grant | None:
+) -> LeaseRecord | Lease | LeaseOverdue | NonceNeeded | None:
     """Decide what to answer a worker that asks for work; None: nothing now.
 
     Args:
@@ -109,6 +83,10 @@ def decide_lease(
         now: seconds since the epoch.
         holding: digests of the leases that the worker's process still works on. One that it does
             not know of (it was killed, or the answer was lost) is granted to it again.
+
+    Returns:
+        A lease that it holds already, or a new one to sign. If others' lease is overdue or a nonce
+        is needed, that is to be recorded before the worker is decided on again.
     """
     if key in state.bans:
         return None
@@ -117,47 +95,51 @@ def decide_lease(
     for record in mine:
         deferred = record.lease.expires <= now
         if record.digest not in holding and not deferred:
-            return Held(record)
+            return record
     if len(mine) >= MAX_OPEN_LEASES or _most_groups(state, key) <= 0:
         return None
-    return _new_lease(state, key, now) or _overdue_lease(state, key, now)
+    lease = _new_lease(state, key, now)
+    if lease is None:
+        for at, record in _overdue_at(state, key):
+            if at <= now:
+                return LeaseOverdue(now, record.digest)
+    return lease
 
 
-def in_turn(state: State, asking: Iterable[str], now: float) -> list[str]:
-    """Sort workers that ask for work: by rank, then who was served longest ago, however it asks.
+def turn(state: State, key: str) -> tuple[Rank, float, int]:
+    """What to sort those by who ask for work: rank, then who was served longest ago."""
+    worker = state.workers[key]
+    return state.rank(key), worker.served, worker.number
 
-    Without those for whom there is none. Among many that wait they are nearly all.
-    """
+
+def hopeful(state: State, asking: Iterable[str], now: float) -> list[str]:
+    """Those of the workers that ask for whom there may be work: of many that wait, only few."""
     served = {rank for rank in Rank if _leasable_step(state, rank, now) is not None}
-    ranks = {key: state.rank(key) for key in asking}
 
     def hopes(key: str) -> bool:
-        held = any(record.status == "open" for record in state.unsettled.get(key, ()))
-        return held or ranks[key] in served or any(at <= now for at in _overdue_times(state, key))
+        if state.rank(key) in served or any(at <= now for at, _ in _overdue_at(state, key)):
+            return True
+        return any(record.status == "open" for record in state.unsettled.get(key, ()))
 
-    def turn(key: str) -> tuple[Rank, float, int]:
-        worker = state.workers[key]
-        return ranks[key], worker.served, worker.number
-
-    return sorted(filter(hopes, ranks), key=turn)
+    return list(filter(hopes, asking))
 
 
 def next_overdue(state: State, asking: Iterable[str], now: float) -> float | None:
     """When a lease may next become overdue to one of the workers that ask."""
-    times = chain.from_iterable(_overdue_times(state, key) for key in asking)
+    times = (at for key in asking for at, _ in _overdue_at(state, key))
     return min((at for at in times if at > now), default=None)
 
 
-def _overdue_times(state: State, key: str) -> Iterable[float]:
-    """When leases become overdue to a worker."""
-    pace = state.workers[key].pace
-    if pace is None or (rank := state.rank(key)) is Rank.NEW:
-        return ()
-    return [
-        since + _patience(rank, holder) * pace.seconds(groups)
-        for (holder, groups), since in state.silent.items()
-        if rank <= holder
-    ]
+def _overdue_at(state: State, key: str) -> Iterator[tuple[float, LeaseRecord]]:
+    """From when on a worker without work waits for others' leases no more, for those that were
+    silent for longest."""
+    pace, rank = state.workers[key].pace, state.rank(key)
+    if pace is None or rank is Rank.NEW:
+        return
+    for record in state.silent:
+        if rank <= record.rank and record.lease.worker != key:
+            patience = PATIENCE if rank < record.rank else PATIENCE_AMONG_EQUALS
+            yield record.since + patience * pace.seconds(record.lease.groups), record
 
 
 def _most_groups(state: State, key: str) -> int:
@@ -176,10 +158,10 @@ def _most_groups(state: State, key: str) -> int:
 
 def _leasable_step(state: State, rank: Rank, now: float) -> int | None:
     """The lowest step that has groups for a worker of a rank, or that is to be opened for it."""
-    newest, short = state.newest, False
+    policy, newest, short = state.policy, state.newest, False
     if newest is None:
         return None
-    end = min(state.policy.steps, newest.version + state.policy.async_level + 1)
+    end = min(policy.steps, newest.version + policy.async_level + 1)
     for number in range(state.next_close, end):
         if number not in state.steps:
             return None if short else number
@@ -189,67 +171,34 @@ def _leasable_step(state: State, rank: Rank, now: float) -> int | None:
     return None
 
 
-def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Grant | None:
+def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Lease | None:
     """A lease of the lowest step that needs groups and may be leased to this worker."""
-    worker, rank, newest = state.workers[key], state.rank(key), state.newest
-    number = _leasable_step(state, rank, now)
+    policy, worker, newest = state.policy, state.workers[key], state.newest
+    number = _leasable_step(state, state.rank(key), now)
     if number is None or newest is None:
         return None
     step = state.steps.get(number)
     nonce = step and step.nonce_for(worker)
     if step is None or nonce is None:
         return NonceNeeded(number)
-    groups = min(_most_groups(state, key), leasable_groups(state, number, rank, now))
-    index = step.next_index.get(key, 0)
-    return Grant(number, nonce, index, groups, newest.version, newest.manifest_digest)
-
-
-def _overdue_lease(state: State, key: str, now: float) -> Overdue | None:
-    """The oldest lease that a worker without work waits for, if its holder is silent for longer
-    than the worker itself ever took lately."""
-    pace, rank = state.workers[key].pace, state.rank(key)
-    if pace is None or rank is Rank.NEW:
-        return None
-    silent = (r for r in state.sampling if rank <= r.rank and r.lease.worker != key)
-    for record in silent:
-        if now >= record.since + _patience(rank, record.rank) * pace.seconds(record.lease.groups):
-            return Overdue(record)
-    return None
-
-
-def _patience(waiting: Rank, holder: Rank) -> float:
-    return PATIENCE if waiting < holder else PATIENCE_AMONG_EQUALS
-
-
-def granted_lease(state: State, key: str, grant: Grant, *, run: str, now: float) -> Lease:
-    """The lease that a decision grants.
-
-    Args:
-        state: that the decision was made of.
-        key: the worker's.
-        grant: the decision.
-        run: the run's name.
-        now: seconds since the epoch.
-    """
     return Lease(
-        run=run,
-        step=grant.step,
-        nonce=grant.nonce,
+        run=policy.run,
+        step=number,
+        nonce=nonce,
         worker=key,
-        pool=state.workers[key].pool,
-        index=grant.index,
-        groups=grant.groups,
-        version=grant.version,
-        manifest_digest=grant.manifest_digest,
+        pool=worker.pool,
+        index=step.next_index.get(key, 0),
+        groups=min(_most_groups(state, key), leasable_groups(state, number, state.rank(key), now)),
+        version=newest.version,
+        manifest_digest=newest.manifest_digest,
         issued=now,
-        expires=now + state.policy.lease_timeout_s,
+        expires=now + policy.lease_timeout_s,
     )
 
 
 def needed_groups(state: State, number: int) -> int:
     """Groups that an open step has neither trainable nor under way, by workers it relies on."""
-    held = state.usable[number]
-    held += state.awaited[number, Rank.KNOWN] + state.awaited[number, Rank.RECORDED]
+    held = state.usable[number] + state.awaited[number]
     if number == state.next_close:  # late ones of closed steps too
         held += sum(groups for step, groups in state.usable.items() if step < number)
     return max(0, state.policy.groups - held)
@@ -332,8 +281,10 @@ def _groups_in_order(state: State, *, past_awaited: bool) -> tuple[TrainedGroup,
 
 def _exhausted(state: State, number: int) -> bool:
     """Whether known workers were leased all that a step may lease them, and it was not enough."""
-    awaited = any(state.awaited[number, rank] for rank in Rank)
-    return not awaited and state.steps[number].leased >= state.policy.max_groups
+    undecided = chain(*state.unsettled.values())
+    if any(record.lease.step == number for record in undecided):
+        return False  # a lease that is overdue may still be answered
+    return state.steps[number].leased >= state.policy.max_groups
 
 
 def _own_banned(state: State) -> bool:

@@ -28,17 +28,18 @@ from verify.coordinator.intake import Refusal, received, to_the_end, write_small
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.state import LeaseRecord, State
 from verify.formats.layout import SubmissionFiles, submission_files
-from verify.formats.lease import lease_digest, sign_lease
+from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import SubmissionEnvelope
 from verify.limits import max_submission_bytes
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Question:
-    """A request for a lease that is waiting for its answer."""
+    """A request for a lease that is waiting for its answer; two of one key are not the same."""
 
+    key: str
     holding: Collection[str]
     answer: LeaseRecord | None = None
 
@@ -69,8 +70,8 @@ class Leasing:
         self._staff = roles.publisher | roles.coordinator | roles.validator
         self._pools = {pool.name: pool for pool in spec.samplers}
         self._uploading: set[str] = set()
-        self._asking: dict[str, list[_Question]] = {}
-        """Those who wait for a lease, by key."""
+        self._asking: list[_Question] = []
+        """Those who wait for a lease."""
         self._settled: State | None = None
         """The state in which there is no more work for those who wait."""
         self._overdue_at: float | None = None
@@ -118,10 +119,9 @@ class Leasing:
         if key not in self._journal.state.workers:
             raise Refusal(403, "this key is not registered: POST /v1/workers first")
         deadline = self._journal.clock() + wait_s
-        question = _Question(holding)
-        questions = self._asking.setdefault(key, [])
-        questions.append(question)
-        new = [key]
+        question = _Question(key, holding)
+        self._asking.append(question)
+        new = [question]
         try:
             while True:
                 if self._journal.state.finished:
@@ -133,11 +133,9 @@ class Leasing:
                 if not await self._journal.change(deadline, due=self._overdue_at):
                     return None
         finally:
-            questions.remove(question)
-            if not questions:
-                del self._asking[key]
+            self._asking.remove(question)
 
-    def _answer_in_turn(self, new: Sequence[str]) -> None:
+    def _answer_in_turn(self, new: Sequence[_Question]) -> None:
         """Answers the open questions for which there is work.
 
         All who wait call it when something changes; the first answers everybody.
@@ -145,25 +143,27 @@ class Leasing:
         Args:
             new: who asks since just now. Nobody else has to be heard if nothing changed.
         """
-        late = self._overdue_at is not None and self._journal.clock() >= self._overdue_at
-        asking = self._asking if late else new
-        while asking or self._settled is not self._journal.state:
-            state = self._journal.state
-            for key in filling.in_turn(state, asking or self._asking, self._journal.clock()):
-                for question in self._asking[key]:
-                    if question.answer is None:
-                        question.answer = self._lease_now(key, question.holding)
-            now = self._journal.clock()
-            self._overdue_at = filling.next_overdue(self._journal.state, self._asking, now)
-            self._settled, asking = state, ()
+        due = self._overdue_at is not None and self._journal.clock() >= self._overdue_at
+        settled = self._settled is self._journal.state and not due
+        asking = new if settled else self._asking
+        while asking:
+            state, now = self._journal.state, self._journal.clock()
+            hopeful = set(filling.hopeful(state, {each.key for each in asking}, now))
+            for question in sorted(asking, key=lambda each: filling.turn(state, each.key)):
+                if question.answer is None and question.key in hopeful:
+                    question.answer = self._lease_now(question.key, question.holding)
+            keys = [question.key for question in self._asking]
+            self._overdue_at = filling.next_overdue(self._journal.state, keys, now)
+            self._settled = state
+            asking = self._asking if state is not self._journal.state else ()
 
     def _lease_now(self, key: str, holding: Collection[str]) -> LeaseRecord | None:
         while True:
             now = self._journal.clock()
             decision = filling.decide_lease(self._journal.state, key, now, holding=holding)
             match decision:
-                case filling.Held(record):
-                    return record
+                case LeaseRecord():
+                    return decision
                 case None:
                     return None
                 case _ if self._backlog.full() is not None:
@@ -173,21 +173,19 @@ class Leasing:
                     self._journal.record(
                         NonceDrawn(now, step, nonce, len(self._journal.state.workers))
                     )
-                case filling.Overdue(record):
-                    self._journal.record(LeaseOverdue(now, record.digest))
+                case LeaseOverdue():
+                    lease = self._journal.state.leases[decision.lease].lease
+                    self._journal.record(decision)
                     _log.warning(
                         "worker %s is silent: others are leased the groups of its lease %d of "
                         "step %d too",
-                        *(record.lease.worker[:16], record.lease.index, record.lease.step),
+                        *(lease.worker[:16], lease.index, lease.step),
                     )
-                case filling.Grant():
-                    self._journal.record(self._sign_lease(key, decision, now))
-
-    def _sign_lease(self, key: str, grant: filling.Grant, now: float) -> LeaseGranted:
-        state, run = self._journal.state, self._spec.name
-        lease = filling.granted_lease(state, key, grant, run=run, now=now)
-        document = sign_lease(lease, self._key)
-        return LeaseGranted(now, lease, lease_digest(document), document.decode())
+                case Lease():
+                    document = sign_lease(decision, self._key)
+                    self._journal.record(
+                        LeaseGranted(now, decision, lease_digest(document), document.decode())
+                    )
 
     def release(self, key: str, digests: Collection[str]) -> None:
         """Takes back leases that their holder will not answer, so that others may have the groups.

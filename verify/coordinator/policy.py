@@ -13,6 +13,8 @@ from runspec.core.spec.schema import RunSpec
 class Policy:
     """How steps fill, and how far workers are trusted; durations in seconds."""
 
+    run: str
+    """Its name, which leases carry."""
     steps: int
     groups: int
     """Groups a step asks for (`prompts_per_step`)."""
@@ -20,7 +22,7 @@ class Policy:
     async_level: int
     zero_variance_filter: bool
     max_groups: int
-    """Groups leased a step at most."""
+    """Groups of a step that known workers are leased at most."""
     min_groups: int
     """Fewer than these are no batch."""
     deadline_s: float
@@ -32,13 +34,14 @@ class Policy:
     prefill_floor: float
     """The share with the best reputation."""
     newcomer_groups: int
-    """Groups of a step that newcomers may hold together."""
+    """Groups of a step that new workers may hold together."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> Policy:
         algorithm, fill = spec.algorithm, spec.algorithm.fill
         groups = algorithm.prompts_per_step
         return cls(
+            run=spec.name,
             steps=spec.steps,
             groups=groups,
             group_size=algorithm.group_size,

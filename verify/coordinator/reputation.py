@@ -3,11 +3,11 @@
 Reputation is the mean of a Beta posterior: the chance that the next submission is as good as those
 that were recomputed,
 
-    r = n / (n + 20 + 20 R + W)        0 for a new key, towards 1 with work
+    r = n / (n + 20 + 20 (R + W))      0 for a new key, towards 1 with work
 
-n: submissions that were accepted *and recomputed* since the last rejection; what nobody recomputed
-proves nothing. R: rejected submissions, W: withheld leases, both of all time. So trust is lost at
-one rejection and comes back more slowly each time. The share of a worker's submissions that is
+n: submissions that were accepted *and recomputed* since the last failure; what nobody recomputed
+proves nothing. R: rejected submissions, W: withheld leases, both of all time. So reputation is lost
+at one failure and comes back more slowly each time. The share of a worker's submissions that is
 recomputed follows from it,
 
     share = prefill_share - (prefill_share - prefill_floor) r        1 in quarantine
@@ -38,7 +38,7 @@ BAN_AFTER = 6
 CLEAR_AFTER = 5
 _PRIOR = 20.0
 _REJECTION = 20.0
-"""A rejection weighs as much as all that a new key has to prove."""
+"""A rejection, or a withheld lease, weighs as much as all that a new key has to prove."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Standing:
     in_a_row: int = 0
     """Accepted since the last rejection; in quarantine accepted *and recomputed* since it began."""
     recomputed_in_a_row: int = 0
-    """Accepted and recomputed since the last rejection."""
+    """Accepted and recomputed since the last rejection or withheld lease."""
     delivered: int = 0
     """Groups accepted in time since it last failed to answer a lease, or gave one back."""
     late: int = 0

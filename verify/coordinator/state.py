@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 from rpds import HashTrieMap
@@ -78,14 +79,6 @@ class Worker:
     """Excess of its submissions together since the sum was last below 0, nats (`gap_history`)."""
     gap_noise: GapNoise | None = None
     """Noise of the calibration that the sum belongs to."""
-
-    @cached_property
-    def rank(self) -> Rank:
-        if self.standing.quarantine is not None:
-            return Rank.NEW
-        if self.own or self.invite is not None:
-            return Rank.KNOWN
-        return Rank.RECORDED if self.standing.trust else Rank.NEW
 
     @property
     def unproven(self) -> bool:
@@ -227,13 +220,12 @@ class State:
         return sorted(in_time, key=lambda record: record.rank is not Rank.KNOWN)
 
     @cached_property
-    def awaited(self) -> Counter[tuple[int, Rank]]:
-        """Groups that a step counts on, by the step and the rank of their leases."""
-        groups: Counter[tuple[int, Rank]] = Counter()
-        for records in self.unsettled.values():
-            for record in records:
-                if record.awaited:
-                    groups[record.lease.step, record.rank] += record.lease.groups
+    def awaited(self) -> Counter[int]:
+        """Groups that a step counts on and that are not decided, by the step of their leases."""
+        groups: Counter[int] = Counter()
+        for record in chain(*self.unsettled.values()):
+            if record.awaited and record.rank is not Rank.NEW:
+                groups[record.lease.step] += record.lease.groups
         return groups
 
     @cached_property
@@ -247,38 +239,34 @@ class State:
         held_back = set[int]()
         for record in self.leases.values():
             step = record.lease.step
-            if record.rank is not Rank.NEW or step < self.next_close:
-                groups[step] += len(record.usable)
-            elif record.awaited:
-                held_back.add(step)
-            elif step not in held_back:
-                groups[step] += len(record.usable)
+            if record.rank is Rank.NEW and step >= self.next_close:
+                if record.awaited:
+                    held_back.add(step)
+                if step in held_back:
+                    continue
+            groups[step] += len(record.usable)
         return groups
 
     @cached_property
-    def sampling(self) -> Sequence[LeaseRecord]:
-        """Leases of open steps that are relied on and not answered, in lease order.
+    def silent(self) -> Sequence[LeaseRecord]:
+        """Leases of open steps that are relied on and not answered: for each rank and number of
+        groups the one whose worker was silent for longest.
 
         Without those whose holders were told to come again.
         """
-        return [
-            record
-            for record in self.leases.values()
-            if record.status == "open"
-            and not record.overdue
-            and record.deferred is None
-            and record.rank is not Rank.NEW
-            and record.lease.step in self.steps
-        ]
-
-    @cached_property
-    def silent(self) -> Mapping[tuple[Rank, int], float]:
-        """Since when no holder of a lease in `sampling` was heard of, by its rank and groups."""
-        since: dict[tuple[Rank, int], float] = {}
-        for record in self.sampling:
+        found: dict[tuple[Rank, int], LeaseRecord] = {}
+        for record in self.leases.values():
             kind = record.rank, record.lease.groups
-            since[kind] = min(since.get(kind, record.since), record.since)
-        return since
+            if (
+                record.status == "open"
+                and not record.overdue
+                and record.deferred is None
+                and record.rank is not Rank.NEW
+                and record.lease.step in self.steps
+                and (kind not in found or record.since < found[kind].since)
+            ):
+                found[kind] = record
+        return list(found.values())
 
     @cached_property
     def trials(self) -> Mapping[int, Sequence[float]]:
@@ -292,10 +280,11 @@ class State:
     def rank(self, key: str) -> Rank:
         """Return a worker's rank; one whose invite was revoked is a stranger."""
         worker = self.workers[key]
-        rank = worker.rank
-        if rank is Rank.KNOWN and worker.invite in self.revoked:
-            return Rank.RECORDED if worker.standing.trust else Rank.NEW
-        return rank
+        if worker.standing.quarantine is not None:
+            return Rank.NEW
+        if worker.own or (worker.invite is not None and worker.invite not in self.revoked):
+            return Rank.KNOWN
+        return Rank.RECORDED if worker.standing.trust else Rank.NEW
 
     def share_of(self, worker: str) -> float:
         """How likely a submission of a worker's is to be recomputed."""

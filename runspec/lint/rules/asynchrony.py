@@ -40,8 +40,8 @@ def lease_outlasts_step(context: Context) -> Iterator[Violation]:
         verify.lease_timeout < algorithm.fill.deadline
 
     Groups train in the order of their leases, so that short outputs gain nothing. A worker that
-    vanishes holds its place until its lease expires and counts as withheld. Where that takes as
-    long as the step may fill, one lost worker is enough for a step to close short, or to stall.
+    vanishes holds its place until its lease expires, if no other waits for its groups. Where that
+    takes as long as the step may fill, one lost worker is enough for a step to close short.
     """
     timeout, deadline = (
         context.spec.verify.lease_timeout,

@@ -14,7 +14,7 @@ from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec, Tokenizer
 from runspec.lint.check import check_spec
-from runspec.local.machine import Machine, find_model
+from runspec.local.machine import Machine, find_model, tpu_chips
 from runspec.local.preflight import GIB, Facts, disk_bytes, missing
 from runspec.local.starting_model import link_model
 from tests.runspec.local.fake_run import ROOT, small_spec
@@ -62,7 +62,6 @@ def test_a_laptop_lacks_all_of_the_full_run(full_spec: RunSpec, tmp_path: Path) 
     assert "tpu-v5p 4x4x4 (64 TPU chips)" in found["learner.hardware"]
     assert "h100-80g x 16" in found["samplers.volunteers.hardware"]
     assert "Qwen/QwQ-32B" in found["model.hf"]
-    assert "HF_TOKEN is not set" in found["secrets.HF_TOKEN"]
     assert {"identity.root_public_key", "broadcast.relays.eu.url"} <= set(found)
     assert "is not on this machine" in found["data.sources.intellect2.uri"]
 
@@ -226,3 +225,14 @@ def of_model(model: Path, tokenizer: Path) -> RunSpec:
     words = {"hf": str(model), "shape": None, "tokenizer": Tokenizer(hf=str(tokenizer))}
     changed = {"model": spec.model.model_copy(update=words), "warm_start": None}
     return spec.model_copy(update=changed)
+
+
+def test_tpu_chips_are_counted_by_their_pci_devices(tmp_path: Path) -> None:
+    """v5e, v5p and v6e have no /dev/accel*."""
+    devices = {"a": ("0x1ae0", "0x0062"), "b": ("0x1ae0", "0x0062"), "c": ("0x1ae0", "0x0042")}
+    devices["d"] = ("0x10de", "0x0062")
+    for name, (vendor, device) in devices.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / name / "device").write_text(f"{device}\n")
+    assert tpu_chips(tmp_path) == 2

@@ -1,7 +1,6 @@
 """A process that starts engines, says so, and waits to be killed.
 
-Called with a version, and ranks of each engine as "tensor,data"; "starting" says that one more is
-started after that.
+Called with a version, and ranks of each engine as "tensor,data".
 """
 
 from __future__ import annotations
@@ -18,14 +17,10 @@ def main() -> None:
     version, kinds = Path(sys.argv[1]), sys.argv[2:]
     engines = []
     for kind in kinds:
-        if kind == "starting":
-            break
         tensor, data = (int(ranks) for ranks in kind.split(","))
         engines.append(Engine(cpu_pool(parallel={"tensor": tensor, "data": data})))
         engines[-1].load(version, 0)
     print("started", flush=True)
-    if "starting" in kinds:
-        Engine(cpu_pool()).load(version, 0)
     time.sleep(600)
 
 

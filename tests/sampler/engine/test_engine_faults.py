@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -112,9 +113,10 @@ def test_an_engine_is_closed_while_it_starts(
 ) -> None:
     # given an engine whose core has been started and does not answer yet
     before, engine = set(descendants()), new_engine()
+    running = set(multiprocessing.active_children())
     with ThreadPoolExecutor(1) as threads:
         loading = threads.submit(engine.load, untied, 0)
-        eventually(lambda: set(descendants()) - before - _trackers(), "a process starts")
+        eventually(lambda: set(multiprocessing.active_children()) - running, "a core starts")
         # when it is closed
         engine.close()
         # then the load says so, and nothing is left
@@ -196,11 +198,8 @@ def forking_front(log: Path, *arguments: str) -> Program:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("start", "kinds", "end"),
-    [
-        (front_of_its_own, ["1,2", "starting"], signal.SIGKILL),
-        (forking_front, ["1,1", "2,1"], signal.SIGTERM),
-    ],
+    ("start", "kinds", "all_told"),
+    [(front_of_its_own, ["1,1"], False), (forking_front, ["1,2", "2,1"], True)],
 )
 def test_no_process_of_vllms_outlives_its_front(
     untied: Path,
@@ -209,12 +208,12 @@ def test_no_process_of_vllms_outlives_its_front(
     monkeypatch: pytest.MonkeyPatch,
     start: Callable[..., subprocess.Popen[bytes] | Program],
     kinds: list[str],
-    end: signal.Signals,
+    all_told: bool,
 ) -> None:
     if len(os.sched_getaffinity(0)) < 2:
-        kinds = ["1,1", *kinds[1:]] if "starting" in kinds else ["1,1"]  # a rank needs a core
-    # given a process with engines of all kinds of ranks, and perhaps one that just starts
-    monkeypatch.setenv("TMPDIR", str(short_folder))
+        kinds = ["1,1"]  # a rank needs a core
+    # given a process with engines of some kinds of ranks
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(short_folder))
     before, log = set(descendants()), tmp_path / "log"
     front = start(log, str(untied), *kinds)
     try:
@@ -226,24 +225,50 @@ def test_no_process_of_vllms_outlives_its_front(
         )
         pids = set(descendants()) - before
         assert len(pids) > len(kinds)
-        if "starting" in kinds:
-            eventually(
-                lambda: set(descendants(front.pid)) - pids, "a core starts", deadline_s=WAIT_S
-            )
-            pids |= set(descendants(front.pid))
-        # when it ends without a chance to clean up
-        front.send_signal(end)
-        front.wait(WAIT_S)
+        # when it ends without a chance to clean up, or all are told to end, as services are
+        for pid in pids if all_told else ():
+            with suppress(ProcessLookupError):  # the end of another was its own
+                os.kill(pid, signal.SIGTERM)
     finally:
         front.kill()
-    # then no process of it stays, and none of its sockets
-    for pid in pids:
-        eventually(lambda pid=pid: not alive(pid), f"process {pid} ends", deadline_s=WAIT_S)
+    # then nothing of it stays
+    _require_nothing_left(front, pids, before, short_folder)
+
+
+@pytest.mark.timeout(900)
+def test_no_process_of_vllms_outlives_a_front_that_is_killed_while_it_starts(
+    untied: Path, short_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(short_folder))
+    for processes in range(2, 7):  # two that remove folders, the coordinator, two cores
+        # given a process with an engine that is just starting one more process
+        before = set(descendants())
+        front = forking_front(tmp_path / "log", str(untied), "1,2")
+        try:
+            eventually(
+                lambda before=before, n=processes: len(set(descendants()) - before) >= n,
+                f"it has started {processes - 1} processes",
+                deadline_s=WAIT_S,
+            )
+            pids = set(descendants()) - before
+        # when it is killed
+        finally:
+            front.kill()
+        # then nothing of it stays
+        _require_nothing_left(front, pids, before, short_folder)
+
+
+def _require_nothing_left(
+    front: subprocess.Popen[bytes] | Program, pids: set[int], before: set[int], folder: Path
+) -> None:
+    """No process of a front's that ends, and none of its sockets."""
+    front.wait(WAIT_S)
     eventually(
-        lambda: not any(path.is_socket() for path in short_folder.rglob("*")),
-        "its sockets are gone",
+        lambda: not any(alive(pid) for pid in pids | (set(descendants()) - before)),
+        "its processes have ended",
         deadline_s=WAIT_S,
     )
+    eventually(lambda: not any(folder.iterdir()), "its sockets are gone", deadline_s=WAIT_S)
 
 
 @pytest.mark.parametrize(("name", "says"), [("x" * 80, "TMPDIR"), ("gone", "VLLM_RPC_BASE_PATH")])

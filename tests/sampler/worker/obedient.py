@@ -155,11 +155,11 @@ def outbox_in(folder: Path, key: SigningKey) -> Outbox:
     )
 
 
-def main(url: str, run: str, root: str, key_file: str, pool_name: str) -> None:
+def main(url: str, run: str, root: str, key_file: str, pool_name: str, invite: str) -> None:
     """Works until it is killed, or told to end."""
     key = SigningKey.load(Path(key_file))
     client = CoordinatorClient(url, key, run=run, root_public_key=root)
-    client.register(pool_name, {})
+    client.register(pool_name, {}, invite=invite)
     spec = client.spec()
     pool = next(pool for pool in spec.samplers if pool.name == pool_name)
     worker = Worker(

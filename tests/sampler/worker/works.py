@@ -146,7 +146,7 @@ def working(site: Site, key_file: Path) -> Iterator[subprocess.Popen[str]]:
     """A worker's process that has begun to work, with an engine that answers at once."""
     command = [
         *(sys.executable, "-m", "tests.sampler.worker.obedient", site.url, RUN),
-        *(site.root.public_hex, str(key_file), "near"),
+        *(site.root.public_hex, str(key_file), "near", site.invite),
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -17,6 +17,7 @@ import numpy as np
 
 from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
+from runspec.core.invite import make_invite
 from runspec.core.keys import SigningKey
 from runspec.core.latest import sign_latest
 from runspec.core.roles import sign_roles
@@ -74,6 +75,9 @@ class Site:
             SigningKey.generate() for _ in range(4)
         )
         self.coordinator.save(self.run_dir / "keys" / "coordinator.key")
+        self.invite = make_invite(
+            self.run, pool=None, uses=1000, valid_s=3600.0, coordinator=self.coordinator
+        )
         self.sign_roles(self.validator)
         write_atomic(self.run_dir / "spec.json", dump_resolved(spec))
         self.store.mkdir()
@@ -106,10 +110,13 @@ class Site:
             self.url, key, run=run or self.run, root_public_key=root, deadline_s=deadline_s
         )
 
-    def worker(self, pool: str = "near") -> tuple[SigningKey, CoordinatorClient]:
+    def worker(
+        self, pool: str = "near", *, invited: bool = True
+    ) -> tuple[SigningKey, CoordinatorClient]:
+        """A registered worker; one without an invite is a stranger, which no step relies on."""
         key = SigningKey.generate()
         client = self.client(key)
-        client.register(pool, {"host": "test"})
+        client.register(pool, {"host": "test"}, invite=self.invite if invited else None)
         return key, client
 
     def batch(self, step: int) -> BatchManifest:

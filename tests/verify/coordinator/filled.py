@@ -23,7 +23,7 @@ from verify.coordinator.events import (
     VersionPublished,
     WorkerRegistered,
 )
-from verify.coordinator.filling import Close, Grant, Held, NonceNeeded, Overdue
+from verify.coordinator.filling import Close, NonceNeeded
 from verify.coordinator.policy import Policy
 from verify.coordinator.stalls import Stalled
 from verify.coordinator.state import LeaseRecord, State
@@ -31,6 +31,7 @@ from verify.coordinator.transitions import apply
 from verify.formats.lease import Lease
 
 POLICY = Policy(
+    run="run",
     steps=4,
     groups=4,
     group_size=2,
@@ -79,7 +80,8 @@ class Filled:
             self.state = apply(self.state, follows)
             self.events.append(follows)
 
-    def register(self, name: str, pool: str = "a", *, own: bool = False) -> None:
+    def register(self, name: str, pool: str = "a", *, own: bool = True) -> None:
+        """Registers a worker of the run's own, or a stranger."""
         self.record(WorkerRegistered(self.now, key(name), pool, own=own))
 
     def publish(self, version: int) -> None:
@@ -91,15 +93,16 @@ class Filled:
             match decision:
                 case None:
                     return None
-                case Held(record):
-                    return record
-                case Overdue(record):
-                    self.record(LeaseOverdue(self.now, record.digest))
+                case LeaseRecord():
+                    return decision
+                case LeaseOverdue():
+                    self.record(decision)
                 case NonceNeeded(step):
                     draw = digest("nonce", step, len(self.events))
                     self.record(NonceDrawn(self.now, step, draw, len(self.state.workers)))
-                case Grant():
-                    self.record(self._granted(name, decision))
+                case Lease():
+                    name_of = digest("lease", decision.seed.hex())
+                    self.record(LeaseGranted(self.now, decision, name_of, "signed"))
 
     def release(self, record: LeaseRecord) -> None:
         self.record(LeaseReleased(self.now, record.digest))
@@ -158,27 +161,11 @@ class Filled:
         assert isinstance(decision, Stalled), decision
         return decision.reason
 
-    def _granted(self, name: str, grant: Grant) -> LeaseGranted:
-        lease = Lease(
-            run="run",
-            step=grant.step,
-            nonce=grant.nonce,
-            worker=key(name),
-            pool=self.state.workers[key(name)].pool,
-            index=grant.index,
-            groups=grant.groups,
-            version=grant.version,
-            manifest_digest=grant.manifest_digest,
-            issued=self.now,
-            expires=self.now + self.state.policy.lease_timeout_s,
-        )
-        return LeaseGranted(self.now, lease, digest("lease", lease.seed.hex()), "signed")
-
 
 def started(**changes: object) -> Filled:
     """A run of two workers of its own, x and y, whose first version is out."""
     run = Filled(policy(**changes))
-    run.register("x", own=True)
-    run.register("y", own=True)
+    run.register("x")
+    run.register("y")
     run.publish(0)
     return run

@@ -17,6 +17,7 @@ from runspec.core.join_link import parse_join_link
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, sign_document
 from runspec.local.endpoints import Endpoints, save_endpoints
+from runspec.local.run_dir import hold
 from tests.verify.coordinator.deployment import RUN, Site, tiny_spec
 from tests.verify.coordinator.over_http import post
 from verify.audit.replay import audit
@@ -129,7 +130,7 @@ def test_a_revoked_invite_admits_nobody_and_who_came_with_it_stays(site: Site):
     # given three invites, of which one was used and one was made elsewhere
     SigningKey.generate().save(site.run_dir / "keys" / "root.key")
     first, late = SigningKey.generate(), SigningKey.generate()
-    with site.serving():
+    with site.serving(), hold(site.run_dir):
         save_endpoints(site.run_dir, Endpoints(site.url, site.weights, {}))
         words = ("invite", site.run_dir, "--uses", "3", "--pool", "near", "--expires", "2h")
         links = [told(*words).output.strip() for _ in range(2)]
@@ -158,7 +159,7 @@ def test_a_revoked_invite_admits_nobody_and_who_came_with_it_stays(site: Site):
         assert "409, revoked already: it was published" in str(again.exception)
 
     # and so it is after a restart, and in the list
-    with site.serving():
+    with site.serving(), hold(site.run_dir):
         save_endpoints(site.run_dir, Endpoints(site.url, site.weights, {}))
         with pytest.raises(UserError, match="403, the invite was revoked: it was published"):
             site.client(late).register("near", {}, invite=invites[0])
@@ -185,7 +186,7 @@ def test_a_revoked_invite_admits_nobody_and_who_came_with_it_stays(site: Site):
     ],
 )
 def test_a_command_line_that_makes_no_sense_is_refused(site: Site, option, said):
-    with site.serving():
+    with site.serving(), hold(site.run_dir):
         save_endpoints(site.run_dir, Endpoints(site.url, site.weights, {}))
         SigningKey.generate().save(site.run_dir / "keys" / "root.key")
         result = told("invite", site.run_dir, *option)

@@ -11,6 +11,7 @@ from verify.coordinator import filling
 from verify.coordinator.events import (
     BY_OPERATOR,
     BanLifted,
+    Event,
     FailedAttempt,
     KeyBanned,
     LeaseExpired,
@@ -26,12 +27,59 @@ from verify.coordinator.events import (
 )
 from verify.coordinator.filling import Close
 from verify.coordinator.reputation import BAN_AFTER, CLEAR_AFTER, reputation
+from verify.coordinator.state import Rank
 from verify.coordinator.transitions import replay
 
-WORKERS = ["a", "b", "c", "d"]
+OWN, STRANGERS = ["a", "b"], ["c", "d", "e"]
+WORKERS = [*OWN, *STRANGERS]
 OUTCOMES = ["usable", "usable", "usable", "filtered", "dropped"]
 REASONS = ["logprobs: row 0: 0.2 > 0.1", "toploc: row 1: 40 > 38", "format: no rows"]
 FLOOR, START = 0.2, 0.6
+
+
+class Watched(Filled):
+    """Looks at each lease and each batch beside the state that it was decided in."""
+
+    def record(self, event: Event) -> None:
+        before = self.state
+        super().record(event)
+        if isinstance(event, LeaseGranted):
+            self.a_lease_is_within_the_bounds_of_its_rank(before, event.lease)
+        elif isinstance(event, StepClosed):
+            self.a_batch_is_in_lease_order_rank_by_rank(before, event)
+
+    def a_lease_is_within_the_bounds_of_its_rank(self, before, lease):
+        worker, rank = before.workers[lease.worker], before.rank(lease.worker)
+        mine = [r for r in before.leases.values() if r.lease.worker == lease.worker]
+        late = before.policy.async_level
+        held = [r for r in mine if r.status == "open"]
+        held += [r for r in mine if r.status == "submitted" and before.lag(r) <= late]
+        if rank is Rank.NEW:
+            assert (lease.groups, held) == (1, [])
+            tried = filling.tried_groups(self.state, lease.step, self.now)
+            assert tried <= before.policy.newcomer_groups
+        else:
+            assert worker.standing.quarantine is None
+            assert lease.groups <= filling.needed_groups(before, lease.step)
+        if rank is Rank.RECORDED:
+            groups = sum(r.lease.groups for r in held) + lease.groups
+            assert groups <= worker.standing.trust
+
+    def a_batch_is_in_lease_order_rank_by_rank(self, before, event):
+        order = list(before.leases)
+        places = []
+        for group in event.trained:
+            record = before.leases[group.lease]
+            rank = -1 if record.lease.step < event.step else record.rank
+            places.append((rank, order.index(group.lease), group.group))
+        assert places == sorted(places)
+        policy = before.policy
+        assert policy.min_groups <= len(places) <= policy.groups
+        timed_out = event.at >= before.steps[event.step].since + policy.deadline_s
+        if len(places) == policy.groups and not timed_out:
+            for place, record in enumerate(before.leases.values()):
+                if record.lease.step == event.step and record.awaited:
+                    assert all(of != record.rank or at < place for of, at, _ in places)
 
 
 class Filling(RuleBasedStateMachine):
@@ -48,7 +96,7 @@ class Filling(RuleBasedStateMachine):
         steps=st.sampled_from([6, 100]),
     )
     def begin(self, groups, max_groups, per_submission, min_groups, **others):
-        self.run = Filled(
+        self.run = Watched(
             policy(
                 groups=groups,
                 max_groups=max_groups * groups,
@@ -73,27 +121,11 @@ class Filling(RuleBasedStateMachine):
     @rule(name=st.sampled_from(WORKERS), holds=st.booleans())
     def lease(self, name, holds):
         if key(name) not in self.run.state.workers:
-            self.run.register(name)
+            self.run.register(name, own=name in OWN)
         before = self.run.state
         mine = [d for d, r in before.leases.items() if r.lease.worker == key(name)]
         found = self.run.lease(name, holding=mine if holds else ())
         assert found is None or key(name) not in before.bans
-        if found is None or found.digest in before.leases:
-            return
-        if found.newcomer:
-            self.newcomers_hold_no_more_than_they_may(before, found.lease.step)
-        if before.workers[key(name)].standing.quarantine:  # it is leased one at a time
-            recent = (before.leases[d] for d in mine)
-            late = before.policy.async_level
-            assert not any(r.outstanding for r in recent if before.lag(r) <= late)
-
-    def newcomers_hold_no_more_than_they_may(self, before, step):
-        """Once somebody's work was accepted who may still work; a share of all is no limit."""
-        limited = before.policy.newcomer_groups < before.policy.groups
-        named = (k for k, worker in before.workers.items() if not worker.standing.newcomer)
-        if limited and any(name not in before.bans for name in named):
-            held = sum(filling.newcomer_groups(self.run.state, step, self.run.now))
-            assert held <= before.policy.newcomer_groups
 
     @rule(name=st.sampled_from(WORKERS), outcomes=st.lists(st.sampled_from(OUTCOMES), max_size=6))
     def work(self, name, outcomes):
@@ -177,7 +209,7 @@ class Filling(RuleBasedStateMachine):
         self.run.now += seconds
         self.advance()
 
-    @rule(leases=st.integers(1, 3), late=st.sampled_from("ab"), prompt=st.sampled_from("cd"))
+    @rule(leases=st.integers(1, 3), late=st.sampled_from("abc"), prompt=st.sampled_from("abd"))
     def straggle(self, leases, late, prompt):
         """One answer comes after its step was closed at the deadline, if its lease lasts."""
         self.lease(late, holds=False)
@@ -209,42 +241,11 @@ class Filling(RuleBasedStateMachine):
                 assert 0 <= lag <= self.run.state.policy.async_level
 
     @invariant()
-    def batches_are_in_lease_order_and_of_the_right_size(self):
-        policy, order = self.run.state.policy, list(self.leases())
-        for closed in self.closed:
-            places = [(order.index(g.lease), g.group) for g in closed.groups]
-            assert places == sorted(places)
-            assert policy.min_groups <= len(closed.groups) <= policy.groups
-            assert closed.complete == (len(closed.groups) == policy.groups)
-
-    @invariant()
-    def a_complete_batch_passed_over_no_undecided_lease(self):
-        events = self.run.events
-        for place, event in enumerate(events):
-            if isinstance(event, StepClosed) and len(event.trained) == self.run.state.policy.groups:
-                before = replay(self.run.state.policy, events[:place])
-                if self.timed_out(before, event):
-                    continue
-                last = list(before.leases).index(event.trained[-1].lease)
-                for record in list(before.leases.values())[:last]:
-                    assert record.lease.step != event.step or not record.outstanding
-
-    def timed_out(self, before, event):
-        return event.at >= before.steps[event.step].since + before.policy.deadline_s
-
-    @invariant()
     def no_step_is_leased_beyond_its_bounds(self):
         policy = self.run.state.policy
         for number, step in self.run.state.steps.items():
             assert 0 <= step.leased <= policy.max_groups
-            assert 0 <= step.given_back <= policy.groups
             assert number - self.run.state.newest.version <= policy.async_level
-            own = [r for r in self.run.state.leases.values() if r.lease.step == number]
-            held = sum(r.lease.groups if r.outstanding else len(r.usable) for r in own)
-            assert held <= policy.groups
-            late = sum(len(r.usable) for r in self.late()) if number == self.next_close() else 0
-            needed = filling.needed_groups(self.run.state, number)
-            assert needed == max(0, policy.groups - held - late)
 
     @invariant()
     def indices_have_no_holes_and_no_two_leases_share_a_seed(self):
@@ -256,13 +257,9 @@ class Filling(RuleBasedStateMachine):
         assert all(found == list(range(len(found))) for found in indices.values())
 
     @invariant()
-    def a_worker_ties_up_only_so_many_leases_whether_it_gives_them_back_or_not(self):
-        tied_up = Counter(
-            record.lease.worker
-            for record in (*self.of("open"), *self.of("released"))
-            if record.lease.expires > self.run.now
-        )
-        assert max(tied_up.values(), default=0) <= filling.MAX_OPEN_LEASES
+    def a_worker_holds_only_so_many_leases(self):
+        held = Counter(r.lease.worker for r in self.of("open") if r.expires > self.run.now)
+        assert max(held.values(), default=0) <= filling.MAX_OPEN_LEASES
 
     @invariant()
     def every_nonce_was_drawn_after_its_workers_key_was_known(self):
@@ -281,14 +278,17 @@ class Filling(RuleBasedStateMachine):
         """If nothing can be decided now, `next_due` lies ahead; else the clock would never wake."""
         state, now = self.run.state, self.run.now
         undecided = not filling.expired_leases(state, now) and not filling.decide_close(state, now)
-        due = filling.next_due(state)
-        assert due is None or not undecided or due > now
+        assert not undecided or self.ahead(filling.next_due(state, now))
+        assert self.ahead(filling.next_overdue(state, state.workers, now))
+
+    def ahead(self, due):
+        return due is None or due > self.run.now
 
     @invariant()
     def a_banned_key_holds_no_lease(self):
         for record in self.run.state.leases.values():
             if record.lease.worker in self.run.state.bans:
-                assert record.status not in ("open", "released")
+                assert record.status != "open"
 
     @invariant()
     def nothing_trains_on_the_word_of_a_worker_in_doubt(self):
@@ -319,10 +319,8 @@ class Filling(RuleBasedStateMachine):
             assert worker.standing.withheld >= sum(leases[e.lease].worker == name for e in withheld)
 
     @invariant()
-    def keys_with_a_name_and_keys_without_work_are_counted_as_they_are(self):
+    def keys_without_work_are_counted_as_they_are(self):
         state = self.run.state
-        with_a_name = {name for name, w in state.workers.items() if not w.standing.newcomer}
-        assert set(state.named) == with_a_name
         assert state.unproven == sum(worker.unproven for worker in state.workers.values())
 
     @invariant()
@@ -348,20 +346,13 @@ class Filling(RuleBasedStateMachine):
         if hasattr(self, "run"):
             assert replay(self.run.state.policy, self.run.events) == self.run.state
 
-    def next_close(self):
-        return self.run.state.next_close
-
-    def late(self):
-        """Of closed steps."""
-        return [r for r in self.run.state.leases.values() if r.lease.step < self.next_close()]
-
     def leases(self):
         return {e.digest: e.lease for e in self.run.events if isinstance(e, LeaseGranted)}
 
 
 TestFilling = Filling.TestCase
 TestFilling.settings = settings(
-    max_examples=80,
+    max_examples=120,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

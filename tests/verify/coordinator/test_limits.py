@@ -98,7 +98,7 @@ class Registering:
     def __init__(self, run: Filled) -> None:
         self.run, self.now = run, 0.0
         roles = roles_of(coordinator=[COORDINATOR.public_hex])
-        limit = NewKeys(Limiter(), [key("own")], clock=lambda: self.now)
+        limit = NewKeys(Limiter(), clock=lambda: self.now)
         self.admission = Admission(tiny_spec(), roles, [key("own")], limit)
 
     def come(self, name: str, address: str = "here", invite: str | None = None) -> Refusal | None:
@@ -108,7 +108,7 @@ class Registering:
             by = self.admission.admit(self.run.state, key(name), "near", used, 1.0, address=address)
         except Refusal as refusal:
             return refusal
-        self.run.record(WorkerRegistered(self.run.now, key(name), "a", by))
+        self.run.record(WorkerRegistered(self.run.now, key(name), "a", by, name == "own"))
         return None
 
 

@@ -59,7 +59,7 @@ histories = st.lists(st.tuples(st.booleans(), st.booleans()), max_size=60)
 def after(history: list[tuple[bool, bool]]) -> Standing:
     found = Standing()
     for accepted, recomputed in history:
-        found = found.after_verdict(accepted=accepted, recomputed=recomputed)
+        found = found.after_verdict(1, accepted=accepted, recomputed=recomputed)
     return found
 
 
@@ -67,14 +67,16 @@ def test_reputation_is_the_mean_of_the_stated_posterior():
     good = after(20 * [(True, True)])
     assert reputation(Standing()) == 0.0
     assert reputation(good) == 20 / 40
-    assert reputation(good.after_withholding()) == 20 / 41
     assert reputation(after(20 * [(True, False)])) == 0.0  # nobody recomputed it
 
-    fallen = good.after_verdict(accepted=False, recomputed=True)
-    assert reputation(fallen) == 0.0
-    for _ in range(20):
-        fallen = fallen.after_verdict(accepted=True, recomputed=True)
-    assert reputation(fallen) == 20 / 60  # slower than the first time
+    for fallen in (
+        good.after_verdict(1, accepted=False, recomputed=True),
+        good.after_withholding(),
+    ):
+        assert reputation(fallen) == 0.0
+        for _ in range(20):
+            fallen = fallen.after_verdict(1, accepted=True, recomputed=True)
+        assert reputation(fallen) == 20 / 60  # slower than the first time
 
 
 @given(histories, st.floats(0, 1), st.floats(0, 1))
@@ -83,9 +85,9 @@ def test_the_share_stays_between_floor_and_start_and_follows_the_work(history, o
     before = after(history)
     share = prefill_share(before, start=start, floor=floor)
 
-    better = before.after_verdict(accepted=True, recomputed=True)
-    unseen = before.after_verdict(accepted=True, recomputed=False)
-    worse = before.after_verdict(accepted=False, recomputed=True)
+    better = before.after_verdict(1, accepted=True, recomputed=True)
+    unseen = before.after_verdict(1, accepted=True, recomputed=False)
+    worse = before.after_verdict(1, accepted=False, recomputed=True)
 
     assert 0.0 <= reputation(before) < 1.0
     assert floor <= prefill_share(better, start=start, floor=floor) <= share <= start

@@ -68,11 +68,11 @@ class Fill(Block):
     CHANGE = "restart"
 
     max_groups: Annotated[float, Field(ge=1.0), Unit("times the groups needed")] = 4.0
-    """Leases at most this many times the groups needed."""
+    """Leases known workers at most this many times the groups needed."""
     min_share: Share = 0.5
-    """A step that cannot fill closes with at least this share of its groups; else it stalls."""
+    """A step that cannot fill closes with at least this share of its groups."""
     deadline: Duration = 5400.0
-    """Time from opening a step to giving up on filling it."""
+    """Time from opening a step until it closes as soon as it has `min_share` of its groups."""
 
 
 class Algorithm(Block):

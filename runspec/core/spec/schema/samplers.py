@@ -225,15 +225,15 @@ class Verify(Block):
     """What that share falls to as a worker's reputation grows; null: it stays as it is. Of a
     worker in quarantine all is recomputed."""
     newcomer_share: Share = 0.5
-    """Share of a step's groups that workers without an accepted submission may hold together, once
-    others have one, so that many new keys cannot keep a step from filling. At least one group; 1 is
-    off."""
+    """Share of a step's groups that strangers without a record may be leased together, as trials
+    that the step does not wait for; at least one group."""
     logprob_alarm: Annotated[Nats | None, RESTART] = None
     """Mean |sampler's - learner's| log-prob of a step, on the same tokens under the same version,
     above which `status` and the learner's log raise the alarm; null: 0.001 for pools in float32,
     0.02 in bfloat16, 0.15 in fp8, the largest of the run's."""
     lease_timeout: Duration = 1800.0
-    """Time from a lease to its submission; after it the lease counts as withheld."""
+    """Time from a lease to its submission; after it the lease counts as withheld. A silent worker's
+    groups may be leased to others earlier."""
     tokens_per_s: Annotated[Positive | None, Unit("tokens/s of a validator"), HOT, SITE] = None
     """Measured prefill rate, for the estimate; null: computed from the hardware."""
     ledger: Annotated[DatabaseUrl | None, NEWRUN, SITE] = None
