@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from random import Random
 from statistics import median
 
-from tests.runspec.simulate.found_mixtures import FOUND, SLOW
+from tests.runspec.simulate.found_mixtures import FOUND
 from tests.runspec.simulate.mixtures import (
     KNOWN,
     STRANGERS,
@@ -36,7 +36,7 @@ def run() -> dict[str, dict[str, object]]:
     return {
         "one known worker": _factors((KNOWN, hostile) for hostile in drawn),
         "two strangers": _factors((STRANGERS, hostile) for hostile in drawn),
-        "mixtures that a search found": _factors([*FOUND, *SLOW]),
+        "mixtures that a search found": _factors(FOUND),
         "honest populations, async_level 0": _waste(0),
         "honest populations, async_level 2": _waste(2),
     }
