@@ -148,5 +148,5 @@ FOUND: list[tuple[Run, list[Group]]] = [
         ],
     ),
 ]
-"""Those of 2026-11-23. The last three took strangers 8 to 14 times as long while a worker was no more
-patient with its own rank than with others."""
+"""The last three took strangers 8 to 14 times as long while a worker was no more patient with its
+own rank than with others."""
