@@ -147,6 +147,18 @@ FOUND: list[tuple[Run, list[Group]]] = [
             },
         ],
     ),
+    (
+        Run(known=0, strangers=4, speed=0.25, async_level=0, lease=4, steps=20),
+        [
+            {
+                "name": "hostile0",
+                "count": 40,
+                "strategy": {"kind": "alternate", "misdeed": "withhold", "of": 6, "honest": 3},
+                "arrives": "10s",
+                "speed": 0.25,
+            }
+        ],
+    ),
 ]
-"""The last three took strangers 8 to 14 times as long while a worker was no more patient with its
-own rank than with others."""
+"""The fourth to sixth took strangers 8 to 14 times as long while a worker was no more patient with
+its own rank than with others."""
