@@ -133,8 +133,8 @@ def next_overdue(state: State, asking: Iterable[str], now: float) -> float | Non
 def _overdue_at(state: State, key: str) -> Iterator[tuple[float, LeaseRecord]]:
     """From when on a worker without work waits for others' leases no more, for those that were
     silent for longest."""
-    pace, rank = state.workers[key].pace, state.rank(key)
-    if pace is None or rank is Rank.NEW:
+    pace = state.workers[key].pace
+    if pace is None or (rank := state.rank(key)) is Rank.NEW:
         return
     for record in state.silent:
         if rank <= record.rank and record.lease.worker != key:
@@ -178,7 +178,7 @@ def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Lease | None
     if number is None or newest is None:
         return None
     step = state.steps.get(number)
-    nonce = step and step.nonce_for(worker)
+    nonce = step.nonce_for(worker) if step is not None else None
     if step is None or nonce is None:
         return NonceNeeded(number)
     return Lease(
