@@ -27,6 +27,7 @@ StrategyKind = Literal[
     "alternate",
     "sleeper",
     "collude",
+    "late",
 ]
 Misdeed = Literal["withhold", "rubbish", "wrong", "refuse"]
 
@@ -36,15 +37,18 @@ class StrategyBlock(Block):
 
     kind: StrategyKind = "honest"
     misdeed: Misdeed = "withhold"
-    """How `alternate`, `sleeper` and `collude` answer where they are not honest."""
+    """How `alternate`, `sleeper`, `collude` and `late` answer where they are not honest."""
     honest: Count = 1
     """`alternate`: leases of every `of` that are answered honestly."""
     of: Count = 4
     """`alternate`: leases of a round."""
     record: Count = 1
-    """`sleeper`, `collude`: accepted submissions of each member before the first misdeed."""
+    """`sleeper`, `collude`, `late`: accepted submissions of a member before its first misdeed."""
     margin: Duration = 1.0
     """`delay`: time before the end of a lease at which it is answered."""
+    after: Duration | None = None
+    """`delay`: time from a lease to its answer, in place of `margin`. `late`: time from a published
+    version until it asks for a lease."""
     think: Duration = 0.05
     """Time until a lease is refused, or answered with rubbish."""
 
@@ -88,9 +92,6 @@ class Group(Block):
     crashes: Share = 0.0
     """Share of its departures that are crashes: leases are not given back."""
     absent: list[Absence] = []
-    poll: Duration | None = None
-    """Time for which a question for a lease stays open; null: 1 s of an honest worker, and as long
-    as the coordinator allows of any other."""
     strategy: StrategyBlock = StrategyBlock()
 
 

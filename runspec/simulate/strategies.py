@@ -39,16 +39,21 @@ class Strategy:
     def judged(self, accepted: bool) -> None:
         """Takes note of a verdict on one of the worker's submissions."""
 
+    def pause_s(self) -> float | None:
+        """Seconds from a published version until it asks for a lease; None: it always asks."""
+        return None
+
 
 class Delay(Strategy):
-    """Samples honestly, and hands in just before the lease ends."""
+    """Samples honestly, and hands in just before the lease ends, or some time after its grant."""
 
-    def __init__(self, margin_s: float) -> None:
+    def __init__(self, margin_s: float, after_s: float | None) -> None:
         super().__init__("rollouts")
-        self._margin_s = margin_s
+        self._margin_s, self._after_s = margin_s, after_s
 
     def answer(self, lease: Lease, now: float) -> Answer:
-        return Answer("rollouts", lease.expires - self._margin_s)
+        before_end = lease.expires - self._margin_s
+        return Answer("rollouts", before_end if self._after_s is None else now + self._after_s)
 
 
 class Alternate(Strategy):
@@ -94,6 +99,17 @@ class Colluder(Sleeper):
         return all(member.missing <= 0 for member in self._group)
 
 
+class Late(Sleeper):
+    """A sleeper that then asks for leases late in a step only."""
+
+    def __init__(self, record: int, misdeed: Strategy, after_s: float) -> None:
+        super().__init__(record, misdeed)
+        self._after_s = after_s
+
+    def pause_s(self) -> float | None:
+        return self._after_s if self.ready() else None
+
+
 def strategies(block: StrategyBlock) -> Callable[[], Strategy]:
     """Makes the strategy of one member after the other of a group."""
     group: list[Colluder] = []
@@ -108,12 +124,14 @@ def strategies(block: StrategyBlock) -> Callable[[], Strategy]:
             case "refuse" | "rubbish" | "withhold":
                 return Strategy(block.kind, block.think)
             case "delay":
-                return Delay(block.margin)
+                return Delay(block.margin, block.after)
             case "alternate":
                 return Alternate(block.honest, block.of, misdeed)
             case "sleeper":
                 return Sleeper(block.record, misdeed)
             case "collude":
                 return Colluder(block.record, misdeed, group)
+            case "late":
+                return Late(block.record, misdeed, block.after or 0.0)
 
     return make

@@ -15,19 +15,12 @@ from verify.formats.lease import Lease
 if TYPE_CHECKING:
     from runspec.simulate.world import World
 
-HONEST_POLL_S = 1.0
-"""`sampler.worker.worker.LEASE_POLL_S`: how long an honest question for a lease stays open."""
-LONGEST_POLL_S = 30.0
-"""`verify.coordinator.server.MAX_WAIT_S`."""
-
 
 class Worker:
     """One member of the population."""
 
     def __init__(self, member: Member, world: World) -> None:
         self.member, self.key, self._world = member, member.key, world
-        honest = HONEST_POLL_S if member.honest else LONGEST_POLL_S
-        self.poll_s = min(member.group.poll or honest, LONGEST_POLL_S)
         self.present = False
         self.sampled_groups = 0
         self.busy_s = self.present_s = 0.0
@@ -66,7 +59,7 @@ class Worker:
         if group.stays is not None:
             away = self._drawn(group.away)
             self._later(self._drawn(group.stays), lambda: self._depart(back_after=away))
-        self._world.ask(self)
+        self._ask()
 
     def _depart(self, back_after: float) -> None:
         """Leaves, and comes back; unless it crashes, gives its leases back."""
@@ -95,6 +88,17 @@ class Worker:
 
     # Leases.
 
+    def published(self) -> None:
+        """Takes note of a version: fetches it, and asks for work if it paused until then."""
+        self.fetch()
+        pause_s = self.member.strategy.pause_s()
+        if pause_s is not None and self.present:
+            self._later(pause_s, lambda: self._world.ask(self))
+
+    def _ask(self) -> None:
+        if self.member.strategy.pause_s() is None:
+            self._world.ask(self)
+
     def granted(self, record: LeaseRecord) -> None:
         """Takes note of a lease."""
         self._held.add(record.digest)
@@ -104,7 +108,7 @@ class Worker:
         digest = record.digest
         answer = self.member.strategy.answer(record.lease, self._world.clock.now)
         if answer.what == "withhold":
-            self._world.ask(self)
+            self._ask()
         elif answer.what == "rollouts" or answer.what == "wrong":
             self._queue.append((digest, record.lease, answer))
             self._work()
@@ -116,7 +120,7 @@ class Worker:
             self._world.coordinator.release(digest)
         else:
             self._world.hand_in(digest, "rubbish")
-        self._world.ask(self)
+        self._ask()
 
     # Engine and links, as `runspec.estimate.timeline` has them.
 
@@ -164,7 +168,7 @@ class Worker:
         content: Content = "wrong" if answer.what == "wrong" else "rollouts"
         ready = self._world.clock.now + self._world.request_s
         self._at(max(ready, answer.not_before), lambda: self._world.hand_in(digest, content))
-        self._world.ask(self)
+        self._ask()
         self._work()
 
     # Time.

@@ -1,8 +1,7 @@
 """The loop of a simulated run: learner, publisher, workers and validators around the coordinator.
 
 Each action may change the coordinator's state. Then leases expire, steps close, validators take
-submissions and workers that wait are leased work, in the order of the real server: a long poll that
-began earlier is answered first, and one that ends without work goes to the back of the queue.
+submissions, and workers that wait are leased work, in the order of the real server.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from runspec.simulate.workers import Worker
 from verify.coordinator import filling
 from verify.coordinator.events import Event, LeaseGranted, StepClosed, SubmissionJudged
 from verify.coordinator.policy import Policy
-from verify.coordinator.state import Rank, State
+from verify.coordinator.state import State
 
 _LOOKS = 60
 """Looks at waiting workers within one `lease_timeout`, where time alone may give them work."""
@@ -60,7 +59,7 @@ class World:
         self._record = Record(policy.group_size)
         self._first: dict[str, tuple[int, range]] = {}
         self._leased: dict[int, int] = {}
-        self._waiting: dict[Worker, float] = {}
+        self._waiting: dict[str, Worker] = {}
         self._touched = True
         self._look_at = inf
         self._to_train: deque[tuple[int, int]] = deque()
@@ -107,12 +106,12 @@ class World:
     def ask(self, worker: Worker) -> None:
         """Puts a worker among those that wait for a lease."""
         if not self.coordinator.state.finished:
-            self._waiting.setdefault(worker, self.clock.now)
+            self._waiting[worker.key] = worker
             self._touched = True
 
     def hang_up(self, worker: Worker) -> None:
         """Takes a worker out of those that wait."""
-        self._waiting.pop(worker, None)
+        self._waiting.pop(worker.key, None)
 
     def lengths(self, digest: str) -> Lengths:
         """Output tokens of each rollout of a lease."""
@@ -166,40 +165,29 @@ class World:
         self._record.waits(self.clock.now, self.coordinator.state)
 
     def _grant(self) -> None:
-        """Leases work to those who wait, in turn.
-
-        Of workers that hold nothing and differ in nothing that decides, one refusal counts for all.
-        """
-        asking = {worker.key: worker for worker in self._waiting}
-        if not asking or self.coordinator.full:
+        """Leases work to those who wait, in turn."""
+        if not self._waiting or self.coordinator.full:
             return
-        now, refused = self.clock.now, set[tuple]()
-        for key in sorted(asking, key=partial(filling.turn, self.coordinator.state)):
-            worker, state = asking[key], self.coordinator.state
-            if key in state.bans:
-                del self._waiting[worker]
-                continue
-            kind = _kind(state, key)
-            if kind in refused:
-                continue
+        now, state = self.clock.now, self.coordinator.state
+        for key in sorted(
+            filling.hopeful(state, self._waiting, now), key=partial(filling.turn, state)
+        ):
+            worker = self._waiting[key]
             record = self.coordinator.lease(key, worker.holding())
             if record is not None:
-                del self._waiting[worker]
+                del self._waiting[key]
                 worker.granted(record)
-            elif kind is not None:
-                refused.add(kind)
-        if self._waiting:
-            state = self.coordinator.state
-            look = now + max(1.0, state.policy.lease_timeout_s / _LOOKS)
-            due = filling.next_overdue(state, [worker.key for worker in self._waiting], now)
-            self._look_at = min(self._look_at, look, due or look)
+        state = self.coordinator.state
+        look = now + max(1.0, state.policy.lease_timeout_s / _LOOKS)
+        due = filling.next_overdue(state, self._waiting, now)
+        self._look_at = min(self._look_at, look, due or look)
 
     # Learner and publisher.
 
     def _published(self, version: int) -> None:
         self.coordinator.publish(version)
         for worker in self._workers.values():
-            worker.fetch()
+            worker.published()
 
     def _train(self) -> None:
         if self._training or not self._to_train:
@@ -216,11 +204,3 @@ class World:
         self._publisher_free = start + self._model.publish_s
         self.clock.at(self._publisher_free + self.request_s, partial(self._published, step + 1))
         self._train()
-
-
-def _kind(state: State, key: str) -> tuple | None:
-    """The key of equal workers, which get equal leases: new ones with nothing unsettled. None for
-    any other worker."""
-    if state.unsettled.get(key) or state.rank(key) is not Rank.NEW:
-        return None
-    return (state.workers[key].pool,)

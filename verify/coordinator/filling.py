@@ -16,9 +16,10 @@ The rules (DESIGN, "Filling a step"; docs/public-runs.md has the promise that th
   answer are few, and cost a step nothing.
 - A recorded worker holds no more groups than it delivered since it last failed, divided by one more
   than its failures (`Standing.trust`). So a key wastes at most what it gave.
-- A lease is overdue once its worker was silent for `PATIENCE` times what a worker of the same or a
-  better rank, which waits for it without other work, takes for as much. Others are then leased its
-  groups too. Its worker may still answer, and what comes in time is trained.
+- A lease is overdue once its worker was silent for `PATIENCE` times what a worker of a better rank,
+  which waits for it without other work, takes for as much; or for `PATIENCE_AMONG_EQUALS` times
+  what one of the same rank takes. Others are then leased its groups too. Its worker may still
+  answer, and what comes in time is trained.
 - Groups train in lease order within a rank, not in order of arrival, which would favour short
   outputs. So a lease without a verdict holds back those of its rank that were leased after it,
   until it is decided, overdue or expired. It holds back no better rank.
@@ -47,7 +48,9 @@ from verify.formats.lease import Lease
 IDLE_DEADLINE_S = 900.0
 """Least time in seconds that a run waits for its next version."""
 PATIENCE = 2.0
-"""A lease is overdue after this many times what the worker that waits for it takes for one."""
+"""A lease is overdue after this many times what a waiting worker of a better rank takes."""
+PATIENCE_AMONG_EQUALS = 4.0
+"""The same where the rank is the same: among honest workers some are so much slower."""
 MAX_OPEN_LEASES = 3
 """One fills the engine, one has its last sequences sampled, one is being submitted. With fewer, the
 engine idles at the end of each lease. More would tie groups to one worker and to older versions."""
@@ -109,6 +112,18 @@ def turn(state: State, key: str) -> tuple[Rank, float, int]:
     return state.rank(key), worker.served, worker.number
 
 
+def hopeful(state: State, asking: Iterable[str], now: float) -> list[str]:
+    """Those of the workers that ask for whom there may be work: of many that wait, only few."""
+    served = {rank for rank in Rank if _leasable_step(state, rank, now) is not None}
+
+    def hopes(key: str) -> bool:
+        if state.rank(key) in served or any(at <= now for at, _ in _overdue_at(state, key)):
+            return True
+        return any(record.status == "open" for record in state.unsettled.get(key, ()))
+
+    return list(filter(hopes, asking))
+
+
 def next_overdue(state: State, asking: Iterable[str], now: float) -> float | None:
     """When a lease may next become overdue to one of the workers that ask."""
     times = (at for key in asking for at, _ in _overdue_at(state, key))
@@ -118,12 +133,13 @@ def next_overdue(state: State, asking: Iterable[str], now: float) -> float | Non
 def _overdue_at(state: State, key: str) -> Iterator[tuple[float, LeaseRecord]]:
     """From when on a worker without work waits for others' leases no more, for those that were
     silent for longest."""
-    pace, rank = state.workers[key].pace, state.rank(key)
-    if pace is None or rank is Rank.NEW:
+    pace = state.workers[key].pace
+    if pace is None or (rank := state.rank(key)) is Rank.NEW:
         return
     for record in state.silent:
         if rank <= record.rank and record.lease.worker != key:
-            yield record.since + PATIENCE * pace.seconds(record.lease.groups), record
+            patience = PATIENCE if rank < record.rank else PATIENCE_AMONG_EQUALS
+            yield record.since + patience * pace.seconds(record.lease.groups), record
 
 
 def _most_groups(state: State, key: str) -> int:
@@ -140,39 +156,44 @@ def _most_groups(state: State, key: str) -> int:
     return min(most, (worker.standing.trust if rank is Rank.RECORDED else 1) - undecided)
 
 
+def _leasable_step(state: State, rank: Rank, now: float) -> int | None:
+    """The lowest step that has groups for a worker of a rank, or that is to be opened for it."""
+    policy, newest, short = state.policy, state.newest, False
+    if newest is None:
+        return None
+    end = min(policy.steps, newest.version + policy.async_level + 1)
+    for number in range(state.next_close, end):
+        if number not in state.steps:
+            return None if short else number
+        if leasable_groups(state, number, rank, now) > 0:
+            return number
+        short |= needed_groups(state, number) > 0
+    return None
+
+
 def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Lease | None:
     """A lease of the lowest step that needs groups and may be leased to this worker."""
     policy, worker, newest = state.policy, state.workers[key], state.newest
-    if newest is None:
+    number = _leasable_step(state, state.rank(key), now)
+    if number is None or newest is None:
         return None
-    short = False
-    end = min(policy.steps, newest.version + policy.async_level + 1)
-    for number in range(state.next_close, end):
-        step = state.steps.get(number)
-        if step is None:
-            return None if short else NonceNeeded(number)
-        room = leasable_groups(state, number, state.rank(key), now)
-        groups = min(_most_groups(state, key), room)
-        if groups <= 0:
-            short |= needed_groups(state, number) > 0
-            continue
-        nonce = step.nonce_for(worker)
-        if nonce is None:
-            return NonceNeeded(number)
-        return Lease(
-            run=policy.run,
-            step=number,
-            nonce=nonce,
-            worker=key,
-            pool=worker.pool,
-            index=step.next_index.get(key, 0),
-            groups=groups,
-            version=newest.version,
-            manifest_digest=newest.manifest_digest,
-            issued=now,
-            expires=now + policy.lease_timeout_s,
-        )
-    return None
+    step = state.steps.get(number)
+    nonce = step.nonce_for(worker) if step is not None else None
+    if step is None or nonce is None:
+        return NonceNeeded(number)
+    return Lease(
+        run=policy.run,
+        step=number,
+        nonce=nonce,
+        worker=key,
+        pool=worker.pool,
+        index=step.next_index.get(key, 0),
+        groups=min(_most_groups(state, key), leasable_groups(state, number, state.rank(key), now)),
+        version=newest.version,
+        manifest_digest=newest.manifest_digest,
+        issued=now,
+        expires=now + policy.lease_timeout_s,
+    )
 
 
 def needed_groups(state: State, number: int) -> int:

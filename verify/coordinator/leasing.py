@@ -148,8 +148,9 @@ class Leasing:
         asking = new if settled else self._asking
         while asking:
             state, now = self._journal.state, self._journal.clock()
+            hopeful = set(filling.hopeful(state, {each.key for each in asking}, now))
             for question in sorted(asking, key=lambda each: filling.turn(state, each.key)):
-                if question.answer is None:
+                if question.answer is None and question.key in hopeful:
                     question.answer = self._lease_now(question.key, question.holding)
             keys = [question.key for question in self._asking]
             self._overdue_at = filling.next_overdue(self._journal.state, keys, now)

@@ -1,4 +1,5 @@
-"""Random mixtures of hostile keys, and what one does to a run of the laptop profile."""
+"""Random mixtures of hostile keys, honest populations, and what they do to a run of the laptop
+profile."""
 
 from __future__ import annotations
 
@@ -16,12 +17,40 @@ from runspec.simulate.population import Swarm
 from runspec.simulate.result import Result
 from runspec.simulate.run import simulate
 from tests.runspec.core.spec.spec_files import SPECS
+from verify.coordinator.policy import Policy
 
-STEPS = 30
-KNOWN = {"name": "own", "count": 1, "known": True}
-STRANGERS = {"name": "strangers", "count": 2}
+Group = dict[str, Any]
+"""Workers as a swarm file has them."""
 _KINDS = ("refuse", "rubbish", "wrong", "withhold", "delay", "alternate", "sleeper", "collude")
 _MISDEEDS = ("withhold", "rubbish", "wrong", "refuse")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that a mixture meets, and its honest workers."""
+
+    known: int = 1
+    strangers: int = 0
+    speed: float = 1.0
+    """Of the honest ones, over that of the profile."""
+    async_level: int = 2
+    groups: int = 16
+    """Of a step."""
+    lease: int = 8
+    """Groups of a lease, at most."""
+    checks: float = 1.0
+    """Speed of the validators; 1: three times what one worker makes."""
+    steps: int = 30
+
+    @property
+    def honest(self) -> list[Group]:
+        own = {"name": "own", "count": self.known, "known": True, "speed": self.speed}
+        strangers = {"name": "strangers", "count": self.strangers, "speed": self.speed}
+        return [group for group in (own, strangers) if group["count"]]
+
+
+KNOWN = Run()
+STRANGERS = Run(known=0, strangers=2)
 
 
 @dataclass(frozen=True)
@@ -33,56 +62,99 @@ class Outcome:
     stalled: bool
     wasted: float
     """Share of the honest rollouts."""
+    key_s: float
+    """Seconds beyond 1.5 times the undisturbed time, for each hostile key."""
 
 
 @cache
-def laptop() -> tuple[RunSpec, ModelConfig]:
-    """The laptop profile with a few steps, and its model's shape."""
-    files = SpecFiles(SPECS / "target_short.yaml", "laptop", None, [f"steps={STEPS}"])
+def _spec(run: Run) -> tuple[RunSpec, ModelConfig]:
+    changes = {
+        "steps": run.steps,
+        "algorithm.async_level": run.async_level,
+        "algorithm.prompts_per_step": run.groups,
+        "samplers.volunteers.groups_per_submission": run.lease,
+    }
+    sets = [f"{key}={value}" for key, value in changes.items()]
+    files = SpecFiles(SPECS / "target_short.yaml", "laptop", None, sets)
     spec = check_spec(files).require()
     config = model_config(spec)
     assert config is not None
     return spec, config
 
 
-def mixture(dice: Random, most_keys: int) -> list[dict[str, Any]]:
+def mixture(dice: Random, most_keys: int) -> list[Group]:
     """Draws groups of hostile keys, together at most `most_keys`."""
     left = round(most_keys ** dice.random())
-    groups: list[dict[str, Any]] = []
+    groups: list[Group] = []
     while left > 0 and len(groups) < 4:
         count = dice.randint(1, left)
         left -= count
-        strategy: dict[str, Any] = {"kind": dice.choice(_KINDS), "misdeed": dice.choice(_MISDEEDS)}
-        strategy["of"] = dice.randint(2, 6)
-        strategy["honest"] = dice.randint(1, strategy["of"] - 1)
-        strategy["record"] = dice.randint(1, 5)
-        group = {"name": f"hostile{len(groups)}", "count": count, "strategy": strategy}
-        for key, times in (("arrives", (2, 10)), ("over", (2, 20)), ("stays", (5, 60))):
-            if dice.random() < 0.4:
-                group[key] = f"{dice.choice(times)}s"
-        if "stays" in group:
-            group["away"] = f"{dice.choice((1, 30))}s"
-            group["crashes"] = dice.choice((0.0, 0.5, 1.0))
-        if dice.random() < 0.3:
-            group["poll"] = dice.choice(("50ms", "1s", "5s"))
-        groups.append(group)
+        groups.append(hostile_group(dice, f"hostile{len(groups)}", count))
     return groups
 
 
-def run(honest: dict[str, Any], hostile: list[dict[str, Any]], seed: int = 0) -> Result:
-    """Simulates a run with honest and hostile workers."""
-    spec, config = laptop()
-    swarm = {"workers": [honest, *hostile], "request": "10ms"}
-    return simulate(spec, config, Swarm.model_validate(swarm), seed=seed)
+def hostile_group(dice: Random, name: str, count: int) -> Group:
+    """Draws what hostile keys do, and when they come and go."""
+    strategy: Group = {"kind": dice.choice((*_KINDS, "late")), "misdeed": dice.choice(_MISDEEDS)}
+    strategy["of"] = dice.randint(2, 6)
+    strategy["honest"] = dice.randint(1, strategy["of"] - 1)
+    strategy["record"] = dice.randint(1, 5)
+    if strategy["kind"] in ("delay", "late") and dice.random() < 0.7:
+        strategy["after"] = f"{round(10 ** dice.uniform(1.5, 3.7))}ms"
+    group = {"name": name, "count": count, "strategy": strategy}
+    for key, times in (("arrives", (2, 10)), ("over", (2, 20)), ("stays", (5, 60))):
+        if dice.random() < 0.4:
+            group[key] = f"{dice.choice(times)}s"
+    if "stays" in group:
+        group["away"] = f"{dice.choice((1, 30))}s"
+        group["crashes"] = dice.choice((0.0, 0.5, 1.0))
+    if dice.random() < 0.4:
+        group["speed"] = dice.choice((0.25, 0.5, 2.0, 4.0))
+    return group
+
+
+def honest_population(dice: Random) -> list[Group]:
+    """Draws honest workers of several speeds, some of which come and go; at times known ones."""
+    groups: list[Group] = []
+    for number in range(dice.randint(1, 3)):
+        speed = dice.choice((0.5, 0.7, 1.0, 1.0, 1.5, 2.0))
+        group: Group = {"name": f"honest{number}", "count": dice.randint(1, 6), "speed": speed}
+        if dice.random() < 0.3:
+            group["stays"], group["away"] = f"{dice.choice((20, 60))}s", "30s"
+            group["crashes"] = dice.choice((0.0, 0.5))
+        if dice.random() < 0.3:
+            group["over"] = "10s"
+        groups.append(group)
+    steady = {"name": "steady", "count": dice.randint(1, 3), "known": dice.random() < 0.5}
+    return [steady, *groups]
+
+
+def simulated(run: Run, workers: list[Group]) -> Result:
+    """Simulates a run with workers."""
+    spec, config = _spec(run)
+    swarm = {"workers": workers, "request": "10ms", "validators": {"speed": run.checks}}
+    return simulate(spec, config, Swarm.model_validate(swarm))
 
 
 @cache
-def _alone(name: str) -> float:
-    return run(KNOWN if name == "own" else STRANGERS, []).seconds
+def _alone_s(run: Run) -> float:
+    return simulated(run, run.honest).seconds
 
 
-def outcome(honest: dict[str, Any], hostile: list[dict[str, Any]]) -> Outcome:
+def key_cost_s(run: Run) -> float:
+    """`b` of the promise: how long a new key occupies one of the places for trials of a step, over
+    the number of the places."""
+    policy = Policy.of(_spec(run)[0])
+    return policy.lease_timeout_s / policy.newcomer_groups
+
+
+def outcome(run: Run, hostile: list[Group]) -> Outcome:
     """Measures a mixture against the same run without it."""
-    result = run(honest, hostile)
-    factor = result.seconds / _alone(honest["name"])
-    return Outcome(factor, result.ended == "stalled", result.wasted_share or 0.0)
+    result, alone = simulated(run, [*run.honest, *hostile]), _alone_s(run)
+    keys = sum(group["count"] for group in hostile)
+    return Outcome(
+        factor=result.seconds / alone,
+        stalled=result.ended == "stalled",
+        wasted=result.wasted_share or 0.0,
+        key_s=max(0.0, result.seconds - 1.5 * alone) / keys,
+    )
