@@ -39,10 +39,11 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from math import inf
 
 from verify.coordinator.events import LeaseOverdue, TrainedGroup
 from verify.coordinator.stalls import Stalled, banned, unfilled, unopened
-from verify.coordinator.state import LeaseRecord, Rank, State
+from verify.coordinator.state import LeaseRecord, Pace, Rank, State
 from verify.formats.lease import Lease
 
 IDLE_DEADLINE_S = 900.0
@@ -109,15 +110,22 @@ def decide_lease(
 def turn(state: State, key: str) -> tuple[Rank, float, int]:
     """What to sort those by who ask for work: rank, then who was served longest ago."""
     worker = state.workers[key]
-    return state.rank(key), worker.served, worker.number
+    return worker.rank, worker.served, worker.number
 
 
 def hopeful(state: State, asking: Iterable[str], now: float) -> list[str]:
     """Those of the workers that ask for whom there may be work: of many that wait, only few."""
     served = {rank for rank in Rank if _leasable_step(state, rank, now) is not None}
 
+    oldest = min((record.since for record in state.silent), default=inf)
+
     def hopes(key: str) -> bool:
-        if state.rank(key) in served or any(at <= now for at, _ in _overdue_at(state, key)):
+        worker = state.workers[key]
+        if worker.rank in served:
+            return True
+        pace = worker.pace
+        late = pace is not None and now >= oldest + PATIENCE * pace.lease_s
+        if late and any(at <= now for at, _ in _overdue_at(state, key)):
             return True
         return any(record.status == "open" for record in state.unsettled.get(key, ()))
 
@@ -125,7 +133,18 @@ def hopeful(state: State, asking: Iterable[str], now: float) -> list[str]:
 
 
 def next_overdue(state: State, asking: Iterable[str], now: float) -> float | None:
-    """When a lease may next become overdue to one of the workers that ask."""
+    """When a lease may next become overdue to one of the workers that ask, or a little before."""
+    if not state.silent:
+        return None
+    workers = [state.workers[key] for key in asking]
+    soonest = inf
+    for rank in (Rank.KNOWN, Rank.RECORDED):
+        paces = [w.pace for w in workers if w.pace is not None and w.rank is rank]
+        if paces:
+            fastest = Pace(min(p.lease_s for p in paces), min(p.group_s for p in paces))
+            soonest = min([soonest, *(at for at, _ in _waits(state, rank, fastest))])
+    if soonest > now:
+        return soonest if soonest < inf else None
     times = (at for key in asking for at, _ in _overdue_at(state, key))
     return min((at for at in times if at > now), default=None)
 
@@ -133,18 +152,23 @@ def next_overdue(state: State, asking: Iterable[str], now: float) -> float | Non
 def _overdue_at(state: State, key: str) -> Iterator[tuple[float, LeaseRecord]]:
     """From when on a worker without work waits for others' leases no more, for those that were
     silent for longest."""
-    pace = state.workers[key].pace
-    if pace is None or (rank := state.rank(key)) is Rank.NEW:
-        return
+    worker = state.workers[key]
+    if worker.pace is not None and worker.rank is not Rank.NEW:
+        waits = _waits(state, worker.rank, worker.pace)
+        yield from ((at, record) for at, record in waits if record.lease.worker != key)
+
+
+def _waits(state: State, rank: Rank, pace: Pace) -> Iterator[tuple[float, LeaseRecord]]:
+    """For how long a worker of a rank and pace waits for leases."""
     for record in state.silent:
-        if rank <= record.rank and record.lease.worker != key:
+        if rank <= record.rank:
             patience = PATIENCE if rank < record.rank else PATIENCE_AMONG_EQUALS
             yield record.since + patience * pace.seconds(record.lease.groups), record
 
 
 def _most_groups(state: State, key: str) -> int:
     """Groups of the next lease of a worker, at most."""
-    worker, rank = state.workers[key], state.rank(key)
+    worker, rank = state.workers[key], state.workers[key].rank
     most = state.policy.groups_per_submission[worker.pool]
     if rank is Rank.KNOWN:
         return most
@@ -174,7 +198,7 @@ def _leasable_step(state: State, rank: Rank, now: float) -> int | None:
 def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Lease | None:
     """A lease of the lowest step that needs groups and may be leased to this worker."""
     policy, worker, newest = state.policy, state.workers[key], state.newest
-    number = _leasable_step(state, state.rank(key), now)
+    number = _leasable_step(state, state.workers[key].rank, now)
     if number is None or newest is None:
         return None
     step = state.steps.get(number)
@@ -188,7 +212,9 @@ def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Lease | None
         worker=key,
         pool=worker.pool,
         index=step.next_index.get(key, 0),
-        groups=min(_most_groups(state, key), leasable_groups(state, number, state.rank(key), now)),
+        groups=min(
+            _most_groups(state, key), leasable_groups(state, number, state.workers[key].rank, now)
+        ),
         version=newest.version,
         manifest_digest=newest.manifest_digest,
         issued=now,
@@ -198,10 +224,15 @@ def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Lease | None
 
 def needed_groups(state: State, number: int) -> int:
     """Groups that an open step has neither trainable nor under way, by workers it relies on."""
-    held = state.usable[number] + state.awaited[number]
-    if number == state.next_close:  # late ones of closed steps too
-        held += sum(groups for step, groups in state.usable.items() if step < number)
+    held = _usable_groups(state, number) + state.awaited[number]
     return max(0, state.policy.groups - held)
+
+
+def _usable_groups(state: State, number: int) -> int:
+    """Trainable groups of an open step; of the next to close, late ones of closed steps too."""
+    if number != state.next_close:
+        return state.usable[number]
+    return sum(groups for step, groups in state.usable.items() if step <= number)
 
 
 def leasable_groups(state: State, number: int, rank: Rank, now: float) -> int:
@@ -231,9 +262,10 @@ def decide_close(state: State, now: float) -> Close | Stalled | None:
     if state.finished:
         return None
     step = state.steps.get(number)
-    groups = _groups_in_order(state, past_awaited=False)
-    if step is not None and len(groups) >= policy.groups:
-        return Close(number, groups[: policy.groups], complete=True)
+    if step is not None and _usable_groups(state, number) >= policy.groups:
+        groups = _groups_in_order(state, past_awaited=False)
+        if len(groups) >= policy.groups:
+            return Close(number, groups[: policy.groups], complete=True)
     if _own_banned(state) and not any(record.awaited for record in state.leases.values()):
         return banned(state)
     if step is None:

@@ -67,6 +67,8 @@ class Worker:
     """Public key of the invite by which it came."""
     own: bool = False
     """Whether it is one of the run's own."""
+    revoked: bool = False
+    """Whether its invite was revoked: it is a stranger then."""
     served: float = 0.0
     """When it was last granted a lease; 0: never."""
     pace: Pace | None = None
@@ -79,6 +81,15 @@ class Worker:
     """Excess of its submissions together since the sum was last below 0, nats (`gap_history`)."""
     gap_noise: GapNoise | None = None
     """Noise of the calibration that the sum belongs to."""
+
+    @cached_property
+    def rank(self) -> Rank:
+        """Whose leases a step relies on."""
+        if self.standing.quarantine is not None:
+            return Rank.NEW
+        if self.own or (self.invite is not None and not self.revoked):
+            return Rank.KNOWN
+        return Rank.RECORDED if self.standing.trust else Rank.NEW
 
     @property
     def unproven(self) -> bool:
@@ -276,15 +287,6 @@ class State:
             if record.rank is Rank.NEW and record.status != "accepted":
                 found[record.lease.step].append(record.expires)
         return {step: sorted(ends) for step, ends in found.items()}
-
-    def rank(self, key: str) -> Rank:
-        """Return a worker's rank; one whose invite was revoked is a stranger."""
-        worker = self.workers[key]
-        if worker.standing.quarantine is not None:
-            return Rank.NEW
-        if worker.own or (worker.invite is not None and worker.invite not in self.revoked):
-            return Rank.KNOWN
-        return Rank.RECORDED if worker.standing.trust else Rank.NEW
 
     def share_of(self, worker: str) -> float:
         """How likely a submission of a worker's is to be recomputed."""

@@ -163,7 +163,7 @@ def _standing(state: State, key: str) -> str:
     if key in state.bans:
         return "banned"
     quarantined = state.workers[key].standing.quarantine is not None
-    return "quarantined" if quarantined else state.rank(key).name.lower()
+    return "quarantined" if quarantined else state.workers[key].rank.name.lower()
 
 
 def _peer(peer: Peer | None, now: float) -> dict[str, Any]:

@@ -90,7 +90,11 @@ def apply(state: State, event: Event) -> State:
             return _lift_ban(state, event)
         case InviteRevoked():
             _require(event.invite not in state.revoked, "an invite is revoked twice")
-            return replace(state, revoked=state.revoked.insert(event.invite, event.reason))
+            state = replace(state, revoked=state.revoked.insert(event.invite, event.reason))
+            for key, worker in state.workers.items():
+                if worker.invite == event.invite:
+                    state = _with_worker(state, key, replace(worker, revoked=True))
+            return state
         case VersionPublished():
             newer = state.newest is None or event.version > state.newest.version
             _require(newer, f"version {event.version} is not newer")
@@ -173,7 +177,7 @@ def _grant(state: State, event: LeaseGranted) -> State:
     _require(step.next_index.get(lease.worker, 0) == lease.index, "lease indices have no holes")
     _require(lease.step - lease.version <= state.policy.async_level, "a lease beyond the lag")
     step = replace(step, next_index=step.next_index.insert(lease.worker, lease.index + 1))
-    rank = state.rank(lease.worker)
+    rank = worker.rank
     record = LeaseRecord(lease, event.digest, event.document, rank=rank, since=event.at)
     state = _with_lease(replace(state, steps={**state.steps, lease.step: step}), record)
     state = _with_leased(state, record, lease.groups)

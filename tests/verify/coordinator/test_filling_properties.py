@@ -49,7 +49,7 @@ class Watched(Filled):
             self.a_batch_is_in_lease_order_rank_by_rank(before, event)
 
     def a_lease_is_within_the_bounds_of_its_rank(self, before, lease):
-        worker, rank = before.workers[lease.worker], before.rank(lease.worker)
+        worker, rank = before.workers[lease.worker], before.workers[lease.worker].rank
         mine = [r for r in before.leases.values() if r.lease.worker == lease.worker]
         late = before.policy.async_level
         held = [r for r in mine if r.status == "open"]

@@ -44,7 +44,7 @@ def opened(*, trust: int = 0, **changes: object) -> Filled:
 
 
 def rank(run: Filled, name: str) -> Rank:
-    return run.state.rank(key(name))
+    return run.state.workers[key(name)].rank
 
 
 def further(run: Filled, name: str) -> LeaseRecord | None:

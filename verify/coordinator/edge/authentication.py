@@ -123,7 +123,7 @@ class Authentication:
     def _newcomer(self, key: str, request: web.Request) -> tuple[Name, ...]:
         """Names that a poll counts for; none if the key is known or recorded (`Rank`)."""
         state = self._journal.state
-        if key in state.workers and state.rank(key) is not Rank.NEW:
+        if key in state.workers and state.workers[key].rank is not Rank.NEW:
             return ()
         kind = "newcomer poll"
         return Name("address", kind, self.address(request)), Name("all", kind)
