@@ -266,7 +266,7 @@ def decide_close(state: State, now: float) -> Close | Stalled | None:
         groups = _groups_in_order(state, past_awaited=False)
         if len(groups) >= policy.groups:
             return Close(number, groups[: policy.groups], complete=True)
-    if _own_banned(state) and not any(record.awaited for record in state.leases.values()):
+    if _own_banned(state) and not any(record.awaited for record in state.live):
         return banned(state)
     if step is None:
         return _idle(state, now)
@@ -290,7 +290,7 @@ def next_due(state: State, now: float) -> float | None:
 
 
 def _unanswered(state: State) -> Iterator[LeaseRecord]:
-    return (r for r in state.leases.values() if r.status == "open")
+    return (r for r in state.live if r.status == "open")
 
 
 def _groups_in_order(state: State, *, past_awaited: bool) -> tuple[TrainedGroup, ...]:
@@ -299,7 +299,7 @@ def _groups_in_order(state: State, *, past_awaited: bool) -> tuple[TrainedGroup,
     late: list[TrainedGroup] = []
     own: dict[Rank, list[TrainedGroup]] = {rank: [] for rank in Rank}
     held_back = set[Rank]()
-    for record in state.leases.values():
+    for record in state.live:
         groups = [TrainedGroup(record.digest, group) for group in record.usable]
         if record.lease.step < state.next_close:
             late += groups  # the lag needs no look: `apply` strikes groups beyond it from `usable`

@@ -103,7 +103,7 @@ def waited_for(state: State) -> str:
     if state.finished:
         return "nobody: every step is closed"
     number, newest = state.next_close, state.newest
-    awaited = [r for r in state.leases.values() if r.lease.step == number and r.awaited]
+    awaited = [r for r in state.live if r.lease.step == number and r.awaited]
     if awaited:
         sampling = sorted({r.lease.worker[:16] for r in awaited if r.status == "open"})
         validating = sum(r.status == "submitted" for r in awaited)

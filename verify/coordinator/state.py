@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
-from itertools import chain
 from typing import Literal
 
 from rpds import HashTrieMap
@@ -215,18 +214,24 @@ class State:
         return self.next_close - self.policy.async_level - 1
 
     @cached_property
+    def live(self) -> Sequence[LeaseRecord]:
+        """Leases that are undecided or have groups to train, in lease order: few of all."""
+        undecided = ("open", "submitted")
+        return [r for r in self.leases.values() if r.usable or r.status in undecided]
+
+    @cached_property
     def unsettled(self) -> Mapping[str, Sequence[LeaseRecord]]:
         """Open and submitted leases by worker, in lease order."""
         found: dict[str, list[LeaseRecord]] = defaultdict(list)
-        for record in self.leases.values():
-            if record.status in ("open", "submitted"):
+        for record in self.live:
+            if record.status != "accepted":
                 found[record.lease.worker].append(record)
         return found
 
     @cached_property
     def to_judge(self) -> Sequence[LeaseRecord]:
         """Submitted leases that can still train, in lease order."""
-        submitted = (r for r in self.leases.values() if r.status == "submitted")
+        submitted = (r for r in self.live if r.status == "submitted")
         in_time = (r for r in submitted if self.lag(r) <= self.policy.async_level)
         return sorted(in_time, key=lambda record: record.rank is not Rank.KNOWN)
 
@@ -234,7 +239,7 @@ class State:
     def awaited(self) -> Counter[int]:
         """Groups that a step counts on and that are not decided, by the step of their leases."""
         groups: Counter[int] = Counter()
-        for record in chain(*self.unsettled.values()):
+        for record in self.live:
             if record.awaited and record.rank is not Rank.NEW:
                 groups[record.lease.step] += record.lease.groups
         return groups
@@ -248,7 +253,7 @@ class State:
         """
         groups: Counter[int] = Counter()
         held_back = set[int]()
-        for record in self.leases.values():
+        for record in self.live:
             step = record.lease.step
             if record.rank is Rank.NEW and step >= self.next_close:
                 if record.awaited:
@@ -266,7 +271,7 @@ class State:
         Without those whose holders were told to come again.
         """
         found: dict[tuple[Rank, int], LeaseRecord] = {}
-        for record in self.leases.values():
+        for record in self.live:
             kind = record.rank, record.lease.groups
             if (
                 record.status == "open"
