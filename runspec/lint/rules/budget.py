@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import floor
 
 from runspec.estimate.price import hourly_price
+from runspec.estimate.rates import step_seconds
 from runspec.estimate.run import forecast
 from runspec.lint.registry import Context, Violation, rule
 
@@ -32,37 +33,63 @@ def no_budget(context: Context) -> Iterator[Violation]:
 
 @rule("over-budget", "placement")
 def over_budget(context: Context) -> Iterator[Violation]:
-    """The budget must last to the last step.
+    """The money must last to the last step.
+
+        steps x step_s / 3600 x price_per_hour <= max_cost
+
+    step_s is the time of a step with every role always at work (`runspec.estimate.rates`), from
+    measured speeds where the spec has them: `runspec plan` forecasts more. A run that its budget
+    ends early is resumable, but the steps that were planned were never paid for. Silent where a
+    speed is not known.
+    """
+    spec = context.spec
+    step_s, price = step_seconds(spec, context.config), hourly_price(spec)
+    if step_s is None or price is None or spec.budget.max_cost is None:
+        return
+    cost = spec.steps * step_s / 3600.0 * price
+    if cost > spec.budget.max_cost:
+        affordable = spec.budget.max_cost / cost * spec.steps
+        yield Violation(
+            ("budget", "max_cost"),
+            f"{spec.budget.max_cost:g}, but {spec.steps} steps cost {cost:.0f} by the estimate",
+            numbers={
+                "steps": spec.steps,
+                "step_s": float(f"{step_s:.4g}"),
+                "price_per_hour": price,
+                "cost": round(cost, 2),
+                "max_cost": spec.budget.max_cost,
+            },
+            suggestion=f"it pays {floor(affordable)} steps",
+        )
+
+
+@rule("short-budget", "placement", severity="warning")
+def short_budget(context: Context) -> Iterator[Violation]:
+    """The hours of the budget should last to the last step.
 
         (start_s + (steps - 1) x step_s) / 3600 <= max_hours
-        (start_s + (steps - 1) x step_s) / 3600 x price_per_hour <= max_cost
 
     start_s (to the first trained step) and step_s are the forecast of `runspec plan`, from measured
-    speeds where the spec has them. A run that its budget ends early is resumable, but ends before
-    its last step. Silent where a speed is not known.
+    speeds where the spec has them. A run whose hours are over stops, and can be resumed with more.
+    Silent where a speed is not known.
     """
-    spec, budget = context.spec, context.spec.budget
-    prices = {"max_hours": 1.0, "max_cost": hourly_price(spec)}
-    limits = {name: getattr(budget, name) for name in prices if prices[name]}
-    limits = {name: allowed for name, allowed in limits.items() if allowed is not None}
-    times = forecast(spec, context.config) if limits else None
-    if times is None:
+    spec, allowed = context.spec, context.spec.budget.max_hours
+    times = forecast(spec, context.config) if allowed is not None else None
+    if allowed is None or times is None:
         return
     start_s, step_s = times
-    for name, allowed in limits.items():
-        price_per_s = (prices[name] or 0.0) / 3600.0
-        needed = (start_s + (spec.steps - 1) * step_s) * price_per_s
-        if needed > allowed:
-            lasts = floor(max(0.0, allowed / price_per_s - start_s + step_s) / step_s)
-            yield Violation(
-                ("budget", name),
-                f"{allowed:g}, but {spec.steps} steps need {needed:.4g} by the forecast",
-                numbers={
-                    "steps": spec.steps,
-                    "start_s": float(f"{start_s:.4g}"),
-                    "step_s": float(f"{step_s:.4g}"),
-                    "needed": float(f"{needed:.4g}"),
-                    name: allowed,
-                },
-                suggestion=f"it lasts for {lasts} steps",
-            )
+    hours = (start_s + (spec.steps - 1) * step_s) / 3600.0
+    if hours > allowed:
+        lasts = floor(max(0.0, 3600.0 * allowed - start_s + step_s) / step_s)
+        yield Violation(
+            ("budget", "max_hours"),
+            f"{allowed:g}, but {spec.steps} steps need {hours:.4g} hours by the forecast",
+            numbers={
+                "steps": spec.steps,
+                "start_s": float(f"{start_s:.4g}"),
+                "step_s": float(f"{step_s:.4g}"),
+                "needed": float(f"{hours:.4g}"),
+                "max_hours": allowed,
+            },
+            suggestion=f"it lasts for {lasts} steps",
+        )

@@ -197,14 +197,17 @@ def test_what_is_suggested_is_enough() -> None:
     [slow] = find(FLEET, *fleet)
     assert slow.suggestion.startswith("2 would do")
     assert find(FLEET, *fleet, "verify.validators=2") == []
-    # and money for some of 300 steps
+    # and money for 172.9 of 300 steps
     fleet = ["samplers.pool.tokens_per_s=100000", "learner.hardware.price_per_hour=4.2"]
-    for budget in ("budget.max_cost=10000", "budget={max_hours: 30}"):
-        [short] = find(FLEET, *fleet, budget)
-        steps = int(short.suggestion.removeprefix("it lasts for ").removesuffix(" steps"))
-        assert 0 < steps < 300
-        assert find(FLEET, *fleet, budget, f"steps={steps}") == []
-        assert find(FLEET, *fleet, budget, f"steps={steps + 1}") != []
+    [dear] = find(FLEET, *fleet, "budget.max_cost=10000")
+    assert dear.suggestion == "it pays 172 steps"
+    assert find(FLEET, *fleet, "budget.max_cost=10000", "steps=172") == []
+    # and hours for some of them
+    [short] = find(FLEET, *fleet[:1], "budget.max_hours=30")
+    steps = int(short.suggestion.removeprefix("it lasts for ").removesuffix(" steps"))
+    assert 0 < steps < 300
+    assert find(FLEET, *fleet[:1], "budget.max_hours=30", f"steps={steps}") == []
+    assert find(FLEET, *fleet[:1], "budget.max_hours=30", f"steps={steps + 1}") != []
 
 
 def test_a_secret_is_not_shown(tmp_path: Path) -> None:
