@@ -30,6 +30,7 @@ from learner_jax.checkpoint import (
 from learner_jax.layout import clear_unfinished
 from runspec.core.errors import UserError
 from runspec.core.spec.run_files import versions_in
+from tests.waiting import eventually
 
 
 def save(folder: Path, step: int, state: Any, *, keep: int = 3) -> None:
@@ -196,10 +197,9 @@ def test_a_save_may_take_as_long_as_its_saver_waits(
     with pytest.raises(UserError, match=r"cannot write a checkpoint: .*timeout"):
         save(tmp_path, 1, tree(mesh_of(2)))
     assert state_steps(tmp_path) == []
-    # Orbax writes on, into a folder that is gone: its errors are this test's, and not the next one's
-    for thread in threading.enumerate():
-        if type(thread).__name__ == "_SignalingThread":
-            thread.join(30.0)
+    # Orbax writes on, into a folder that is gone: its errors must not be the next test's
+    writing = [t for t in threading.enumerate() if type(t).__name__ == "_SignalingThread"]
+    eventually(lambda: not any(thread.is_alive() for thread in writing), "Orbax's end")
     gc.collect()
 
 
