@@ -8,6 +8,7 @@ end of every core.
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import threading
 import time
@@ -21,6 +22,7 @@ from runspec.core.process import RunStopped
 from sampler.engine import loop
 from sampler.engine.sockets import SocketFolder, read_cause
 
+_log = logging.getLogger(__name__)
 START_S = 600.0
 """How long vLLM may take to start."""
 RPC_S = 600.0
@@ -215,7 +217,12 @@ class Core:
         for socket in (resources.input_socket, resources.output_socket, *_data_parallel(resources)):
             if socket is not None and not socket.closed:
                 socket.close(linger=0)
-        resources.ctx.destroy(linger=0)
+        # A socket that nobody here knows of would keep it waiting for ever, and the engine with it.
+        ending = threading.Thread(target=resources.ctx.destroy, args=(0,), daemon=True)
+        ending.start()
+        ending.join(_KILL_S)
+        if ending.is_alive():
+            _log.warning("a ZeroMQ context of the engine core does not end; it is left behind")
         self._sockets.remove()
 
     def _kill(self) -> None:
