@@ -16,10 +16,10 @@ The rules (DESIGN, "Filling a step"; docs/public-runs.md has the promise that th
   answer are few, and cost a step nothing.
 - A recorded worker holds no more groups than it delivered since it last failed, divided by one more
   than its failures (`Standing.trust`). So a key wastes at most what it gave.
-- A lease is overdue once its worker was silent for `PATIENCE` times what a worker of a better rank,
-  which waits for it without other work, takes for as much; or for `PATIENCE_AMONG_EQUALS` times
-  what one of the same rank takes. Others are then leased its groups too. Its worker may still
-  answer, and what comes in time is trained.
+- A lease becomes overdue while a worker of a better or the same rank waits without other work. Its
+  own worker has then been silent for `PATIENCE` times what the waiting one takes for as much, or
+  `PATIENCE_AMONG_EQUALS` times where the ranks are equal. Others are then leased its groups too.
+  Its worker may still answer, and what comes in time is trained.
 - Groups train in lease order within a rank, not in order of arrival, which would favour short
   outputs. So a lease without a verdict holds back those of its rank that were leased after it,
   until it is decided, overdue or expired. It holds back no better rank.
@@ -108,7 +108,7 @@ def decide_lease(
 
 
 def turn(state: State, key: str) -> tuple[Rank, float, int]:
-    """What to sort those by who ask for work: rank, then who was served longest ago."""
+    """Sort those who ask for work by this: rank, then who was served longest ago."""
     worker = state.workers[key]
     return worker.rank, worker.served, worker.number
 
@@ -116,7 +116,6 @@ def turn(state: State, key: str) -> tuple[Rank, float, int]:
 def hopeful(state: State, asking: Iterable[str], now: float) -> list[str]:
     """Those of the workers that ask for whom there may be work: of many that wait, only few."""
     served = {rank for rank in Rank if _leasable_step(state, rank, now) is not None}
-
     oldest = min((record.since for record in state.silent), default=inf)
 
     def hopes(key: str) -> bool:
@@ -168,16 +167,17 @@ def _waits(state: State, rank: Rank, pace: Pace) -> Iterator[tuple[float, LeaseR
 
 def _most_groups(state: State, key: str) -> int:
     """Groups of the next lease of a worker, at most."""
-    worker, rank = state.workers[key], state.workers[key].rank
+    worker = state.workers[key]
     most = state.policy.groups_per_submission[worker.pool]
-    if rank is Rank.KNOWN:
+    if worker.rank is Rank.KNOWN:
         return most
     undecided = sum(
         record.lease.groups
         for record in state.unsettled.get(key, ())
         if record.status == "open" or state.lag(record) <= state.policy.async_level
     )
-    return min(most, (worker.standing.trust if rank is Rank.RECORDED else 1) - undecided)
+    trust = worker.standing.trust if worker.rank is Rank.RECORDED else 1
+    return min(most, trust - undecided)
 
 
 def _leasable_step(state: State, rank: Rank, now: float) -> int | None:
@@ -198,7 +198,7 @@ def _leasable_step(state: State, rank: Rank, now: float) -> int | None:
 def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Lease | None:
     """A lease of the lowest step that needs groups and may be leased to this worker."""
     policy, worker, newest = state.policy, state.workers[key], state.newest
-    number = _leasable_step(state, state.workers[key].rank, now)
+    number = _leasable_step(state, worker.rank, now)
     if number is None or newest is None:
         return None
     step = state.steps.get(number)
@@ -212,9 +212,7 @@ def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Lease | None
         worker=key,
         pool=worker.pool,
         index=step.next_index.get(key, 0),
-        groups=min(
-            _most_groups(state, key), leasable_groups(state, number, state.workers[key].rank, now)
-        ),
+        groups=min(_most_groups(state, key), leasable_groups(state, number, worker.rank, now)),
         version=newest.version,
         manifest_digest=newest.manifest_digest,
         issued=now,

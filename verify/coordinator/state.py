@@ -24,7 +24,7 @@ from verify.gap_noise import GapNoise
 
 
 class Rank(IntEnum):
-    """Whose leases a step relies on; the better ones come first (`filling`)."""
+    """Says whether a step relies on a worker's leases; the better ranks come first (`filling`)."""
 
     KNOWN = 0
     """The run's own workers, and those that came with an invite."""
@@ -83,7 +83,7 @@ class Worker:
 
     @cached_property
     def rank(self) -> Rank:
-        """Whose leases a step relies on."""
+        """Its rank now; a lease keeps the one that its worker had when it was granted."""
         if self.standing.quarantine is not None:
             return Rank.NEW
         if self.own or (self.invite is not None and not self.revoked):
