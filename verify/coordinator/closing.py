@@ -90,16 +90,16 @@ class Closing:
         """
         going_on = True
         while going_on:
+            now = self._journal.clock()
             try:
-                self._advance()
-                due = filling.next_due(self._journal.state, self._journal.clock())
+                self._advance(now)
+                due = filling.next_due(self._journal.state, now)  # a later time would skip some
             except NotNow as error:
                 self._journal.put_off(error)
                 due = self._journal.clock() + _AGAIN_S
             going_on = await self._journal.change(None, due=due)
 
-    def _advance(self) -> None:
-        now = self._journal.clock()
+    def _advance(self, now: float) -> None:
         self._notice_jump(now)
         self._write_batch()
         for record in filling.expired_leases(self._journal.state, now):

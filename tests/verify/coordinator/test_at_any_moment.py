@@ -99,7 +99,7 @@ class Coordinator:
                 await self.judge()
             case "wait":
                 self.now += self.random.choice([0.0, 0.0, 1.0, 5.0])
-                self.closing._advance()
+                self.closing._advance(self._tick())
             case "publish":
                 step = self.journal.state.next_close
                 latest = Latest(RUN, step, digest("manifest", step), self.now, self.now + 100.0)

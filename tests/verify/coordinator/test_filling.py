@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from contextlib import closing
+from itertools import count
 
 import pytest
 
@@ -323,10 +325,29 @@ def test_a_jump_of_the_clock_counts_for_no_deadline(tmp_path, jump: float, count
             *(journal, "run", SigningKey.generate(), Activity()), steady=lambda: steady
         )
         clock, steady = clock + patience - 1.0, steady + patience - 1.0
-        clockwork._advance()
+        clockwork._advance(clock)
         clock += jump
         if not counts:
-            clockwork._advance()  # nothing stalls: the time begins anew
+            clockwork._advance(clock)  # nothing stalls: the time begins anew
             clock, steady = clock + patience, steady + patience
         with pytest.raises(RunStopped, match="step 0 stalled"):
-            clockwork._advance()
+            clockwork._advance(clock)
+
+
+def test_a_lease_that_expires_while_the_others_are_looked_at_is_found(tmp_path):
+    run = started()
+    lease = run.lease("x")
+    times = count(run.now, 0.0)
+
+    async def until_it_expired() -> None:
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            tasks.create_task(clockwork.keep_time())
+            while journal.state.leases[lease.digest].status == "open":
+                await asyncio.sleep(0.001)
+            journal.stop()
+
+    with closing(journal_of(run, tmp_path, lambda: next(times))) as journal:
+        clockwork = Closing(journal, "run", SigningKey.generate(), Activity())
+        clockwork._ahead += lease.expires - run.now
+        times = count(lease.expires - 5e-4, 1e-3)  # it expires between the first two readings
+        asyncio.run(until_it_expired())
