@@ -78,7 +78,7 @@ def start_child(role: RoleSpec, logs: Path) -> Child:
         with path.open("ab", buffering=0) as log:
             log.write(f"{STARTING}{stamp} starting: {shlex.join(role.command)}\n".encode())
             start = log.seek(0, os.SEEK_END)
-            with _pinned(role.cores):
+            with pinned(role.cores):
                 process = subprocess.Popen(
                     role.command,
                     stdin=subprocess.DEVNULL,
@@ -148,7 +148,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 @contextmanager
-def _pinned(cores: Sequence[int]) -> Iterator[None]:
+def pinned(cores: Sequence[int]) -> Iterator[None]:
     """What this thread starts inside the block runs on these cores: a child inherits the mask.
 
     Set before the child exists, so that no thread pool of its is ever sized by all cores.

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 
-def assign_cores(busy: Sequence[str], cores: Sequence[int]) -> dict[str, tuple[int, ...]]:
+def assign_cores(
+    busy: Sequence[str], cores: Sequence[int], *, others: bool = True
+) -> dict[str, tuple[int, ...]]:
     """Spreads the roles that compute all the time over the cores; the others stay unpinned.
 
     Three busy processes on two cores slow each other twofold (moved from core to core, with cold
@@ -15,18 +17,19 @@ def assign_cores(busy: Sequence[str], cores: Sequence[int]) -> dict[str, tuple[i
     Args:
         busy: names of the busy roles, the learner first.
         cores: the cores this process may use.
+        others: whether roles that are not busy run here too.
 
     Returns:
         Cores by role; a role that is not named is not pinned. On one core nothing is.
     """
     if len(cores) < 2 or not busy:
         return {}
-    share = max(1, len(cores) // (len(busy) + 1))
+    share = max(1, len(cores) // (len(busy) + others))
     if share * len(busy) <= len(cores):
         return {role: tuple(cores[i * share : (i + 1) * share]) for i, role in enumerate(busy)}
-    first, *others = busy
+    first, *more = busy
     rest = cores[1:]
-    shared = {role: (rest[i % len(rest)],) for i, role in enumerate(others)}
+    shared = {role: (rest[i % len(rest)],) for i, role in enumerate(more)}
     return {first: (cores[0],), **shared}
 
 
