@@ -135,13 +135,22 @@ def render(
         bool, typer.Option("--show-origin", help="Says of each value where it is from.")
     ] = False,
     output: Annotated[Literal["yaml", "json"], typer.Option("--format")] = "yaml",
+    backend: Annotated[
+        Literal["kubernetes", "slurm"] | None,
+        typer.Option("--backend", help="Writes what starts the run there."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Where --backend writes.")] = None,
+    runs_dir: SpecRunsDir = None,
 ) -> None:
-    """Prints the resolved spec, every default written out."""
+    """Prints the resolved spec, every default written out, or writes what starts it elsewhere."""
+    files = _files(file, profile, placement, overrides)
+    if backend is not None:
+        from runspec.cli.render_backend import render_backend_command
+
+        raise typer.Exit(render_backend_command(files, backend, out, runs_dir))
     from runspec.cli.render import render_command
 
-    raise typer.Exit(
-        render_command(_files(file, profile, placement, overrides), show_origin, output)
-    )
+    raise typer.Exit(render_command(files, show_origin, output))
 
 
 @app.command(rich_help_panel=SPEC)
@@ -263,10 +272,13 @@ def prepare(
 
 @app.command(rich_help_panel=RUN)
 def role(
-    name: Annotated[
-        str, typer.Argument(help="A process, or trunk: what shares the run directory.")
-    ],
     bundle: Annotated[Path, typer.Option("--bundle", metavar="FILE", help="What it may know.")],
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="A process, or trunk: what shares the run directory.", show_default="the bundle's"
+        ),
+    ] = None,
     folder: Annotated[
         Path | None,
         typer.Option("--dir", help="Its own.", show_default="RUN/NAME, or the run directory"),

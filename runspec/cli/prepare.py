@@ -14,7 +14,7 @@ from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import dump_resolved, load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.urls import is_loopback
-from runspec.local.bundle import make_bundles
+from runspec.local.bundle import Bundle, make_bundles
 from runspec.local.identity import make_identity
 from runspec.local.run_dir import run_directory
 from runspec.local.site import Disk, Group, groups_of, site_spec
@@ -28,18 +28,28 @@ def prepare_command(files: SpecFiles, site: Path) -> int:
     Made again with the same folder, it keeps the keys, so that a changed spec reaches the roles by
     new bundles.
     """
-    spec = sound_spec(files)
+    resolved, _ = make_site(sound_spec(files), site)
+    _show(resolved, site)
+    return 0
+
+
+def make_site(spec: RunSpec, site: Path) -> tuple[RunSpec, list[Bundle]]:
+    """Makes the keys, the spec and the bundles of a site in a folder, and returns the last two.
+
+    Raises:
+        UserError: the folder is another run's, or cannot be written.
+    """
     require_writable(site, "the site's folder", "mend the permissions, or name another folder")
     _refuse_other_run(site, spec)
     identity = make_identity(site, spec)
     resolved = site_spec(spec, identity.root_public_key)
     folder = site / BUNDLES
     folder.mkdir(mode=0o700, exist_ok=True)
-    for bundle in make_bundles(resolved, identity):
+    bundles = make_bundles(resolved, identity)
+    for bundle in bundles:
         write_atomic(folder / f"{bundle.group}.json", bundle.encode(), mode=0o600)
     write_atomic(site / SPEC_FILE, dump_resolved(resolved))
-    _show(resolved, site)
-    return 0
+    return resolved, bundles
 
 
 def _refuse_other_run(site: Path, spec: RunSpec) -> None:

@@ -21,11 +21,12 @@ from runspec.local.processes import RoleSpec, role_specs
 from runspec.local.run_dir import hold, run_directory
 
 
-def role_command(name: str, path: Path, folder: Path | None, listen: str | None) -> int:
+def role_command(name: str | None, path: Path, folder: Path | None, listen: str | None) -> int:
     """Runs a role; returns the trunk's exit code, and never for another role, which it becomes.
 
     Args:
-        name: a process of the bundle, or `trunk` for the supervisor of those of the trunk.
+        name: a process of the bundle, or `trunk` for the supervisor of those of the trunk; None:
+            what the bundle is called.
         path: the bundle.
         folder: the role's own; None: the run directory for the trunk, else RUN/NAME.
         listen: HOST:PORT of a server that is reached under another address.
@@ -34,6 +35,7 @@ def role_command(name: str, path: Path, folder: Path | None, listen: str | None)
         UserError: the bundle is damaged, expired or of another role, or the folder is in use.
     """
     bundle = load_bundle(path)
+    name = name or bundle.group
     if name not in bundle.roles:
         raise UserError(
             f"no role {name!r} in the bundle of {bundle.group}",

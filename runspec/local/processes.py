@@ -132,7 +132,8 @@ class _Roles:
             yield RoleSpec(
                 name,
                 self._module("learner_jax", "train", str(self._run.directory), *joining),
-                _learner_env(self._run, mine, name, hosts=self._spec.learner.hosts),
+                _learner_env(self._run, mine, name, hosts=self._spec.learner.hosts)
+                | _tpu_worker(self._run.machine, i),
                 cores=mine,
                 ends_run=i == 0,
                 ends_when_sampled=i > 0,
@@ -221,6 +222,12 @@ def _learner_env(
         | jax_environment(run.machine.env, on_cpu=kind == "cpu", devices=devices)
         | visible_devices(kind, run.spec.placement.devices.get(name))
     )
+
+
+def _tpu_worker(machine: Machine, process: int) -> dict[str, str]:
+    """Which of the hosts that a backend names this one is, unless the machine knows."""
+    known = "TPU_WORKER_HOSTNAMES" not in machine.env or "TPU_WORKER_ID" in machine.env
+    return {} if known else {"TPU_WORKER_ID": str(process)}
 
 
 def _refuse_equal_names(roles: Sequence[RoleSpec]) -> None:

@@ -104,6 +104,7 @@ NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 NAME_WORDS = "1 to 63 characters of a-z, 0-9, - and _, of which the first is a letter or digit"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+StorageQuantity = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}(Mi|Gi|Ti)$")]
 DatabaseUrl = Annotated[
     str, Field(pattern=r"^postgresql://([^:@/]+@)?[^@]*/[^/@?]+(\?host=[^&]+)?$")
 ]

@@ -77,12 +77,13 @@ def role_clash(context: Context) -> Iterator[Violation]:
 
 @rule("unknown-role", "placement")
 def unknown_role(context: Context) -> Iterator[Violation]:
-    """`placement.roles` and `placement.devices` must name roles of the run.
+    """`placement` must name roles of the run in `roles`, `devices` and `kubernetes`.
 
     `roles` says what is started here: `validators`, a pool, or relay-<name>; learner, publisher,
     origin and coordinator always are. `devices` goes by process, as `status` names them:
-    `learner`, `<pool>-<i>`, `validator-<i>`. A name that is nothing starts nothing and assigns
-    nothing, in silence.
+    `learner`, `<pool>-<i>`, `validator-<i>`. `kubernetes.images` and `kubernetes.node_selectors` go
+    by group, the trunk included. A name that is nothing starts nothing and assigns nothing, in
+    silence.
     """
     spec = context.spec
     startable = placeable(spec)
@@ -93,6 +94,19 @@ def unknown_role(context: Context) -> Iterator[Violation]:
             f"no role {', '.join(unknown)}; there is {', '.join(startable)}",
             suggestion="learner, publisher, origin and coordinator are started without being named",
         )
+    cluster = spec.placement.kubernetes
+    groups = {"trunk", *startable}
+    named = [] if cluster is None else [("images", name) for name in cluster.images]
+    named += (
+        [] if cluster is None else [("node_selectors", name) for name in cluster.node_selectors]
+    )
+    for field, name in named:
+        if name not in groups:
+            yield Violation(
+                ("placement", "kubernetes", field, name),
+                f"no role group {name}; there is {', '.join(sorted(groups))}",
+                suggestion="use one of them",
+            )
     processes = role_names(spec)
     for name in spec.placement.devices:
         if name not in processes:

@@ -39,6 +39,7 @@ from runspec.core.spec.schema.operations import (
     Checkpoints,
     Estimate,
     Identity,
+    Kubernetes,
     Placement,
     Secret,
     SecretSource,

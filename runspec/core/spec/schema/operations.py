@@ -11,11 +11,13 @@ from runspec.core.spec.schema.block import Block
 from runspec.core.spec.values import (
     Count,
     CountOrZero,
+    Name,
     Positive,
     PublicKey,
     Reached,
     Share,
     Steps,
+    StorageQuantity,
     VariableName,
 )
 
@@ -54,13 +56,40 @@ class Storage(Block):
     """Says that every host sees the same files under `dir`, as on a network file system."""
 
 
+class Kubernetes(Block):
+    """What a Kubernetes cluster has to be told."""
+
+    CHANGE = "restart"
+
+    image: str
+    """Container image of every role that `images` does not name."""
+    images: dict[str, str] = {}
+    """Container image by role group: `trunk`, `learners`, `validators`, relay-<name> or a pool."""
+    node_selectors: dict[str, dict[str, str]] = {}
+    """Labels that the nodes of a role group must have, beside those of its TPU slice."""
+    namespace: Name = "default"
+    """Namespace of everything that the run makes there."""
+    queue: str | None = None
+    """Kueue's LocalQueue that admits the run; null: it starts at once."""
+    storage: StorageQuantity = "100Gi"
+    """Size of the volume of the run directory, and of that of the learner's full states."""
+    storage_class: str | None = None
+    """StorageClass of the run directory; null: the cluster's default."""
+    shared_storage_class: str | None = None
+    """StorageClass of `checkpoints.dir`, which several nodes write; null: the cluster's default."""
+    models: str | None = None
+    """PersistentVolumeClaim with the Hugging Face cache, which every role reads; null: none."""
+
+
 class Placement(Block):
     """What is started where."""
 
     CHANGE = "restart"
 
-    backend: Literal["local"] = "local"
-    """Who starts and watches the roles: `local` does on this machine."""
+    backend: Literal["local", "kubernetes"] = "local"
+    """Who starts and watches the roles: `local` does on this machine, `kubernetes` on a cluster."""
+    kubernetes: Kubernetes | None = None
+    """The cluster of backend `kubernetes`."""
     host: str = "127.0.0.1"
     """Address that the local backend's servers bind to."""
     base_port: Annotated[int, Field(ge=1024, le=65000), Unit("port")] | None = None

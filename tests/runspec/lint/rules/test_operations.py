@@ -63,6 +63,13 @@ BREACHES = [
     (FLEET, ["model.tokenizer={hf: ../gone}"], "model-path", "model.tokenizer.hf", "warning"),
     # placement
     (BASE, ["placement.devices={pool: [0]}"], "unknown-role", "placement.devices.pool", "error"),
+    (
+        BASE,
+        ["placement.kubernetes={image: i, images: {pools: j}}"],
+        "unknown-role",
+        "placement.kubernetes.images.pools",
+        "error",
+    ),
     (BASE, [f"samplers.relay-eu={{hardware: {{kind: cpu}}, {ROOM}}}",
             "broadcast.relays=[{name: eu}]"],
      "role-clash", "samplers.relay-eu", "error"),

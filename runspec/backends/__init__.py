@@ -1,0 +1,1 @@
+"""Where a prepared site runs when it is not started by hand."""

@@ -1,0 +1,1 @@
+"""A run on a Kubernetes cluster: one JobSet and what it needs."""

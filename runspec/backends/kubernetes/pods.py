@@ -1,0 +1,154 @@
+"""The pod of a role group: its container, what it may use, and what is mounted where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runspec.backends.kubernetes.naming import (
+    GROUP_LABEL,
+    cluster_of,
+    in_object_store,
+    label,
+    pod_host,
+    server_ports,
+)
+from runspec.core.spec.schema import Hardware, RunSpec
+from runspec.local.bundle import TRUNK_GROUP
+from runspec.local.site import Disk, Group
+
+BUNDLES, DATA, OWN, MODELS = "/etc/runspec", "/data", "/work", "/models"
+"""Folders in a container: its group's bundles, the run's volume, its own folder, model files."""
+RUNS = f"{DATA}/runs"
+"""Where the trunk has its run directory; warm starts are cached beside it."""
+STOP_S = 120
+"""Time between SIGTERM and SIGKILL, in which the trunk stops its roles in order."""
+INDEX = "$(JOB_COMPLETION_INDEX)"
+"""Kubernetes itself puts the pod's index here."""
+_TPU_NODES = {
+    "tpu-v4": "tpu-v4-podslice",
+    "tpu-v5e": "tpu-v5-lite-podslice",
+    "tpu-v5p": "tpu-v5p-slice",
+    "tpu-v6e": "tpu-v6e-slice",
+}
+"""GKE's word for a kind of TPU node."""
+_NODE_POOL = "cloud.google.com/gke-nodepool"
+
+
+def pod(spec: RunSpec, run: str, group: Group, labels: dict[str, str]) -> dict[str, Any]:
+    """The pod template's spec of a role group."""
+    cluster, trunk = cluster_of(spec), group.name == TRUNK_GROUP
+    folder = f"{RUNS}/{spec.name}" if trunk else OWN
+    command = ["runspec", "role", "--bundle", f"{BUNDLES}/{INDEX}.json", "--dir", folder]
+    container: dict[str, Any] = {
+        "name": "role",
+        "image": cluster.images.get(group.name, cluster.image),
+        "command": command,
+        "env": _environment(spec, run, group),
+    }
+    made: dict[str, Any] = {
+        # The trunk's exit code decides about the run, which the policy for failures can only read
+        # of pods that are not started again in place.
+        "restartPolicy": "Never" if trunk else "OnFailure",
+        "terminationGracePeriodSeconds": STOP_S,
+        "containers": [container],
+    }
+    ports = server_ports(spec)
+    if trunk:
+        served = {name: port for name, port in ports.items() if not name.startswith("relay-")}
+        probe = {"tcpSocket": {"port": ports["coordinator"]}, "periodSeconds": 5}
+        container["readinessProbe"] = probe
+    else:
+        served = {name: port for name, port in ports.items() if name == group.name}
+    if served:
+        container["ports"] = [
+            {"containerPort": port, "protocol": "TCP"} for port in served.values()
+        ]
+    if group.name in served:
+        command += ["--listen", f"0.0.0.0:{served[group.name]}"]
+    _mount(made, container, spec, run, group)
+    _place(made, container, spec, group, labels)
+    return made
+
+
+def _environment(spec: RunSpec, run: str, group: Group) -> list[dict[str, Any]]:
+    env: list[dict[str, Any]] = [
+        {
+            "name": secret.source.env,
+            "valueFrom": {"secretKeyRef": {"name": f"{run}-env", "key": secret.source.env}},
+        }
+        for secret in spec.secrets
+    ]
+    if cluster_of(spec).models is not None:
+        env.append({"name": "HF_HOME", "value": MODELS})
+    hosts, on_tpu = spec.learner.hosts, _is_tpu(group.hardware)
+    if group.disk is not Disk.OWN and hosts > 1 and on_tpu:
+        # GKE knows the hosts of a slice only where one Job has them all.
+        names = [pod_host(run, TRUNK_GROUP, 0)]
+        names += [pod_host(run, "learners", i) for i in range(hosts - 1)]
+        env.append({"name": "TPU_WORKER_HOSTNAMES", "value": ",".join(names)})
+    return env
+
+
+def _mount(
+    made: dict[str, Any], container: dict[str, Any], spec: RunSpec, run: str, group: Group
+) -> None:
+    volumes: list[dict[str, Any]] = []
+    mounts: list[dict[str, Any]] = []
+
+    def mount(name: str, path: str, read_only: bool = False, **source: object) -> None:
+        volumes.append({"name": name, **source})
+        mounts.append({"name": name, "mountPath": path, "readOnly": read_only})
+
+    def claim(name: str) -> dict[str, str]:
+        return {"claimName": f"{run}-{name}"}
+
+    mount("bundles", BUNDLES, True, secret={"secretName": f"{run}-{label(group.name)}"})
+    if group.disk is Disk.RUN:
+        mount("run", DATA, persistentVolumeClaim=claim("run"))
+    else:
+        mount("own", OWN, emptyDir={})
+    if group.disk is not Disk.OWN and spec.learner.hosts > 1 and not in_object_store(spec):
+        folder = spec.checkpoints.dir
+        assert folder is not None, "`addressed` says it"
+        mount("checkpoints", folder, persistentVolumeClaim=claim("checkpoints"))
+    models = cluster_of(spec).models
+    if models is not None:
+        mount("models", MODELS, True, persistentVolumeClaim={"claimName": models})
+    if group.devices > 1 and not _is_tpu(group.hardware):
+        # NCCL shares memory between the processes of a GPU host; containers have 64 MB by default.
+        mount("shared-memory", "/dev/shm", emptyDir={"medium": "Memory"})  # noqa: S108
+    made["volumes"], container["volumeMounts"] = volumes, mounts
+
+
+def _place(
+    made: dict[str, Any],
+    container: dict[str, Any],
+    spec: RunSpec,
+    group: Group,
+    labels: dict[str, str],
+) -> None:
+    """Says which nodes suit the group."""
+    selector = dict(cluster_of(spec).node_selectors.get(group.name, {}))
+    hardware = group.hardware
+    if hardware is not None:
+        tpu = _is_tpu(hardware)
+        resource = "google.com/tpu" if tpu else "nvidia.com/gpu"
+        container["resources"] = {"limits": {resource: str(group.devices)}}
+        if tpu:
+            node = _TPU_NODES.get(hardware.kind, hardware.kind)
+            selector.setdefault("cloud.google.com/gke-tpu-accelerator", node)
+        if tpu and hardware.topology is not None:
+            selector.setdefault("cloud.google.com/gke-tpu-topology", hardware.topology)
+        if tpu and group.disk is Disk.CHECKPOINTS:
+            beside = {
+                "labelSelector": {"matchLabels": {**labels, GROUP_LABEL: TRUNK_GROUP}},
+                "topologyKey": _NODE_POOL,
+            }
+            required = {"requiredDuringSchedulingIgnoredDuringExecution": [beside]}
+            made["affinity"] = {"podAffinity": required}
+    if selector:
+        made["nodeSelector"] = selector
+
+
+def _is_tpu(hardware: Hardware | None) -> bool:
+    return hardware is not None and hardware.kind.startswith("tpu")

@@ -1,0 +1,152 @@
+"""The objects of a run on a Kubernetes cluster, as plain data: pure, from spec and bundles.
+
+One JobSet has a replicated job for each role group. The trunk is one pod with the run directory on
+a volume of its own; it finishes the JobSet. A pod finds its bundle by its index in its job.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from runspec.backends.kubernetes.naming import (
+    GROUP_LABEL,
+    RUN_LABEL,
+    cluster_of,
+    in_object_store,
+    label,
+    pod_host,
+    server_ports,
+)
+from runspec.backends.kubernetes.pods import pod
+from runspec.core.errors import UserError
+from runspec.core.process import EXIT_FINAL
+from runspec.core.spec.resolved import dump_resolved
+from runspec.core.spec.role_names import elsewhere
+from runspec.core.spec.schema import RunSpec
+from runspec.local.bundle import TRUNK_GROUP, Bundle
+from runspec.local.site import Disk, Group, groups_of
+
+Manifest = dict[str, Any]
+FOREVER = 2**31 - 1
+"""`backoffLimit` of a pod that is started again however often it ends; Kubernetes waits longer each
+time, five minutes at most."""
+MAX_SECRET = 2**20
+"""Bytes that a Secret may hold."""
+
+
+def manifests(spec: RunSpec, bundles: Sequence[Bundle]) -> Iterator[Manifest]:
+    """Everything that the run needs on its cluster, in the order of creation.
+
+    Args:
+        spec: the site's: `addressed`, then `site_spec`.
+        bundles: of the site.
+
+    Raises:
+        UserError: the cluster could not hold it.
+    """
+    run, cluster, away = label(spec.name), cluster_of(spec), elsewhere(spec)
+    groups = [group for group in groups_of(spec) if not away.intersection(group.members)]
+
+    def made(kind: str, name: str, api: str = "v1", **content: object) -> Manifest:
+        metadata = {
+            "name": name,
+            "namespace": cluster.namespace,
+            "labels": {RUN_LABEL: run},
+        }
+        return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}
+
+    def claim(name: str, mode: str, storage_class: str | None) -> Manifest:
+        wanted: Manifest = {
+            "accessModes": [mode],
+            "resources": {"requests": {"storage": cluster.storage}},
+        }
+        if storage_class is not None:
+            wanted["storageClassName"] = storage_class
+        return made("PersistentVolumeClaim", f"{run}-{name}", spec=wanted)
+
+    yield made("ConfigMap", f"{run}-spec", data={"spec.json": dump_resolved(spec).decode()})
+    yield claim("run", "ReadWriteOnce", cluster.storage_class)
+    if any(group.disk is Disk.CHECKPOINTS for group in groups) and not in_object_store(spec):
+        yield claim("checkpoints", "ReadWriteMany", cluster.shared_storage_class)
+    held = {bundle.group: bundle.encode() for bundle in bundles}
+    for group in groups:
+        name = label(group.name)
+        yield made("Secret", f"{run}-{name}", type="Opaque", data=_secret(group, held))
+    for server, port in server_ports(spec).items():
+        if server not in away:
+            on = server if server.startswith("relay-") else TRUNK_GROUP
+            selector = {RUN_LABEL: run, GROUP_LABEL: label(on)}
+            ports = [{"name": "http", "port": port, "targetPort": port, "protocol": "TCP"}]
+            service = {"selector": selector, "ports": ports}
+            yield made("Service", f"{run}-{label(server)}", spec=service)
+    api = "jobset.x-k8s.io/v1alpha2"
+    jobset = made("JobSet", run, api, spec=_jobset(spec, run, groups))
+    if cluster.queue is not None:
+        jobset["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = cluster.queue
+    yield jobset
+
+
+def _secret(group: Group, held: Mapping[str, bytes]) -> dict[str, str]:
+    data = {f"{i}.json": b64encode(held[member]).decode() for i, member in enumerate(group.members)}
+    if sum(len(held[member]) for member in group.members) > MAX_SECRET:
+        raise UserError(
+            f"the bundles of {len(group.members)} processes exceed the {MAX_SECRET} bytes that a "
+            "Secret holds",
+            place=group.name,
+            remedy="divide the group into several pools, or start its roles by hand",
+        )
+    return data
+
+
+def _jobset(spec: RunSpec, run: str, groups: Sequence[Group]) -> Manifest:
+    rule = {
+        "name": "run-cannot-go-on",
+        "action": "FailJobSet",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "targetReplicatedJobs": [TRUNK_GROUP],
+    }
+    return {
+        "network": {
+            "enableDNSHostnames": True,
+            "subdomain": run,
+            "publishNotReadyAddresses": True,
+        },
+        "successPolicy": {"operator": "All", "targetReplicatedJobs": [TRUNK_GROUP]},
+        "failurePolicy": {"maxRestarts": spec.placement.restarts, "rules": [rule]},
+        "replicatedJobs": [_replicated(spec, run, group) for group in groups],
+    }
+
+
+def _replicated(spec: RunSpec, run: str, group: Group) -> Manifest:
+    """A role group: one Job, of which each pod knows its index."""
+    name, count = label(group.name), len(group.members)
+    pod_host(run, name, count - 1)
+    labels = {RUN_LABEL: run, GROUP_LABEL: name}
+    job: Manifest = {
+        "completionMode": "Indexed",
+        "completions": count,
+        "parallelism": count,
+        "backoffLimit": FOREVER,
+        "template": {"metadata": {"labels": labels}, "spec": pod(spec, run, group, labels)},
+    }
+    made: Manifest = {"name": name, "replicas": 1, "template": {"spec": job}}
+    if group.name == TRUNK_GROUP:
+        job["backoffLimit"] = spec.placement.restarts
+        job["podFailurePolicy"] = _trunk_failures()
+    elif TRUNK_GROUP in group.waits_for:
+        made["dependsOn"] = [{"name": TRUNK_GROUP, "status": "Ready"}]
+    return made
+
+
+def _trunk_failures() -> Manifest:
+    """A lost node is no failure of the run; an exit that nothing but a person mends ends it."""
+    lost = {"type": "DisruptionTarget", "status": "True"}
+    final = {"containerName": "role", "operator": "In", "values": [EXIT_FINAL]}
+    return {
+        "rules": [
+            {"action": "Ignore", "onPodConditions": [lost]},
+            {"action": "FailJob", "onExitCodes": final},
+        ]
+    }

@@ -1,0 +1,69 @@
+"""`runspec render --backend`: what starts a run on a cluster, as files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from runspec.backends.kubernetes.naming import addressed
+from runspec.backends.kubernetes.render import manifests
+from runspec.cli.prepare import make_site
+from runspec.cli.spec_files import sound_spec
+from runspec.core.errors import BadUsage
+from runspec.core.files import require_writable, write_atomic
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.schema import RunSpec
+from runspec.local.run_dir import run_directory
+
+SITE = "site"
+"""Folder beside the run's, so that no run of this machine is taken for it."""
+
+
+def render_backend_command(
+    files: SpecFiles, backend: Literal["kubernetes", "slurm"], out: Path | None, runs: Path | None
+) -> int:
+    """Writes what a backend starts the run from; returns the exit code.
+
+    Args:
+        files: the spec.
+        backend: whose files.
+        out: the folder of the manifests.
+        runs: where runs lie; the keys are kept there, outside of `out`.
+
+    Raises:
+        BadUsage: `out` is missing.
+        UserError: the spec cannot run there, or a folder cannot be written.
+    """
+    if out is None:
+        raise BadUsage(
+            f"--backend {backend} writes files", place="render", remedy="say where to with -o"
+        )
+    spec = sound_spec(files)
+    objects = render_kubernetes(spec, site_folder(spec, runs))
+    require_writable(out, "the folder of the manifests", "name another one with -o")
+    path = out / f"{spec.name}.yaml"
+    write_atomic(path, yaml.safe_dump_all(objects, sort_keys=False).encode(), mode=0o600)
+    print(f"{len(objects)} objects are in {path}, private keys among them: keep it from others.")
+    print(f"Start the run: kubectl apply --server-side -f {path}")
+    for secret in spec.secrets[:1]:
+        name = objects[-1]["metadata"]["name"]
+        print(f"Before that, make the Secret {name}-env, with {secret.source.env} and so on.")
+    return 0
+
+
+def site_folder(spec: RunSpec, runs: Path | None) -> Path:
+    """Where the keys of a run on a cluster lie on this machine."""
+    return run_directory(spec, runs) / SITE
+
+
+def render_kubernetes(spec: RunSpec, site: Path) -> Sequence[dict[str, Any]]:
+    """Prepares a site for the cluster that its spec describes; returns the objects.
+
+    Raises:
+        UserError: the spec cannot run there.
+    """
+    resolved, bundles = make_site(addressed(spec), site)
+    return list(manifests(resolved, bundles))
