@@ -16,8 +16,8 @@ from runspec.core.spec.schema import Hardware, RunSpec
 from runspec.local.bundle import TRUNK_GROUP
 from runspec.local.site import Disk, Group
 
-BUNDLES, DATA, OWN, MODELS = "/etc/runspec", "/data", "/work", "/models"
-"""Folders in a container: its group's bundles, the run's volume, its own folder, model files."""
+BUNDLES, DATA, MODELS = "/etc/runspec", "/data", "/models"
+"""Folders in a container: its group's bundles, what the role keeps, model files."""
 RUNS = f"{DATA}/runs"
 """Where the trunk has its run directory; warm starts are cached beside it."""
 STOP_S = 120
@@ -37,7 +37,7 @@ _NODE_POOL = "cloud.google.com/gke-nodepool"
 def pod(spec: RunSpec, run: str, group: Group, labels: dict[str, str]) -> dict[str, Any]:
     """The pod template's spec of a role group."""
     cluster, trunk = cluster_of(spec), group.name == TRUNK_GROUP
-    folder = f"{RUNS}/{spec.name}" if trunk else OWN
+    folder = f"{RUNS}/{spec.name}" if trunk else DATA
     command = ["runspec", "role", "--bundle", f"{BUNDLES}/{INDEX}.json", "--dir", folder]
     container: dict[str, Any] = {
         "name": "role",
@@ -106,7 +106,7 @@ def _mount(
     if group.disk is Disk.RUN:
         mount("run", DATA, persistentVolumeClaim=claim("run"))
     else:
-        mount("own", OWN, emptyDir={})
+        mount("own", DATA, emptyDir={})
     if group.disk is not Disk.OWN and spec.learner.hosts > 1 and not in_object_store(spec):
         folder = spec.checkpoints.dir
         assert folder is not None, "`addressed` says it"
