@@ -10,6 +10,7 @@ import yaml
 
 from runspec.backends.kubernetes.naming import addressed
 from runspec.backends.kubernetes.render import manifests
+from runspec.backends.slurm import sbatch_script
 from runspec.cli.prepare import make_site
 from runspec.cli.spec_files import sound_spec
 from runspec.core.errors import BadUsage
@@ -30,7 +31,7 @@ def render_backend_command(
     Args:
         files: the spec.
         backend: whose files.
-        out: the folder of the manifests.
+        out: the folder of the manifests, or the file of the script.
         runs: where runs lie; the keys are kept there, outside of `out`.
 
     Raises:
@@ -42,6 +43,17 @@ def render_backend_command(
             f"--backend {backend} writes files", place="render", remedy="say where to with -o"
         )
     spec = sound_spec(files)
+    if backend == "slurm":
+        script = sbatch_script(spec, _words(files, runs), run_directory(spec, runs))
+        require_writable(out.absolute().parent, "the script's folder", "name another file with -o")
+        write_atomic(out, script.encode())
+        print(f"Start the run, and continue it: sbatch {out}")
+    else:
+        _write_manifests(spec, out, runs)
+    return 0
+
+
+def _write_manifests(spec: RunSpec, out: Path, runs: Path | None) -> None:
     objects = render_kubernetes(spec, site_folder(spec, runs))
     require_writable(out, "the folder of the manifests", "name another one with -o")
     path = out / f"{spec.name}.yaml"
@@ -51,7 +63,15 @@ def render_backend_command(
     for secret in spec.secrets[:1]:
         name = objects[-1]["metadata"]["name"]
         print(f"Before that, make the Secret {name}-env, with {secret.source.env} and so on.")
-    return 0
+
+
+def _words(files: SpecFiles, runs: Path | None) -> list[str]:
+    """The spec and its options, from whatever folder the script is submitted."""
+    words = [str(files.path.absolute())]
+    words += [] if files.profile is None else ["--profile", files.profile]
+    words += [] if files.placement is None else ["--placement", str(files.placement.absolute())]
+    words += [] if runs is None else ["--runs-dir", str(runs.absolute())]
+    return [*words, *(word for value in files.overrides for word in ("--set", value))]
 
 
 def site_folder(spec: RunSpec, runs: Path | None) -> Path:

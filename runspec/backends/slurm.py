@@ -1,0 +1,87 @@
+"""The sbatch script of a run: Ray on the nodes of an allocation, and `runspec apply` there."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+
+from runspec.core.errors import UserError
+from runspec.core.spec.role_names import elsewhere
+from runspec.core.spec.schema import RunSpec
+from runspec.local.bundle import TRUNK_GROUP
+from runspec.local.site import groups_of
+
+STOP_S = 300
+"""Seconds before the time limit at which the run is paused."""
+RAY_PORT = 6379
+WAIT_S = 600
+"""How long Ray waits for the nodes of the allocation."""
+
+
+def sbatch_script(spec: RunSpec, words: Sequence[str], run_dir: Path) -> str:
+    """A script that starts or continues the run, each time that it is submitted.
+
+    Args:
+        spec: its hardware says how many nodes, and which devices.
+        words: the spec's file and options, as `runspec apply` takes them.
+        run_dir: the run's directory, for the pause before the time is up.
+
+    Raises:
+        UserError: a process needs more devices than a learner's host has.
+    """
+    devices, nodes = allocation(spec)
+    options = [
+        f"--job-name={spec.name}",
+        f"--output={spec.name}-%j.log",
+        f"--nodes={nodes}",
+        *("--ntasks-per-node=1", "--exclusive", "--requeue", "--open-mode=append"),
+        f"--signal=B:TERM@{STOP_S}",
+    ]
+    options += [f"--gpus-per-node={devices}"] if devices else []
+    lines = "\n".join(f"#SBATCH {option}" for option in options)
+    apply = shlex.join(["runspec", "apply", *words, "--set", "placement.backend=ray"])
+    pause = shlex.join(["runspec", "pause", str(run_dir)])
+    return f"""#!/bin/bash
+{lines}
+
+set -euo pipefail
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT={WAIT_S}
+srun ray symmetric-run --address "${{nodes[0]}}:{RAY_PORT}" --min-nodes "$SLURM_JOB_NUM_NODES" -- \\
+  {apply} &
+trap {shlex.quote(pause)} TERM
+wait $! || wait $!
+"""
+
+
+def allocation(spec: RunSpec) -> tuple[int, int]:
+    """GPUs of a node and number of nodes, if every node is like a host of the learner.
+
+    Raises:
+        UserError: a process needs more devices than such a node has, or the spec asks for TPUs.
+    """
+    away = elsewhere(spec)
+    groups = [group for group in groups_of(spec) if not away.intersection(group.members)]
+    for group in groups:
+        if group.hardware is not None and group.hardware.kind.startswith("tpu"):
+            raise UserError(
+                f"{group.name} asks for {group.hardware.kind}, which Slurm does not allocate",
+                place="hardware",
+                remedy="use --backend kubernetes, or a placement with GPUs",
+            )
+    a_node = max(group.devices for group in groups if group.name in (TRUNK_GROUP, "learners"))
+    a_node = a_node or max(group.devices for group in groups)
+    beside = 0
+    for group in groups:
+        if group.devices > a_node:
+            raise UserError(
+                f"{group.name} needs {group.devices} devices on a node, "
+                f"the learner's have {a_node}",
+                place="learner.hosts",
+                remedy="take fewer hosts with more devices each",
+            )
+        if group.devices and group.name not in (TRUNK_GROUP, "learners"):
+            beside += ceil(len(group.members) / (a_node // group.devices))
+    return a_node, spec.learner.hosts + beside
