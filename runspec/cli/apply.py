@@ -42,6 +42,10 @@ def apply_command(files: SpecFiles, detach: bool, runs_dir: Path | None) -> int:
     """Starts, changes or continues the run; returns the exit code."""
     saved = saved_plan(files)
     spec, approved = (saved.spec, saved.seen) if saved else (sound_spec(files), None)
+    if spec.placement.backend == "kubernetes":
+        from runspec.cli.remote import apply_elsewhere
+
+        return apply_elsewhere(spec, runs_dir)
     plan = make_plan(spec, run_directory(spec, runs_dir), approved)
     try:
         return carry_out(plan, detach=detach)

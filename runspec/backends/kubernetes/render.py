@@ -50,12 +50,7 @@ def manifests(spec: RunSpec, bundles: Sequence[Bundle]) -> Iterator[Manifest]:
     groups = [group for group in groups_of(spec) if not away.intersection(group.members)]
 
     def made(kind: str, name: str, api: str = "v1", **content: object) -> Manifest:
-        metadata = {
-            "name": name,
-            "namespace": cluster.namespace,
-            "labels": {RUN_LABEL: run},
-        }
-        return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}
+        return {"apiVersion": api, "kind": kind, "metadata": _metadata(spec, name), **content}
 
     def claim(name: str, mode: str, storage_class: str | None) -> Manifest:
         wanted: Manifest = {
@@ -86,6 +81,32 @@ def manifests(spec: RunSpec, bundles: Sequence[Bundle]) -> Iterator[Manifest]:
     if cluster.queue is not None:
         jobset["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = cluster.queue
     yield jobset
+
+
+def env_secret(spec: RunSpec, env: Mapping[str, str]) -> Manifest | None:
+    """The Secret with the values of the spec's secrets; None where it has none.
+
+    Raises:
+        UserError: a value is not in `env`.
+    """
+    data = {}
+    for secret in spec.secrets:
+        name = secret.source.env
+        if name not in env:
+            raise UserError(
+                f"the environment has no {name}",
+                place=f"secrets.{secret.name}",
+                remedy=f"export {name}, and apply again",
+            )
+        data[name] = b64encode(env[name].encode()).decode()
+    metadata = _metadata(spec, f"{label(spec.name)}-env")
+    made = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque"}
+    return {**made, "data": data} if data else None
+
+
+def _metadata(spec: RunSpec, name: str) -> Manifest:
+    labels = {RUN_LABEL: label(spec.name)}
+    return {"name": name, "namespace": cluster_of(spec).namespace, "labels": labels}
 
 
 def _secret(group: Group, held: Mapping[str, bytes]) -> dict[str, str]:

@@ -1,0 +1,198 @@
+"""A run's objects on a cluster, through the `kubernetes` client, which is imported lazily.
+
+The client finds the cluster as kubectl does: the current context of the kubeconfig, or the service
+account of a pod.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import cached_property
+from typing import Any
+
+from runspec.backends.kubernetes.naming import GROUP_LABEL, RUN_LABEL
+from runspec.core.distribution import install_command
+from runspec.core.errors import UserError
+
+_CORE, _JOBSET = "api/v1", "apis/jobset.x-k8s.io/v1alpha2"
+PATHS = {
+    "JobSet": (_JOBSET, "jobsets"),
+    "Service": (_CORE, "services"),
+    "Secret": (_CORE, "secrets"),
+    "ConfigMap": (_CORE, "configmaps"),
+    "PersistentVolumeClaim": (_CORE, "persistentvolumeclaims"),
+}
+"""Of the kinds that a run has; deleted in this order."""
+MANAGER = "runspec"
+NOT_FOUND = 404
+
+
+class Cluster:
+    """One namespace of a cluster.
+
+    Args:
+        namespace: of the run.
+    """
+
+    def __init__(self, namespace: str) -> None:
+        self.namespace = namespace
+
+    def apply(self, objects: Iterable[Mapping[str, Any]]) -> None:
+        """Makes objects, or changes them to what is given (server-side apply).
+
+        Raises:
+            UserError: the cluster refuses one.
+        """
+        query = [("fieldManager", MANAGER), ("force", "true")]
+        for made in objects:
+            path = self._path(made["kind"], made["metadata"]["name"])
+            self._ask("PATCH", path, query, "application/apply-patch+yaml", made)
+
+    def jobset(self, run: str) -> dict[str, Any] | None:
+        """The JobSet of a run; None where there is none."""
+        return self._ask("GET", self._path("JobSet", run), missing_is_none=True)
+
+    def suspend(self, run: str, suspended: bool) -> None:
+        """Ends the run's pods, or makes them again; its volumes stay."""
+        change = {"spec": {"suspend": suspended}}
+        path = self._path("JobSet", run)
+        self._ask("PATCH", path, [], "application/merge-patch+json", change)
+
+    def delete(self, run: str) -> None:
+        """Deletes everything that the run has on the cluster."""
+        for kind in PATHS:
+            query = [("labelSelector", f"{RUN_LABEL}={run}"), ("propagationPolicy", "Foreground")]
+            self._ask("DELETE", self._path(kind), query)
+
+    def pods(self, run: str, group: str | None = None) -> list[dict[str, Any]]:
+        """The run's pods, or those of a role group, by name."""
+        selector = f"{RUN_LABEL}={run}" + ("" if group is None else f",{GROUP_LABEL}={group}")
+        path = f"/{_CORE}/namespaces/{self.namespace}/pods"
+        found = self._ask("GET", path, [("labelSelector", selector)]) or {"items": []}
+        return sorted(found["items"], key=lambda pod: str(pod["metadata"]["name"]))
+
+    def logs(self, pod: str, follow: bool, tail: int | None) -> Iterator[str]:
+        """The lines of a pod's log, which end with the pod if they are followed."""
+        from kubernetes.client import ApiException, CoreV1Api
+
+        options: dict[str, Any] = {} if tail is None else {"tail_lines": tail}
+        try:
+            response = CoreV1Api(self._api).read_namespaced_pod_log(
+                pod, self.namespace, follow=follow, _preload_content=False, **options
+            )
+        except ApiException as error:
+            raise _refused(error, pod) from error
+        with closing(response):
+            for line in response:
+                yield line.decode(errors="replace").rstrip("\n")
+
+    def execute(self, pod: str, command: Sequence[str]) -> int:
+        """Runs a command in a pod, prints what it prints, and returns its exit code.
+
+        Raises:
+            UserError: the cluster refuses.
+        """
+        from kubernetes.client import ApiException, CoreV1Api
+        from kubernetes.stream import stream
+
+        try:
+            session = stream(
+                CoreV1Api(self._api).connect_get_namespaced_pod_exec,
+                *(pod, self.namespace),
+                command=list(command),
+                stdout=True,
+                stderr=True,
+                stdin=False,
+                tty=False,
+                _preload_content=False,
+            )
+        except ApiException as error:
+            raise _refused(error, pod) from error
+        with closing(session):
+            while session.is_open():
+                session.update(timeout=1)
+                for ready, read, out in (
+                    (session.peek_stdout, session.read_stdout, sys.stdout),
+                    (session.peek_stderr, session.read_stderr, sys.stderr),
+                ):
+                    if ready():
+                        print(read(), end="", file=out, flush=True)
+            return int(session.returncode)
+
+    @cached_property
+    def _api(self) -> Any:
+        try:
+            from kubernetes import client, config
+        except ImportError as error:
+            raise UserError(
+                "the kubernetes client is not installed",
+                place="placement.backend",
+                remedy=install_command("kubernetes"),
+            ) from error
+        try:
+            file = os.environ.get("KUBECONFIG")
+            if file is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+                config.load_incluster_config()
+            else:
+                config.load_kube_config(file)
+        except (config.ConfigException, OSError) as error:
+            raise UserError(
+                f"no cluster is configured: {error}",
+                place="kubeconfig",
+                remedy="make `kubectl get pods` work, or set KUBECONFIG",
+            ) from error
+        return client.ApiClient()
+
+    def _path(self, kind: str, name: str | None = None) -> str:
+        group, plural = PATHS[kind]
+        path = f"/{group}/namespaces/{self.namespace}/{plural}"
+        return path if name is None else f"{path}/{name}"
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        query: Sequence[tuple[str, str]] = (),
+        content: str = "application/json",
+        body: Mapping[str, Any] | None = None,
+        missing_is_none: bool = False,
+    ) -> dict[str, Any] | None:
+        from urllib3.exceptions import HTTPError
+
+        api = self._api
+        call = api.param_serialize(
+            method,
+            path,
+            query_params=list(query),
+            header_params={"Accept": "application/json", "Content-Type": content},
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        try:
+            response = api.call_api(*call)
+        except HTTPError as error:
+            raise UserError(
+                f"the cluster does not answer: {error}",
+                place=str(api.configuration.host),
+                remedy="make `kubectl get pods` work from here",
+            ) from error
+        answer: dict[str, Any] = json.loads(response.read() or b"{}")
+        if response.status == NOT_FOUND and missing_is_none:
+            return None
+        if response.status >= 300:
+            raise UserError(
+                f"the cluster refuses: {answer.get('message', response.status)}",
+                place=f"{method} {path}",
+                remedy="see `kubectl auth can-i --list`, and whether JobSet is installed",
+            )
+        return answer
+
+
+def _refused(error: Any, pod: str) -> UserError:
+    return UserError(
+        f"the cluster refuses: {error.reason}", place=pod, remedy="see `kubectl describe pod`"
+    )

@@ -1,0 +1,125 @@
+"""Commands on a run that is on a cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from runspec.backends.kubernetes.cluster import Cluster
+from runspec.backends.kubernetes.naming import cluster_of, label
+from runspec.backends.kubernetes.pods import RUNS
+from runspec.backends.kubernetes.render import env_secret
+from runspec.core.errors import UserError
+from runspec.core.spec.role_names import TRUNK
+from runspec.core.spec.schema import RunSpec
+from runspec.local.bundle import TRUNK_GROUP
+from runspec.local.site import groups_of
+
+_INDEX = "batch.kubernetes.io/job-completion-index"
+
+
+class RemoteRun:
+    """A run on a cluster.
+
+    Args:
+        spec: of its site.
+
+    Raises:
+        UserError: the spec describes no cluster.
+    """
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec, self._run, self._jobset = spec, spec.name, label(spec.name)
+        self._cluster = Cluster(cluster_of(spec).namespace)
+
+    def apply(self, objects: Iterable[Mapping[str, Any]]) -> None:
+        """Starts the run, or changes its objects.
+
+        Raises:
+            UserError: a secret of the spec has no value here, or the cluster refuses.
+        """
+        secret = env_secret(self._spec, os.environ)
+        self._cluster.apply([*([] if secret is None else [secret]), *objects])
+
+    def state(self) -> str:
+        """What the cluster says of the run, in a line.
+
+        Raises:
+            UserError: the cluster has no such run.
+        """
+        found = self._cluster.jobset(self._jobset)
+        if found is None:
+            raise UserError(
+                "the cluster has no such run",
+                place=f"{self._cluster.namespace}/{self._jobset}",
+                remedy="start it with `runspec apply`",
+            )
+        conditions = found.get("status", {}).get("conditions", [])
+        true = [each for each in conditions if each["status"] == "True"]
+        if found["spec"].get("suspend"):
+            return "paused: its pods are ended, its volumes stay"
+        if true:
+            return f"{true[-1]['type']}: {true[-1].get('message', '')}"
+        return "waiting for its trunk's pod"
+
+    def inside(self, *words: str) -> int:
+        """Runs a command of runspec beside the run directory; returns its exit code."""
+        trunk = self._running(TRUNK_GROUP)
+        if not trunk:
+            print(f"{self._run}: {self.state()}")
+            return 0
+        command = [words[0], self._run, *words[1:], "--runs-dir", RUNS]
+        return self._cluster.execute(trunk[0], ["runspec", *command])
+
+    def logs(self, role: str | None, follow: bool, tail: int | None) -> int:
+        """Prints the logs of roles: those of the trunk, one of them, or another's pod's."""
+        if role is None or role in (*TRUNK, TRUNK_GROUP, "warm-start"):
+            words = [] if role in (None, TRUNK_GROUP) else ["--role", str(role)]
+            words += ["--follow"] if follow else []
+            return self.inside("logs", *words, *([] if tail is None else ["--tail", str(tail)]))
+        for line in self._cluster.logs(self._pod(role), follow, tail):
+            print(line)
+        return 0
+
+    def pause(self) -> int:
+        """Suspends the run: its roles end in order, and its pods give back what they have."""
+        self.state()
+        self._cluster.suspend(self._jobset, True)
+        print(f"{self._run} is paused: {self._cluster.namespace} has its accelerators back soon.")
+        return 0
+
+    def resume(self) -> int:
+        """Makes the pods of a paused run again."""
+        self.state()
+        self._cluster.suspend(self._jobset, False)
+        print(f"{self._run} goes on from its newest checkpoint.")
+        return 0
+
+    def delete(self) -> None:
+        """Deletes the run on the cluster, its volumes too."""
+        self._cluster.delete(self._jobset)
+
+    def _pod(self, role: str) -> str:
+        """The newest pod of a role."""
+        for group in groups_of(self._spec):
+            if role in group.members:
+                index = str(group.members.index(role))
+                pods = self._cluster.pods(self._jobset, label(group.name))
+                own = [pod for pod in pods if pod["metadata"]["labels"].get(_INDEX) == index]
+                if own:
+                    newest = max(own, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
+                    return str(newest["metadata"]["name"])
+        names = [name for group in groups_of(self._spec) for name in group.members]
+        raise UserError(
+            f"no pod of role {role!r}",
+            place=self._jobset,
+            remedy=f"one of: {', '.join([*TRUNK, *names])}",
+        )
+
+    def _running(self, group: str) -> list[str]:
+        return [
+            str(pod["metadata"]["name"])
+            for pod in self._cluster.pods(self._jobset, group)
+            if pod["status"]["phase"] == "Running"
+        ]
