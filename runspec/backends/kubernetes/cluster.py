@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
@@ -29,6 +30,9 @@ PATHS = {
 """Of the kinds that a run has; deleted in this order."""
 MANAGER = "runspec"
 NOT_FOUND = 404
+GONE_S = 180.0
+"""Longer than a pod's grace."""
+_POLL_S = 0.5
 
 
 class Cluster:
@@ -61,6 +65,24 @@ class Cluster:
         change = {"spec": {"suspend": suspended}}
         path = self._path("JobSet", run)
         self._ask("PATCH", path, [], "application/merge-patch+json", change)
+
+    def delete_jobset(self, run: str) -> None:
+        """Deletes the JobSet with its pods, and waits until it is gone.
+
+        Raises:
+            UserError: it takes longer than pods may take to end.
+        """
+        query = [("propagationPolicy", "Foreground")]
+        self._ask("DELETE", self._path("JobSet", run), query, missing_is_none=True)
+        deadline = time.monotonic() + GONE_S
+        while self.jobset(run) is not None:
+            if time.monotonic() >= deadline:
+                raise UserError(
+                    f"the pods of the last attempt are still there after {GONE_S:.0f} s",
+                    place=f"{self.namespace}/{run}",
+                    remedy="see `kubectl get pods`, and apply again",
+                )
+            time.sleep(_POLL_S)
 
     def delete(self, run: str) -> None:
         """Deletes everything that the run has on the cluster."""

@@ -34,13 +34,18 @@ class RemoteRun:
         self._cluster = Cluster(cluster_of(spec).namespace)
 
     def apply(self, objects: Iterable[Mapping[str, Any]]) -> None:
-        """Starts the run, or changes its objects.
+        """Starts the run, changes its objects, or goes on with it after a pause or a failure.
 
         Raises:
             UserError: a secret of the spec has no value here, or the cluster refuses.
         """
         secret = env_secret(self._spec, os.environ)
+        found = self._cluster.jobset(self._jobset)
+        if found is not None and _ended(found):
+            self._cluster.delete_jobset(self._jobset)
         self._cluster.apply([*([] if secret is None else [secret]), *objects])
+        if found is not None and found["spec"].get("suspend"):
+            self._cluster.suspend(self._jobset, False)
 
     def state(self) -> str:
         """What the cluster says of the run, in a line.
@@ -55,12 +60,10 @@ class RemoteRun:
                 place=f"{self._cluster.namespace}/{self._jobset}",
                 remedy="start it with `runspec apply`",
             )
-        conditions = found.get("status", {}).get("conditions", [])
-        true = [each for each in conditions if each["status"] == "True"]
         if found["spec"].get("suspend"):
             return "paused: its pods are ended, its volumes stay"
-        if true:
-            return f"{true[-1]['type']}: {true[-1].get('message', '')}"
+        for condition in _ended(found):
+            return f"{condition['type']}: {condition.get('message', '')}"
         return "waiting for its trunk's pod"
 
     def inside(self, *words: str) -> int:
@@ -123,3 +126,10 @@ class RemoteRun:
             for pod in self._cluster.pods(self._jobset, group)
             if pod["status"]["phase"] == "Running"
         ]
+
+
+def _ended(jobset: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The conditions that say that a JobSet starts no pod any more."""
+    conditions = jobset.get("status", {}).get("conditions", [])
+    final = ("Completed", "Failed")
+    return [each for each in conditions if each["type"] in final and each["status"] == "True"]

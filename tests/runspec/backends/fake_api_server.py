@@ -65,6 +65,7 @@ class FakeApiServer:
             app.router.add_delete(path, self._delete)
             app.router.add_patch(f"{path}/{{name}}", self._patch)
             app.router.add_get(f"{path}/{{name}}", self._get)
+            app.router.add_delete(f"{path}/{{name}}", self._delete_one)
         return app
 
     @web.middleware
@@ -83,7 +84,11 @@ class FakeApiServer:
             metadata = body["metadata"]
             assert metadata["name"] == request.match_info["name"]
             assert metadata["namespace"] == request.match_info["ns"]
-            self.objects[request.path] = body
+            before = self.objects.get(request.path, {})
+            kept = {name: before[name] for name in ("status",) if name in before}
+            if before.get("spec", {}).get("suspend"):
+                body["spec"]["suspend"] = True  # another manager's field
+            self.objects[request.path] = body | kept
         else:
             assert request.content_type == "application/merge-patch+json"
             self.objects[request.path]["spec"].update(body["spec"])
@@ -101,6 +106,10 @@ class FakeApiServer:
         ]
         for path in doomed:
             del self.objects[path]
+        return web.json_response({"kind": "Status", "status": "Success"})
+
+    async def _delete_one(self, request: web.Request) -> web.Response:
+        del self.objects[request.path]
         return web.json_response({"kind": "Status", "status": "Success"})
 
     async def _pods(self, request: web.Request) -> web.Response:

@@ -1,8 +1,8 @@
 """A test double of a cluster: JobSet controller, kubelets and DNS, without images.
 
-Every pod has a network namespace of its own on one bridge, a mount namespace with a copy-on-write
-root, and a process namespace in which the container's command is process 1. Names of pods and
-Services are in /etc/hosts. A Service has its pod's address, and must not change ports.
+Every pod has a network namespace of its own on one bridge, a hostname, a mount namespace with a
+copy-on-write root, and a process namespace in which the container's command is process 1. Names of
+pods and Services are in /etc/hosts. A Service has its pod's address, and must not change ports.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class FakeKubelet:
             pod.process = subprocess.Popen(
                 [
                     *("ip", "netns", "exec", pod.namespace),
-                    *("unshare", "--mount", "--pid", "--fork", "--kill-child"),
+                    *("unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child"),
                     *("sh", str(script)),
                 ],
                 stdout=log,
@@ -244,6 +244,7 @@ class FakeKubelet:
     def _script(self, pod: Pod) -> Iterator[str]:
         """Makes the container's root, and becomes its command there."""
         top, root = pod.folder, pod.folder / "root"
+        yield shlex.join(["hostname", pod.host.split(".")[0]])
         for name in ("upper", "work"):
             (top / name).mkdir(exist_ok=True)
         options = f"lowerdir=/,upperdir={top / 'upper'},workdir={top / 'work'}"

@@ -75,6 +75,23 @@ def test_a_run_is_applied_watched_paused_resumed_and_deleted(
     assert not server.objects and not list((tmp_path / "runs").iterdir())
 
 
+def test_apply_goes_on_after_a_pause_and_after_a_failure(
+    server: FakeApiServer, tmp_path: Path
+) -> None:
+    assert apply(tmp_path).returncode == 0
+    assert on(tmp_path, "pause").returncode == 0
+    assert apply(tmp_path).returncode == 0
+    assert server.jobset()["spec"]["suspend"] is False
+    # given a JobSet that starts no pod any more
+    failed = {"type": "Failed", "status": "True", "message": "the trunk ended with 4"}
+    server.jobset()["status"] = {"conditions": [failed]}
+    server.jobset()["spec"]["replicatedJobs"] = []
+    assert "Failed: the trunk ended with 4" in on(tmp_path, "status").stdout
+    # then it is made anew
+    assert apply(tmp_path).returncode == 0
+    assert "status" not in server.jobset() and server.jobset()["spec"]["replicatedJobs"]
+
+
 def test_other_runs_of_the_cluster_stay(server: FakeApiServer, tmp_path: Path) -> None:
     assert apply(tmp_path).returncode == 0
     assert apply(tmp_path, "name=other").returncode == 0

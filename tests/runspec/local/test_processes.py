@@ -176,3 +176,16 @@ def test_a_role_sees_the_devices_that_placement_gives_it() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in tpu["learner"].env
     # and the others all
     assert "CUDA_VISIBLE_DEVICES" not in gpu["validator-0"].env
+
+
+def test_a_learner_host_that_a_backend_names_gets_its_number() -> None:
+    spec, joined = small_spec("small", 5, "learner.hosts=2"), "http://127.0.0.1:8009"
+    endpoints = replace(ENDPOINTS, learner=joined)
+    for env, ids in (
+        ({}, [None, None]),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, ["0", "1"]),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "7"}, [None, None]),
+    ):
+        roles = roles_of(spec, endpoints, env)
+        found = [roles[name].env.get("TPU_WORKER_ID") for name in ("learner", "learner-1")]
+        assert found == ids
