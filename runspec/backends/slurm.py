@@ -16,6 +16,8 @@ from runspec.local.site import groups_of
 STOP_S = 300
 """Seconds before the time limit at which the run is paused."""
 RAY_PORT = 6379
+LAST_S = 60
+"""Seconds that the other nodes have to end after the first."""
 WAIT_S = 600
 """How long Ray waits for the nodes of the allocation."""
 
@@ -49,7 +51,7 @@ def sbatch_script(spec: RunSpec, words: Sequence[str], run_dir: Path) -> str:
 set -euo pipefail
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT={WAIT_S}
-srun ray symmetric-run --address "${{nodes[0]}}:{RAY_PORT}" --min-nodes "$SLURM_JOB_NUM_NODES" -- \\
+srun --wait={LAST_S} ray symmetric-run --address "${{nodes[0]}}:{RAY_PORT}" --min-nodes "$SLURM_JOB_NUM_NODES" -- \\
   {apply} &
 trap {shlex.quote(pause)} TERM
 wait $! || wait $!

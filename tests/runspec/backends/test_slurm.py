@@ -17,7 +17,7 @@ SPECS = ROOT / "specs"
 H200 = (SPECS / "target_long.yaml", "--placement", SPECS / "placements" / "h200.yaml")
 STAND_INS = {
     "scontrol": "echo node1; echo node2",
-    "srun": 'exec "$@"',
+    "srun": 'shift; exec "$@"',
     "ray": 'echo "$@"; while [ "$1" != -- ]; do shift; done; shift; exec "$@"',
     "runspec": 'printf "%s\\n" "$@"',
 }
