@@ -28,6 +28,7 @@ from runspec.core.spec.schema import Hardware, Mesh, RunSpec
 from runspec.core.spec.source_files import source_files
 from runspec.estimate.learner import moment_elements
 from runspec.estimate.version_size import version_size
+from runspec.local.backend import LOCAL
 from runspec.local.identity import pinned_root_problem
 from runspec.local.machine import (
     Machine,
@@ -194,6 +195,8 @@ def _install(facts: Facts) -> str:
 
 def _groups_here(spec: RunSpec) -> Container[str]:
     """What is started here of what `placement.roles` may name."""
+    if spec.placement.backend != LOCAL:
+        return ()  # it finds machines for them
     return placeable(spec) if spec.placement.roles is None else spec.placement.roles
 
 
