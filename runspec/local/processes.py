@@ -12,6 +12,7 @@ from runspec.core.spec.role_names import elsewhere, learner_names, validator_nam
 from runspec.core.spec.schema import RunSpec
 from runspec.local.cores import (
     assign_cores,
+    assign_devices,
     jax_environment,
     thread_limits,
     visible_devices,
@@ -79,6 +80,7 @@ class _Roles:
         away, spec = elsewhere(run.spec), run.spec
         busy = [name for name in (*learner_names(spec), *worker_names(spec)) if name not in away]
         self._cores = assign_cores(busy, run.machine.cores)
+        self._assigned = assign_devices(spec)
 
     def origin(self) -> RoleSpec:
         store = self._run.directory / "store" / "origin"
@@ -98,7 +100,7 @@ class _Roles:
                 )
 
     def coordinator(self) -> RoleSpec:
-        served = [*self._relays.values(), self._endpoints.origin]
+        served = self._endpoints.weights()
         weights = [option for url in served for option in ("--public-weights", url)]
         weights += ["--weights", self._endpoints.origin]
         command = ("verify", "coordinator", str(self._run.directory), *weights, *self._root)
@@ -177,7 +179,7 @@ class _Roles:
         return [*urls, self._endpoints.origin]
 
     def _devices(self, name: str, kind: str) -> dict[str, str]:
-        return visible_devices(kind, self._spec.placement.devices.get(name))
+        return visible_devices(kind, self._assigned.get(name))
 
 
 def _secrets(spec: RunSpec, machine: Machine) -> dict[str, str]:
@@ -206,7 +208,7 @@ def _learner_env(
     return (
         thread_limits(cores)
         | jax_environment(run.machine.env, on_cpu=kind == "cpu", devices=devices)
-        | visible_devices(kind, run.spec.placement.devices.get(name))
+        | visible_devices(kind, assign_devices(run.spec).get(name))
     )
 
 

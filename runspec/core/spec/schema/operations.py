@@ -63,6 +63,8 @@ class Placement(Block):
     """Who starts and watches the roles: `local` does on this machine."""
     host: str = "127.0.0.1"
     """Address that the local backend's servers bind to."""
+    url: str | None = None
+    """Where workers elsewhere reach the coordinator, as join links say it: a proxy with TLS."""
     base_port: Annotated[int, Field(ge=1024, le=65000), Unit("port")] | None = None
     """First of the consecutive ports used; free ones are chosen when null."""
     restarts: Annotated[CountOrZero, Unit("deaths in a row"), HOT] = 5
