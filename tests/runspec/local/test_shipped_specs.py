@@ -141,6 +141,11 @@ def test_no_two_roles_have_one_device_and_strangers_are_told_of_proxies_alone(
     if "volunteers" not in (spec.placement.roles or []):
         assert {"https://run.example.org", "https://origin.example.org"} < urls
         assert all(url.startswith("https://") for url in urls)
+        # and the proxies find the servers at ports that stay
+        assert (endpoints.coordinator, endpoints.origin) == (
+            "http://127.0.0.1:8200",
+            "http://127.0.0.1:8201",
+        )
 
 
 def needs_gpus(role: str) -> bool:
