@@ -104,8 +104,8 @@ class Policy:
 def load_policy(weights_dir: Path, learner: Learner, devices: Sequence[torch.device]) -> Policy:
     """Puts a weights directory on devices. Nothing is fetched, and no code in it is run.
 
-    The host holds the version once while it is read, a shard's file at a time, and gives up each
-    layer as it moves; a device holds its own layers only.
+    The files are mapped, and weights move from there a layer at a time: the host holds no copy
+    where the published type is the compute type, else one, and a device its own layers only.
 
     Raises:
         UserError: unreadable, not all of the model's tensors or others, a family that the learner
