@@ -248,6 +248,41 @@ def apply(
 
 
 @app.command(rich_help_panel=RUN)
+def prepare(
+    file: File,
+    site: Annotated[Path, typer.Option("-o", "--out", metavar="SITE", help="Folder to make.")],
+    profile: Profile = None,
+    placement: Placement = None,
+    overrides: Overrides = None,
+) -> None:
+    """Makes the keys, addresses and bundles of a run that several machines share."""
+    from runspec.cli.prepare import prepare_command
+
+    raise typer.Exit(prepare_command(_files(file, profile, placement, overrides), site))
+
+
+@app.command(rich_help_panel=RUN)
+def role(
+    name: Annotated[
+        str, typer.Argument(help="A process, or trunk: what shares the run directory.")
+    ],
+    bundle: Annotated[Path, typer.Option("--bundle", metavar="FILE", help="What it may know.")],
+    folder: Annotated[
+        Path | None,
+        typer.Option("--dir", help="Its own.", show_default="RUN/NAME, or the run directory"),
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option("--listen", metavar="HOST:PORT", help="Of a server behind a proxy."),
+    ] = None,
+) -> None:
+    """Runs one role of a prepared site on this machine."""
+    from runspec.cli.role import role_command
+
+    raise typer.Exit(role_command(name, bundle, folder, listen))
+
+
+@app.command(rich_help_panel=RUN)
 def status(run: Run, as_json: Json = False, runs_dir: RunsDir = RUNS) -> None:
     """Says how far a run is, and what each of its roles does."""
     from runspec.cli.status import status_command

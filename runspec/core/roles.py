@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
+from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
 from runspec.core.keys import SigningKey, is_public_key
 from runspec.core.signed import BadSignature, is_time, open_document, sign_document
 
 KIND = "roles"
 ROLE_NAMES = ("publisher", "coordinator", "validator")
 MAX_BYTES = 64 * 1024
+OWN_WORKERS_FILE = "workers.json"
 CLOCK_SKEW_S = 300.0
 
 
@@ -75,3 +80,22 @@ def open_roles(data: bytes, *, root_public_key: str, run: str, now: float | None
             raise BadSignature(f"roles: {name} must be a list of public keys")
     held = {name: frozenset(roles[name]) for name in ROLE_NAMES}
     return Roles(run=run, issued=float(issued), expires=float(expires), **held)
+
+
+def read_own_workers(keys: Path) -> dict[str, str]:
+    """Public keys of the run's own workers by their names, as workers.json beside roles.json has
+    them; empty where there is no such file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = keys / OWN_WORKERS_FILE
+    try:
+        own = parse_object(read_bounded(path, MAX_BYTES), max_bytes=MAX_BYTES)
+    except FileNotFoundError:
+        return {}
+    except (OSError, MalformedJson) as error:
+        raise UserError(
+            f"cannot be read: {error}", place=str(path), remedy="remove it, then apply again"
+        ) from error
+    return {name: key for name, key in own.items() if is_public_key(key)}

@@ -36,6 +36,8 @@ class Child:
     log: Path
     log_start: int
     """Size of the log when it was started."""
+    answered: bool = False
+    """Whether it was ready before: nobody knocks at its port again."""
 
     @property
     def pid(self) -> int:
@@ -53,9 +55,11 @@ class Child:
 
     def ready(self) -> bool:
         """Whether its port answers, or, for a role without one, whether it has logged anything."""
-        if self.role.listen is not None:
-            return port_answers(*self.role.listen)
-        return self.log.stat().st_size > self.log_start
+        if not self.answered and self.role.listen is not None:
+            self.answered = port_answers(*self.role.listen)
+        elif not self.answered:
+            self.answered = self.log.stat().st_size > self.log_start
+        return self.answered
 
     def send(self, number: signal.Signals) -> None:
         """Signals the whole group, unless it was reaped: its number may be another's by now."""
@@ -78,7 +82,7 @@ def start_child(role: RoleSpec, logs: Path) -> Child:
         with path.open("ab", buffering=0) as log:
             log.write(f"{STARTING}{stamp} starting: {shlex.join(role.command)}\n".encode())
             start = log.seek(0, os.SEEK_END)
-            with _pinned(role.cores):
+            with pinned(role.cores):
                 process = subprocess.Popen(
                     role.command,
                     stdin=subprocess.DEVNULL,
@@ -148,7 +152,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 @contextmanager
-def _pinned(cores: Sequence[int]) -> Iterator[None]:
+def pinned(cores: Sequence[int]) -> Iterator[None]:
     """What this thread starts inside the block runs on these cores: a child inherits the mask.
 
     Set before the child exists, so that no thread pool of its is ever sized by all cores.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from runspec.core.models.hardware import device_count
-from runspec.core.spec.role_names import elsewhere, validator_names, worker_names
+from runspec.core.spec.role_names import validator_names, worker_names
 from runspec.core.spec.schema import Hardware, RunSpec
 
 
-def assign_cores(busy: Sequence[str], cores: Sequence[int]) -> dict[str, tuple[int, ...]]:
+def assign_cores(
+    busy: Sequence[str], cores: Sequence[int], *, others: bool = True
+) -> dict[str, tuple[int, ...]]:
     """Spreads the roles that compute all the time over the cores; the others stay unpinned.
 
     Three busy processes on two cores slow each other twofold (moved from core to core, with cold
@@ -20,31 +22,36 @@ def assign_cores(busy: Sequence[str], cores: Sequence[int]) -> dict[str, tuple[i
     Args:
         busy: names of the busy roles, the learner first.
         cores: the cores this process may use.
+        others: whether roles that are not busy run here too.
 
     Returns:
         Cores by role; a role that is not named is not pinned. On one core nothing is.
     """
     if len(cores) < 2 or not busy:
         return {}
-    share = max(1, len(cores) // (len(busy) + 1))
+    share = max(1, len(cores) // (len(busy) + others))
     if share * len(busy) <= len(cores):
         return {role: tuple(cores[i * share : (i + 1) * share]) for i, role in enumerate(busy)}
-    first, *others = busy
+    first, *more = busy
     rest = cores[1:]
-    shared = {role: (rest[i % len(rest)],) for i, role in enumerate(others)}
+    shared = {role: (rest[i % len(rest)],) for i, role in enumerate(more)}
     return {first: (cores[0],), **shared}
 
 
-def assign_devices(spec: RunSpec) -> dict[str, list[int]]:
-    """Numbers of the accelerators that each role of this machine sees.
+def assign_devices(spec: RunSpec, here: Container[str]) -> dict[str, list[int]]:
+    """Numbers of the accelerators that each role of one machine sees.
 
     `placement.devices` says so, and where it does not, learner, validators and workers in this
     order take the next free ones: two processes on one TPU chip or GPU both fail.
 
+    Args:
+        spec: of the run.
+        here: names of the roles that the machine starts.
+
     Returns:
         By role. A role that is not named sees all: on a CPU, or the only one on its accelerators.
     """
-    learner, away = spec.learner, elsewhere(spec)
+    learner = spec.learner
     wanted: list[tuple[str, Hardware, int]] = []
     if learner.hosts == 1:
         wanted.append(("learner", learner.hardware, learner.mesh.devices))
@@ -59,12 +66,11 @@ def assign_devices(spec: RunSpec) -> dict[str, list[int]]:
         users = {
             name: count
             for name, hardware, count in wanted
-            if hardware.kind != "cpu" and hardware.kind.startswith("tpu") == tpu
+            if name in here and hardware.kind != "cpu" and hardware.kind.startswith("tpu") == tpu
         }
-        here = [name for name in users if name not in away]
-        taken = {number for name in here for number in assigned.get(name, ())}
+        taken = {number for name in users for number in assigned.get(name, ())}
         free = (number for number in itertools.count() if number not in taken)
-        for name in here if len(here) > 1 else ():
+        for name in users if len(users) > 1 else ():
             if name not in assigned:
                 assigned[name] = list(itertools.islice(free, users[name]))
     return assigned

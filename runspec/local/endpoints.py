@@ -132,6 +132,20 @@ def plan_endpoints(
     )
 
 
+def fixed_endpoints(spec: RunSpec) -> Endpoints:
+    """The endpoints of a site, whose spec fixes every address (`site.site_spec`)."""
+    place, relays = spec.placement, spec.broadcast.relays
+    base = place.base_port
+    assert base is not None, "a site has one"
+    several = spec.learner.hosts > 1
+    return Endpoints(
+        coordinator=_url(place.host, base),
+        origin=(spec.broadcast.origin.url or _url(place.host, base + 1)).rstrip("/"),
+        relays={relay.name: relay.url.rstrip("/") for relay in relays if relay.url is not None},
+        learner=_url(place.host, base + 2 + len(relays)) if several else None,
+    )
+
+
 def load_endpoints(run_dir: Path) -> Endpoints | None:
     """Reads endpoints.json; None where there is none yet."""
     path = run_dir / FILE_NAME

@@ -7,10 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.keys import SigningKey
-from runspec.core.roles import MAX_BYTES, Roles, open_roles, sign_roles
+from runspec.core.roles import (
+    MAX_BYTES,
+    OWN_WORKERS_FILE,
+    Roles,
+    open_roles,
+    read_own_workers,
+    sign_roles,
+)
 from runspec.core.signed import BadSignature
 from runspec.core.spec.role_names import elsewhere, validator_names, worker_names
 from runspec.core.spec.schema import RunSpec
@@ -40,7 +48,8 @@ def make_identity(
 ) -> Identity:
     """Makes the keys that are missing, and signs roles.json where it is missing or half expired.
 
-    Validators that the spec asks for no more stay in it, for what they signed.
+    Validators that the spec asks for no more stay in it, for what they signed. The public keys of
+    the run's own workers are kept too; one whose private key lies elsewhere was named by a bundle.
 
     A spec that pins a root brings its own keys: the publisher's, the coordinator's and the
     validators', and the roles.json in which that root names them. Workers' keys are always made.
@@ -70,9 +79,18 @@ def make_identity(
             write_atomic(
                 identity.roles_file, sign_roles(spec.name, held, root, valid_s=valid_s, now=now())
             )
-    for worker in worker_names(spec):
-        _key(identity.key(worker))
+    _write_own_workers(identity, spec)
     return identity
+
+
+def _write_own_workers(identity: Identity, spec: RunSpec) -> None:
+    known, away = read_own_workers(identity.folder), elsewhere(spec)
+    own = dict(known)
+    for name in worker_names(spec):
+        if name not in away or name not in known:
+            own[name] = _key(identity.key(name)).public_hex
+    if own != known:
+        write_atomic(identity.folder / OWN_WORKERS_FILE, canonical_json(own))
 
 
 def pinned_root_problem(run_dir: Path, spec: RunSpec) -> UserError | None:

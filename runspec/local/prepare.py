@@ -77,7 +77,7 @@ def prepare_run(plan: RunPlan) -> Iterator[PreparedRun]:
                 start_anew(run_dir, keep_keys=spec.identity.root_public_key is not None)
             machine, identity = this_machine(), make_identity(run_dir, spec)
             save_endpoints(run_dir, endpoints)
-            _link_starting_model(spec, run_dir, machine)
+            link_starting_model(spec, run_dir, machine)
             write_atomic(run_dir / SPEC_FILE, dump_resolved(spec))
             record_applied(state, spec, plan.changes)
         yield PreparedRun(spec, run_dir, endpoints, identity, machine, lock)
@@ -117,7 +117,7 @@ def _require_folders(spec: RunSpec, run_dir: Path) -> None:
         raise
 
 
-def _link_starting_model(spec: RunSpec, run_dir: Path, machine: Machine) -> None:
+def link_starting_model(spec: RunSpec, run_dir: Path, machine: Machine) -> None:
     """Version 0 of a run that starts from a model on this machine; a warm start makes its own."""
     initial = initial_model(run_dir)
     if spec.warm_start is not None or (initial / "config.json").exists():

@@ -14,7 +14,7 @@ from runspec.local.machine import Machine, this_machine
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that can start: its directory is complete, and this process holds the lock of it."""
+    """A run that can start: its directory has what the roles of this machine need."""
 
     spec: RunSpec
     directory: Path
@@ -25,7 +25,7 @@ class PreparedRun:
     machine: Machine
     """The machine that starts its roles."""
     lock: int
-    """File descriptor."""
+    """File descriptor: whoever has it open holds the directory."""
 
     @classmethod
     def inherited(cls, directory: Path, lock: int) -> PreparedRun:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from runspec.core.errors import UserError
-from runspec.core.spec.role_names import elsewhere, learner_names, validator_names, worker_names
+from runspec.core.spec.role_names import (
+    elsewhere,
+    learner_names,
+    role_names,
+    validator_names,
+    worker_names,
+)
 from runspec.core.spec.schema import RunSpec
+from runspec.lint.urls import is_loopback
 from runspec.local.cores import (
     assign_cores,
     assign_devices,
@@ -23,7 +30,7 @@ from runspec.local.machine import Machine
 from runspec.local.prepared import PreparedRun
 
 HEARTBEAT_S = 10
-"""Silence that ends the other processes of a learner: on one machine no network is slow."""
+"""Silence that ends the other processes of a learner on one machine, where no network is slow."""
 
 
 @dataclass(frozen=True)
@@ -48,39 +55,51 @@ class RoleSpec:
 def warm_start_role(run: PreparedRun, cache: Path) -> RoleSpec:
     """The stage before the run: makes version 0, or finds it in the cache."""
     command = ("learner_jax", "warm-start", str(run.directory), "--cache", str(cache))
-    env = _learner_env(run, (), "learner")
+    devices = assign_devices(run.spec, _all_here(run.spec)).get("learner")
+    env = _learner_env(run, (), devices)
     return RoleSpec("warm-start", run.machine.module(*command), env, ends_run=True)
 
 
-def role_specs(run: PreparedRun) -> list[RoleSpec]:
-    """The roles that this machine starts: all but those that `placement.roles` leaves to others.
+def role_specs(run: PreparedRun, here: Collection[str] | None = None) -> list[RoleSpec]:
+    """The roles that this machine starts.
 
     Each tolerates that the others are not up yet, so order is for reading.
+
+    Args:
+        run: names files of this machine.
+        here: names of the roles; None: all but those that `placement.roles` leaves to others.
 
     Raises:
         UserError: two roles would have one name.
     """
-    make = _Roles(run)
+    if here is None:
+        here = _all_here(run.spec)
+    make = _Roles(run, here)
     roles = [make.origin(), *make.relays(), make.coordinator(), make.publisher()]
     roles += [*make.learners(), *make.validators(), *make.workers()]
     _refuse_equal_names(roles)
-    away, secrets = elsewhere(run.spec), _secrets(run.spec, run.machine)
-    return [replace(role, env={**role.env, **secrets}) for role in roles if role.name not in away]
+    secrets = _secrets(run.spec, run.machine)
+    return [replace(role, env={**role.env, **secrets}) for role in roles if role.name in here]
+
+
+def _all_here(spec: RunSpec) -> set[str]:
+    """What one machine starts of a run."""
+    return set(role_names(spec)) - elsewhere(spec)
 
 
 class _Roles:
     """Makes the roles of one run."""
 
-    def __init__(self, run: PreparedRun) -> None:
+    def __init__(self, run: PreparedRun, here: Collection[str]) -> None:
         self._run, self._spec = run, run.spec
         self._endpoints, self._module = run.endpoints, run.machine.module
         self._listening = run.endpoints.all()
         self._relays = run.endpoints.relays | run.endpoints.elsewhere
         self._root = ("--public-key", run.identity.root_public_key)
-        away, spec = elsewhere(run.spec), run.spec
-        busy = [name for name in (*learner_names(spec), *worker_names(spec)) if name not in away]
-        self._cores = assign_cores(busy, run.machine.cores)
-        self._assigned = assign_devices(spec)
+        names = (*learner_names(run.spec), *worker_names(run.spec))
+        busy = [name for name in names if name in here]
+        self._cores = assign_cores(busy, run.machine.cores, others=len(busy) < len(here))
+        self._assigned = assign_devices(run.spec, here)
 
     def origin(self) -> RoleSpec:
         store = self._run.directory / "store" / "origin"
@@ -121,7 +140,9 @@ class _Roles:
             yield RoleSpec(
                 name,
                 self._module("learner_jax", "train", str(self._run.directory), *joining),
-                _learner_env(self._run, mine, name, hosts=self._spec.learner.hosts),
+                _learner_env(
+                    self._run, mine, self._assigned.get(name), hosts=self._spec.learner.hosts
+                ),
                 cores=mine,
                 ends_run=i == 0,
                 ends_when_sampled=i > 0,
@@ -196,19 +217,19 @@ def _joining(endpoints: Endpoints, process: int) -> tuple[str, ...]:
         return ()
     host, port = address(endpoints.learner)
     options = ("--coordinator", f"{host}:{port}", "--process", str(process))
-    return (*options, "--heartbeat", str(HEARTBEAT_S))
+    return (*options, "--heartbeat", str(HEARTBEAT_S)) if is_loopback(host) else options
 
 
 def _learner_env(
-    run: PreparedRun, cores: tuple[int, ...], name: str, *, hosts: int = 1
+    run: PreparedRun, cores: tuple[int, ...], numbers: Sequence[int] | None, *, hosts: int = 1
 ) -> dict[str, str]:
-    """Environment of the learner's process `name`, one of `hosts`."""
+    """Environment of a learner's process, one of `hosts`, that sees these accelerators."""
     learner = run.spec.learner
     kind, devices = learner.hardware.kind, learner.mesh.devices // hosts
     return (
         thread_limits(cores)
         | jax_environment(run.machine.env, on_cpu=kind == "cpu", devices=devices)
-        | visible_devices(kind, assign_devices(run.spec).get(name))
+        | visible_devices(kind, numbers)
     )
 
 

@@ -27,7 +27,7 @@ from runspec.core.keys import SigningKey
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.simulate.population import StrategyBlock
-from runspec.simulate.strategies import Strategy, strategies
+from runspec.simulate.strategies import Sleeper, Strategy, strategies
 from sampler.engine.requests import Sampled, SampleRequest
 from sampler.worker.rollouts import FinishedRollout, claim_rewards, make_rollouts, plan_rollouts
 from sampler.worker.versions import Versions
@@ -57,6 +57,8 @@ POLL_S = 1.0
 """How long one question for a lease stays open."""
 LOOK_S = 0.5
 """Between two looks at the verdicts."""
+VERDICT_S = 5.0
+"""How long a key that wants a record waits for a verdict before it works for another."""
 STARTS_S = 300.0
 """How long a run may take until its coordinator has an address."""
 ClientOf = Callable[[SigningKey], CoordinatorClient]
@@ -76,6 +78,7 @@ class Member:
 
     def __init__(self, client_of: ClientOf, strategy: Strategy, pool: str, sample: Sample) -> None:
         self.key, self._strategy, self._accepted = SigningKey.generate(), strategy, 0
+        self._answered = -VERDICT_S
         self._client, self._pool, self._sample = client_of(self.key), pool, sample
 
     def work(self) -> None:
@@ -83,7 +86,9 @@ class Member:
         try:
             self._client.register(self._pool, {})
             while True:
-                if (signed := self._client.lease(POLL_S)) is not None:
+                if self._has_record():
+                    time.sleep(LOOK_S)
+                elif (signed := self._client.lease(POLL_S)) is not None:
                     self._answer(signed)
         except (RunFinished, UserError) as end:
             logging.info("key %s ends: %s", self.key.public_hex[:16], end)
@@ -94,11 +99,19 @@ class Member:
             self._strategy.judged(True)
         self._accepted = accepted
 
+    def _has_record(self) -> bool:
+        """Whether it waits for a verdict, or for others' records: more work would help the run."""
+        strategy = self._strategy
+        if not isinstance(strategy, Sleeper) or strategy.ready():
+            return False
+        return strategy.missing <= 0 or time.monotonic() < self._answered + VERDICT_S
+
     def _answer(self, signed: bytes) -> None:
         lease = open_lease(signed, coordinators=self._client.roles().coordinator)
         match self._strategy.answer(lease, time.time()).what:
             case "rollouts":
                 table = encode_rollouts(self._sample(signed, lease))
+                self._answered = time.monotonic()
             case "rubbish":
                 table = os.urandom(RUBBISH_BYTES)
             case _:

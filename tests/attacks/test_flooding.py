@@ -111,7 +111,7 @@ class TestFlooding:
         ask."""
         monkeypatch.setitem(limiter.AT_ONCE, ("all", "newcomer poll"), 0)
         site, own = Site(tmp_path, tiny_spec()), SigningKey.generate()
-        own.save(site.run_dir / "keys" / f"{next(iter(worker_names(tiny_spec())))}.key")
+        site.own_worker(next(iter(worker_names(tiny_spec()))), own)
         site.publish(0)
         with site.origin(), site.serving():
             (stranger, _), worker = site.worker(invited=False), site.client(own)

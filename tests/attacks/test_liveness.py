@@ -50,7 +50,7 @@ class TestManyHostileKeys:
         # given a run that hostile keys attacked for a while when its own worker comes
         spec = spec_of_a_run()
         site = Site(tmp_path, spec)
-        OWN.save(site.run_dir / "keys" / "home-0.key")
+        site.own_worker("home-0", OWN)
 
         def sample(signed: bytes, lease: Lease) -> list[Rollout]:
             return Worker(OWN, MODEL, spec, ParityTask()).rollouts(signed, lease)

@@ -7,13 +7,10 @@ own, and those with an invite for that pool.
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 
 from runspec.core.invite import Invite, open_invite
-from runspec.core.keys import SigningKey
 from runspec.core.roles import Roles
 from runspec.core.signed import BadSignature
-from runspec.core.spec.role_names import worker_names
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.edge.new_keys import NewKeys
 from verify.coordinator.intake import Refusal
@@ -93,13 +90,3 @@ def _check_fits(invite: Invite, pool: str, used: int) -> None:
         raise Refusal(403, f"the invite is for pool {invite.pool!r}")
     if used >= invite.uses:
         raise Refusal(403, f"the invite was used {used} times, as often as it may be")
-
-
-def own_workers(run_dir: Path, spec: RunSpec) -> list[str]:
-    """Return the public keys of the workers whose keys lie in the run directory.
-
-    Raises:
-        UserError: a file there is no key.
-    """
-    paths = [run_dir / "keys" / f"{name}.key" for name in worker_names(spec)]
-    return [SigningKey.load(path).public_hex for path in paths if path.exists()]

@@ -16,13 +16,14 @@ from runspec.core.files import read_bounded
 from runspec.core.keys import SigningKey
 from runspec.core.process import not_retried, stop_event_of_loop
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
-from runspec.core.roles import Roles, open_roles
+from runspec.core.roles import Roles, open_roles, read_own_workers
 from runspec.core.signed import BadSignature
 from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.role_names import worker_names
 from runspec.core.spec.schema import RunSpec
 from verify.calibration.lookup import gap_noise_by_pool
 from verify.coordinator.activity import Peers
-from verify.coordinator.admission import Admission, own_workers
+from verify.coordinator.admission import Admission
 from verify.coordinator.closing import Closing
 from verify.coordinator.data import SiteService
 from verify.coordinator.edge import Edge
@@ -78,9 +79,10 @@ async def serve(
     ledger = await asyncio.to_thread(open_ledger, run_dir, spec)
     journal = Journal(run_dir, Policy.of(spec), ledger=ledger)
     judging = Judging(journal, spec.name, noise)
-    own = own_workers(run_dir, spec)
+    own = read_own_workers(run_dir / "keys")
+    mine = [own[name] for name in worker_names(spec) if name in own]
     edge = Edge.of(journal, spec, roles, judging.submitted)
-    admission = Admission(spec, roles, own, edge.new_keys)
+    admission = Admission(spec, roles, mine, edge.new_keys)
     peers = Peers()
     closing = Closing(journal, spec.name, key, peers.workers)
     site = SiteService(spec, key, public_weights or [weights])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from runspec.core.spec.schema import RunSpec
 
+TRUNK = ("origin", "coordinator", "publisher", "learner")
+"""Processes that share the run directory. `learner` is the first process of the learner."""
+
 
 def learner_names(spec: RunSpec) -> list[str]:
     """`learner` is the first process of the learner."""
@@ -34,7 +37,8 @@ def role_names(spec: RunSpec) -> list[str]:
 
 def placeable(spec: RunSpec) -> dict[str, list[str]]:
     """What `placement.roles` may name, each with its processes; the others are always started."""
-    groups = {"validators": validator_names(spec)}
+    groups = {"learners": learner_names(spec)[1:]} if spec.learner.hosts > 1 else {}
+    groups["validators"] = validator_names(spec)
     groups |= {name: [name] for name in relay_names(spec)}
     for worker, pool in worker_names(spec).items():
         groups.setdefault(pool, []).append(worker)

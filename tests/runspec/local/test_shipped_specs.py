@@ -103,9 +103,9 @@ def test_on_its_site_it_lacks_nothing(
     done = runspec(
         *("plan", recipe, *where, "--set", problems, "--runs-dir", tmp_path / "runs", "--json")
     )
-    # then only the backend keeps it from starting: `local` has one machine
+    # then at most the backend keeps it from starting: `local` has one machine
     assert done.returncode == 0, done.stderr
-    assert [item["path"] for item in json.loads(done.stdout)["lacking"]] == ["learner.hosts"]
+    assert {item["path"] for item in json.loads(done.stdout)["lacking"]} <= {"learner.hosts"}
 
 
 @every_site

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from runspec.core.canonical import canonical_json
 from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
 from runspec.core.invite import make_invite
 from runspec.core.keys import SigningKey
 from runspec.core.latest import sign_latest
-from runspec.core.roles import sign_roles
+from runspec.core.roles import OWN_WORKERS_FILE, sign_roles
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from tests.waiting import eventually
@@ -92,6 +93,11 @@ class Site:
         }
         document = sign_roles(self.run, roles, self.root, valid_s=3600.0)
         write_atomic(self.run_dir / "keys" / "roles.json", document)
+
+    def own_worker(self, name: str, key: SigningKey) -> None:
+        """Makes a key that of one of the run's own workers."""
+        own = canonical_json({name: key.public_hex})
+        write_atomic(self.run_dir / "keys" / OWN_WORKERS_FILE, own)
 
     def publish(self, version: int) -> None:
         data = sign_latest(self.run, version, digest_bytes(str(version).encode()), self.publisher)

@@ -80,7 +80,7 @@ def test_a_trusted_pool_takes_only_keys_that_the_operator_named(tmp_path: Path):
     pools = [near.model_copy(update={"trust": "trusted", "in_flight_updates": True}), far]
     site = Site(tmp_path, spec.model_copy(update={"samplers": pools}))
     own = SigningKey.generate()
-    own.save(site.run_dir / "keys" / "near-0.key")
+    site.own_worker("near-0", own)
     site.publish(0)
     with site.origin(), site.serving():
         stranger = site.client(SigningKey.generate())

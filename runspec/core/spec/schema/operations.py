@@ -73,9 +73,9 @@ class Placement(Block):
     """Numbers of the accelerators that a role sees, by the role's name in `status`; a role that is
     not named sees all."""
     roles: list[str] | None = None
-    """What is started here: `validators`, pools, and relays as relay-<name>, beside the learner,
-    publisher, origin and coordinator, which always are. Null: everything. Others are started by
-    whoever has the machines."""
+    """What is started here: `validators`, pools, relays as relay-<name>, and `learners`, the
+    learner's processes after the first; beside learner, publisher, origin and coordinator, which
+    always are. Null: everything. Others are started by whoever has the machines."""
 
 
 class SecretSource(Block):

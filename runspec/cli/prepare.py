@@ -1,0 +1,78 @@
+"""`runspec prepare`: everything that a site of several machines needs before a process starts."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+
+from runspec.cli.spec_files import sound_spec
+from runspec.core.errors import UserError
+from runspec.core.files import require_writable, write_atomic
+from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
+from runspec.core.spec.resolved import dump_resolved, load_resolved
+from runspec.core.spec.schema import RunSpec
+from runspec.lint.urls import is_loopback
+from runspec.local.bundle import make_bundles
+from runspec.local.identity import make_identity
+from runspec.local.run_dir import run_directory
+from runspec.local.site import Disk, Group, groups_of, site_spec
+
+BUNDLES = "bundles"
+
+
+def prepare_command(files: SpecFiles, site: Path) -> int:
+    """Makes a site's keys, spec and bundles in a folder; returns the exit code.
+
+    Made again with the same folder, it keeps the keys, so that a changed spec reaches the roles by
+    new bundles.
+    """
+    spec = sound_spec(files)
+    require_writable(site, "the site's folder", "mend the permissions, or name another folder")
+    _refuse_other_run(site, spec)
+    identity = make_identity(site, spec)
+    resolved = site_spec(spec, identity.root_public_key)
+    folder = site / BUNDLES
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for bundle in make_bundles(resolved, identity):
+        write_atomic(folder / f"{bundle.group}.json", bundle.encode(), mode=0o600)
+    write_atomic(site / SPEC_FILE, dump_resolved(resolved))
+    _show(resolved, site)
+    return 0
+
+
+def _refuse_other_run(site: Path, spec: RunSpec) -> None:
+    if (site / SPEC_FILE).exists() and load_resolved(site).name != spec.name:
+        raise UserError(
+            f"the site of another run, {load_resolved(site).name}",
+            place=str(site),
+            remedy="name another folder with -o",
+        )
+
+
+def site_lines(spec: RunSpec, bundles: PurePath) -> Iterator[str]:
+    """Of each role group where its processes run, what they keep, and the command of each."""
+    for group in groups_of(spec):
+        many = f"{len(group.members)} processes, each " if len(group.members) > 1 else ""
+        yield f"{group.name}: {many}on {_machine(group)}; keeps its {group.disk}"
+        folder = run_directory(spec, None) if group.disk is Disk.RUN else None
+        for member in group.members:
+            yield f"  {shlex.join(group.command(member, bundles, folder))}"
+
+
+def _machine(group: Group) -> str:
+    if group.hardware is None:
+        return "any machine"
+    return f"{group.devices} x {group.hardware.kind}"
+
+
+def _show(spec: RunSpec, site: Path) -> None:
+    print(f"{spec.name} is prepared in {site}. Bring each machine its bundles, and run there:")
+    print("\n".join(site_lines(spec, site / BUNDLES)))
+    if is_loopback(spec.placement.host):
+        print(
+            f"The trunk's servers are at {spec.placement.host}: only its own machine reaches them. "
+            "Name its address with placement.host."
+        )
+    print(f"{site / 'keys'} stays here: whoever has the root key can make new roles.")

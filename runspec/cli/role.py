@@ -1,0 +1,97 @@
+"""`runspec role`: any one role of a prepared site, on the machine where it is called."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+from runspec.cli.apply import carry_out
+from runspec.core.errors import UserError
+from runspec.core.spec.role_names import TRUNK
+from runspec.local.bundle import TRUNK_GROUP, Bundle, install, load_bundle
+from runspec.local.children import pinned
+from runspec.local.endpoints import Endpoints, address, fixed_endpoints
+from runspec.local.machine import this_machine
+from runspec.local.planning import make_plan
+from runspec.local.prepare import link_starting_model
+from runspec.local.prepared import PreparedRun
+from runspec.local.processes import RoleSpec, role_specs
+from runspec.local.run_dir import hold, run_directory
+
+
+def role_command(name: str, path: Path, folder: Path | None, listen: str | None) -> int:
+    """Runs a role; returns the trunk's exit code, and never for another role, which it becomes.
+
+    Args:
+        name: a process of the bundle, or `trunk` for the supervisor of those of the trunk.
+        path: the bundle.
+        folder: the role's own; None: the run directory for the trunk, else RUN/NAME.
+        listen: HOST:PORT of a server that is reached under another address.
+
+    Raises:
+        UserError: the bundle is damaged, expired or of another role, or the folder is in use.
+    """
+    bundle = load_bundle(path)
+    if name not in bundle.roles:
+        raise UserError(
+            f"no role {name!r} in the bundle of {bundle.group}",
+            place=str(path),
+            remedy=f"one of: {', '.join(bundle.roles)}",
+        )
+    if folder is None:
+        shared = bundle.group == TRUNK_GROUP
+        folder = run_directory(bundle.spec, None) if shared else Path(bundle.spec.name) / name
+    folder = folder.absolute()
+    identity = install(bundle, folder)
+    if name == TRUNK_GROUP:
+        return _supervise(bundle, folder)
+    endpoints = _listening(fixed_endpoints(bundle.spec), name, listen)
+    own = folder / "work" / name
+    own.mkdir(parents=True, exist_ok=True)
+    with hold(own) as lock:
+        run = PreparedRun(bundle.spec, folder, endpoints, identity, this_machine(), lock)
+        (role,) = role_specs(run, here={name})
+        if name in TRUNK:
+            link_starting_model(run.spec, folder, run.machine)
+        return _become(role, lock)
+
+
+def _become(role: RoleSpec, lock: int) -> NoReturn:
+    """The role takes this process over, and the lock of its folder with it."""
+    os.set_inheritable(lock, True)
+    with pinned(role.cores):
+        os.execvpe(role.command[0], role.command, {**os.environ, **role.env})  # noqa: S606
+
+
+def _supervise(bundle: Bundle, folder: Path) -> int:
+    """The trunk is a run of which this machine starts nothing else."""
+    placement = bundle.spec.placement.model_copy(update={"roles": []})
+    spec = bundle.spec.model_copy(update={"placement": placement})
+    return carry_out(make_plan(spec, folder), detach=False)
+
+
+def _listening(endpoints: Endpoints, name: str, listen: str | None) -> Endpoints:
+    """The endpoints, with the address at which this role is to listen in the place of its URL."""
+    own = endpoints.all().get(name)
+    if listen is None:
+        if own is not None and not own.startswith("http://"):
+            raise UserError(
+                f"reached at {own}, where it cannot listen by itself",
+                place=name,
+                remedy="say with --listen HOST:PORT where it listens behind that",
+            )
+        return endpoints
+    url = f"http://{listen}"
+    address(url)
+    if own is None:
+        raise UserError("listens nowhere", place=name, remedy="leave --listen out")
+    match name:
+        case "coordinator":
+            return replace(endpoints, coordinator=url)
+        case "origin":
+            return replace(endpoints, origin=url)
+        case _:
+            relays = {**endpoints.relays, name.removeprefix("relay-"): url}
+            return replace(endpoints, relays=relays)

@@ -1,0 +1,190 @@
+"""Bundles: what one role group of a site is given before its processes start, and nothing more.
+
+    {"format": 1, "group": "validator-0", "roles": ["validator-0"], "spec": {...},
+     "roles.json": "...", "keys": {"validator-0": SECRET}, "workers": {}}
+
+A bundle is a file of JSON, readable by its owner alone. The trunk's names the processes that share
+the run directory, and the public keys of the run's own workers; every other names one process. The
+spec is resolved, pins the root's public key and fixes every address. Of private keys a bundle has
+those of its own processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, write_atomic
+from runspec.core.keys import SigningKey
+from runspec.core.roles import OWN_WORKERS_FILE, open_roles, read_own_workers
+from runspec.core.signed import BadSignature
+from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
+from runspec.core.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
+from runspec.core.spec.resolved import dump_resolved, parse_resolved
+from runspec.core.spec.role_names import (
+    TRUNK,
+    learner_names,
+    relay_names,
+    validator_names,
+    worker_names,
+)
+from runspec.core.spec.schema import RunSpec
+from runspec.local.identity import Identity
+
+FORMAT = 1
+MAX_BYTES = 2 * MAX_SPEC_BYTES
+TRUNK_GROUP = "trunk"
+"""The bundle of the processes that share the run directory; as a role, the supervisor of them."""
+_REMEDY = "make bundles with `runspec prepare`"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What the processes of one role group may know."""
+
+    group: str
+    """Names the bundle; of all but the trunk's, its only process."""
+    roles: tuple[str, ...]
+    """Processes that can be started from it."""
+    spec: RunSpec
+    """Resolved; it pins the root and fixes the addresses."""
+    roles_document: bytes
+    """The run's roles.json."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Private keys, 64 hex characters, by process."""
+    workers: Mapping[str, str] = field(default_factory=dict)
+    """Public keys of the run's own workers, for the trunk."""
+
+    @property
+    def root_public_key(self) -> str:
+        root = self.spec.identity.root_public_key
+        assert root is not None, "a bundle's spec pins it"
+        return root
+
+    def encode(self) -> bytes:
+        return canonical_json(
+            {
+                "format": FORMAT,
+                "group": self.group,
+                "roles": list(self.roles),
+                "spec": parse_object(dump_resolved(self.spec), max_bytes=MAX_SPEC_BYTES),
+                "roles.json": self.roles_document.decode(),
+                "keys": dict(self.keys),
+                "workers": dict(self.workers),
+            }
+        )
+
+
+def decode_bundle(data: bytes, *, place: str) -> Bundle:
+    """Reads a bundle.
+
+    Raises:
+        UserError: it is none, it is damaged, or the roles.json in it counts no more.
+    """
+    try:
+        read = parse_object(data, max_bytes=MAX_BYTES)
+        if read["format"] != FORMAT:
+            raise MalformedJson(f"of format {read['format']!r}, not {FORMAT}")
+        bundle = Bundle(
+            group=str(read["group"]),
+            roles=tuple(map(str, read["roles"])),
+            spec=parse_resolved(canonical_json(read["spec"]), place=place),
+            roles_document=str(read["roles.json"]).encode(),
+            keys={str(name): str(secret) for name, secret in read["keys"].items()},
+            workers={str(name): str(key) for name, key in read["workers"].items()},
+        )
+        for secret in bundle.keys.values():
+            SigningKey.from_secret(secret)
+        if bundle.spec.identity.root_public_key is None:
+            raise MalformedJson("its spec pins no root")
+    except (MalformedJson, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"not a bundle: {error}", place=place, remedy=_REMEDY) from error
+    try:
+        root = bundle.root_public_key
+        open_roles(bundle.roles_document, root_public_key=root, run=bundle.spec.name)
+    except BadSignature as error:
+        raise UserError(
+            f"the roles.json in it does not count: {error}",
+            place=place,
+            remedy="`runspec prepare` the site again, and bring the new bundle",
+        ) from error
+    return bundle
+
+
+def load_bundle(path: Path) -> Bundle:
+    """Reads a bundle's file.
+
+    Raises:
+        UserError: there is none, or as `decode_bundle`.
+    """
+    try:
+        data = read_bounded(path, MAX_BYTES)
+    except OSError as error:
+        raise UserError(
+            f"cannot read the bundle: {error.strerror}", place=str(path), remedy=_REMEDY
+        ) from error
+    return decode_bundle(data, place=str(path))
+
+
+def make_bundles(spec: RunSpec, identity: Identity) -> list[Bundle]:
+    """One for the trunk, and one for each other process of a run.
+
+    Args:
+        spec: `site_spec`'s: it pins the root, and fixes the addresses.
+        identity: with the keys of every role.
+
+    Raises:
+        UserError: a key is missing.
+    """
+    roles = identity.roles_file.read_bytes()
+
+    def bundle(name: str, *signers: str, names: tuple[str, ...] = ()) -> Bundle:
+        keys = {signer: SigningKey.load(identity.key(signer)).secret_hex for signer in signers}
+        workers = read_own_workers(identity.folder) if names else {}
+        return Bundle(name, names or (name,), spec, roles, keys, workers)
+
+    trunk = (TRUNK_GROUP, *TRUNK)
+    return [
+        bundle(TRUNK_GROUP, "coordinator", "publisher", names=trunk),
+        *(bundle(name) for name in (*learner_names(spec)[1:], *relay_names(spec))),
+        *(bundle(name, name) for name in (*validator_names(spec), *worker_names(spec))),
+    ]
+
+
+def install(bundle: Bundle, folder: Path) -> Identity:
+    """Lays out a folder as a run directory, with what the bundle has of one.
+
+    Raises:
+        UserError: the folder holds the keys of another run, or cannot be written.
+    """
+    keys = folder / "keys"
+    try:
+        keys.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name, secret in bundle.keys.items():
+            _install_key(keys / f"{name}.key", SigningKey.from_secret(secret))
+        if bundle.group == TRUNK_GROUP:
+            write_atomic(keys / "roles.json", bundle.roles_document)
+            write_atomic(keys / OWN_WORKERS_FILE, canonical_json(dict(bundle.workers)))
+        else:
+            write_atomic(folder / SPEC_FILE, dump_resolved(bundle.spec))
+    except OSError as error:
+        raise UserError(
+            f"the role's folder cannot be written: {error.strerror or error}",
+            place=str(folder),
+            remedy="mend the permissions, free space, or name another --dir",
+        ) from error
+    return Identity(keys, bundle.root_public_key)
+
+
+def _install_key(path: Path, key: SigningKey) -> None:
+    if not path.exists():
+        key.save(path)
+    elif SigningKey.load(path).public_hex != key.public_hex:
+        raise UserError(
+            "another key than the bundle's lies here",
+            place=str(path),
+            remedy="name another --dir, or remove the folder if its run is over",
+        )

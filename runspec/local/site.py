@@ -1,0 +1,150 @@
+"""A site: the role groups of a run that several machines share, as one value that backends act on.
+
+Each member of a group is started by one command on a machine that has what the group asks for:
+
+    runspec role MEMBER --bundle MEMBER.json
+
+The trunk's member supervises the coordinator, the publisher, the origin and the learner's process
+0, which share the run directory. Everybody else needs HTTP and a folder of its own; the learner's
+other processes need `checkpoints.dir` besides. No group has to wait for another before it starts:
+a role tries again until its servers answer, and says for whom it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import PurePath
+
+from runspec.core.models.hardware import device_count
+from runspec.core.spec.role_names import (
+    learner_names,
+    relay_names,
+    validator_names,
+    worker_names,
+)
+from runspec.core.spec.schema import Hardware, RunSpec
+from runspec.local.bundle import TRUNK_GROUP
+
+BASE_PORT = 29400
+"""First port of a site whose spec names none."""
+
+
+class Disk(StrEnum):
+    """What a member keeps on disk."""
+
+    RUN = "run directory"
+    """Must outlive the process: the run is lost without it."""
+    CHECKPOINTS = "checkpoints.dir"
+    """Shared by the learner's processes; beside it a folder of its own."""
+    OWN = "own folder"
+    """Can be lost: what is missing is fetched again."""
+
+
+class Restart(StrEnum):
+    """What is done about a member that ended otherwise than by exit code 0."""
+
+    ALONE = "alone"
+    TOGETHER = "with the other learners"
+    """They end by themselves when one is lost, and join anew."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Processes that are started alike, each on a machine of its own or beside others."""
+
+    name: str
+    members: tuple[str, ...]
+    """Each has a bundle of its own, which is called like it."""
+    hardware: Hardware | None
+    """None: no accelerator."""
+    devices: int
+    """Accelerators of one member; 0 where `hardware` is None or names CPUs."""
+    waits_for: tuple[str, ...]
+    """Groups whose servers it needs before it can do anything."""
+    disk: Disk
+    restart: Restart = Restart.ALONE
+    secrets: tuple[str, ...] = ()
+    """Environment variables that each member needs and no bundle holds."""
+
+    def command(self, member: str, bundles: PurePath, folder: PurePath | None) -> tuple[str, ...]:
+        """The command line of a member.
+
+        Args:
+            member: one of the group.
+            bundles: folder of the bundles there.
+            folder: the member's own there; None: as `runspec role` chooses.
+        """
+        where = () if folder is None else ("--dir", str(folder))
+        return ("runspec", "role", member, "--bundle", str(bundles / f"{member}.json"), *where)
+
+
+def groups_of(spec: RunSpec) -> list[Group]:
+    """The role groups of a run, the trunk first."""
+    secrets = tuple(secret.name for secret in spec.secrets)
+    learner, hosts = spec.learner, spec.learner.hosts
+    share = (device_count(learner.hardware, learner.mesh.slices) or 1) // hosts
+
+    def group(
+        name: str,
+        members: Sequence[str],
+        hardware: Hardware | None,
+        devices: int | None = None,
+        *,
+        disk: Disk = Disk.OWN,
+        restart: Restart = Restart.ALONE,
+        waits_for: Sequence[str] = (TRUNK_GROUP,),
+    ) -> Group:
+        on_cpu = hardware is None or hardware.kind == "cpu"
+        count = 0 if on_cpu or hardware is None else devices or device_count(hardware, 1) or 1
+        where = None if on_cpu else hardware
+        after = tuple(waits_for)
+        return Group(name, tuple(members), where, count, after, disk, restart, secrets)
+
+    others = Restart.ALONE if hosts == 1 else Restart.TOGETHER
+    groups = [
+        group(
+            *(TRUNK_GROUP, [TRUNK_GROUP], learner.hardware, share),
+            disk=Disk.RUN,
+            restart=others,
+            waits_for=(),
+        )
+    ]
+    if hosts > 1:
+        members = learner_names(spec)[1:]
+        disk = Disk.CHECKPOINTS
+        groups.append(
+            group("learners", members, learner.hardware, share, disk=disk, restart=others)
+        )
+    groups += [group(name, [name], None) for name in relay_names(spec)]
+    if spec.verify.validators:
+        hardware = spec.verify.hardware or learner.hardware
+        groups.append(group("validators", validator_names(spec), hardware))
+    workers = worker_names(spec)
+    for pool in spec.samplers:
+        members = [name for name, of in workers.items() if of == pool.name]
+        if members:
+            groups.append(group(pool.name, members, pool.hardware))
+    return groups
+
+
+def site_spec(spec: RunSpec, root_public_key: str) -> RunSpec:
+    """The spec with what each member must know from the start: the root, and every address.
+
+    Servers without a URL listen on `placement.host` at consecutive ports.
+    """
+    place, broadcast = spec.placement, spec.broadcast
+    base = BASE_PORT if place.base_port is None else place.base_port
+    host = f"[{place.host}]" if ":" in place.host else place.host
+    relays = [
+        relay.model_copy(update={"url": relay.url or f"http://{host}:{base + 2 + i}"})
+        for i, relay in enumerate(broadcast.relays)
+    ]
+    return spec.model_copy(
+        update={
+            "identity": spec.identity.model_copy(update={"root_public_key": root_public_key}),
+            "placement": place.model_copy(update={"base_port": base}),
+            "broadcast": broadcast.model_copy(update={"relays": relays}),
+        }
+    )
