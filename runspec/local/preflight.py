@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +110,7 @@ def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
         *(Missing(each.path, str(each), each.remedy) for each in missing_plugins(spec)),
         *_data(spec),
         *_secrets(spec, facts),
-        *_identity(spec, run_dir, facts),
+        *_identity(spec, run_dir),
         *_servers(spec),
         *_modules(spec, facts),
         *_checkpoints(spec, run_dir),
@@ -127,8 +128,9 @@ def _hardware(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
     ]
     if spec.verify.hardware is not None and spec.verify.validators and "validators" in here:
         asked.append(("verify.hardware", spec.verify.hardware, spec.verify.validators, 1))
+    taken: Counter[str] = Counter()
     for path, hardware, processes, slices in asked:
-        thing = _lack(hardware, processes, slices, facts)
+        thing = _lack(hardware, processes, slices, facts, taken)
         if thing:
             yield Missing(path, thing)
     if learner.hosts > 1 and learner.hardware.kind != "cpu":
@@ -139,21 +141,35 @@ def _hardware(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
         )
 
 
-def _lack(hardware: Hardware, processes: int, slices: int, facts: Facts) -> str:
-    """What is wanted and what is here; empty where it suffices."""
+def _lack(
+    hardware: Hardware, processes: int, slices: int, facts: Facts, taken: Counter[str]
+) -> str:
+    """What is wanted and what is here; empty where it suffices.
+
+    Args:
+        hardware: of one process.
+        processes: how many there are.
+        slices: of the hardware.
+        facts: of this machine.
+        taken: devices of others by what they are called, to which these are added.
+    """
     if hardware.kind == "cpu":
         return ""
     wanted = (device_count(hardware, slices) or 1) * processes
     here, unit = devices_here(hardware, facts.gpus, facts.tpus)
-    if here >= wanted:
+    others = taken[unit]
+    taken[unit] += wanted
+    if here >= wanted + others:
         return ""
     shape = hardware.topology or f"x {wanted}"
     many = f"{slices} slices of " if slices > 1 else ""
-    return f"{many}{hardware.kind} {shape} ({wanted} {unit}); this machine has {here or 'none'}"
+    beside = f" beside {others} of other roles" if others else ""
+    has = f"this machine has {here or 'none'}"
+    return f"{many}{hardware.kind} {shape} ({wanted} {unit}{beside}); {has}"
 
 
 def _validators(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
-    verify, learner = spec.verify, spec.learner
+    verify = spec.verify
     if not verify.validators and spec.identity.root_public_key is None:
         yield Missing(
             "verify.validators",
@@ -162,12 +178,6 @@ def _validators(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
         )
     if not verify.validators or "validators" not in _groups_here(spec):
         return
-    if verify.hardware is None and _lack(learner.hardware, 1, learner.mesh.slices, facts):
-        yield Missing(
-            "verify.validators",
-            f"{verify.validators} with engine {verify.engine} recompute rollouts of "
-            f"{spec.model.hf or 'the model'}: they need accelerators too",
-        )
     if verify.engine not in facts.prefill_engines:
         offered = ", ".join(facts.prefill_engines) or "none"
         yield Missing("verify.engine", f"no prefill engine {verify.engine!r}; installed: {offered}")
@@ -261,15 +271,10 @@ def _secrets(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
             )
 
 
-def _identity(spec: RunSpec, run_dir: Path, facts: Facts) -> Iterator[Missing]:
+def _identity(spec: RunSpec, run_dir: Path) -> Iterator[Missing]:
     problem = pinned_root_problem(run_dir, spec)
     if problem is not None:
         yield Missing(problem.place, problem.thing, problem.remedy)
-    elif spec.identity.root_public_key is None and any(_hardware(spec, facts)):
-        yield Missing(
-            "identity.root_public_key",
-            "unset: workers on other machines pin the root that signs roles.json",
-        )
 
 
 def _servers(spec: RunSpec) -> Iterator[Missing]:
@@ -282,7 +287,8 @@ def _servers(spec: RunSpec) -> Iterator[Missing]:
         elif relay.url is None:
             yield Missing(path, "null: another machine starts this relay, and nobody knows where")
     for path, url in urls.items():
-        if url is not None and urlsplit(url).hostname not in here:
+        parts = urlsplit(url or "")
+        if parts.scheme == "http" and parts.hostname not in here:  # https: a proxy before it
             yield Missing(path, f"{url} is not on this machine")
 
 

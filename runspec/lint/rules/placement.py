@@ -184,8 +184,8 @@ def local_storage(context: Context) -> Iterator[Violation]:
 def server_url(context: Context) -> Iterator[Violation]:
     """The URL of a server must be http or https, with a host.
 
-    Workers and relays fetch policy versions from `broadcast.origin.url` and
-    `broadcast.relays[].url` over HTTP; the port is 80 or 443 where none is given.
+    Workers reach the coordinator at `placement.url`, and fetch policy versions from
+    `broadcast.origin.url` and `broadcast.relays[].url`; the port is 80 or 443 where none is given.
     """
     for where, text in server_urls(context.spec).items():
         if parse_url(text) is None:
@@ -202,8 +202,9 @@ def port_clash(context: Context) -> Iterator[Violation]:
 
         base_port + 0 coordinator, + 1 origin, + 2 + i relay i, then the learner
 
-    URLs fix the address of origin and relays, `placement.base_port` those of all others, on
-    `placement.host`. The second server that wants an address dies as it starts.
+    An http URL fixes the address of origin or relay, `placement.base_port` those of all others, on
+    `placement.host`. The second server that wants an address dies as it starts. An https URL is a
+    proxy's.
     """
     users: dict[tuple[str, int], str] = {}
     for role, where, host, port in _addresses(context.spec):
@@ -229,9 +230,9 @@ def _addresses(spec: RunSpec) -> Iterator[tuple[str, tuple[str, ...], str, int]]
         servers.append(("learner", ("placement", "base_port")))
     for position, (role, where) in enumerate(servers):
         url = parse_url(urls[where]) if where in urls else None
-        if url is not None:
+        if url is not None and url.scheme == "http":
             yield role, (*where, "url"), url.host, url.port
-        elif where not in urls and base is not None:
+        elif (url is not None or where not in urls) and base is not None:
             yield role, ("placement", "base_port"), spec.placement.host, base + position
 
 

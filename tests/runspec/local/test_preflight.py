@@ -53,26 +53,31 @@ def test_the_laptop_profile_lacks_nothing_on_a_laptop(tmp_path: Path) -> None:
 
 def test_a_laptop_lacks_all_of_the_full_run(full_spec: RunSpec, tmp_path: Path) -> None:
     found = {item.path: item.thing for item in missing(full_spec, tmp_path, LAPTOP)}
-    assert list(found)[:4] == [
+    assert list(found)[:5] == [
         "learner.hardware",
-        "samplers.volunteers.hardware",
-        "verify.validators",
+        "verify.hardware",
+        "learner.hosts",
+        "verify.engine",
         "model.hf",
     ]
     assert "tpu-v5p 4x4x4 (64 TPU chips)" in found["learner.hardware"]
-    assert "h100-80g x 16" in found["samplers.volunteers.hardware"]
+    assert "h100-80g x 8" in found["verify.hardware"]
     assert "Qwen/QwQ-32B" in found["model.hf"]
-    assert {"identity.root_public_key", "broadcast.relays.eu.url"} <= set(found)
     assert "is not on this machine" in found["data.sources.intellect2.uri"]
 
 
 def test_hardware_that_is_there_is_not_missed(full_spec: RunSpec, tmp_path: Path) -> None:
-    facts = replace(LAPTOP, tpus=64, gpus=["NVIDIA H100 80GB HBM3"] * 16)
-    left = paths(full_spec, facts, tmp_path)
+    placement = full_spec.placement.model_copy(update={"roles": None})
+    spec = full_spec.model_copy(update={"placement": placement})
+    facts = replace(LAPTOP, tpus=64, gpus=["NVIDIA H100 80GB HBM3"] * 24)
+    left = paths(spec, facts, tmp_path)
     assert not any("hardware" in path for path in left)
-    assert "identity.root_public_key" not in left, "a throw-away root does on one machine"
-    three = replace(facts, gpus=["NVIDIA H100 80GB HBM3"] * 15 + ["NVIDIA A100-SXM4-80GB"])
-    assert "samplers.volunteers.hardware" in paths(full_spec, three, tmp_path)
+    other = replace(facts, gpus=["NVIDIA H100 80GB HBM3"] * 23 + ["NVIDIA A100-SXM4-80GB"])
+    lacking = {item.path: item.thing for item in missing(spec, tmp_path, other)}
+    # then validators have none of those that the workers take
+    assert lacking["verify.hardware"] == (
+        "h100-80g x 8 (8 H100 GPUs beside 16 of other roles); this machine has 23"
+    )
 
 
 def test_several_hosts_are_a_rehearsal_on_a_cpu_and_machines_elsewhere(

@@ -73,6 +73,8 @@ class Placement(Block):
     host: str = "127.0.0.1"
     """Address that the trunk's servers bind to. On Ray that of the trunk's node, if it is
     loopback."""
+    url: str | None = None
+    """Where workers elsewhere reach the coordinator, as join links say it: a proxy with TLS."""
     base_port: Annotated[int, Field(ge=1024, le=65000), Unit("port")] | None = None
     """First of the consecutive ports used; free ones are chosen when null."""
     restarts: Annotated[CountOrZero, Unit("deaths in a row"), HOT] = 5
