@@ -31,6 +31,17 @@ QWEN_7B = {
     "rope_theta": 1e6,
     "rms_norm_eps": 1e-6,
 }
+SMALL = {
+    "model_type": "qwen2",
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+}
 TINY = {
     "model_type": "qwen2",
     "vocab_size": 96,
@@ -42,8 +53,13 @@ TINY = {
     "rope_theta": 1e4,
     "rms_norm_eps": 1e-6,
 }
-SHAPES: dict[str, dict[str, Any]] = {"llama-8b": LLAMA_8B, "qwen-7b": QWEN_7B, "tiny": TINY}
-LAYERS = {"llama-8b": 32, "qwen-7b": 28, "tiny": 2}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": LLAMA_8B,
+    "qwen-7b": QWEN_7B,
+    "small": SMALL,
+    "tiny": TINY,
+}
+LAYERS = {"llama-8b": 32, "qwen-7b": 28, "small": 4, "tiny": 2}
 SAMPLES = 4
 PROMPT = 8
 """A prompt is one eighth of its sample."""
@@ -61,6 +77,7 @@ class Case:
     """Of products and activations; masters, moments and gradients are float32."""
     repeats: int = 5
     remat: str = "attention"
+    attention: str = "auto"
 
     @property
     def lengths(self) -> list[int]:
@@ -92,7 +109,8 @@ def side_arguments() -> tuple[Case, Path | None]:
     for name, kind in (("shape", str), ("layers", int), ("tokens", int), ("dtype", str)):
         parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--remat", required=True)
+    for name in ("remat", "attention"):
+        parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--weights", type=Path)
     options = vars(parser.parse_args())
     weights = options.pop("weights")

@@ -1,0 +1,34 @@
+"""What `sampling` leaves for the parts that prefill; without torch, which JAX's process must not
+import."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+GROUP_SIZE = 8
+"""Rollouts of one prompt."""
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What the device sampled: R rollouts of n tokens after prompts of P."""
+
+    prompts: np.ndarray
+    """i32 [R, P]."""
+    keys: list[tuple[int, int]]
+    tokens: list[np.ndarray]
+    """i32 [n] each."""
+    logprobs: list[np.ndarray]
+    """f32 [n] each."""
+    proofs: list[list[bytes]]
+
+    def save(self, folder: Path) -> None:
+        (folder / "rollouts.pickle").write_bytes(pickle.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, folder: Path) -> Rollouts:
+        return cls(**pickle.loads((folder / "rollouts.pickle").read_bytes()))
