@@ -22,8 +22,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
+from benchmarks.accelerator.rollouts import FILE as ROLLOUTS
 from benchmarks.accelerator.rows import GOOD, Row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +36,6 @@ VERSIONS = ("jax", "jaxlib", "flax", "torch", "triton", "transformers", "vllm", 
 BASE = ("numpy", "pydantic", "blake3", "cryptography", "aiohttp", "yaml")
 JAX = (*BASE, "jax", "flax", "optax", "jaxtyping", "ml_dtypes")
 TORCH = (*BASE, "torch", "transformers", "safetensors")
-FIND = "import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if not u.find_spec(n)])"
 ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
@@ -64,6 +65,8 @@ class Part:
     packages: tuple[str, ...]
     after: tuple[str, ...] = ()
     """Parts that must have found nothing wrong."""
+    needs: str | None = None
+    """A file that an earlier part leaves in the folder."""
     variant: str | None = None
     big_only: str | None = None
     """Why it is left out on a CPU."""
@@ -75,11 +78,11 @@ def part(name: str, module: str, share: float, packages: tuple[str, ...], **rest
 
 
 PARTS = (
-    part("attention", "attention", 85, JAX),
+    part("attention", "attention", 45, JAX, variant="chosen"),
     part("learner parity", "parity", 45, JAX),
     part("sampling", "sampling", 60, TORCH),
-    part("prefill torch", "prefill", 40, TORCH, after=("sampling",), variant="torch"),
-    part("prefill jax", "prefill", 55, JAX, after=("sampling",), variant="jax"),
+    part("prefill torch", "prefill", 40, TORCH, needs=ROLLOUTS, variant="torch"),
+    part("prefill jax", "prefill", 55, JAX, needs=ROLLOUTS, variant="jax"),
     part("learner qwen-7b", "mfu", 60, JAX, after=NUMERICS, variant="qwen-7b"),
     part(
         "learner llama-8b",
@@ -91,11 +94,19 @@ PARTS = (
         big_only="in small it is the part before it",
     ),
     part(
+        "other attention",
+        "attention",
+        50,
+        JAX,
+        variant="others",
+        big_only="on a CPU there is one way",
+    ),
+    part(
         "vllm",
         "graphs",
-        75,
+        65,
         (*TORCH, "vllm"),
-        after=("sampling",),
+        needs=ROLLOUTS,
         big_only="on CPUs tests/sampler/engine start it",
     ),
 )
@@ -119,11 +130,8 @@ def table(
 ) -> Iterator[tuple[str, Row]]:
     """(part, row) as they come; at least one row of every part."""
     begun = time.monotonic()
-    packages = sorted({package for each in parts for package in each.packages})
-    found = subprocess.run(
-        [sys.executable, "-c", FIND, *packages], capture_output=True, text=True, check=True
-    )
-    missing = set(found.stdout.split())
+    packages = {package for each in parts for package in each.packages}
+    missing = {package for package in packages if find_spec(package) is None}
     shares = {each.name: 0.0 if missing & set(each.packages) else each.share for each in parts}
     bad: set[str] = set()
     for number, each in enumerate(parts):
@@ -137,6 +145,8 @@ def table(
             rows = [not_run(each.big_only)]
         elif wrong:
             rows = [not_run(f"{', '.join(wrong)}: see above")]
+        elif each.needs and not (folder / each.needs).exists():
+            rows = [not_run(f"no {each.needs} of an earlier part")]
         elif left < LEAST_S:
             rows = [not_run(f"{left:.0f} s of {total_s:.0f} were left")]
         else:

@@ -2,7 +2,8 @@
 
 Ways are those of `learner_jax.attention`: `xla`, and on NVIDIA GPUs `bucketed` and `packed` of
 cuDNN. TFLOP/s count the causal pairs inside segments: 4 x heads x head size x pairs forward, 2.5
-times as many backward. A way that was found wrong is not timed.
+times as many backward. A way that was found wrong is not timed. The learner's own choice and the
+other ways are parts of their own (`--variant chosen`, `others`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def ways() -> dict[str, Way]:
 
 def measure(settings: Settings) -> Iterator[Row]:
     settings.require(jax.devices()[0].platform)
-    for name, way in ways().items():
+    *others, chosen = ways().items()
+    for name, way in others if settings.variant == "others" else [chosen]:
         right = True
         for row in numerics(name, way, settings.small):
             right &= row.verdict == "ok"

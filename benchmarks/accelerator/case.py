@@ -49,7 +49,7 @@ TINY = {
     "intermediate_size": 48,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 32,
     "rope_theta": 1e4,
     "rms_norm_eps": 1e-6,
 }

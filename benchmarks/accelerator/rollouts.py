@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+FILE = "rollouts.pickle"
 GROUP_SIZE = 8
 """Rollouts of one prompt."""
 
@@ -27,8 +28,8 @@ class Rollouts:
     proofs: list[list[bytes]]
 
     def save(self, folder: Path) -> None:
-        (folder / "rollouts.pickle").write_bytes(pickle.dumps(asdict(self)))
+        (folder / FILE).write_bytes(pickle.dumps(asdict(self)))
 
     @classmethod
     def load(cls, folder: Path) -> Rollouts:
-        return cls(**pickle.loads((folder / "rollouts.pickle").read_bytes()))
+        return cls(**pickle.loads((folder / FILE).read_bytes()))

@@ -66,9 +66,10 @@ def measure(settings: Settings) -> Iterator[Row]:
     torch.manual_seed(0)
     sizes = Sizes.of(settings.small)
     with torch.inference_mode():  # as vLLM samples
-        yield from kernels(sizes, device, settings)
-        model = random_model(sizes, device, settings.folder)
-        yield from sampled(model, sizes, device, settings)
+        yield from agreement(sizes, device, cut=False)
+        yield from sampled(random_model(sizes, device, settings.folder), sizes, device, settings)
+        yield from costs(sizes, device, settings)
+        yield from agreement(sizes, device, cut=True)  # takes longest to compile
 
 
 def random_model(sizes: Sizes, device: torch.device, folder: Path) -> Any:
@@ -95,30 +96,34 @@ def rules(count: int, device: torch.device, *, cut: bool) -> tuple[Rules, list[t
     return Rules(first, second, *(column([value] * count, kind) for value, kind in cuts)), keys
 
 
-def kernels(sizes: Sizes, device: torch.device, settings: Settings) -> Iterator[Row]:
-    """The choice of tokens on the device against the CPU's, and what a step of it costs."""
-    vocabulary, width = SHAPES[sizes.shape]["vocab_size"], SHAPES[sizes.shape]["hidden_size"]
+def agreement(sizes: Sizes, device: torch.device, *, cut: bool) -> Iterator[Row]:
+    """The choice of tokens on the device against the CPU's."""
+    vocabulary = SHAPES[sizes.shape]["vocab_size"]
     logits = 2.0 * torch.randn(sizes.batch, vocabulary)
     at = torch.arange(sizes.batch, dtype=torch.int32)[:, None]
-    for cut, name in ((False, "plain"), (True, "T 0.8, top-p 0.95, top-k 100")):
-        found = {}
-        for place in (device, torch.device("cpu")):
-            by = rules(sizes.batch, place, cut=cut)[0]
-            result = Race(place).run(logits.to(place, copy=True), by, at.to(place))
-            found[place.type] = [each.cpu().double() for each in result]
-        ours, theirs = found[device.type], found["cpu"]
-        what = f"seeded tokens, {sizes.batch} x {vocabulary}, {name}"
-        yield at_most(f"{what}: not the CPU's", int((ours[0] != theirs[0]).sum()), 0, "d")
-        yield at_most(
-            f"{what}: log-prob difference", float((ours[1] - theirs[1]).abs().max()), 1e-4
-        )
+    found = []
+    for place in (device, torch.device("cpu")):
+        by = rules(sizes.batch, place, cut=cut)[0]
+        result = Race(place).run(logits.to(place, copy=True), by, at.to(place))
+        found.append([each.cpu().double() for each in result])
+    ours, theirs = found
+    what = f"seeded tokens, {sizes.batch} x {vocabulary}"
+    what += ", T 0.8, top-p 0.95, top-k 100" if cut else ", plain"
+    yield at_most(f"{what}: not the CPU's", int((ours[0] != theirs[0]).sum()), 0, "d")
+    yield at_most(f"{what}: log-prob difference", float((ours[1] - theirs[1]).abs().max()), 1e-4)
+
+
+def costs(sizes: Sizes, device: torch.device, settings: Settings) -> Iterator[Row]:
+    """Seconds of what an engine step adds to the model's."""
+    vocabulary, width = SHAPES[sizes.shape]["vocab_size"], SHAPES[sizes.shape]["hidden_size"]
     race, (by, _) = Race(device), rules(sizes.batch, device, cut=False)
-    on_device, there = logits.to(device), at.to(device)
-    step = mean_seconds(device, lambda _: race.run(on_device, by, there))
-    what = f"seeded tokens, {sizes.batch} x {vocabulary}, plain"
-    yield Row(f"{what}: a step", settings.speed(f"{step * 1e6:.0f} us"))
+    logits = 2.0 * torch.randn(sizes.batch, vocabulary, device=device)
+    at = torch.arange(sizes.batch, dtype=torch.int32, device=device)[:, None]
+    step = mean_seconds(device, lambda _: race.run(logits, by, at))
+    what = f"seeded tokens, {sizes.batch} x {vocabulary}, plain: a step"
+    yield Row(what, settings.speed(f"{step * 1e6:.0f} us"))
     recorder = TokenRecorder(sizes.batch, 64, width, device)
-    tokens, logprobs = race.run(on_device, by, there)
+    tokens, logprobs = race.run(logits, by, at)
     hidden = torch.randn(sizes.batch, width, device=device, dtype=torch.bfloat16)
     slots = np.arange(sizes.batch)
 
@@ -127,8 +132,8 @@ def kernels(sizes: Sizes, device: torch.device, settings: Settings) -> Iterator[
         recorder.record(slots, positions, tokens, logprobs, hidden)
 
     step = mean_seconds(device, record, count=64)
-    what = f"recording {sizes.batch} rows of {width}, selections included"
-    yield Row(f"{what}: a step", settings.speed(f"{step * 1e6:.0f} us"))
+    what = f"recording {sizes.batch} rows of {width}, selections included: a step"
+    yield Row(what, settings.speed(f"{step * 1e6:.0f} us"))
 
 
 def mean_seconds(device: torch.device, call: Callable[[int], object], count: int = 20) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -82,3 +83,19 @@ def test_without_time_a_part_is_left_out(capsys: pytest.CaptureFixture[str]) -> 
     assert main([Part("late", "tests.benchmarks.hanging_part", 1.0, ())], 5.0) == 0
 
     assert "5 s of 5 were left" in rows_of(capsys.readouterr().out)["late"][0][1]
+
+
+def test_a_library_that_does_not_see_the_gpu_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA H100, 81559 MiB, 580.1'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+    assert main([Part("attention", "benchmarks.accelerator.attention", 1.0, ())], 60.0) == 1
+
+    printed = capsys.readouterr().out
+    assert "device: NVIDIA H100, 81559 MiB, driver 580.1;" in printed
+    [row] = rows_of(printed)["attention"]
+    assert row[3] == "FAILED" and "it sees no accelerator here" in row[1]
