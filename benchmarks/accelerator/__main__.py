@@ -37,6 +37,7 @@ BASE = ("numpy", "pydantic", "blake3", "cryptography", "aiohttp", "yaml")
 JAX = (*BASE, "jax", "flax", "optax", "jaxtyping", "ml_dtypes")
 TORCH = (*BASE, "torch", "transformers", "safetensors")
 ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",

@@ -16,8 +16,8 @@ from learner_jax.step import Accumulated
 from verify.thresholds import LOGPROB_ALARM
 
 LOGPROB_LIMIT = LOGPROB_ALARM["bfloat16"]
-LOSS_LIMIT, GRADIENT_LIMIT, NORM_LIMIT = 0.002, 0.06, 0.02
-"""On a CPU the shape `small` shows 0.0001, 0.026 and 0.0004."""
+LOSS_LIMIT, GRADIENT_LIMIT = 0.002, 0.06
+"""On a CPU the shape `small` shows 0.0001 and 0.026."""
 
 
 def measure(settings: Settings) -> Iterator[Row]:
@@ -47,8 +47,6 @@ def compared(found: Accumulated, expected: Accumulated, what: str) -> Iterator[R
     )
     errors = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(ours, theirs, strict=True)]
     yield at_most(f"{what}: gradient, worst of {len(errors)} tensors", max(errors), GRADIENT_LIMIT)
-    norms = [np.sqrt(sum((leaf**2).sum() for leaf in each)) for each in (ours, theirs)]
-    yield at_most(f"{what}: norm of the gradient", abs(norms[0] / norms[1] - 1), NORM_LIMIT)
 
 
 if __name__ == "__main__":

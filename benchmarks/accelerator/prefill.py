@@ -28,6 +28,11 @@ from verify.recompute import PrefillRequest, recompute
 from verify.thresholds import BFLOAT16
 
 PARITY_LIMIT = BFLOAT16.logprob_submission
+JUDGED = (
+    *("logprob_submission", "logprob_rollout", "gap", "gap_max"),
+    *("mismatch_share", "mantissa_mean", "mantissa_median"),
+)
+"""Numbers of `verify.calibration.measure` and of `Limits`; the last three are TOPLOC's."""
 Prefill = Callable[..., list[PrefillOutput]]
 
 
@@ -118,13 +123,9 @@ def distances(what: str, pairs: list[PAIR]) -> Iterator[Row]:
     """The worst of each number that limits speak of, and what the limits reject."""
     measured = Measurements()
     measured.take(pairs, BFLOAT16)
-    for number in ("logprob_submission", "logprob_rollout", "gap", "gap_max"):
+    for number in JUDGED:
         limit = getattr(BFLOAT16, number)
         yield at_most(f"{what}: {number}", max(measured.values[number]), limit)
-    for number in ("mismatch_share", "mantissa_mean", "mantissa_median"):
-        yield at_most(
-            f"{what}: TOPLOC {number}", max(measured.values[number]), getattr(BFLOAT16, number)
-        )
     rejections = Rejections(BFLOAT16)
     rejections.take(pairs)
     rejected = f"{what}: rollouts rejected, of {len(pairs)}"
