@@ -72,9 +72,9 @@ class Case:
     shape: str
     layers: int
     tokens: int
-    """Of the batch: four samples of a quarter each, packed into one row."""
+    """Tokens of the batch: four samples of a quarter each, packed into one row."""
     dtype: str = "bfloat16"
-    """Of products and activations; masters, moments and gradients are float32."""
+    """Type of products and activations; masters, moments and gradients are float32."""
     repeats: int = 5
     remat: str = "attention"
     attention: str = "auto"
@@ -99,7 +99,7 @@ class Case:
         return ids, rng.normal(size=SAMPLES)
 
     def arguments(self) -> list[str]:
-        """Of a side's command line."""
+        """Arguments of a side's command line."""
         return [f"--{name}={value}" for name, value in asdict(self).items()]
 
 

@@ -34,7 +34,7 @@ def measure(settings: Settings) -> Iterator[Row]:
 
 
 def sampled(given: Rollouts, settings: Settings, *, eager: bool) -> tuple[Rollouts, str]:
-    """What the engine samples of the same prompts and keys, and how fast the second time."""
+    """Sample the same prompts and keys by the engine; also tokens/s of the second time, as text."""
     prompt, output = given.prompts.shape[1], len(given.tokens[0])
     pool = SamplerPool.model_validate(
         {

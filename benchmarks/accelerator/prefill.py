@@ -53,7 +53,7 @@ def measure(settings: Settings) -> Iterator[Row]:
 
 
 def learner_of(small: bool) -> schema.Learner:
-    """What a spec says of the prefill."""
+    """The learner block that a prefill engine reads."""
     return schema.Learner.model_validate(
         {
             "hardware": {"kind": "any"},

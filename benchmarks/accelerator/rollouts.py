@@ -1,5 +1,5 @@
-"""What `sampling` leaves for the parts that prefill; without torch, which JAX's process must not
-import."""
+"""Rollouts that `sampling` leaves for the parts that prefill; JAX's process too reads them, so no
+torch is imported here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUP_SIZE = 8
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What the device sampled: R rollouts of n tokens after prompts of P."""
+    """R rollouts that the device sampled, of n tokens after prompts of P."""
 
     prompts: np.ndarray
     """i32 [R, P]."""

@@ -1,4 +1,4 @@
-"""What a part prints: a row of the table for each line, as JSON."""
+"""Rows of the table, which a part prints as one JSON object a line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a part is told."""
+    """The command line of a part."""
 
     folder: Path
     """Shared by the parts of one run: weights, rollouts, log-probs."""
@@ -42,7 +42,7 @@ class Settings:
             raise SystemExit("it sees no accelerator here: install its CUDA build")
 
     def speed(self, text: str) -> str:
-        """The figure of a speed; a CPU's says nothing of an accelerator."""
+        """Return the figure of a speed; a CPU's is left out, for it misleads."""
         return "runs" if self.small else text
 
 

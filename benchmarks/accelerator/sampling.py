@@ -35,7 +35,7 @@ SEED = b"\0" * 32
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model and of its rollouts."""
+    """Sizes of the model and of its rollouts."""
 
     shape: str
     layers: int
@@ -137,7 +137,7 @@ def costs(sizes: Sizes, device: torch.device, settings: Settings) -> Iterator[Ro
 
 
 def mean_seconds(device: torch.device, call: Callable[[int], object], count: int = 20) -> float:
-    """Of some calls, after as many that are not counted; the device is waited for once."""
+    """Time some calls, after as many that are not counted; the device is waited for once."""
     for repeat in range(2):
         begun = time.perf_counter()
         for number in range(count):
