@@ -80,6 +80,9 @@ class SamplerPool(Block):
     """Type of weights and activations."""
     quantization: Annotated[Literal["fp8"] | None, NEWRUN] = None
     """Weights quantised as the engine loads them; null is off."""
+    enforce_eager: Annotated[bool | None, SITE] = None
+    """Whether the engine runs the model kernel by kernel, without compiling it into CUDA graphs;
+    null: on CPUs it does, elsewhere it compiles, which costs minutes at a start."""
     max_model_len: Tokens
     """Longest sequence, prompt included, that the engine makes room for."""
     max_new_tokens: Annotated[Tokens, NEWRUN]
