@@ -67,7 +67,7 @@ class Publisher:
     def __init__(self, run_dir: Path, spec: RunSpec, log: logging.Logger) -> None:
         self._spec, self._log = spec, log
         self._initial = initial_model(run_dir)
-        self._params, self._weights = params_folder(run_dir), weights_folder(run_dir)
+        self._params, self._weights = params_folder(run_dir, spec), weights_folder(run_dir)
         self._store = run_dir / "store" / "origin"
         self._key = SigningKey.load(run_dir / "keys" / "publisher.key")
         roles = run_dir / "keys" / "roles.json"

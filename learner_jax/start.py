@@ -15,6 +15,7 @@ from learner_jax.leaves import load_params
 from learner_jax.step import Programs, TrainState
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
+from runspec.core.files import temporary_name, write_atomic
 from runspec.core.hashing import digest_bytes, digest_file
 from runspec.core.spec.run_files import initial_model, params_folder, state_folder
 from runspec.core.spec.schema import RunSpec
@@ -59,7 +60,7 @@ def find_start(run: LearnerRun, programs: Programs, reader: BatchReader | None) 
     )
 
     def newest() -> dict[str, Any]:
-        for folder in (states, params_folder(run.folder)):
+        for folder in (states, params_folder(run.folder, spec)):
             clear_unfinished(folder, run.log)
         digest = _model_digest(model_dir)
         steps = state_steps(states)
@@ -72,10 +73,11 @@ def find_start(run: LearnerRun, programs: Programs, reader: BatchReader | None) 
         return {"digest": digest, "info": asdict(info)}
 
     found = run.peers.json_from_first(newest)
+    _require_one_folder(run, states)
     info = StateInfo(**found["info"]) if "info" in found else None
     initial = frozen = None
     if info is None or spec.algorithm.kl.coef or spec.learner.lora:
-        initial = load_params(model_dir, run.config, run.mesh)
+        initial = load_params(model_dir, run.config, run.mesh, run.peers)
     if spec.algorithm.kl.coef or spec.learner.lora:
         frozen = programs.freeze(initial)
     reference = frozen if spec.algorithm.kl.coef else None
@@ -87,6 +89,32 @@ def find_start(run: LearnerRun, programs: Programs, reader: BatchReader | None) 
         run.log.info("not the program that wrote the full state: %s", difference)
     state = load_state(states, info.step, programs.abstract_state)
     return Start(info.step, state, reference, base, found["digest"], info.batch, info.published)
+
+
+def _require_one_folder(run: LearnerRun, states: Path) -> None:
+    """Collective: sees that all processes write full states to the same folder.
+
+    Raises:
+        UserError: one does not see what process 0 wrote there.
+    """
+    if run.peers.count == 1:
+        return
+    mark = states / run.peers.json_from_first(lambda: _mark(states))
+    seen = run.peers.all_of(mark.exists())
+    if run.peers.first:
+        mark.unlink()
+    if not seen:
+        raise UserError(
+            "the learner's processes do not see each other's checkpoints",
+            place=f"checkpoints.dir ({states} in process {run.peers.index})",
+            remedy="set checkpoints.dir to an object store, or to a folder that all hosts share",
+        )
+
+
+def _mark(folder: Path) -> str:
+    path = temporary_name(folder / "seen")
+    write_atomic(path, b"")
+    return path.name
 
 
 def _check_run(info: StateInfo, spec: RunSpec, model_digest: str, states: Path) -> None:

@@ -30,6 +30,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers, temporary_name, write_atomic
 from runspec.core.spec.resolved import load_resolved, spec_digest
 from runspec.core.spec.run_files import (
+    checkpoints_folder,
     initial_model,
     numbered,
     params_folder,
@@ -197,7 +198,7 @@ def _doomed(run_dir: Path, spec: RunSpec, version: int) -> Iterator[Path]:
     states, weights = state_folder(run_dir, spec), weights_folder(run_dir)
     yield from (states / f"step_{n}" for n in numbered(states, "step_") if n > version)
     yield from (weights / f"v{n}" for n in versions_in(weights) if n >= version)
-    yield params_folder(run_dir)
+    yield params_folder(run_dir, spec)
     # Byte counts of what was served (served.json) stay, for the summary.
     yield from sorted((run_dir / "store").glob(f"*/{spec.name}"))
     yield run_dir / "work"
@@ -215,7 +216,11 @@ def _doomed(run_dir: Path, spec: RunSpec, version: int) -> Iterator[Path]:
 def _cleared(run_dir: Path, spec: RunSpec) -> Iterator[Path]:
     """Where a removal that was cut short leaves things that look like nothing any more."""
     yield from (run_dir, run_dir / "rollouts", *sorted((run_dir / "store").glob("*")))
-    yield from (state_folder(run_dir, spec), weights_folder(run_dir), params_folder(run_dir).parent)
+    yield from (
+        state_folder(run_dir, spec),
+        weights_folder(run_dir),
+        checkpoints_folder(run_dir, spec),
+    )
 
 
 def _remove(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -60,17 +61,23 @@ def free_port() -> int:
 
 
 @contextmanager
-def learner(run: Run, *options: str) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The run's learner, as many processes as its spec says; none outlives the block."""
+def learner(run: Run, *folders: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The run's learner, as many processes as its spec says; none outlives the block.
+
+    Args:
+        run: of process 0.
+        folders: those of the other processes; by default the run's.
+    """
     hosts, port = run.spec.learner.hosts, free_port()
     devices = f"--xla_force_host_platform_device_count={DEVICES // hosts}"  # the last one counts
     environment = {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices}"}
-    command = [sys.executable, "-m", "learner_jax", "train", str(run.path), *options]
     processes = []
     try:
         for index in range(hosts):
             joining = [f"--coordinator=127.0.0.1:{port}", f"--process={index}"]
             joining += [f"--heartbeat={HEARTBEAT_S}"]
+            folder = folders[index - 1] if index and folders else run.path
+            command = [sys.executable, "-m", "learner_jax", "train", str(folder)]
             with log_of(run, index).open("ab") as log:
                 processes.append(
                     subprocess.Popen(
@@ -149,7 +156,7 @@ def test_killed_anywhere_a_run_ends_with_the_same_bits(
 ) -> None:
     # given the same batches
     run = ready(tmp_path / "run", compiled, hosts=1)
-    states, params = state_folder(run.path, run.spec), params_folder(run.path)
+    states, params = state_folder(run.path, run.spec), params_folder(run.path, run.spec)
     for moment in (
         trained(run, 1),  # in the middle of a step
         begun(states, "step_2"),  # while a full state is written
@@ -187,11 +194,16 @@ def test_two_processes_train_what_one_does(one: Run, two: Run, tmp_path: Path) -
 def test_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_elsewhere(
     two: Run, compiled: Path, tmp_path: Path
 ) -> None:
-    run = ready(tmp_path / "run", compiled, hosts=2, batches=3)
-    # given two processes, of which first the one is killed in its second step, then, after both
+    # given a run directory that only the first process knows: the other has a folder of its own
+    shared = {"checkpoints": {"every": 2, "keep": 2, "dir": str(tmp_path / "shared")}}
+    run = ready(tmp_path / "run", compiled, hosts=2, batches=3, **shared)
+    own = tmp_path / "own"
+    own.mkdir()
+    shutil.copyfile(run.path / "spec.json", own / "spec.json")
+    # and two processes, of which first the one is killed in its second step, then, after both
     # were started again, the other, a step past the full state
     for victim, steps in ((1, 1), (0, 3)):
-        with learner(run) as processes:
+        with learner(run, own) as processes:
             caught(trained(run, steps), "the steps", processes)
             processes[victim].kill()
             # then the one that is left ends by the heartbeat's deadline
@@ -199,11 +211,13 @@ def test_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_elsewhere(
     # and says who is gone: process 1, and process 0, that of the coordination service
     assert "unhealthy (stopped sending heartbeats):\n1\n" in log_of(run, 0).read_text()
     assert "the leader task was preempted/died" in log_of(run, 1).read_text()
+    # and the other's folder holds nothing else
+    assert [path.name for path in own.iterdir()] == ["spec.json"]
     # and what they trained has the bits of the run that nobody killed
     assert_same_weights(weights(run, 2, tmp_path), weights(two, 2, tmp_path))
     assert "has the published bits" in log_of(run, 0).read_text()
     # when one process goes on from the full state, on two of the devices
-    states, params = state_folder(run.path, run.spec), params_folder(run.path)
+    states, params = state_folder(run.path, run.spec), params_folder(run.path, run.spec)
     assert state_steps(states) == [2]
     run.add_step(3, version=2)
     run.spec = changed(run.spec, learner={"hosts": 1, "mesh": Mesh(fsdp=2)})
@@ -256,6 +270,21 @@ def test_a_save_that_one_process_cannot_begin_leaves_no_other_waiting(
         assert processes[0].wait(DEADLINE_S) == EXIT_USER_ERROR
         assert processes[1].wait(HEARTBEAT_S + 20) != 0
     assert "cannot write a checkpoint" in log_of(run, 0).read_text()
+
+
+def test_processes_that_do_not_share_checkpoints_are_told_so(
+    compiled: Path, tmp_path: Path
+) -> None:
+    # given two processes, each with a run directory of its own, and no folder of checkpoints
+    run = ready(tmp_path / "run", compiled, hosts=2, batches=0)
+    own = tmp_path / "own"
+    own.mkdir()
+    shutil.copyfile(run.path / "spec.json", own / "spec.json")
+    with learner(run, own) as processes:
+        # then both end, and say what to set
+        assert [each.wait(DEADLINE_S) for each in processes] == [EXIT_USER_ERROR] * 2
+    for index in (0, 1):
+        assert "remedy: set checkpoints.dir" in log_of(run, index).read_text()
 
 
 def test_a_process_that_stays_alone_says_whom_it_waited_for(compiled: Path, tmp_path: Path) -> None:

@@ -21,16 +21,21 @@ def warm_start_cache(run_dir: Path) -> Path:
     return run_dir.parent.parent / ".cache" / "warm_start"
 
 
-def params_folder(run_dir: Path) -> Path:
+def checkpoints_folder(run_dir: Path, spec: RunSpec) -> Path:
+    """Holds what every process of the learner writes: in `checkpoints.dir` where it is set."""
+    if spec.checkpoints.dir is None:
+        return run_dir / "checkpoints"
+    return Path(spec.checkpoints.dir) / spec.name
+
+
+def params_folder(run_dir: Path, spec: RunSpec) -> Path:
     """Holds v<N>/: Orbax parameters of version N, until they are published."""
-    return run_dir / "checkpoints" / "params"
+    return checkpoints_folder(run_dir, spec) / "params"
 
 
 def state_folder(run_dir: Path, spec: RunSpec) -> Path:
     """Holds step_<N>/: the full training state after N steps."""
-    if spec.checkpoints.dir is None:
-        return run_dir / "checkpoints" / "state"
-    return Path(spec.checkpoints.dir) / spec.name / "state"
+    return checkpoints_folder(run_dir, spec) / "state"
 
 
 def weights_folder(run_dir: Path) -> Path:

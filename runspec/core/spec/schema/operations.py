@@ -34,7 +34,8 @@ class Checkpoints(Block):
     CHANGE = "restart"
 
     dir: Annotated[str | None, NEWRUN] = None
-    """Where full states lie; the run directory when null. A run would not find those it has made
+    """Where full states and new parameters lie, in a folder of the run's name; the run directory
+    when null. All hosts of the learner write there. A run would not find those it has made
     elsewhere, and start from version 0."""
     every: Steps = 10
     """Rollout steps between full states."""
@@ -51,7 +52,8 @@ class Storage(Block):
     """Folder of run directories where --runs-dir names none; `runs` when null. A run that is there
     moves only by hand."""
     shared: bool = False
-    """Says that every host sees the same files under `dir`, as on a network file system."""
+    """Says that every host sees the same files under `dir` and `checkpoints.dir`, as on a network
+    file system."""
 
 
 class Placement(Block):
