@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ class _FromFirst:
         shape, dtype = self._shapes[path], dtype_named(self._dtypes[".".join(path)])
         parts = [np.empty([part.stop - part.start for part in index], dtype) for index in indices]
         for piece in _pieces(shape, dtype.itemsize):
-            data = self._peers.from_first(lambda piece=piece: self._read(path, piece))
+            data = self._peers.from_first(partial(self._read, path, piece))
             array = np.frombuffer(data, dtype).reshape([part.stop - part.start for part in piece])
             for part, index in zip(parts, indices, strict=True):
                 _copy_shared(part, index, array, piece)

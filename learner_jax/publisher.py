@@ -32,6 +32,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers
 from runspec.core.keys import SigningKey
 from runspec.core.latest import RESIGN_EVERY_S
+from runspec.core.object_store import Folder, ObjectPath
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.signed import BadSignature
 from runspec.core.spec.resolved import load_resolved
@@ -39,6 +40,8 @@ from runspec.core.spec.run_files import initial_model, params_folder, versions_i
 from runspec.core.spec.schema import RunSpec
 
 POLL_S = 0.03
+OBJECTS_POLL_S = 1.0
+"""In an object store, where each look is a request that costs money."""
 _MAX_THREADS = 8
 """That compare versions: each may hold 200 MB where everything changed."""
 
@@ -52,7 +55,7 @@ def publish_versions(run_dir: Path, log: logging.Logger, stop: threading.Event) 
         if time.monotonic() - refreshed >= RESIGN_EVERY_S:
             publisher.refresh()
             refreshed = time.monotonic()
-        stop.wait(POLL_S)
+        stop.wait(publisher.poll_s)
 
 
 class Publisher:
@@ -68,6 +71,8 @@ class Publisher:
         self._spec, self._log = spec, log
         self._initial = initial_model(run_dir)
         self._params, self._weights = params_folder(run_dir, spec), weights_folder(run_dir)
+        self.poll_s = POLL_S if isinstance(self._params, Path) else OBJECTS_POLL_S
+        """Seconds between two looks for new parameters."""
         self._store = run_dir / "store" / "origin"
         self._key = SigningKey.load(run_dir / "keys" / "publisher.key")
         roles = run_dir / "keys" / "roles.json"
@@ -238,7 +243,10 @@ def _model_digest(directory: Path) -> str | None:
         return None  # `publish` names it
 
 
-def _remove(directory: Path) -> None:
+def _remove(directory: Folder) -> None:
+    if isinstance(directory, ObjectPath):
+        directory.remove()
+        return
     # Renamed first, so that a removal cut short leaves nothing that looks like a version.
     doomed = directory.with_name(f".tmp-removed-{directory.name}")
     shutil.rmtree(doomed, ignore_errors=True)

@@ -17,6 +17,7 @@ from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.files import temporary_name, write_atomic
 from runspec.core.hashing import digest_bytes, digest_file
+from runspec.core.object_store import Folder
 from runspec.core.spec.run_files import initial_model, params_folder, state_folder
 from runspec.core.spec.schema import RunSpec
 from verify.formats.batch import FILE_NAME
@@ -91,7 +92,7 @@ def find_start(run: LearnerRun, programs: Programs, reader: BatchReader | None) 
     return Start(info.step, state, reference, base, found["digest"], info.batch, info.published)
 
 
-def _require_one_folder(run: LearnerRun, states: Path) -> None:
+def _require_one_folder(run: LearnerRun, states: Folder) -> None:
     """Collective: sees that all processes write full states to the same folder.
 
     Raises:
@@ -111,13 +112,13 @@ def _require_one_folder(run: LearnerRun, states: Path) -> None:
         )
 
 
-def _mark(folder: Path) -> str:
-    path = temporary_name(folder / "seen")
-    write_atomic(path, b"")
-    return path.name
+def _mark(folder: Folder) -> str:
+    name = temporary_name(Path("seen")).name
+    write_atomic(folder / name, b"")
+    return name
 
 
-def _check_run(info: StateInfo, spec: RunSpec, model_digest: str, states: Path) -> None:
+def _check_run(info: StateInfo, spec: RunSpec, model_digest: str, states: Folder) -> None:
     for what, then, now in (
         ("starting model", info.reference[:16], model_digest[:16]),
         ("seed", info.seed, spec.seed),

@@ -131,7 +131,7 @@ class VersionWriter:
             try:
                 before = load_params(self._params, version, replayed)
             except UserError:
-                if (self._params / f"v{version}").exists():
+                if version in versions_in(self._params):
                     raise
             if not self._peers.all_of(before is not None):
                 return self._compare(version, replayed, exact=exact)  # the publisher has moved on
@@ -172,7 +172,7 @@ class VersionWriter:
     def _place(self, version: int) -> str:
         """The name of the folder that holds the version as it was written; "" where it is gone."""
         for folder in (self._weights, self._params):
-            if (folder / f"v{version}").exists():
+            if version in versions_in(folder):
                 return folder.name
         return ""
 

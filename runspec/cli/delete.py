@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 
 from runspec.core.errors import UserError
+from runspec.core.object_store import Folder
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.run_files import checkpoints_folder
 from runspec.local.children import end_leftovers
@@ -60,7 +61,7 @@ def _remove(run_dir: Path) -> None:
         ) from error
 
 
-def _kept(run_dir: Path) -> Path | None:
+def _kept(run_dir: Path) -> Folder | None:
     """Returns where the run's checkpoints lie outside it, by its spec: they are not removed."""
     try:
         spec = load_resolved(run_dir)
@@ -68,4 +69,6 @@ def _kept(run_dir: Path) -> Path | None:
         print(f"warning: full states outside the run are not known: {error}", file=sys.stderr)
         return None
     folder = checkpoints_folder(run_dir, spec)
-    return folder if spec.checkpoints.dir is not None and folder.exists() else None
+    if spec.checkpoints.dir is None or (isinstance(folder, Path) and not folder.exists()):
+        return None
+    return folder

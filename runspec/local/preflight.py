@@ -318,12 +318,11 @@ def _disk(
     remedy = "free some, keep less (checkpoints.keep), or use another --runs-dir"
     needs = [("checkpoints", others, free_bytes(run_dir), remedy)]
     if spec.checkpoints.dir is not None:
-        at = Path(spec.checkpoints.dir).absolute()
+        at = checkpoints_folder(run_dir, spec).parent
         remedy = "free some, or keep less (checkpoints.keep, broadcast.keep_versions)"
-        needs = [
-            ("storage", others - states, free_bytes(run_dir), remedy),
-            ("checkpoints.dir", states, free_bytes(at), remedy),
-        ]
+        needs = [("storage", others - states, free_bytes(run_dir), remedy)]
+        if isinstance(at, Path):
+            needs.append(("checkpoints.dir", states, free_bytes(at.absolute()), remedy))
     for path, needed, free, remedy in needs:
         if needed > free:
             yield Missing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import socket
@@ -16,13 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bridge.__main__ import main as bridge
 from learner_jax.checkpoint import state_steps
+from learner_jax.publisher import Publisher
+from runspec.core.object_store import ObjectPath
 from runspec.core.process import EXIT_USER_ERROR
 from runspec.core.spec.resolved import dump_resolved
-from runspec.core.spec.run_files import params_folder, state_folder, versions_in
+from runspec.core.spec.run_files import params_folder, state_folder, versions_in, weights_folder
 from runspec.core.spec.schema import Mesh
 from tests.learner_jax.conftest import Run, changed, tiny_spec, write_initial_model
 from tests.learner_jax.test_runner import assert_same_weights, lines, train_to_the_end, weights
+from tests.object_store import BUCKET, s3_server
 from tests.waiting import eventually, one_ended
 
 pytestmark = pytest.mark.slow
@@ -52,6 +57,14 @@ def ready(path: Path, compiled: Path, *, hosts: int, batches: int = STEPS, **cha
     for step in range(batches):
         run.add_step(step, version=max(0, step - 1))
     return run
+
+
+def own_folder(run: Run, folder: Path) -> Path:
+    """A folder of a process that has nothing of the run but its spec."""
+    own = folder / "own"
+    own.mkdir()
+    shutil.copyfile(run.path / "spec.json", own / "spec.json")
+    return own
 
 
 def free_port() -> int:
@@ -197,9 +210,7 @@ def test_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_elsewhere(
     # given a run directory that only the first process knows: the other has a folder of its own
     shared = {"checkpoints": {"every": 2, "keep": 2, "dir": str(tmp_path / "shared")}}
     run = ready(tmp_path / "run", compiled, hosts=2, batches=3, **shared)
-    own = tmp_path / "own"
-    own.mkdir()
-    shutil.copyfile(run.path / "spec.json", own / "spec.json")
+    own = own_folder(run, tmp_path)
     # and two processes, of which first the one is killed in its second step, then, after both
     # were started again, the other, a step past the full state
     for victim, steps in ((1, 1), (0, 3)):
@@ -232,6 +243,40 @@ def test_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_elsewhere(
     assert [line["step"] for line in lines(run, "metrics")] == list(range(STEPS))
     assert versions_in(params)[-1] == STEPS
     assert json.loads((states / f"step_{STEPS}" / "state.json").read_bytes())["published"]
+
+
+def test_in_an_object_store_too_a_killed_run_ends_with_the_same_bits(
+    two: Run, compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with s3_server() as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        # given two processes that share an object store and nothing else
+        checkpoints = {"every": 3, "keep": 2, "dir": f"s3://{BUCKET}/checkpoints"}
+        run = ready(tmp_path / "run", compiled, hosts=2, checkpoints=checkpoints)
+        own = own_folder(run, tmp_path)
+        states = state_folder(run.path, run.spec)
+        assert isinstance(states, ObjectPath)
+        # when they are killed while they write a full state
+        with learner(run, own) as processes:
+            caught(lambda: bool((states / "step_3").names()), "the save", processes)
+        assert state_steps(states) == []
+        # and both are started again
+        with learner(run, own) as processes:
+            assert [process.wait(DEADLINE_S) for process in processes] == [0, 0]
+        # then they have removed the half state, and trained what a run on a disk has
+        assert "state/step_3 was never finished: removed" in log_of(run, 0).read_text()
+        assert "has the published bits" in log_of(run, 0).read_text()
+        assert state_steps(states) == [3, STEPS]
+        assert_same_weights(weights(run, STEPS, tmp_path), weights(two, STEPS, tmp_path))
+        # and the bridge and a publisher take it from there
+        version = params_folder(run.path, run.spec) / f"v{STEPS}" / "params"
+        out, model = tmp_path / "exported", run.path / "initial"
+        assert bridge(["export", str(version), str(out), f"--model-dir={model}"]) == 0
+        publisher = Publisher(run.path, run.spec, logging.getLogger("test"))
+        assert publisher.publish_new() == list(range(STEPS + 1))
+        assert (weights_folder(run.path) / f"v{STEPS}" / "probe.json").exists()
+        assert versions_in(params_folder(run.path, run.spec)) == [STEPS]
 
 
 def test_a_stop_signal_to_any_process_ends_all_with_their_state_saved(
@@ -277,9 +322,7 @@ def test_processes_that_do_not_share_checkpoints_are_told_so(
 ) -> None:
     # given two processes, each with a run directory of its own, and no folder of checkpoints
     run = ready(tmp_path / "run", compiled, hosts=2, batches=0)
-    own = tmp_path / "own"
-    own.mkdir()
-    shutil.copyfile(run.path / "spec.json", own / "spec.json")
+    own = own_folder(run, tmp_path)
     with learner(run, own) as processes:
         # then both end, and say what to set
         assert [each.wait(DEADLINE_S) for each in processes] == [EXIT_USER_ERROR] * 2

@@ -163,7 +163,8 @@ def too_few_devices(context: Context) -> Iterator[Violation]:
 def local_storage(context: Context) -> Iterator[Violation]:
     """Several learner hosts must write checkpoints to one place.
 
-        checkpoints.dir and storage.shared, where learner.hosts > 1 and the hardware is no CPU
+        checkpoints.dir: s3://... or gs://..., or a path with storage.shared,
+        where learner.hosts > 1 and the hardware is no CPU
 
     Every process of the learner writes its shards of a checkpoint under one folder; only the first
     needs the run directory. On a path that each host has for itself no checkpoint is ever whole.
@@ -173,13 +174,14 @@ def local_storage(context: Context) -> Iterator[Violation]:
     if spec.learner.hosts == 1 or spec.learner.hardware.kind == "cpu":
         return
     folder = spec.checkpoints.dir
-    if folder is None or not spec.storage.shared:
+    if folder is None or not ("://" in folder or spec.storage.shared):
         yield Violation(
             ("checkpoints", "dir"),
             f"{spec.learner.hosts} hosts would each write checkpoints to a "
             f"{folder or 'run directory'} of their own",
             numbers={"hosts": spec.learner.hosts},
-            suggestion="name a folder on a network file system, and say storage.shared: true",
+            suggestion="name an object store (s3://BUCKET/FOLDER), or a folder on a network file "
+            "system with storage.shared: true",
         )
 
 

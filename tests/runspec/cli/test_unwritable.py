@@ -12,7 +12,9 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from runspec.core import object_store
 from tests.harness import ROOT, TARGET_SHORT
+from tests.object_store import s3_server
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.local.fake_run import prepared, small_spec
 from tests.waiting import DEADLINE_S
@@ -43,6 +45,27 @@ def refused(done: CompletedProcess[str], place: Path, reason: str) -> None:
     assert f"error: {place}" in done.stderr
     assert reason in done.stderr and "remedy:" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("wrong", ["closed port", "no bucket", "no driver"])
+def test_an_object_store_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    monkeypatch.setitem(object_store.RETRIES, "max_retries", 1)
+    with s3_server() as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        reason = "NoSuchBucket"
+        if wrong == "closed port":
+            monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+            reason = "Could not connect"
+        elif wrong == "no driver":
+            monkeypatch.setitem(sys.modules, "tensorstore", None)
+            reason = "tensorstore"
+        folder = ("--set", "checkpoints.dir=s3://nobody-has-it/checkpoints")
+        done = runspec("apply", *SPEC, "--runs-dir", str(tmp_path / "runs"), *folder)
+    refused(done, Path("checkpoints.dir"), reason)
+    assert not (tmp_path / "runs" / "small").exists()
 
 
 @pytest.mark.parametrize(

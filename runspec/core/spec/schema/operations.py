@@ -34,9 +34,9 @@ class Checkpoints(Block):
     CHANGE = "restart"
 
     dir: Annotated[str | None, NEWRUN] = None
-    """Where full states and new parameters lie, in a folder of the run's name; the run directory
-    when null. All hosts of the learner write there. A run would not find those it has made
-    elsewhere, and start from version 0."""
+    """Where full states and new parameters lie, in a folder of the run's name: a path,
+    s3://BUCKET/FOLDER or gs://BUCKET/FOLDER; the run directory when null. All hosts of the learner
+    write there. A run would not find those it has made elsewhere, and start from version 0."""
     every: Steps = 10
     """Rollout steps between full states."""
     keep: Annotated[Count, Unit("states")] = 3

@@ -107,6 +107,8 @@ SILENT = [
              "samplers.pool.hardware={kind: mine, memory: 80GB, peak_flops: null, count: 4}"]),
     (BASE, ["learner.hardware.price_per_hour=0.0", "budget.max_hours=null"]),
     (FLEET, ["data.sources.problems={uri: 'hf://datasets/some/data', revision: " + COMMIT + "}"]),
+    # All hosts reach an object store.
+    (FLEET, ["learner.hosts=16", "checkpoints.dir=s3://runs/checkpoints"]),
     # Several processes of a CPU share its files.
     (BASE, ["learner.hosts=2"]),
     (BASE, ["placement.devices={pool-0: []}"]),
