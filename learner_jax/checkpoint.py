@@ -27,7 +27,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from learner_jax.layout import PARAMS_NAME, PROBE_FILE
-from learner_jax.object_arrays import HostArrays, await_all, load_arrays
+from learner_jax.object_arrays import await_all, copy_to_host, load_arrays, write_arrays
 from learner_jax.saver import DEADLINE_S, Finish
 from runspec.core.canonical import MalformedJson, canonical_json
 from runspec.core.errors import UserError
@@ -196,11 +196,11 @@ def _save(
     process left there was removed when this one started (`layout.clear_unfinished`).
     """
     if isinstance(final, ObjectPath):
-        arrays = HostArrays(tree)
+        arrays = copy_to_host(tree)
 
         def finish_objects() -> None:
             with _named(final):
-                arrays.write(final / name)
+                write_arrays(final / name, arrays)
                 if await_all(final):
                     write_atomic(final.marker, content(final))
 

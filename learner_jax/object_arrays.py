@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ _POLL_S = 0.1
 
 
 @dataclass(frozen=True)
-class _Leaf:
+class HostLeaf:
     """What this process writes of an array."""
 
     keys: tuple[str | int, ...]
@@ -44,45 +45,44 @@ class _Leaf:
     """Each with its place in the array."""
 
 
-class HostArrays:
-    """A copy on the host of what this process writes of a tree of arrays.
+def copy_to_host(tree: Any) -> list[HostLeaf]:
+    """Copies what this process writes of a tree of arrays.
 
     Of a part that several devices hold, the process with its first replica writes it.
     """
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    for _, leaf in flat:
+        for shard in _own(leaf):
+            shard.data.copy_to_host_async()
+    return [_copied(_keys(path), leaf) for path, leaf in flat]
 
-    def __init__(self, tree: Any) -> None:
-        flat = jax.tree_util.tree_leaves_with_path(tree)
-        for _, leaf in flat:
-            for shard in _own(leaf):
-                shard.data.copy_to_host_async()
-        self._leaves = [_copied(_keys(path), leaf) for path, leaf in flat]
 
-    def write(self, folder: ObjectPath) -> None:
-        """Writes this process's parts as <folder>/state/<leaf>; process 0 also the metadata.
+def write_arrays(folder: ObjectPath, leaves: Sequence[HostLeaf]) -> None:
+    """Writes this process's parts as <folder>/state/<leaf>; process 0 also the metadata.
 
-        Raises:
-            ValueError, UserError: the store does not take them.
-        """
-        opening = [
-            ts.open(
-                {**_spec(folder, leaf.keys), "metadata": {"codecs": _CODECS}},
-                create=True,
-                open=True,
-                dtype=ts.dtype(leaf.dtype),
-                shape=leaf.shape,
-                chunk_layout=ts.ChunkLayout(chunk_shape=leaf.chunk),
-            )
-            for leaf in self._leaves
-        ]
-        writing = [
-            store.result()[index].write(part, can_reference_source_data_indefinitely=True)
-            for store, leaf in zip(opening, self._leaves, strict=True)
-            for index, part in leaf.parts
-        ]
-        for write in writing:
-            write.result()
-        if jax.process_index() == 0:
-            write_metadata(folder, (leaf.keys for leaf in self._leaves), ocdbt=False)
+    Raises:
+        ValueError, UserError: the store does not take them.
+    """
+    opening = [
+        ts.open(
+            {**_spec(folder, leaf.keys), "metadata": {"codecs": _CODECS}},
+            create=True,
+            open=True,
+            dtype=ts.dtype(leaf.dtype),
+            shape=leaf.shape,
+            chunk_layout=ts.ChunkLayout(chunk_shape=leaf.chunk),
+        )
+        for leaf in leaves
+    ]
+    writing = [
+        store.result()[index].write(part, can_reference_source_data_indefinitely=True)
+        for store, leaf in zip(opening, leaves, strict=True)
+        for index, part in leaf.parts
+    ]
+    for write in writing:
+        write.result()
+    if jax.process_index() == 0:
+        write_metadata(folder, (leaf.keys for leaf in leaves), ocdbt=False)
 
 
 def await_all(checkpoint: ObjectPath) -> bool:
@@ -114,7 +114,7 @@ def load_arrays(folder: ObjectPath, target: Any) -> Any:
     """Reads a tree onto the shardings of `target`; each process reads what its devices hold.
 
     Args:
-        folder: what `HostArrays.write` wrote.
+        folder: what `write_arrays` wrote.
         target: tree of arrays or of jax.ShapeDtypeStruct.
 
     Raises:
@@ -134,7 +134,8 @@ def load_arrays(folder: ObjectPath, target: Any) -> Any:
 
 
 def _read(store: ts.TensorStore, name: str, leaf: Any) -> jax.Array:
-    found, wanted = (f"{np.dtype(d)}{s}" for d, s in _described(store, leaf))
+    found = f"{store.dtype.name}{tuple(store.shape)}"
+    wanted = f"{leaf.dtype}{tuple(leaf.shape)}"
     if found != wanted:
         raise ValueError(f"{name} is {found} there, {wanted} in this run")
     places = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
@@ -144,21 +145,13 @@ def _read(store: ts.TensorStore, name: str, leaf: Any) -> jax.Array:
     )
 
 
-def _described(store: ts.TensorStore, leaf: Any) -> list[tuple[Any, tuple[int, ...]]]:
-    return [(store.dtype.numpy_dtype, tuple(store.shape)), (leaf.dtype, tuple(leaf.shape))]
-
-
-def _copied(keys: tuple[str | int, ...], leaf: jax.Array) -> _Leaf:
+def _copied(keys: tuple[str | int, ...], leaf: jax.Array) -> HostLeaf:
     shard = leaf.sharding.shard_shape(leaf.shape)
     chunk = _chunk_shape(shard, leaf.dtype.itemsize, stacked="layers" in keys)
-    parts = [(shard.index, _copy(shard.data)) for shard in _own(leaf)]
-    return _Leaf(keys, leaf.shape, leaf.dtype, chunk, parts)
-
-
-def _copy(array: jax.Array) -> np.ndarray:
     # On a CPU the host's view is the array itself, whose memory the next step may reuse.
-    on_cpu = next(iter(array.devices())).platform == "cpu"
-    return np.array(array) if on_cpu else np.asarray(array)
+    copy = np.array if next(iter(leaf.devices())).platform == "cpu" else np.asarray
+    parts = [(shard.index, copy(shard.data)) for shard in _own(leaf)]
+    return HostLeaf(keys, leaf.shape, leaf.dtype, chunk, parts)
 
 
 def _own(leaf: jax.Array) -> list[Any]:
