@@ -30,6 +30,8 @@ from runspec.core.object_store import Folder, ObjectPath
 MAX_METADATA_BYTES = 64 * 1024 * 1024
 AHEAD, AHEAD_BYTES = 4, 32 * 1024 * 1024
 """Pieces that are read ahead, and their bytes, at most."""
+DEADLINE_S = 600.0
+"""Seconds that one read may take: an object store may be silent."""
 TREE_METADATA = "_METADATA"
 TREE_NAME = "state"
 """The folder of the tree in a checkpoint that TensorStore alone wrote."""
@@ -120,7 +122,7 @@ def read_pieces(
     def oldest() -> tuple[Piece, np.ndarray]:
         piece, data, read = pending.popleft()
         with _named(piece.entry.path, place):
-            read.result()
+            read.result(timeout=DEADLINE_S)
         return piece, data
 
     for piece in pieces:
@@ -140,7 +142,7 @@ def read_leaf(store: ts.TensorStore, path: LeafPath, *, place: Folder) -> np.nda
         UserError: data missing or damaged.
     """
     with _named(path, place):
-        return store.read().result()
+        return store.read().result(timeout=DEADLINE_S)
 
 
 def _pieces(store: ts.TensorStore, entry: Entry) -> Iterator[Piece]:
@@ -167,7 +169,7 @@ def _pieces(store: ts.TensorStore, entry: Entry) -> Iterator[Piece]:
 def _named(path: LeafPath, place: Folder) -> Iterator[None]:
     try:
         yield
-    except ValueError as error:  # what TensorStore raises for all that is wrong with the data
+    except (ValueError, TimeoutError) as error:  # TensorStore's, for all that is wrong with data
         raise UserError(
             f"leaf {'.'.join(path)} cannot be read: {error}",
             place=str(place),
@@ -237,8 +239,8 @@ def leaf_spec(tree: Folder, path: LeafPath) -> dict[str, Any]:
 def _open_leaf(tree: Folder, path: LeafPath, shape: tuple[int, ...]) -> ts.TensorStore:
     name = ".".join(path)
     try:
-        store = ts.open(leaf_spec(tree, path), open=True, read=True).result()
-    except ValueError as error:
+        store = ts.open(leaf_spec(tree, path), open=True, read=True).result(timeout=DEADLINE_S)
+    except (ValueError, TimeoutError) as error:
         raise UserError(
             f"leaf {name} cannot be opened: {error}", place=str(tree), remedy=_REMEDY
         ) from error

@@ -75,12 +75,14 @@ def write_arrays(folder: ObjectPath, leaves: Sequence[HostLeaf]) -> None:
         for leaf in leaves
     ]
     writing = [
-        store.result()[index].write(part, can_reference_source_data_indefinitely=True)
+        store.result(timeout=DEADLINE_S)[index].write(
+            part, can_reference_source_data_indefinitely=True
+        )
         for store, leaf in zip(opening, leaves, strict=True)
         for index, part in leaf.parts
     ]
     for write in writing:
-        write.result()
+        write.result(timeout=DEADLINE_S)
     if jax.process_index() == 0:
         write_metadata(folder, (leaf.keys for leaf in leaves), ocdbt=False)
 
@@ -127,7 +129,7 @@ def load_arrays(folder: ObjectPath, target: Any) -> Any:
         raise ValueError(f"{'/'.join(names)} is only in {where}")
     opening = [ts.open(_spec(folder, names), open=True, read=True) for names in wanted]
     arrays = [
-        _read(store.result(), "/".join(names), leaf)
+        _read(store.result(timeout=DEADLINE_S), "/".join(names), leaf)
         for store, (names, leaf) in zip(opening, wanted.items(), strict=True)
     ]
     return jax.tree_util.tree_unflatten(structure, arrays)
@@ -141,7 +143,7 @@ def _read(store: ts.TensorStore, name: str, leaf: Any) -> jax.Array:
     places = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
     reading = {key: store[index].read() for key, index in {str(i): i for i in places}.items()}
     return jax.make_array_from_callback(
-        leaf.shape, leaf.sharding, lambda index: reading[str(index)].result()
+        leaf.shape, leaf.sharding, lambda index: reading[str(index)].result(timeout=DEADLINE_S)
     )
 
 

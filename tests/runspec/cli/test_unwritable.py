@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -47,18 +49,29 @@ def refused(done: CompletedProcess[str], place: Path, reason: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("wrong", ["closed port", "no bucket", "no driver"])
+@contextmanager
+def silent_server() -> Iterator[str]:
+    """Takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("wrong", ["closed port", "silence", "no bucket", "no driver"])
 def test_an_object_store_that_cannot_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
     monkeypatch.setitem(object_store.RETRIES, "max_retries", 1)
-    with s3_server() as environment:
+    with s3_server() as environment, ExitStack() as silent:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         reason = "NoSuchBucket"
         if wrong == "closed port":
             monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
             reason = "Could not connect"
+        elif wrong == "silence":
+            monkeypatch.setenv("AWS_ENDPOINT_URL", silent.enter_context(silent_server()))
+            monkeypatch.setattr(object_store, "DEADLINE_S", 1.0)
+            reason = "no answer in 1 s"
         elif wrong == "no driver":
             monkeypatch.setitem(sys.modules, "tensorstore", None)
             reason = "tensorstore"
