@@ -26,7 +26,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from learner_jax.layout import PARAMS_NAME, PROBE_FILE
+from learner_jax.layout import PARAMS_NAME, PROBE_FILE, remove_entry
 from learner_jax.object_arrays import await_all, copy_to_host, load_arrays, write_arrays
 from learner_jax.saver import DEADLINE_S, Finish
 from runspec.core.canonical import MalformedJson, canonical_json
@@ -113,7 +113,8 @@ def save_state(folder: Folder, info: StateInfo, state: Any, *, keep: int) -> Fin
     def finish() -> None:
         write()
         if jax.process_index() == 0:
-            _drop_old(folder, keep)
+            for old in state_steps(folder)[:-keep]:
+                remove_entry(folder / f"step_{old}")
 
     return finish
 
@@ -236,17 +237,6 @@ def _named(temporary: Folder) -> Iterator[None]:
         raise UserError(
             f"cannot write a checkpoint: {str(error)[:400]}", place=str(temporary), remedy=remedy
         ) from error
-
-
-def _drop_old(folder: Folder, keep: int) -> None:
-    for old in state_steps(folder)[:-keep]:
-        if isinstance(folder, ObjectPath):
-            (folder / f"step_{old}").remove()
-            continue
-        # Renamed first: a removal that is cut short must not leave half a state behind.
-        doomed = folder / f".tmp-removed-step_{old}"
-        (folder / f"step_{old}").rename(doomed)
-        shutil.rmtree(doomed)
 
 
 def _remedy(path: Folder) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Collection
@@ -26,13 +25,12 @@ from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
 from broadcast.manifest import WeightsManifest, open_manifest
 from broadcast.store import DELTA_NAME, prune, publish, refresh_latest
-from learner_jax.layout import PARAMS_NAME, clear_unfinished
+from learner_jax.layout import PARAMS_NAME, clear_unfinished, remove_entry
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers
 from runspec.core.keys import SigningKey
 from runspec.core.latest import RESIGN_EVERY_S
-from runspec.core.object_store import Folder, ObjectPath
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.signed import BadSignature
 from runspec.core.spec.resolved import load_resolved
@@ -115,7 +113,7 @@ class Publisher:
             return
         if found and (wrong := damage(directory)):
             self._log.warning("%s: %s; it is exported again", directory, wrong)
-            _remove(directory)
+            remove_entry(directory)
             self._export(version, directory)
         times.append(time.monotonic())
         base = self._write_delta(version, directory)
@@ -185,7 +183,7 @@ class Publisher:
         remove_leftovers(directory)
         folder = directory / DELTA_NAME
         if folder.exists():  # of a publisher that was killed, perhaps from another base
-            _remove(folder)
+            remove_entry(folder)
         base = self._base(version)
         if base is None:
             return None
@@ -193,7 +191,7 @@ class Publisher:
         try:
             summary = write_delta(self._weights / f"v{base}", directory, folder, threads=threads)
         except DamagedWeights:
-            _remove(directory)  # the next publisher exports it again
+            remove_entry(directory)  # the next publisher exports it again
             raise
         except UserError as error:  # the base is damaged, or lies otherwise
             self._log.warning("version %d goes out whole: %s", version, error)
@@ -211,7 +209,7 @@ class Publisher:
         )
         if smaller:
             return base
-        _remove(folder)
+        remove_entry(folder)
         return None
 
     def _base(self, version: int) -> int | None:
@@ -229,9 +227,9 @@ class Publisher:
         """Keeps the newest parameters, and the newest `keep_versions` weights."""
         for version in versions_in(self._params)[:-1]:
             if version in self._served:
-                _remove(self._params / f"v{version}")
+                remove_entry(self._params / f"v{version}")
         for version in versions_in(self._weights)[: -self._spec.broadcast.keep_versions]:
-            _remove(self._weights / f"v{version}")
+            remove_entry(self._weights / f"v{version}")
         prune(self._store, run=self._spec.name, keep_versions=self._spec.broadcast.keep_versions)
 
 
@@ -241,15 +239,3 @@ def _model_digest(directory: Path) -> str | None:
         return parse_object(data, max_bytes=MAX_MANIFEST_BYTES)["model_digest"]
     except (FileNotFoundError, MalformedJson, KeyError):
         return None  # `publish` names it
-
-
-def _remove(directory: Folder) -> None:
-    if isinstance(directory, ObjectPath):
-        directory.remove()
-        return
-    # Renamed first, so that a removal cut short leaves nothing that looks like a version.
-    doomed = directory.with_name(f".tmp-removed-{directory.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    directory.rename(doomed)
-    # A learner that starts meanwhile clears unfinished things out of the same folder.
-    shutil.rmtree(doomed, ignore_errors=True)
