@@ -24,7 +24,7 @@ from runspec.core.spec.role_names import (
     validator_names,
     worker_names,
 )
-from runspec.core.spec.run_files import numbered, state_folder
+from runspec.core.spec.run_files import checkpoints_folder, numbered, versions_in
 from runspec.core.spec.schema import Hardware, Mesh, RunSpec
 from runspec.core.spec.source_files import source_files
 from runspec.estimate.learner import moment_elements
@@ -305,12 +305,14 @@ def _modules(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
 
 
 def _checkpoints(spec: RunSpec, run_dir: Path) -> Iterator[Missing]:
-    """A new run must not go on from the full states of an earlier one of its name."""
-    folder = state_folder(run_dir, spec)
-    left = numbered(folder, "step_")
+    """A new run must not go on from the full states or versions of an earlier one of its name."""
+    folder = checkpoints_folder(run_dir, spec)
     known = (run_dir / SPEC_FILE).exists()
-    own = known and state_folder(run_dir, load_resolved(run_dir)) == folder
-    if spec.checkpoints.dir is not None and left and not own:
+    if spec.checkpoints.dir is None or (
+        known and checkpoints_folder(run_dir, load_resolved(run_dir)) == folder
+    ):
+        return
+    if numbered(folder / "state", "step_") or versions_in(folder / "params"):
         yield Missing(
             "checkpoints.dir",
             f"{folder} holds full states of an earlier run of this name",
@@ -325,12 +327,11 @@ def _disk(
     remedy = "free some, keep less (checkpoints.keep), or use another --runs-dir"
     needs = [("checkpoints", others, free_bytes(run_dir), remedy)]
     if spec.checkpoints.dir is not None:
-        at = Path(spec.checkpoints.dir).absolute()
+        at = checkpoints_folder(run_dir, spec).parent
         remedy = "free some, or keep less (checkpoints.keep, broadcast.keep_versions)"
-        needs = [
-            ("storage", others - states, free_bytes(run_dir), remedy),
-            ("checkpoints.dir", states, free_bytes(at), remedy),
-        ]
+        needs = [("storage", others - states, free_bytes(run_dir), remedy)]
+        if isinstance(at, Path):
+            needs.append(("checkpoints.dir", states, free_bytes(at.absolute()), remedy))
     for path, needed, free, remedy in needs:
         if needed > free:
             yield Missing(

@@ -161,22 +161,27 @@ def too_few_devices(context: Context) -> Iterator[Violation]:
 
 @rule("local-storage", "placement")
 def local_storage(context: Context) -> Iterator[Violation]:
-    """Several learner hosts must see the same files.
+    """Several learner hosts must write checkpoints to one place.
 
-        storage.shared, where learner.hosts > 1 and the hardware is no CPU
+        checkpoints.dir: s3://... or gs://..., or a path with storage.shared,
+        where learner.hosts > 1 and the hardware is no CPU
 
-    Every process of the learner writes its shards of a checkpoint under one folder and reads batch
-    manifests from another. On a path that each host has for itself no checkpoint is ever whole,
-    which shows at the first restart. Processes on CPUs are all on this machine.
+    Every process of the learner writes its shards of a checkpoint under one folder; only the first
+    needs the run directory. On a path that each host has for itself no checkpoint is ever whole.
+    Processes on CPUs are all on this machine.
     """
     spec = context.spec
-    if spec.learner.hosts > 1 and spec.learner.hardware.kind != "cpu" and not spec.storage.shared:
-        folder = spec.checkpoints.dir or spec.storage.dir or "run directory"
+    if spec.learner.hosts == 1 or spec.learner.hardware.kind == "cpu":
+        return
+    folder = spec.checkpoints.dir
+    if folder is None or not ("://" in folder or spec.storage.shared):
         yield Violation(
-            ("storage", "shared"),
-            f"{spec.learner.hosts} hosts would each write checkpoints to a {folder} of their own",
+            ("checkpoints", "dir"),
+            f"{spec.learner.hosts} hosts would each write checkpoints to a "
+            f"{folder or 'run directory'} of their own",
             numbers={"hosts": spec.learner.hosts},
-            suggestion="put storage.dir on a network file system and say shared: true",
+            suggestion="name an object store (s3://BUCKET/FOLDER), or a folder on a network file "
+            "system with storage.shared: true",
         )
 
 

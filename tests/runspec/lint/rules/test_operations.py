@@ -73,10 +73,11 @@ BREACHES = [
      "role-clash", "samplers.relay-eu", "error"),
     (BASE, ["placement.devices={learner: [1], pool-0: [0, 1]}"],
      "shared-device", "placement.devices.pool-0", "warning"),
-    (FLEET, ["learner={hosts: 16}", "storage.shared=true", "placement.devices={learner-3: [0]}"],
+    (FLEET, ["learner={hosts: 16}", "storage.shared=true", "checkpoints.dir=/mnt/c",
+            "placement.devices={learner-3: [0]}"],
      "too-few-devices", "placement.devices.learner-3", "error"),
     (FLEET, ["storage.shared=false", "checkpoints.dir=/mnt/local"],
-     "local-storage", "storage.shared", "error"),
+     "local-storage", "checkpoints.dir", "error"),
     (BASE, ["broadcast.origin.url=http://127.0.0.1:99999"],
      "server-url", "broadcast.origin.url", "error"),
     (BASE, ["broadcast.relays=[{name: a, url: 'http://localhost:9000'}, "
@@ -111,12 +112,14 @@ SILENT = [
              "samplers.pool.hardware={kind: mine, memory: 80GB, peak_flops: null, count: 4}"]),
     (BASE, ["learner.hardware.price_per_hour=0.0", "budget.max_hours=null"]),
     (FLEET, ["data.sources.problems={uri: 'hf://datasets/some/data', revision: " + COMMIT + "}"]),
+    # All hosts reach an object store.
+    (FLEET, ["learner.hosts=16", "checkpoints.dir=s3://runs/checkpoints"]),
     # Several processes of a CPU share its files.
     (BASE, ["learner.hosts=2"]),
     (BASE, ["placement.devices={pool-0: []}"]),
     (FLEET, ["placement={devices: {pool-0: [4, 5, 6, 7], learner: [0], validator-1: [8]}}",
              "learner={hardware: {kind: h100-80g, topology: null, count: 64}, hosts: 64}",
-             "storage.shared=true", "learner.mesh={fsdp: 64, tensor: 1}",
+             "storage.shared=true", "checkpoints.dir=/mnt/c", "learner.mesh={fsdp: 64, tensor: 1}",
              "learner.packing.rows=64"]),
     # A pool that is called like another's worker is named where workers are not.
     (BASE, [f"samplers.pool-0={{hardware: {{kind: cpu}}, {ROOM}}}"]),
