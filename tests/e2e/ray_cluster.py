@@ -28,7 +28,9 @@ set -e
 mount --bind "$1" "$2"
 mount -t tmpfs tmpfs "$3"
 mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray
-shift 3
+hostname "$4"
+mount --bind "$5" /etc/hosts
+shift 5
 exec "$@"
 """
 
@@ -77,15 +79,25 @@ class Node:
             "--object-store-memory=80000000",
             f"--resources={json.dumps(dict(self.resources))}",
         ]
-        paths = (str(self.folder), str(self.site), str(self.hidden))
+        name, hosts = f"node{self.number}", self.hidden.parent / f"hosts{self.number}"
+        hosts.write_text(f"127.0.0.1 localhost\n{self.ip} {name}\n")  # Gloo asks for its own name
+        given = (str(self.folder), str(self.site), str(self.hidden), name, str(hosts))
         env = {**os.environ, "HOME": str(self.site), "RAY_health_check_period_ms": "1000"}
         env |= {"RAY_health_check_failure_threshold": "3", "RAY_DEDUP_LOGS": "0"}
         with (self.hidden.parent / f"node{self.number}.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [
                     *("ip", "netns", "exec", self.namespace),
-                    *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
-                    *("sh", "-c", _IN_NODE, "node", *paths, *ray),
+                    *(
+                        "unshare",
+                        "--mount",
+                        "--uts",
+                        "--pid",
+                        "--fork",
+                        "--kill-child",
+                        "--mount-proc",
+                    ),
+                    *("sh", "-c", _IN_NODE, "node", *given, *ray),
                 ],
                 env=env,
                 stdin=subprocess.DEVNULL,

@@ -23,11 +23,12 @@ from tests.waiting import eventually
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS, NAME = 16, "target-short"
-RESOURCES = [{"spare": 1}, {"trunk": 1}, {"checks": 1}, {"samples": 1, "checks": 1}]
-"""Of the nodes: the head, the trunk's, a validator's, and a sampler's that may check too."""
+RESOURCES = [{"learns": 1}, {"trunk": 1}, {"checks": 1}, {"samples": 1, "checks": 1}]
+"""Of the nodes: the head with the learner's second host, the trunk's, a validator's, and a
+sampler's that may check too."""
 ASKS = (
-    "{trunk: {trunk: 1}, validators: {checks: 0.4}, relay-local: {checks: 0.2},"
-    " volunteers: {samples: 1}}"
+    "{trunk: {trunk: 1}, learners: {learns: 1}, volunteers: {samples: 1},"
+    " validators: {checks: 0.4}, relay-local: {checks: 0.2}}"
 )
 PATIENCE_S = 240.0
 
@@ -59,6 +60,9 @@ class RayRun:
             f"storage.dir={self.runs_dir}",
             f"storage.scratch={self.cluster.site}/scratch",
             "checkpoints.every=2",
+            f"checkpoints.dir={self.cluster.folder}/checkpoints",
+            "learner.hosts=2",
+            f"learner.compile_cache={self.cluster.folder}/compiled",
             "verify.lease_timeout=30s",
         )
         spec = str(ROOT / "specs" / "target_short.yaml")

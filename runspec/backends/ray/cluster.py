@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from runspec.backends.ray.hosts import AT_TRUNK, Keeper
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
 from runspec.local.bundle import TRUNK_GROUP
+from runspec.local.endpoints import port_answers
 from runspec.local.site import Group, groups_of
 
 NAMESPACE = "runspec"
 ANSWER_S = 60.0
 """How long a node that is alive may take to start an actor or to answer."""
+_KNOCK_S = 5.0
+_BUSY = (ConnectionError, TimeoutError, RuntimeError)
+"""What `ray.init` raises where a cluster is there that does not get to it in time."""
 _REMEDY = "`ray start --head` makes a cluster; its address goes into placement.address"
 
 
@@ -33,22 +39,35 @@ def connect(address: str) -> Any:
             place="placement.backend",
             remedy="pip install 'runspec-rl[ray]'",
         ) from error
-    if ray.is_initialized():
-        return ray
-    try:
-        ray.init(
-            os.environ.get(AT_TRUNK, address),
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-    except Exception as error:  # Ray raises what it likes
-        raise UserError(
-            f"no Ray cluster answers: {str(error).splitlines()[0][:300]}",
-            place=f"placement.address {address}",
-            remedy=_REMEDY,
-        ) from error
+    address, ends = os.environ.get(AT_TRUNK, address), time.monotonic() + ANSWER_S
+    _knock(address)
+    while not ray.is_initialized():
+        try:
+            ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+        except Exception as error:  # Ray raises what it likes
+            if not isinstance(error, _BUSY) or time.monotonic() > ends:
+                raise _no_cluster(address, " ".join(str(error).split())) from error
+            time.sleep(1.0)
     return ray
+
+
+def _knock(address: str) -> None:
+    """Says at once that nobody listens, where Ray would take half a minute."""
+    parts = urlsplit(address if "://" in address else f"//{address}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise _no_cluster(address, str(error)) from error
+    if host and port and not port_answers(host, port, _KNOCK_S):
+        raise _no_cluster(address, f"nobody listens at {host}:{port}")
+
+
+def _no_cluster(address: str, why: str) -> UserError:
+    return UserError(
+        f"no Ray cluster answers: {why[:300]}",
+        place=f"placement.address {address}",
+        remedy=_REMEDY,
+    )
 
 
 def demands(spec: RunSpec, group: Group) -> dict[str, float]:
