@@ -1,0 +1,194 @@
+"""`runspec role`: what is refused before a process starts, and what the process says.
+
+A run of all roles, each in a folder of its own, is `tests/e2e/test_join.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from runspec.core.keys import SigningKey
+from runspec.core.roles import sign_roles
+from runspec.local.endpoints import port_answers
+from runspec.local.run_dir import hold
+from tests.harness import ROOT
+from tests.runspec.cli.in_process import runspec
+from tests.runspec.cli.sites import bundle, free_port, prepare
+from tests.waiting import eventually, one_ended
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = prepare(folder, f"placement.base_port={free_port()}")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@contextmanager
+def started(name: str, file: Path, folder: Path, *words: str) -> Iterator[Path]:
+    """A role in a process of its own; yields its log, which is in `folder`."""
+    log = folder / f"{name}.log"
+    command = ["runspec", "role", name, "--bundle", str(file), "--dir", str(folder / name)]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command, *words], cwd=ROOT, stdout=out, stderr=out
+        )
+    try:
+        eventually(
+            lambda: log.stat().st_size, "its first words", hopeless=lambda: one_ended([process])
+        )
+        yield log
+        assert process.poll() is None, log.read_text()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def refused(done: CompletedProcess[str], *words: str) -> None:
+    """One message with a place and a remedy, and a failure."""
+    assert done.returncode in (1, 5), done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("remedy: ") == 1, done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "of", "words"),
+    [
+        ("validator-1", "validator-0", ("no role 'validator-1'", "one of: validator-0")),
+        ("trunk", "volunteers-0", ("no role 'trunk'", "one of: volunteers-0")),
+        ("root", "trunk", ("no role 'root'", "one of: trunk, origin, coordinator, publisher")),
+        ("validator-0", "validator-9", ("cannot read the bundle", "runspec prepare")),
+    ],
+)
+def test_a_role_that_the_bundle_has_not_and_a_bundle_that_is_not_there(
+    site: Path, tmp_path: Path, name: str, of: str, words: tuple[str, ...]
+) -> None:
+    folder = tmp_path / "role"
+    done = runspec("role", name, "--bundle", bundle(site, of), "--dir", folder)
+    refused(done, str(bundle(site, of)), *words)
+    assert not folder.exists()
+
+
+def test_an_expired_bundle_starts_nothing(site: Path, tmp_path: Path) -> None:
+    root = SigningKey.load(site / "keys" / "root.key")
+    held = {role: [root.public_hex] for role in ("publisher", "coordinator", "validator")}
+    old = sign_roles("small", held, root, valid_s=60.0, now=1e9).decode()
+    for name in ("trunk", "validator-0"):
+        whole = json.loads(bundle(site, name).read_text())
+        (tmp_path / "old.json").write_text(json.dumps({**whole, "roles.json": old}))
+        done = runspec("role", name, "--bundle", tmp_path / "old.json", "--dir", tmp_path / "role")
+        refused(done, "old.json", "expired", "runspec prepare")
+    assert not (tmp_path / "role").exists()
+
+
+def test_the_folder_of_another_run_and_one_in_use(site: Path, tmp_path: Path) -> None:
+    # given the folder of another site's validator
+    prepare(tmp_path / "other")
+    folder, ours = tmp_path / "role", bundle(site, "validator-0")
+    other = json.loads(bundle(tmp_path / "other", "validator-0").read_text())
+    SigningKey.from_secret(other["keys"]["validator-0"]).save(folder / "keys" / "validator-0.key")
+    done = runspec("role", "validator-0", "--bundle", ours, "--dir", folder)
+    refused(done, "validator-0.key: another key", "name another --dir")
+    assert sorted(path.name for path in folder.rglob("*")) == ["keys", "validator-0.key"]
+    # and one that a process works in
+    own = tmp_path / "own"
+    (own / "work" / "validator-0").mkdir(parents=True)
+    with hold(own / "work" / "validator-0"):
+        done = runspec("role", "validator-0", "--bundle", ours, "--dir", own)
+    assert done.returncode == 5
+    refused(done, f"validator-0 is alive: held by process {os.getpid()}", "name another --dir")
+    assert not (own / "keys").exists()
+
+
+@pytest.mark.parametrize("name", ["trunk", "coordinator", "relay-local", "validator-0"])
+def test_a_folder_that_cannot_be_written(site: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    file = bundle(site, "trunk" if name == "coordinator" else name)
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        done = runspec("role", name, "--bundle", file, "--dir", folder)
+        refused(done, str(folder), "the role's folder cannot be written", "--dir")
+
+
+def test_listen_is_for_servers_and_needs_a_port(site: Path, tmp_path: Path) -> None:
+    for name, value, words in (
+        ("validator-0", "0.0.0.0:8443", "validator-0: has no address of its own"),
+        ("trunk", "0.0.0.0:8443", "trunk: has no address of its own"),
+        ("relay-local", "8443", "--listen: not an address"),
+    ):
+        listen = ("--dir", tmp_path / "role", "--listen", value)
+        refused(runspec("role", name, "--bundle", bundle(site, name), *listen), words)
+    assert not (tmp_path / "role").exists()
+
+
+def test_a_server_behind_a_proxy_listens_where_it_is_told(tmp_path: Path) -> None:
+    # given a relay and an origin that are reached by https
+    relays = "broadcast.relays={local: {url: https://relay.example.org}}"
+    prepare(tmp_path, relays, "broadcast.origin.url=https://origin.example.org")
+    file = bundle(tmp_path, "relay-local")
+    # when nobody says where the relay listens
+    done = runspec("role", "relay-local", "--bundle", file, "--dir", tmp_path / "role")
+    refused(done, "relay-local: reached at https://relay.example.org", "--listen HOST:PORT")
+    assert not (tmp_path / "role").exists()
+    # then it has to be said, and that is where it listens
+    port = free_port()
+    with started("relay-local", file, tmp_path, "--listen", f"127.0.0.1:{port}") as log:
+        eventually(lambda: port_answers("127.0.0.1", port), "it listens", context=log.read_text)
+        # and its folder is its own
+        again = runspec(
+            *("role", "relay-local", "--bundle", file, "--dir", tmp_path / "relay-local"),
+            *("--listen", f"127.0.0.1:{port}"),
+        )
+        assert again.returncode == 5
+        refused(again, "relay-local is alive: held by process")
+
+
+def test_an_address_that_cannot_be_had_ends_a_server(site: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = f"127.0.0.1:{server.getsockname()[1]}"
+        for at, words in (
+            (taken, (f"{taken}: the port is taken", "remedy: end the process that holds it")),
+            (
+                "192.0.2.1:80",
+                ("192.0.2.1:80: cannot listen", "--listen an address of this machine"),
+            ),
+        ):
+            done = subprocess.run(
+                [
+                    *(sys.executable, "-m", "runspec", "role", "relay-local", "--listen", at),
+                    *("--bundle", bundle(site, "relay-local"), "--dir", tmp_path),
+                ],
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            assert done.returncode == 1
+            assert all(word in done.stderr for word in words), done.stderr
+            assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow  # imports the engines
+@pytest.mark.parametrize("name", ["validator-0", "volunteers-0"])
+def test_a_role_without_its_coordinator_says_whom_it_waits_for(
+    site: Path, tmp_path: Path, name: str
+) -> None:
+    """It ends after `verify.patience.COORDINATOR_S`: tests/sampler/worker/test_interruptions.py
+    and tests/verify/test_client.py hold that with shorter waits."""
+    spec = json.loads(bundle(site, name).read_text())["spec"]
+    coordinator = f"http://127.0.0.1:{spec['placement']['base_port']}"
+    with started(name, bundle(site, name), tmp_path) as log:
+        waiting = f"waiting for the coordinator {coordinator}: cannot be reached"
+        eventually(lambda: waiting in log.read_text(), "a message", context=log.read_text)
+    assert "Traceback" not in log.read_text()
