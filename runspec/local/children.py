@@ -36,6 +36,8 @@ class Child:
     log: Path
     log_start: int
     """Size of the log when it was started."""
+    answered: bool = False
+    """Whether it was ready before: nobody knocks at its port again."""
 
     @property
     def pid(self) -> int:
@@ -53,9 +55,11 @@ class Child:
 
     def ready(self) -> bool:
         """Whether its port answers, or, for a role without one, whether it has logged anything."""
-        if self.role.listen is not None:
-            return port_answers(*self.role.listen)
-        return self.log.stat().st_size > self.log_start
+        if not self.answered and self.role.listen is not None:
+            self.answered = port_answers(*self.role.listen)
+        elif not self.answered:
+            self.answered = self.log.stat().st_size > self.log_start
+        return self.answered
 
     def send(self, number: signal.Signals) -> None:
         """Signals the whole group, unless it was reaped: its number may be another's by now."""
