@@ -28,7 +28,7 @@ def prepare_command(files: SpecFiles, site: Path) -> int:
     Made again with the same folder, it keeps the keys, so that a changed spec reaches the roles by
     new bundles.
     """
-    spec = sound_spec(files)
+    spec = sound_spec(files, pins_root=True)
     _refuse_other_run(site, spec)
     require_writable(site, "the site's folder", "mend the permissions, or name another folder")
     identity = make_identity(site, spec)

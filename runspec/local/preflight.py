@@ -46,6 +46,7 @@ from runspec.lock.model_files import TOKENIZER, WEIGHTS, require_files
 GIB = 2**30
 _ROOM_BYTES = GIB // 2
 """For logs, rollouts and the environment's own files."""
+_PREPARE = "`runspec prepare` makes what each machine needs, see docs/site.md"
 _THIS_HOST = ("127.0.0.1", "localhost", "::1")
 ROLE_MODULES = {
     "learner": ("jax", "orbax.checkpoint", "tensorstore"),
@@ -118,41 +119,53 @@ def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
 
 def _hardware(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
     learner, here = spec.learner, _groups_here(spec)
-    asked = [("learner.hardware", learner.hardware, 1, learner.mesh.slices)]
-    asked += [
-        (f"samplers.{pool.name}.hardware", pool.hardware, pool.replicas, 1)
+    several = learner.hosts > 1 and learner.hardware.kind != "cpu"
+    thing = _learner_lack(spec, facts)
+    if thing:
+        yield Missing("learner.hardware", thing)
+    asked = [
+        (f"samplers.{pool.name}.hardware", pool.hardware, pool.replicas)
         for pool in spec.samplers
         if pool.name in here
     ]
     if spec.verify.hardware is not None and spec.verify.validators and "validators" in here:
-        asked.append(("verify.hardware", spec.verify.hardware, spec.verify.validators, 1))
-    for path, hardware, processes, slices in asked:
-        thing = _lack(hardware, processes, slices, facts)
+        asked.append(("verify.hardware", spec.verify.hardware, spec.verify.validators))
+    for path, hardware, processes in asked:
+        thing = _lack(hardware, (device_count(hardware, 1) or 1) * processes, facts)
         if thing:
             yield Missing(path, thing)
-    if learner.hosts > 1 and learner.hardware.kind != "cpu":
+    if several and "learners" in here:
         yield Missing(
             "learner.hosts",
             f"{learner.hosts} machines with {learner.hardware.kind}; this is one",
-            "start the learner's processes there by hand, see docs/learner_jax.md",
+            _PREPARE,
         )
 
 
-def _lack(hardware: Hardware, processes: int, slices: int, facts: Facts) -> str:
+def _learner_lack(spec: RunSpec, facts: Facts) -> str:
+    """As `_lack`, of the devices of the learner's processes that are started here."""
+    learner, slices = spec.learner, spec.learner.mesh.slices
+    total = device_count(learner.hardware, slices) or 1
+    if learner.hosts > 1 and "learners" not in _groups_here(spec):
+        return _lack(learner.hardware, total // learner.hosts, facts)
+    return _lack(learner.hardware, total, facts, slices)
+
+
+def _lack(hardware: Hardware, wanted: int, facts: Facts, slices: int = 1) -> str:
     """What is wanted and what is here; empty where it suffices."""
     if hardware.kind == "cpu":
         return ""
-    wanted = (device_count(hardware, slices) or 1) * processes
     here, unit = devices_here(hardware, facts.gpus, facts.tpus)
     if here >= wanted:
         return ""
-    shape = hardware.topology or f"x {wanted}"
+    whole = wanted >= (device_count(hardware, slices) or 1)
+    shape = hardware.topology if hardware.topology and whole else f"x {wanted}"
     many = f"{slices} slices of " if slices > 1 else ""
     return f"{many}{hardware.kind} {shape} ({wanted} {unit}); this machine has {here or 'none'}"
 
 
 def _validators(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
-    verify, learner = spec.verify, spec.learner
+    verify = spec.verify
     if not verify.validators and spec.identity.root_public_key is None:
         yield Missing(
             "verify.validators",
@@ -161,7 +174,7 @@ def _validators(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
         )
     if not verify.validators or "validators" not in _groups_here(spec):
         return
-    if verify.hardware is None and _lack(learner.hardware, 1, learner.mesh.slices, facts):
+    if verify.hardware is None and _learner_lack(spec, facts):
         yield Missing(
             "verify.validators",
             f"{verify.validators} with engine {verify.engine} recompute rollouts of "
@@ -266,6 +279,7 @@ def _identity(spec: RunSpec, run_dir: Path, facts: Facts) -> Iterator[Missing]:
         yield Missing(
             "identity.root_public_key",
             "unset: workers on other machines pin the root that signs roles.json",
+            _PREPARE,
         )
 
 
@@ -280,7 +294,7 @@ def _servers(spec: RunSpec) -> Iterator[Missing]:
             yield Missing(path, "null: another machine starts this relay, and nobody knows where")
     for path, url in urls.items():
         if url is not None and urlsplit(url).hostname not in here:
-            yield Missing(path, f"{url} is not on this machine")
+            yield Missing(path, f"{url} is not on this machine", _PREPARE)
 
 
 def _modules(spec: RunSpec, facts: Facts) -> Iterator[Missing]:

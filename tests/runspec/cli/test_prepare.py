@@ -37,6 +37,14 @@ def test_a_site_has_keys_bundles_and_the_commands_of_every_role(tmp_path: Path) 
     assert not (tmp_path / "small").exists()
 
 
+def test_a_site_pins_the_root_that_strangers_need(tmp_path: Path) -> None:
+    away = ("samplers.volunteers.trust=untrusted", "placement.roles=[validators]")
+    done = prepare(tmp_path, *away)
+    assert done.returncode == 0, done.stderr
+    root = SigningKey.load(tmp_path / "keys" / "root.key")
+    assert load_resolved(tmp_path).identity.root_public_key == root.public_hex
+
+
 def test_a_site_that_nobody_else_could_reach_is_said(tmp_path: Path) -> None:
     done = prepare(tmp_path)
     assert "The trunk's servers are at 127.0.0.1: only its own machine reaches them" in done.stdout
