@@ -17,7 +17,7 @@ from runspec.lint.urls import is_loopback
 from runspec.local.bundle import make_bundles
 from runspec.local.identity import make_identity
 from runspec.local.run_dir import LOCK_FILE, run_directory
-from runspec.local.site import Disk, Group, groups_of, site_spec
+from runspec.local.site import Disk, groups_of, site_spec
 
 BUNDLES = "bundles"
 
@@ -57,16 +57,10 @@ def site_lines(spec: RunSpec, bundles: PurePath) -> Iterator[str]:
     """Of each role group where its processes run, what they keep, and the command of each."""
     for group in groups_of(spec):
         many = f"{len(group.members)} processes, each " if len(group.members) > 1 else ""
-        yield f"{group.name}: {many}on {_machine(group)}; keeps its {group.disk}"
+        yield f"{group.name}: {many}on {group.machine}; keeps its {group.disk}"
         folder = run_directory(spec, None) if group.disk is Disk.RUN else None
         for member in group.members:
             yield f"  {shlex.join(group.command(member, bundles, folder))}"
-
-
-def _machine(group: Group) -> str:
-    if group.hardware is None:
-        return "any machine"
-    return f"{group.devices} x {group.hardware.kind}"
 
 
 def _show(spec: RunSpec, site: Path) -> None:

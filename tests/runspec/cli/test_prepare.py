@@ -12,6 +12,7 @@ from runspec.core.keys import SigningKey
 from runspec.core.roles import sign_roles
 from runspec.core.spec.resolved import load_resolved
 from runspec.local.bundle import load_bundle
+from tests.runspec.cli.in_process import runspec
 from tests.runspec.cli.sites import bundle, prepare
 from tests.runspec.local.fake_run import prepared, small_spec
 
@@ -38,11 +39,16 @@ def test_a_site_has_keys_bundles_and_the_commands_of_every_role(tmp_path: Path) 
 
 
 def test_a_site_pins_the_root_that_strangers_need(tmp_path: Path) -> None:
-    away = ("samplers.volunteers.trust=untrusted", "placement.roles=[validators]")
-    done = prepare(tmp_path, *away)
+    # given a spec that `apply` refuses: workers elsewhere could not know its root
+    assert runspec("init", tmp_path / "own", "--template", "problems").returncode == 0
+    words = (tmp_path / "own" / "spec.yaml", "--set", "placement.roles=[validators]")
+    refused = runspec("apply", *words, "--runs-dir", tmp_path)
+    assert "unsigned-weights" in refused.stderr and "runspec prepare" in refused.stderr
+    # then a site of it has one
+    done = runspec("prepare", *words, "-o", tmp_path / "site")
     assert done.returncode == 0, done.stderr
-    root = SigningKey.load(tmp_path / "keys" / "root.key")
-    assert load_resolved(tmp_path).identity.root_public_key == root.public_hex
+    root = SigningKey.load(tmp_path / "site" / "keys" / "root.key")
+    assert load_resolved(tmp_path / "site").identity.root_public_key == root.public_hex
 
 
 def test_a_site_that_nobody_else_could_reach_is_said(tmp_path: Path) -> None:

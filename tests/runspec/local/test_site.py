@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from runspec.core.spec.load import SpecFiles
+from runspec.core.spec.role_names import relay_names
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec
+from runspec.lint.rules.placement import RESERVED
 from runspec.local.endpoints import fixed_endpoints
 from runspec.local.site import BASE_PORT, Disk, Restart, groups_of, site_spec
 from tests.runspec.local.fake_run import ROOT, small_spec
@@ -43,6 +45,12 @@ def test_the_learners_share_their_devices_and_are_restarted_together() -> None:
     alone = {group.name: group for group in groups_of(spread(1))}
     assert "learners" not in alone
     assert (alone["trunk"].devices, alone["trunk"].restart) == (64, Restart.ALONE)
+
+
+def test_no_pool_can_be_called_like_a_group() -> None:
+    spec = spread(16)
+    names = {group.name for group in groups_of(spec)}
+    assert names - {pool.name for pool in spec.samplers} - set(relay_names(spec)) <= set(RESERVED)
 
 
 def test_a_command_is_what_a_person_types() -> None:

@@ -28,9 +28,6 @@ BREACHES = [
      "pool-relays", "samplers.pool.relays", "error"),
     (BASE, ["broadcast.relays=[{name: origin}]"],
      "reserved-names", "broadcast.relays.origin", "error"),
-    *((BASE, [f"samplers.{name}={{hardware: {{kind: cpu}}}}"],
-       "reserved-names", f"samplers.{name}", "error")
-      for name in ("trunk", "learners", "validators")),
     # security
     (FLEET, ["broadcast.origin.url=http://203.0.113.7:8000"],
      "plain-http", "broadcast.origin.url", "error"),
