@@ -35,7 +35,7 @@ from runspec.cli.options import (
     duration,
 )
 from runspec.cli.output import outlive_readers
-from runspec.core.errors import UserError
+from runspec.core.errors import RunElsewhere, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -239,10 +239,13 @@ def apply(
     overrides: Overrides = None,
     detach: Detach = False,
     runs_dir: SpecRunsDir = None,
+    resolved: Annotated[bool, typer.Option("--resolved", hidden=True)] = False,
 ) -> None:
     """Starts a run, changes it, or goes on with it where it was interrupted."""
-    from runspec.cli.apply import apply_command
+    from runspec.cli.apply import apply_command, apply_resolved
 
+    if resolved:  # what a backend carries to the machine that has the run directory
+        raise typer.Exit(apply_resolved(detach, runs_dir))
     files = _files(file, profile, placement, overrides)
     raise typer.Exit(apply_command(files, detach, runs_dir))
 
@@ -269,7 +272,9 @@ def role(
     bundle: Annotated[Path, typer.Option("--bundle", metavar="FILE", help="What it may know.")],
     folder: Annotated[
         Path | None,
-        typer.Option("--dir", help="Its own.", show_default="RUN/NAME, or the run directory"),
+        typer.Option(
+            "--dir", help="Its own.", show_default="in storage.scratch; the run directory"
+        ),
     ] = None,
     listen: Annotated[
         str | None,
@@ -414,6 +419,9 @@ def exit_code_of(work: Callable[[], int]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except RunElsewhere as run:
+        carry = run.carry
+        return exit_code_of(lambda: carry(sys.argv[1:]))
     except Exception as error:
         if isinstance(error, OSError) and error.filename and error.errno in _REFUSALS:
             print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)

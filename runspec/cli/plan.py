@@ -63,7 +63,7 @@ def plan_command(
         if compiled is not None:
             show_compiled(compiled)
         console.print("\nWhere it runs")
-        for line in where_lines(groups, files):
+        for line in where_lines(spec, groups, files):
             console.print(line, markup=False, soft_wrap=True)
         show_lacking(plan, console)
     if compiled is not None and compiled.fits is False:

@@ -21,7 +21,7 @@ from runspec.local.planning import make_plan
 from runspec.local.prepare import link_starting_model
 from runspec.local.prepared import PreparedRun
 from runspec.local.processes import RoleSpec, role_specs
-from runspec.local.run_dir import hold, run_directory
+from runspec.local.run_dir import hold, own_folder, run_directory
 
 
 def role_command(name: str, path: Path, folder: Path | None, listen: str | None) -> int:
@@ -30,7 +30,7 @@ def role_command(name: str, path: Path, folder: Path | None, listen: str | None)
     Args:
         name: a process of the bundle, or `trunk` for the supervisor of those of the trunk.
         path: the bundle.
-        folder: the role's own; None: the run directory for the trunk, else RUN/NAME.
+        folder: the role's own; None: the run directory for the trunk, else in `storage.scratch`.
         listen: HOST:PORT of a server that is reached under another address.
 
     Raises:
@@ -45,7 +45,7 @@ def role_command(name: str, path: Path, folder: Path | None, listen: str | None)
         )
     if folder is None:
         shared = bundle.group == TRUNK_GROUP
-        folder = run_directory(bundle.spec, None) if shared else Path(bundle.spec.name) / name
+        folder = run_directory(bundle.spec, None) if shared else own_folder(bundle.spec, name)
     folder = folder.absolute()
     endpoints = _listening(fixed_endpoints(bundle.spec), name, listen)
     require_own(bundle, folder)
@@ -55,10 +55,10 @@ def role_command(name: str, path: Path, folder: Path | None, listen: str | None)
     require_writable(own, "the role's folder", "mend the permissions, or name another --dir")
     with hold(own, role=name) as lock:
         identity = install(bundle, folder)
-        write_atomic(folder / SPEC_FILE, dump_resolved(bundle.spec))
         run = PreparedRun(bundle.spec, folder, endpoints, identity, this_machine(), lock)
         (role,) = role_specs(run, here={name})
         if name in TRUNK:
+            write_atomic(folder / SPEC_FILE, dump_resolved(bundle.spec))
             link_starting_model(run.spec, folder, run.machine)
         return _become(role, lock)
 

@@ -10,6 +10,7 @@ from typing import Any
 from runspec.cli.prepare import BUNDLES
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
+from runspec.local.backend import LOCAL
 from runspec.local.bundle import TRUNK_GROUP
 from runspec.local.run_dir import run_directory
 from runspec.local.site import ANY_MACHINE, Disk, groups_of
@@ -21,14 +22,16 @@ SITE = PurePath("SITE")
 def role_groups(spec: RunSpec, files: SpecFiles, runs_dir: Path | None) -> list[dict[str, Any]]:
     """Each role group with its processes, the machine of each, and what starts them.
 
-    `here` says whether `runspec apply` on this machine does; `commands` is then that command, else
+    `here` says whether `runspec apply` does, on this machine or the backend's; `commands` is then that command, else
     one for each process.
     """
     named, groups = spec.placement.roles, []
     where = [] if runs_dir is None else ["--runs-dir", str(runs_dir)]
     apply = ["runspec", "apply", *words_of(files), *where]
     for group in groups_of(spec):
-        here = named is None or group.name in (TRUNK_GROUP, *named)
+        here = (
+            named is None or spec.placement.backend != LOCAL or group.name in (TRUNK_GROUP, *named)
+        )
         folder = run_directory(spec, runs_dir) if group.disk is Disk.RUN else None
         alone = [group.command(member, SITE / BUNDLES, folder) for member in group.members]
         groups.append(
@@ -43,11 +46,13 @@ def role_groups(spec: RunSpec, files: SpecFiles, runs_dir: Path | None) -> list[
     return groups
 
 
-def where_lines(groups: list[dict[str, Any]], files: SpecFiles) -> Iterator[str]:
+def where_lines(spec: RunSpec, groups: list[dict[str, Any]], files: SpecFiles) -> Iterator[str]:
     """What `role_groups` found, for people."""
+    backend = spec.placement.backend
+    starter = "this machine" if backend == LOCAL else f"machines of {backend}"
     here = [group for group in groups if group["here"]]
     away = [group for group in groups if not group["here"]]
-    yield f"  this machine, by its `apply`: {', '.join(map(_what, here))}"
+    yield f"  {starter}, by `apply`: {', '.join(map(_what, here))}"
     yield f"    {here[0]['commands'][0]}"
     for group in away:
         more = f", and {count - 1} more" if (count := len(group["commands"])) > 1 else ""

@@ -63,10 +63,11 @@ def drive(
     stop_requests: Callable[[], int],
 ) -> Outcome:
     """`supervise` with the processes given: each stage by itself, then all roles at once."""
+    processes, run = processes_of(run)
     live = LiveRun(run, state, roles_of)
     state.storage = StorageWait(STORAGE_S, partial(watcher.event, "supervisor"), stop_requests)
     logs = run.directory / "logs"
-    session = Session(processes_of(run), logs, state, watcher, stop_requests, live.take)
+    session = Session(processes, logs, state, watcher, stop_requests, live.take)
 
     def until_end(specs: Sequence[RoleSpec], progress: Progress) -> Outcome:
         rules = Rules(

@@ -50,7 +50,7 @@ class Processes(Protocol):
         """
 
     def look(self, role: str) -> Look:
-        """What a role that was started is at; of one that has ended, its exit code again and again."""
+        """What a role that was started is at; of one that has ended, always its exit code."""
 
     def stop(self, role: str, number: signal.Signals) -> None:
         """Sends a signal to a role and all that it started."""
@@ -83,8 +83,13 @@ class Backend(Protocol):
             The exit code.
         """
 
-    def processes(self, run: PreparedRun) -> Processes:
-        """What starts the processes of a run, in the supervisor."""
+    def processes(self, run: PreparedRun) -> tuple[Processes, PreparedRun]:
+        """What starts the processes of a run, in the supervisor; and the run, with the addresses
+        that servers have on other machines.
+
+        Raises:
+            UserError: a server has no machine in time.
+        """
 
 
 class LocalProcesses:
@@ -137,9 +142,9 @@ def backend(name: str) -> Backend:
     return made
 
 
-def processes_of(run: PreparedRun) -> Processes:
-    """What starts the processes of a run, as its spec says."""
+def processes_of(run: PreparedRun) -> tuple[Processes, PreparedRun]:
+    """What starts the processes of a run, as its spec says; see `Backend.processes`."""
     name = run.spec.placement.backend
     if name == LOCAL:
-        return LocalProcesses(run.directory / "logs")
+        return LocalProcesses(run.directory / "logs"), run
     return backend(name).processes(run)

@@ -179,13 +179,14 @@ def require_own(bundle: Bundle, folder: Path) -> None:
 
 
 def install(bundle: Bundle, folder: Path) -> Identity:
-    """Lays out a folder that `require_own` let pass as a run directory, with what the bundle has.
+    """Lays out a folder as a run directory, with what the bundle has of one.
 
-    The spec is left to whoever starts a process: the trunk's supervisor compares it with the run's.
+    The trunk's gets no spec: its supervisor compares the bundle's with the run's own.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: as `require_own`, or the folder cannot be written.
     """
+    require_own(bundle, folder)
     keys = folder / "keys"
     require_writable(keys, "the role's folder", "mend the permissions, or name another --dir")
     keys.chmod(0o700)
@@ -195,6 +196,8 @@ def install(bundle: Bundle, folder: Path) -> Identity:
     if bundle.group == TRUNK_GROUP:
         write_atomic(keys / "roles.json", bundle.roles_document)
         write_atomic(keys / OWN_WORKERS_FILE, canonical_json(dict(bundle.workers)))
+    else:
+        write_atomic(folder / SPEC_FILE, dump_resolved(bundle.spec))
     return Identity(keys, bundle.root_public_key)
 
 

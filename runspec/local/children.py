@@ -7,7 +7,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +69,13 @@ class Child:
             os.killpg(self.pid, number)
 
 
-def start_child(role: RoleSpec, logs: Path) -> Child:
+def start_child(role: RoleSpec, logs: Path, inherited: Mapping[str, str] = os.environ) -> Child:
     """Starts a role in a process group of its own, its output appended to logs/<role>.log.
+
+    Args:
+        role: what to start.
+        logs: folder of logs.
+        inherited: environment beneath the role's own.
 
     Raises:
         NotNow: the disk is too full for the log.
@@ -88,7 +93,7 @@ def start_child(role: RoleSpec, logs: Path) -> Child:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **role.env, SUPERVISOR: str(os.getpid())},
+                    env={**inherited, **role.env, SUPERVISOR: str(os.getpid())},
                     # A Ctrl-C at the terminal is for the supervisor, which stops them in order.
                     start_new_session=True,
                 )

@@ -58,7 +58,11 @@ def warm_start_role(run: PreparedRun, cache: Path) -> RoleSpec:
     return RoleSpec("warm-start", run.machine.module(*command), env, ends_run=True)
 
 
-def role_specs(run: PreparedRun, here: Collection[str] | None = None) -> list[RoleSpec]:
+def role_specs(
+    run: PreparedRun,
+    here: Collection[str] | None = None,
+    cores: Mapping[str, tuple[int, ...]] | None = None,
+) -> list[RoleSpec]:
     """The roles that this machine starts.
 
     Each tolerates that the others are not up yet, so order is for reading.
@@ -66,13 +70,14 @@ def role_specs(run: PreparedRun, here: Collection[str] | None = None) -> list[Ro
     Args:
         run: names files of this machine.
         here: names of the roles; None: all but those that `placement.roles` leaves to others.
+        cores: that roles are pinned to, by name; None: this machine's are shared among the busy.
 
     Raises:
         UserError: two roles would have one name.
     """
     if here is None:
         here = set(role_names(run.spec)) - elsewhere(run.spec)
-    make = _Roles(run, here)
+    make = _Roles(run, here, cores)
     roles = [*make.origin(), *make.relays(), *make.coordinator(), make.publisher()]
     roles += [*make.learners(), *make.validators(), *make.workers()]
     _refuse_equal_names(roles)
@@ -83,15 +88,22 @@ def role_specs(run: PreparedRun, here: Collection[str] | None = None) -> list[Ro
 class _Roles:
     """Makes the roles of one run."""
 
-    def __init__(self, run: PreparedRun, here: Collection[str]) -> None:
+    def __init__(
+        self,
+        run: PreparedRun,
+        here: Collection[str],
+        cores: Mapping[str, tuple[int, ...]] | None,
+    ) -> None:
         self._run, self._spec, self._here = run, run.spec, here
         self._endpoints, self._module = run.endpoints, run.machine.module
         self._listening = run.endpoints.all()
         self._relays = run.endpoints.relays | run.endpoints.elsewhere
         self._root = ("--public-key", run.identity.root_public_key)
-        names = (*learner_names(run.spec), *worker_names(run.spec))
-        busy = [name for name in names if name in here]
-        self._cores = assign_cores(busy, run.machine.cores, others=len(busy) < len(here))
+        if cores is None:
+            names = (*learner_names(run.spec), *worker_names(run.spec))
+            busy = [name for name in names if name in here]
+            cores = assign_cores(busy, run.machine.cores, others=len(busy) < len(here))
+        self._cores = cores
 
     def origin(self) -> Iterator[RoleSpec]:
         store = self._run.directory / "store" / "origin"

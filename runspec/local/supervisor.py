@@ -253,7 +253,8 @@ def _describe(role: RoleState, pid: int | None, code: int | None) -> str:
     match role.state:
         case State.STARTING:
             again = f", restart {role.restarts}" if role.restarts else ""
-            return f"starting (process {pid}{again})"
+            where = f"process {pid}" if pid else "elsewhere"
+            return f"starting ({where}{again})"
         case State.BACKOFF:
             return f"{how}starts again"
         case State.FAILED:

@@ -135,7 +135,7 @@ def test_it_says_where_each_role_group_runs_and_by_which_command(runs: Path, sai
     lines = said()[0].splitlines()
     at = lines.index("Where it runs")
     everyone = "trunk, relay-local, validators, volunteers"
-    assert lines[at + 1] == f"  this machine, by its `apply`: {everyone}"
+    assert lines[at + 1] == f"  this machine, by `apply`: {everyone}"
     assert lines[at + 2] == f"    {apply}"
     # when it leaves the pool's two replicas to others
     away = "placement.roles=[validators, relay-local]", "samplers.volunteers.replicas=2"

@@ -12,7 +12,6 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.roles import read_own_workers, sign_roles
-from runspec.core.spec.resolved import dump_resolved
 from runspec.local.bundle import (
     MAX_BYTES,
     Bundle,
@@ -20,7 +19,6 @@ from runspec.local.bundle import (
     install,
     load_bundle,
     make_bundles,
-    require_own,
 )
 from runspec.local.identity import Identity, make_identity
 from runspec.local.site import site_spec
@@ -83,7 +81,6 @@ def test_a_folder_gets_what_the_bundle_has_for_its_owner_alone(tmp_path: Path) -
     _, bundles = bundles_of(tmp_path / "site")
     for name, bundle in bundles.items():
         folder = tmp_path / name
-        require_own(bundle, folder)
         identity = install(bundle, folder)
         keys = {path.stem: path for path in identity.folder.glob("*.key")}
         assert keys.keys() == bundle.keys.keys()
@@ -91,7 +88,6 @@ def test_a_folder_gets_what_the_bundle_has_for_its_owner_alone(tmp_path: Path) -
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert stat.S_IMODE(identity.folder.stat().st_mode) == 0o700
         # and a second time changes nothing
-        require_own(bundle, folder)
         install(bundle, folder)
     assert read_own_workers(tmp_path / "trunk" / "keys") == bundles["trunk"].workers
     assert not (tmp_path / "validator-0" / "keys" / "roles.json").exists()
@@ -105,12 +101,10 @@ def test_a_folder_of_another_run_is_refused_and_left_as_it_is(tmp_path: Path, na
     )
     folder = tmp_path / "role"
     install(theirs, folder)
-    if name != "trunk":
-        (folder / "spec.json").write_bytes(dump_resolved(theirs.spec))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     # when a bundle of this site is brought there, then it is refused
     with pytest.raises(UserError, match=r"another .*lies here") as error:
-        require_own(ours, folder)
+        install(ours, folder)
     assert str(folder) in error.value.place and "name another --dir" in error.value.remedy
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -11,6 +11,7 @@ from runspec.core.spec.schema.block import Block
 from runspec.core.spec.values import (
     Count,
     CountOrZero,
+    Name,
     Positive,
     PublicKey,
     Reached,
@@ -50,6 +51,8 @@ class Storage(Block):
     dir: str | None = None
     """Folder of run directories where --runs-dir names none; `runs` when null. A run that is there
     moves only by hand."""
+    scratch: str = "~/.cache/runspec"
+    """Folder on each machine for roles that do not share the run directory."""
     shared: bool = False
     """Says that every host sees the same files under `dir`, as on a network file system."""
 
@@ -59,10 +62,17 @@ class Placement(Block):
 
     CHANGE = "restart"
 
-    backend: Literal["local"] = "local"
-    """Who starts and watches the roles: `local` does on this machine."""
+    backend: Name = "local"
+    """Who starts and watches the roles: `local` on this machine, `ray` on a cluster, or what an
+    installed package offers."""
+    address: str = "auto"
+    """Of the backend: of a Ray cluster as `ray.init` takes it."""
+    resources: dict[str, dict[str, Positive]] = {}
+    """What each process of a role group asks Ray for besides its accelerators, by group: `trunk`,
+    `learners`, `validators`, relay-<name>, pools."""
     host: str = "127.0.0.1"
-    """Address that the local backend's servers bind to."""
+    """Address that the trunk's servers bind to. On Ray that of the trunk's node, if it is
+    loopback."""
     base_port: Annotated[int, Field(ge=1024, le=65000), Unit("port")] | None = None
     """First of the consecutive ports used; free ones are chosen when null."""
     restarts: Annotated[CountOrZero, Unit("deaths in a row"), HOT] = 5
