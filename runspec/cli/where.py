@@ -22,8 +22,8 @@ SITE = PurePath("SITE")
 def role_groups(spec: RunSpec, files: SpecFiles, runs_dir: Path | None) -> list[dict[str, Any]]:
     """Each role group with its processes, the machine of each, and what starts them.
 
-    `here` says whether `runspec apply` does, on this machine or the backend's; `commands` is then that command, else
-    one for each process.
+    `here` says whether `runspec apply` does, on this machine or the backend's; `commands` is then
+    that command, else one for each process.
     """
     named, groups = spec.placement.roles, []
     where = [] if runs_dir is None else ["--runs-dir", str(runs_dir)]

@@ -1,6 +1,7 @@
-"""`runspec role`: what is refused before a process starts, and what the process says.
+"""`runspec role`: what is refused before a process starts, and where a server listens.
 
-A run of all roles, each in a folder of its own, is `tests/e2e/test_join.py`.
+Roles that wait for the trunk are in `tests/test_site_page.py`, a whole run in
+`tests/e2e/test_join.py`.
 """
 
 from __future__ import annotations
@@ -177,18 +178,3 @@ def test_an_address_that_cannot_be_had_ends_a_server(site: Path, tmp_path: Path)
             assert done.returncode == 1
             assert all(word in done.stderr for word in words), done.stderr
             assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow  # imports the engines
-@pytest.mark.parametrize("name", ["validator-0", "volunteers-0"])
-def test_a_role_without_its_coordinator_says_whom_it_waits_for(
-    site: Path, tmp_path: Path, name: str
-) -> None:
-    """It ends after `verify.patience.COORDINATOR_S`: tests/sampler/worker/test_interruptions.py
-    and tests/verify/test_client.py hold that with shorter waits."""
-    spec = json.loads(bundle(site, name).read_text())["spec"]
-    coordinator = f"http://127.0.0.1:{spec['placement']['base_port']}"
-    with started(name, bundle(site, name), tmp_path) as log:
-        waiting = f"waiting for the coordinator {coordinator}: cannot be reached"
-        eventually(lambda: waiting in log.read_text(), "a message", context=log.read_text)
-    assert "Traceback" not in log.read_text()
