@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from runspec.cli.apply import carry_out
+from runspec.cli.apply import EXIT_FAILED, carry_out, show_missing
 from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
@@ -18,7 +18,7 @@ from runspec.local.children import pinned
 from runspec.local.endpoints import Endpoints, address, fixed_endpoints
 from runspec.local.machine import this_machine
 from runspec.local.planning import make_plan
-from runspec.local.prepare import link_starting_model
+from runspec.local.prepare import NotReady, link_starting_model
 from runspec.local.prepared import PreparedRun
 from runspec.local.processes import RoleSpec, role_specs
 from runspec.local.run_dir import hold, own_folder, run_directory
@@ -75,7 +75,11 @@ def _supervise(bundle: Bundle, folder: Path) -> int:
     install(bundle, folder)
     placement = bundle.spec.placement.model_copy(update={"roles": []})
     spec = bundle.spec.model_copy(update={"placement": placement})
-    return carry_out(make_plan(spec, folder), detach=False)
+    try:
+        return carry_out(make_plan(spec, folder), detach=False)
+    except NotReady as error:
+        show_missing(error, None)
+        return EXIT_FAILED
 
 
 def _listening(endpoints: Endpoints, name: str, listen: str | None) -> Endpoints:

@@ -46,7 +46,7 @@ from runspec.lock.model_files import TOKENIZER, WEIGHTS, require_files
 GIB = 2**30
 _ROOM_BYTES = GIB // 2
 """For logs, rollouts and the environment's own files."""
-_PREPARE = "`runspec prepare` makes what each machine needs, see docs/site.md"
+_PREPARE = "see `runspec prepare` and docs/site.md"
 _THIS_HOST = ("127.0.0.1", "localhost", "::1")
 ROLE_MODULES = {
     "learner": ("jax", "orbax.checkpoint", "tensorstore"),
@@ -278,8 +278,7 @@ def _identity(spec: RunSpec, run_dir: Path, facts: Facts) -> Iterator[Missing]:
     elif spec.identity.root_public_key is None and any(_hardware(spec, facts)):
         yield Missing(
             "identity.root_public_key",
-            "unset: workers on other machines pin the root that signs roles.json",
-            _PREPARE,
+            "unset: other machines have to pin the run's root",
         )
 
 
@@ -294,7 +293,9 @@ def _servers(spec: RunSpec) -> Iterator[Missing]:
             yield Missing(path, "null: another machine starts this relay, and nobody knows where")
     for path, url in urls.items():
         if url is not None and urlsplit(url).hostname not in here:
-            yield Missing(path, f"{url} is not on this machine", _PREPARE)
+            origin = "leave it out, and let readers elsewhere reach the origin through relays"
+            remedy = origin if path == "broadcast.origin.url" else _PREPARE
+            yield Missing(path, f"{url} is not on this machine", remedy)
 
 
 def _modules(spec: RunSpec, facts: Facts) -> Iterator[Missing]:

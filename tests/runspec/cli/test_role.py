@@ -178,3 +178,22 @@ def test_an_address_that_cannot_be_had_ends_a_server(site: Path, tmp_path: Path)
             assert done.returncode == 1
             assert all(word in done.stderr for word in words), done.stderr
             assert "Traceback" not in done.stderr
+
+
+def test_a_trunk_that_cannot_start_here_says_what_is_missing(site: Path, tmp_path: Path) -> None:
+    # given a secret that this machine has not
+    prepare(tmp_path / "site", "secrets={TOKEN: {from: {env: NO_SUCH_SECRET}}}")
+    run_dir = tmp_path / "run"
+    file = bundle(tmp_path / "site", "trunk")
+    done = runspec("role", "trunk", "--bundle", file, "--dir", run_dir)
+    assert done.returncode == 1
+    assert "small cannot start on this machine. Missing:" in done.stderr
+    assert "secrets.TOKEN" in done.stderr and "NO_SUCH_SECRET is not set" in done.stderr
+    # and a port that somebody has
+    port = json.loads(bundle(site, "trunk").read_text())["spec"]["placement"]["base_port"]
+    with socket.create_server(("127.0.0.1", port)):
+        done = runspec("role", "trunk", "--bundle", bundle(site, "trunk"), "--dir", tmp_path / "r")
+    refused(done, f"coordinator at 127.0.0.1:{port}: port {port} is taken by")
+    # then no run was made
+    assert [path.name for path in run_dir.iterdir()] == ["keys"]
+    assert [path.name for path in (tmp_path / "r").iterdir()] == ["keys"]
