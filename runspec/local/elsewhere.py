@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
@@ -16,9 +16,15 @@ _MAX_BYTES = 64 * 1024
 
 
 def note_site(run_dir: Path, site: Mapping[str, str]) -> None:
-    """Notes how a run is reached: `backend`, `run`, and what the backend wants to know again."""
+    """Notes how a run is reached.
+
+    Args:
+        run_dir: where the run would lie on this machine, by whose path it lies on the other.
+        site: `backend`, `run`, and what the backend wants to know again.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_atomic(run_dir / FILE_NAME, canonical_json(dict(site)))
+    known = {"runs_dir": str(run_dir.parent), **site}
+    write_atomic(run_dir / FILE_NAME, canonical_json(known))
 
 
 def read_site(run_dir: Path) -> dict[str, str] | None:
@@ -30,7 +36,7 @@ def read_site(run_dir: Path) -> dict[str, str] | None:
     path = run_dir / FILE_NAME
     try:
         site = parse_object(read_bounded(path, _MAX_BYTES), max_bytes=_MAX_BYTES)
-        return {key: str(site[key]) for key in ("backend", "run", *site)}
+        return {key: str(site[key]) for key in ("backend", "run", "runs_dir", *site)}
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, MalformedJson, KeyError) as error:
@@ -39,9 +45,25 @@ def read_site(run_dir: Path) -> dict[str, str] | None:
         ) from error
 
 
-def refuse_elsewhere(run_dir: Path) -> None:
-    """Raises RunElsewhere for a run that was applied from here and lies on another machine."""
+def refuse_elsewhere(run_dir: Path, named: str) -> None:
+    """Raises RunElsewhere for a run that was applied from here and lies on another machine.
+
+    Args:
+        run_dir: where the run would lie on this machine.
+        named: as the command line names the run.
+    """
     site = read_site(run_dir)
-    if site is not None:
-        made = backend(site["backend"])
-        raise RunElsewhere(site["run"], partial(made.command, site))
+    if site is None:
+        return
+
+    def carry(arguments: Sequence[str]) -> int:
+        there = [site["run"] if word == named else word for word in arguments]
+        there += ["--runs-dir", site["runs_dir"]]  # of two the last one counts
+        code = backend(site["backend"]).command(site, there)
+        if code == 0 and arguments[0] == "delete":
+            (run_dir / FILE_NAME).unlink(missing_ok=True)
+            with suppress(OSError):
+                run_dir.rmdir()
+        return code
+
+    raise RunElsewhere(site["run"], carry)

@@ -19,6 +19,7 @@ from runspec.core.spec.schema import RunSpec
 from runspec.lint.urls import is_loopback
 from runspec.local.cores import (
     assign_cores,
+    assign_devices,
     jax_environment,
     thread_limits,
     visible_devices,
@@ -54,7 +55,8 @@ class RoleSpec:
 def warm_start_role(run: PreparedRun, cache: Path) -> RoleSpec:
     """The stage before the run: makes version 0, or finds it in the cache."""
     command = ("learner_jax", "warm-start", str(run.directory), "--cache", str(cache))
-    env = _learner_env(run, (), "learner")
+    devices = assign_devices(run.spec, _all_here(run.spec)).get("learner")
+    env = _learner_env(run, (), devices)
     return RoleSpec("warm-start", run.machine.module(*command), env, ends_run=True)
 
 
@@ -76,13 +78,18 @@ def role_specs(
         UserError: two roles would have one name.
     """
     if here is None:
-        here = set(role_names(run.spec)) - elsewhere(run.spec)
+        here = _all_here(run.spec)
     make = _Roles(run, here, cores)
     roles = [*make.origin(), *make.relays(), *make.coordinator(), make.publisher()]
     roles += [*make.learners(), *make.validators(), *make.workers()]
     _refuse_equal_names(roles)
     secrets = _secrets(run.spec, run.machine)
     return [replace(role, env={**role.env, **secrets}) for role in roles if role.name in here]
+
+
+def _all_here(spec: RunSpec) -> set[str]:
+    """What one machine starts of a run."""
+    return set(role_names(spec)) - elsewhere(spec)
 
 
 class _Roles:
@@ -104,6 +111,8 @@ class _Roles:
             busy = [name for name in names if name in here]
             cores = assign_cores(busy, run.machine.cores, others=len(busy) < len(here))
         self._cores = cores
+        found = run.spec.placement.backend == "local"  # others say by themselves what is free
+        self._assigned = assign_devices(run.spec, here) if found else run.spec.placement.devices
 
     def origin(self) -> Iterator[RoleSpec]:
         store = self._run.directory / "store" / "origin"
@@ -123,7 +132,7 @@ class _Roles:
                 )
 
     def coordinator(self) -> Iterator[RoleSpec]:
-        served = [*self._relays.values(), self._endpoints.origin]
+        served = self._endpoints.weights()
         weights = [option for url in served for option in ("--public-weights", url)]
         weights += ["--weights", self._endpoints.origin]
         command = ("verify", "coordinator", str(self._run.directory), *weights, *self._root)
@@ -144,7 +153,9 @@ class _Roles:
             yield RoleSpec(
                 name,
                 self._module("learner_jax", "train", str(self._run.directory), *joining),
-                _learner_env(self._run, mine, name, hosts=self._spec.learner.hosts),
+                _learner_env(
+                    self._run, mine, self._assigned.get(name), hosts=self._spec.learner.hosts
+                ),
                 cores=mine,
                 ends_run=i == 0,
                 ends_when_sampled=i > 0,
@@ -204,7 +215,7 @@ class _Roles:
         return [*urls, self._endpoints.origin]
 
     def _devices(self, name: str, kind: str) -> dict[str, str]:
-        return visible_devices(kind, self._spec.placement.devices.get(name))
+        return visible_devices(kind, self._assigned.get(name))
 
 
 def _secrets(spec: RunSpec, machine: Machine) -> dict[str, str]:
@@ -225,15 +236,15 @@ def _joining(endpoints: Endpoints, process: int) -> tuple[str, ...]:
 
 
 def _learner_env(
-    run: PreparedRun, cores: tuple[int, ...], name: str, *, hosts: int = 1
+    run: PreparedRun, cores: tuple[int, ...], numbers: Sequence[int] | None, *, hosts: int = 1
 ) -> dict[str, str]:
-    """Environment of the learner's process `name`, one of `hosts`."""
+    """Environment of a learner's process, one of `hosts`, that sees these accelerators."""
     learner = run.spec.learner
     kind, devices = learner.hardware.kind, learner.mesh.devices // hosts
     return (
         thread_limits(cores)
         | jax_environment(run.machine.env, on_cpu=kind == "cpu", devices=devices)
-        | visible_devices(kind, run.spec.placement.devices.get(name))
+        | visible_devices(kind, numbers)
     )
 
 

@@ -101,7 +101,7 @@ def find_run(run: str, runs_dir: Path) -> Path:
     for candidate in (runs_dir / run, Path(run)):
         if (candidate / SPEC_FILE).is_file():
             return candidate.absolute()
-        refuse_elsewhere(candidate)
+        refuse_elsewhere(candidate, run)
     known = sorted(path.parent.name for path in runs_dir.glob(f"*/{SPEC_FILE}"))
     raise UserError(
         f"no run {run!r}",

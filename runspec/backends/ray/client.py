@@ -59,7 +59,11 @@ class RayBackend:
                 place=f"run {site['run']}",
                 remedy="`runspec apply` starts it",
             )
-        return _carry(ray, keeper(ray, site["run"], ip), arguments, b"", {})
+        actor = keeper(ray, site["run"], ip)
+        code = _carry(ray, actor, arguments, b"", {})
+        if code == 0 and arguments[0] == "delete":
+            ray.kill(actor)
+        return code
 
     def processes(self, run: PreparedRun) -> tuple[Processes, PreparedRun]:
         made = RayProcesses(run)

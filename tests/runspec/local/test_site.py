@@ -72,14 +72,15 @@ def test_a_sites_spec_pins_the_root_and_every_address() -> None:
         "relay-local": f"http://10.0.0.7:{BASE_PORT + 2}",
     }
     # and URLs of the spec's own stay
-    named = small_spec("small", 5, "placement.base_port=9000", "placement.host=::1")
+    url = "placement.url=https://run.example.org/"
+    named = small_spec("small", 5, "placement.base_port=9000", "placement.host=::1", url)
     relay = named.broadcast.relays[0].model_copy(update={"url": "https://r.example.org/"})
     broadcast = named.broadcast.model_copy(update={"relays": [relay]})
     several = named.learner.model_copy(update={"hosts": 2})
     named = named.model_copy(update={"broadcast": broadcast, "learner": several})
     endpoints = fixed_endpoints(site_spec(named, ROOT_KEY))
     assert endpoints.all() == {
-        "coordinator": "http://[::1]:9000",
+        "coordinator": "https://run.example.org",
         "origin": "http://[::1]:9001",
         "relay-local": "https://r.example.org",
         "learner": "http://[::1]:9003",

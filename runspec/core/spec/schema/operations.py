@@ -35,8 +35,9 @@ class Checkpoints(Block):
     CHANGE = "restart"
 
     dir: Annotated[str | None, NEWRUN] = None
-    """Where full states lie; the run directory when null. A run would not find those it has made
-    elsewhere, and start from version 0."""
+    """Where full states and new parameters lie, in a folder of the run's name: a path,
+    s3://BUCKET/FOLDER or gs://BUCKET/FOLDER; the run directory when null. All hosts of the learner
+    write there. A run would not find those it has made elsewhere, and start from version 0."""
     every: Steps = 10
     """Rollout steps between full states."""
     keep: Annotated[Count, Unit("states")] = 3
@@ -54,7 +55,8 @@ class Storage(Block):
     scratch: str = "~/.cache/runspec"
     """Folder on each machine for roles that do not share the run directory."""
     shared: bool = False
-    """Says that every host sees the same files under `dir`, as on a network file system."""
+    """Says that every host sees the same files under `dir` and `checkpoints.dir`, as on a network
+    file system."""
 
 
 class Placement(Block):
@@ -73,6 +75,8 @@ class Placement(Block):
     host: str = "127.0.0.1"
     """Address that the trunk's servers bind to. On Ray that of the trunk's node, if it is
     loopback."""
+    url: str | None = None
+    """Where workers elsewhere reach the coordinator, as join links say it: a proxy with TLS."""
     base_port: Annotated[int, Field(ge=1024, le=65000), Unit("port")] | None = None
     """First of the consecutive ports used; free ones are chosen when null."""
     restarts: Annotated[CountOrZero, Unit("deaths in a row"), HOT] = 5
