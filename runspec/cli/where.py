@@ -60,7 +60,8 @@ def where_lines(spec: RunSpec, groups: list[dict[str, Any]], files: SpecFiles) -
         yield f"    {group['commands'][0]}{more}"
     if away:
         prepare = shlex.join(["runspec", "prepare", *words_of(files), "-o", str(SITE)])
-        yield f"  bundles come from `{prepare}`, whose trunk then takes the place of `apply`"
+        yield f"  bundles come from `{prepare}`, whose trunk then takes the place of `apply`;"
+        yield "  volunteers need none: they call `runspec join LINK` (docs/join.md)"
 
 
 def _what(group: dict[str, Any]) -> str:
