@@ -50,7 +50,7 @@ def apply_command(files: SpecFiles, detach: bool, runs_dir: Path | None) -> int:
     try:
         return carry_out(plan, detach=detach)
     except NotReady as error:
-        _show_missing(error, None if saved else files)
+        show_missing(error, None if saved else files)
         return EXIT_FAILED
 
 
@@ -62,7 +62,7 @@ def apply_resolved(detach: bool, runs_dir: Path | None) -> int:
     try:
         return carry_out(plan, detach=detach)
     except NotReady as error:
-        _show_missing(error, None)
+        show_missing(error, None)
         return EXIT_FAILED
 
 
@@ -171,7 +171,8 @@ def show_result(run_dir: Path) -> None:
         print(f"Trained model: {line}" if line.startswith("version") else f"  {line}")
 
 
-def _show_missing(error: NotReady, files: SpecFiles | None) -> None:
+def show_missing(error: NotReady, files: SpecFiles | None) -> None:
+    """What this machine lacks, and what to do; with files also what would start here."""
     console = Console(stderr=True)
     console.print(Text(f"{error.name} cannot start on this machine. Missing:", style="bold"))
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))

@@ -16,8 +16,8 @@ from runspec.core.spec.schema import RunSpec
 from runspec.lint.urls import is_loopback
 from runspec.local.bundle import make_bundles
 from runspec.local.identity import make_identity
-from runspec.local.run_dir import run_directory
-from runspec.local.site import Disk, Group, groups_of, site_spec
+from runspec.local.run_dir import LOCK_FILE, run_directory
+from runspec.local.site import Disk, groups_of, site_spec
 
 BUNDLES = "bundles"
 
@@ -28,43 +28,39 @@ def prepare_command(files: SpecFiles, site: Path) -> int:
     Made again with the same folder, it keeps the keys, so that a changed spec reaches the roles by
     new bundles.
     """
-    spec = sound_spec(files)
-    require_writable(site, "the site's folder", "mend the permissions, or name another folder")
+    spec = sound_spec(files, pins_root=True)
     _refuse_other_run(site, spec)
+    require_writable(site, "the site's folder", "mend the permissions, or name another folder")
     identity = make_identity(site, spec)
     resolved = site_spec(spec, identity.root_public_key)
     folder = site / BUNDLES
     folder.mkdir(mode=0o700, exist_ok=True)
-    for bundle in make_bundles(resolved, identity):
-        write_atomic(folder / f"{bundle.group}.json", bundle.encode(), mode=0o600)
+    bundles = {folder / f"{each.group}.json": each for each in make_bundles(resolved, identity)}
+    for path, bundle in bundles.items():
+        write_atomic(path, bundle.encode(), mode=0o600)
+    for path in set(folder.glob("*.json")) - bundles.keys():
+        path.unlink()
     write_atomic(site / SPEC_FILE, dump_resolved(resolved))
     _show(resolved, site)
     return 0
 
 
 def _refuse_other_run(site: Path, spec: RunSpec) -> None:
-    if (site / SPEC_FILE).exists() and load_resolved(site).name != spec.name:
-        raise UserError(
-            f"the site of another run, {load_resolved(site).name}",
-            place=str(site),
-            remedy="name another folder with -o",
-        )
+    remedy = "name another folder with -o"
+    if (site / LOCK_FILE).exists():
+        raise UserError("a run's directory, not a site", place=str(site), remedy=remedy)
+    if (site / SPEC_FILE).exists() and (name := load_resolved(site).name) != spec.name:
+        raise UserError(f"the site of another run, {name}", place=str(site), remedy=remedy)
 
 
 def site_lines(spec: RunSpec, bundles: PurePath) -> Iterator[str]:
     """Of each role group where its processes run, what they keep, and the command of each."""
     for group in groups_of(spec):
         many = f"{len(group.members)} processes, each " if len(group.members) > 1 else ""
-        yield f"{group.name}: {many}on {_machine(group)}; keeps its {group.disk}"
+        yield f"{group.name}: {many}on {group.machine}; keeps its {group.disk}"
         folder = run_directory(spec, None) if group.disk is Disk.RUN else None
         for member in group.members:
             yield f"  {shlex.join(group.command(member, bundles, folder))}"
-
-
-def _machine(group: Group) -> str:
-    if group.hardware is None:
-        return "any machine"
-    return f"{group.devices} x {group.hardware.kind}"
 
 
 def _show(spec: RunSpec, site: Path) -> None:

@@ -139,7 +139,7 @@ def fixed_endpoints(spec: RunSpec) -> Endpoints:
     assert base is not None, "a site has one"
     several = spec.learner.hosts > 1
     return Endpoints(
-        coordinator=_url(place.host, base),
+        coordinator=(place.url or _url(place.host, base)).rstrip("/"),
         origin=(spec.broadcast.origin.url or _url(place.host, base + 1)).rstrip("/"),
         relays={relay.name: relay.url.rstrip("/") for relay in relays if relay.url is not None},
         learner=_url(place.host, base + 2 + len(relays)) if several else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -48,6 +49,7 @@ from runspec.lock.model_files import TOKENIZER, WEIGHTS, require_files
 GIB = 2**30
 _ROOM_BYTES = GIB // 2
 """For logs, rollouts and the environment's own files."""
+_PREPARE = "see `runspec prepare` and docs/site.md"
 _THIS_HOST = ("127.0.0.1", "localhost", "::1")
 ROLE_MODULES = {
     "learner": ("jax", "orbax.checkpoint", "tensorstore"),
@@ -120,49 +122,52 @@ def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
 
 def _hardware(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
     learner, here = spec.learner, _groups_here(spec)
-    asked = [("learner.hardware", learner.hardware, 1, learner.mesh.slices)]
+    parts = learner.hosts if learner.hosts > 1 and "learners" not in here else 1
+    asked = [("learner.hardware", learner.hardware, Fraction(1, parts), learner.mesh.slices)]
     asked += [
-        (f"samplers.{pool.name}.hardware", pool.hardware, pool.replicas, 1)
+        (f"samplers.{pool.name}.hardware", pool.hardware, Fraction(pool.replicas), 1)
         for pool in spec.samplers
         if pool.name in here
     ]
     if spec.verify.hardware is not None and spec.verify.validators and "validators" in here:
-        asked.append(("verify.hardware", spec.verify.hardware, spec.verify.validators, 1))
+        count = Fraction(spec.verify.validators)
+        asked.append(("verify.hardware", spec.verify.hardware, count, 1))
     taken: Counter[str] = Counter()
     for path, hardware, processes, slices in asked:
         thing = _lack(hardware, processes, slices, facts, taken)
         if thing:
             yield Missing(path, thing)
-    if learner.hosts > 1 and learner.hardware.kind != "cpu":
+    if "learners" in here and learner.hosts > 1 and learner.hardware.kind != "cpu":
         yield Missing(
             "learner.hosts",
             f"{learner.hosts} machines with {learner.hardware.kind}; this is one",
-            "start the learner's processes there by hand, see docs/learner_jax.md",
+            _PREPARE,
         )
 
 
 def _lack(
-    hardware: Hardware, processes: int, slices: int, facts: Facts, taken: Counter[str]
+    hardware: Hardware, processes: Fraction, slices: int, facts: Facts, taken: Counter[str]
 ) -> str:
     """What is wanted and what is here; empty where it suffices.
 
     Args:
         hardware: of one process.
-        processes: how many there are.
+        processes: how many there are, or the part of one that is here.
         slices: of the hardware.
         facts: of this machine.
         taken: devices of others by what they are called, to which these are added.
     """
     if hardware.kind == "cpu":
         return ""
-    wanted = (device_count(hardware, slices) or 1) * processes
     here, unit = devices_here(hardware, facts.gpus, facts.tpus)
+    wanted = int((device_count(hardware, slices) or 1) * processes)
     others = taken[unit]
     taken[unit] += wanted
     if here >= wanted + others:
         return ""
-    shape = hardware.topology or f"x {wanted}"
-    many = f"{slices} slices of " if slices > 1 else ""
+    whole = processes >= 1
+    shape = hardware.topology if hardware.topology and whole else f"x {wanted}"
+    many = f"{slices} slices of " if slices > 1 and whole else ""
     beside = f" beside {others} of other roles" if others else ""
     has = f"this machine has {here or 'none'}"
     return f"{many}{hardware.kind} {shape} ({wanted} {unit}{beside}); {has}"
@@ -289,7 +294,9 @@ def _servers(spec: RunSpec) -> Iterator[Missing]:
     for path, url in urls.items():
         parts = urlsplit(url or "")
         if parts.scheme == "http" and parts.hostname not in here:  # https: a proxy before it
-            yield Missing(path, f"{url} is not on this machine")
+            origin = "leave it out, and let readers elsewhere reach the origin through relays"
+            remedy = origin if path == "broadcast.origin.url" else _PREPARE
+            yield Missing(path, f"{url} is not on this machine", remedy)
 
 
 def _modules(spec: RunSpec, facts: Facts) -> Iterator[Missing]:

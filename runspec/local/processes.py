@@ -80,7 +80,7 @@ def role_specs(
     if here is None:
         here = _all_here(run.spec)
     make = _Roles(run, here, cores)
-    roles = [make.origin(), *make.relays(), make.coordinator(), make.publisher()]
+    roles = [*make.origin(), *make.relays(), *make.coordinator(), make.publisher()]
     roles += [*make.learners(), *make.validators(), *make.workers()]
     _refuse_equal_names(roles)
     secrets = _secrets(run.spec, run.machine)
@@ -101,7 +101,7 @@ class _Roles:
         here: Collection[str],
         cores: Mapping[str, tuple[int, ...]] | None,
     ) -> None:
-        self._run, self._spec = run, run.spec
+        self._run, self._spec, self._here = run, run.spec, here
         self._endpoints, self._module = run.endpoints, run.machine.module
         self._listening = run.endpoints.all()
         self._relays = run.endpoints.relays | run.endpoints.elsewhere
@@ -114,7 +114,7 @@ class _Roles:
         found = run.spec.placement.backend == "local"  # others say by themselves what is free
         self._assigned = assign_devices(run.spec, here) if found else run.spec.placement.devices
 
-    def origin(self) -> RoleSpec:
+    def origin(self) -> Iterator[RoleSpec]:
         store = self._run.directory / "store" / "origin"
         return self._server("origin", "broadcast", "origin", str(store))
 
@@ -123,7 +123,7 @@ class _Roles:
             name = f"relay-{relay.name}"
             if name in self._listening:
                 upstream = [self._relays.get(up, self._endpoints.origin) for up in relay.upstream]
-                yield self._server(
+                yield from self._server(
                     name,
                     *("broadcast", "relay", "--run", self._spec.name),
                     *(option for url in upstream for option in ("--upstream", url)),
@@ -131,7 +131,7 @@ class _Roles:
                     *("--store", str(self._run.directory / "store" / name), *self._root),
                 )
 
-    def coordinator(self) -> RoleSpec:
+    def coordinator(self) -> Iterator[RoleSpec]:
         served = self._endpoints.weights()
         weights = [option for url in served for option in ("--public-weights", url)]
         weights += ["--weights", self._endpoints.origin]
@@ -187,10 +187,12 @@ class _Roles:
                 ends_when_sampled=True,
             )
 
-    def _server(self, name: str, *command: str) -> RoleSpec:
-        host, port = address(self._listening[name])
-        module = self._module(*command, "--listen", f"{host}:{port}")
-        return RoleSpec(name, module, thread_limits(()), listen=(host, port))
+    def _server(self, name: str, *command: str) -> Iterator[RoleSpec]:
+        """The server, where it is started here: one elsewhere may have a URL that is no address."""
+        if name in self._here:
+            host, port = address(self._listening[name])
+            module = self._module(*command, "--listen", f"{host}:{port}")
+            yield RoleSpec(name, module, thread_limits(()), listen=(host, port))
 
     def _work(self, name: str, weights: Sequence[str]) -> tuple[str, ...]:
         """What validators and samplers are told alike."""

@@ -31,8 +31,12 @@ class RunLocked(UserError):
 
 
 @contextmanager
-def hold(run_dir: Path) -> Iterator[int]:
+def hold(run_dir: Path, *, role: str | None = None) -> Iterator[int]:
     """Holds a run's lock, which the kernel lets go when its last holder dies.
+
+    Args:
+        run_dir: the run's directory, or the folder of one role.
+        role: whose folder it is; None for a run's directory.
 
     Yields:
         The lock's file descriptor; a process that inherits it holds the lock too.
@@ -52,10 +56,11 @@ def hold(run_dir: Path) -> Iterator[int]:
         ) from error
     try:
         if not _lock(descriptor):
+            watch = f"watch it with `runspec status {run_dir}`, or stop that process first"
             raise RunLocked(
-                f"the run is alive: held by {_holder(path)}",
+                f"{role or 'the run'} is alive: held by {_holder(path)}",
                 place=str(run_dir),
-                remedy=f"watch it with `runspec status {run_dir}`, or stop that process first",
+                remedy="stop that process first, or name another --dir" if role else watch,
             )
         sign_lock(descriptor)
         yield descriptor

@@ -29,6 +29,7 @@ from runspec.local.bundle import TRUNK_GROUP
 
 BASE_PORT = 29400
 """First port of a site whose spec names none."""
+ANY_MACHINE = "any machine"
 
 
 class Disk(StrEnum):
@@ -67,6 +68,13 @@ class Group:
     restart: Restart = Restart.ALONE
     secrets: tuple[str, ...] = ()
     """Environment variables that each member needs and no bundle holds."""
+
+    @property
+    def machine(self) -> str:
+        """What a machine needs for one member, in words."""
+        if self.hardware is None:
+            return ANY_MACHINE
+        return f"{self.devices} x {self.hardware.kind}"
 
     def command(self, member: str, bundles: PurePath, folder: PurePath | None) -> tuple[str, ...]:
         """The command line of a member.

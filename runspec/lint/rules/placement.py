@@ -20,7 +20,7 @@ from runspec.lint.urls import is_loopback, parse_url, server_urls
 _SHOWN = 12
 """Names that a message lists."""
 RESERVED = (
-    *("root", "publisher", "coordinator", "learner"),
+    *("root", "trunk", "publisher", "coordinator", "learner", "learners"),
     *("validator", "validators", "origin", "relay"),
 )
 
@@ -79,10 +79,10 @@ def role_clash(context: Context) -> Iterator[Violation]:
 def unknown_role(context: Context) -> Iterator[Violation]:
     """`placement.roles` and `placement.devices` must name roles of the run.
 
-    `roles` says what is started here: `validators`, a pool, or relay-<name>; learner, publisher,
-    origin and coordinator always are. `devices` goes by process, as `status` names them:
-    `learner`, `<pool>-<i>`, `validator-<i>`. A name that is nothing starts nothing and assigns
-    nothing, in silence.
+    `roles` says what is started here: `validators`, a pool, relay-<name>, or `learners`, the
+    learner's processes after the first; learner, publisher, origin and coordinator always are.
+    `devices` goes by process, as `status` names them: `learner`, `<pool>-<i>`, `validator-<i>`. A
+    name that is nothing starts nothing and assigns nothing, in silence.
     """
     spec = context.spec
     startable = placeable(spec)

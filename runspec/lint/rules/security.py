@@ -77,8 +77,8 @@ def unsigned_weights(context: Context) -> Iterator[Violation]:
             ("identity", "root_public_key"),
             f"is null, and pool {elsewhere[0]} is untrusted and on other machines: it could not "
             "tell these weights from another's",
-            suggestion="give the root's public key; a pool that does run here belongs into "
-            "placement.roles",
+            suggestion="give the root's public key, or let `runspec prepare` make one; a pool that "
+            "does run here belongs into placement.roles",
         )
 
 
