@@ -14,7 +14,7 @@ WORKERS := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 # Whole runs: one process of tests has them all, one after another, beside what the others do.
 RUNS := tests/e2e tests/attacks/test_dishonest_workers.py
 
-.PHONY: help install aot shardcast wheel quickstart lint test test-fast test-learner test-runs campaigns bench clean
+.PHONY: help install aot shardcast wheel quickstart lint test test-fast test-learner test-runs campaigns bench accelerator clean
 
 help:  ## what there is to call
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -91,6 +91,10 @@ campaigns: install  ## statistics, fuzz lanes of a million cases, planted faults
 
 bench: install  ## benchmarks, each prints JSON
 	$(BIN)/python -m benchmarks
+
+# Installs nothing: a GPU machine has its packages already (docs/performance.md).
+accelerator:  ## what only a GPU can show, in eight minutes, as one table; tiny shapes on a CPU
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.accelerator
 
 clean:  ## removes the environment and the runs
 	rm -rf $(VENV) runs .cache

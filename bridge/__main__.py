@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from runspec.core.errors import UserError
+from runspec.core.object_store import folder_at
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
 
     export = commands.add_parser("export", help="Orbax checkpoint -> Hugging Face directory")
-    export.add_argument("checkpoint", metavar="CKPT", type=Path)
+    export.add_argument("checkpoint", metavar="CKPT", help="a folder, or s3:// or gs://")
     export.add_argument("out", metavar="OUT", type=Path)
     export.add_argument(
         "--model-dir", type=Path, help="has config and tokenizer; default: in CKPT, or beside it"
@@ -57,9 +58,10 @@ def _export(arguments: argparse.Namespace) -> int:
     from bridge.export import export_checkpoint
     from bridge.model_files import model_directory, stated_dtype
 
-    model_dir = arguments.model_dir or model_directory(arguments.checkpoint)
+    checkpoint = folder_at(arguments.checkpoint)
+    model_dir = arguments.model_dir or model_directory(checkpoint)
     export_checkpoint(
-        arguments.checkpoint,
+        checkpoint,
         arguments.out,
         model_dir=model_dir,
         dtype=arguments.dtype or stated_dtype(model_dir),

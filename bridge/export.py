@@ -6,7 +6,6 @@ import itertools
 import json
 import logging
 import math
-import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,15 +24,18 @@ from bridge.tensors import dtype_named
 from bridge.transpose import copy_into
 from bridge.weight_map import Path as LeafPath
 from bridge.weight_map import hf_shapes, weight_map
+from runspec.core.files import read_bounded
 from runspec.core.models.config import CONFIG_NAME, ModelConfig, load_config, read_config
+from runspec.core.object_store import Folder, last_file
 
 PROBE_NAME = "probe.json"
+MAX_PROBE_BYTES = 64 * 1024 * 1024
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 def export_checkpoint(
-    orbax_dir: Path,
+    orbax_dir: Folder,
     out_dir: Path,
     *,
     model_dir: Path,
@@ -67,13 +69,14 @@ def export_checkpoint(
         write_records(folder, records)
         copy_model_files(model_dir, folder)
         _write_config(folder, model_dir, dtype)
-        if (probe := orbax_dir.parent / PROBE_NAME).exists():
-            shutil.copyfile(probe, folder / PROBE_NAME)
+        probe = last_file(orbax_dir.parent, PROBE_NAME)
+        if probe.exists():
+            (folder / PROBE_NAME).write_bytes(read_bounded(probe, MAX_PROBE_BYTES))
 
 
 def _write_weights(
     folder: Path,
-    orbax_dir: Path,
+    orbax_dir: Folder,
     stores: dict[LeafPath, ts.TensorStore],
     config: ModelConfig,
     dtype: np.dtype,
@@ -99,7 +102,7 @@ def _write_weights(
 
 
 def _blocks(
-    orbax_dir: Path, stores: dict[LeafPath, ts.TensorStore], config: ModelConfig, dtype: np.dtype
+    orbax_dir: Folder, stores: dict[LeafPath, ts.TensorStore], config: ModelConfig, dtype: np.dtype
 ) -> Iterator[np.ndarray]:
     """The elements of every Hugging Face tensor in the map's order, cast, in runs of C order.
 

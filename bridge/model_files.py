@@ -8,6 +8,7 @@ from pathlib import Path
 from bridge.tokenizer_files import TOKENIZER_NAMES
 from runspec.core.errors import UserError
 from runspec.core.models.config import CONFIG_NAME, read_config
+from runspec.core.object_store import Folder
 
 GENERATION_NAME = "generation_config.json"
 MODEL_FOLDER = "hugging_face"
@@ -22,15 +23,16 @@ def copy_model_files(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-def model_directory(checkpoint: Path) -> Path:
+def model_directory(checkpoint: Folder) -> Path:
     """Where the config of a checkpoint lies: in it, or beside it.
 
     Raises:
         UserError: nowhere there.
     """
-    for folder in (checkpoint / MODEL_FOLDER, checkpoint, checkpoint.parent):
-        if (folder / CONFIG_NAME).is_file():
-            return folder
+    if isinstance(checkpoint, Path):
+        for folder in (checkpoint / MODEL_FOLDER, checkpoint, checkpoint.parent):
+            if (folder / CONFIG_NAME).is_file():
+                return folder
     raise UserError(
         f"no {CONFIG_NAME} in it or beside it",
         place=str(checkpoint),

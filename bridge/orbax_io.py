@@ -25,15 +25,20 @@ from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.models.config import ModelConfig
+from runspec.core.object_store import Folder, ObjectPath
 
 MAX_METADATA_BYTES = 64 * 1024 * 1024
 AHEAD, AHEAD_BYTES = 4, 32 * 1024 * 1024
 """Pieces that are read ahead, and their bytes, at most."""
+DEADLINE_S = 600.0
+"""Seconds that one read may take: an object store may be silent."""
 TREE_METADATA = "_METADATA"
+TREE_NAME = "state"
+"""The folder of the tree in a checkpoint that TensorStore alone wrote."""
 _REMEDY = "point at a whole directory that Orbax wrote of the parameters alone"
 
 
-def open_checkpoint(orbax_dir: Path, config: ModelConfig) -> dict[LeafPath, ts.TensorStore]:
+def open_checkpoint(orbax_dir: Folder, config: ModelConfig) -> dict[LeafPath, ts.TensorStore]:
     """Opens every leaf of a checkpoint of parameters; reads shapes and dtypes, no data.
 
     Args:
@@ -47,7 +52,7 @@ def open_checkpoint(orbax_dir: Path, config: ModelConfig) -> dict[LeafPath, ts.T
 
 
 def open_leaves(
-    orbax_dir: Path, expected: Mapping[LeafPath, tuple[int, ...]], *, among_others: bool = False
+    orbax_dir: Folder, expected: Mapping[LeafPath, tuple[int, ...]], *, among_others: bool = False
 ) -> dict[LeafPath, ts.TensorStore]:
     """Opens leaves of a checkpoint by path and shape; reads no data.
 
@@ -60,7 +65,7 @@ def open_leaves(
         UserError: as `open_checkpoint`.
     """
     tree = _tree_directory(orbax_dir)
-    paths = set(_leaf_paths(tree / TREE_METADATA))
+    paths = set(leaf_paths(tree))
     missing = listed(".".join(path) for path in set(expected) - paths)
     unknown = listed(".".join(path) for path in paths - set(expected) if not among_others)
     if missing or unknown:
@@ -88,7 +93,7 @@ def read_pieces(
     stores: Mapping[LeafPath, ts.TensorStore],
     entries: Sequence[Entry],
     *,
-    place: Path,
+    place: Folder,
     ahead_bytes: int = AHEAD_BYTES,
 ) -> Iterator[tuple[Piece, np.ndarray]]:
     """Reads leaves piece by piece, each layer's pieces together, no stored chunk twice.
@@ -117,7 +122,7 @@ def read_pieces(
     def oldest() -> tuple[Piece, np.ndarray]:
         piece, data, read = pending.popleft()
         with _named(piece.entry.path, place):
-            read.result()
+            read.result(timeout=DEADLINE_S)
         return piece, data
 
     for piece in pieces:
@@ -130,14 +135,14 @@ def read_pieces(
         yield oldest()
 
 
-def read_leaf(store: ts.TensorStore, path: LeafPath, *, place: Path) -> np.ndarray:
+def read_leaf(store: ts.TensorStore, path: LeafPath, *, place: Folder) -> np.ndarray:
     """Reads a whole leaf.
 
     Raises:
         UserError: data missing or damaged.
     """
     with _named(path, place):
-        return store.read().result()
+        return store.read().result(timeout=DEADLINE_S)
 
 
 def _pieces(store: ts.TensorStore, entry: Entry) -> Iterator[Piece]:
@@ -161,10 +166,10 @@ def _pieces(store: ts.TensorStore, entry: Entry) -> Iterator[Piece]:
 
 
 @contextmanager
-def _named(path: LeafPath, place: Path) -> Iterator[None]:
+def _named(path: LeafPath, place: Folder) -> Iterator[None]:
     try:
         yield
-    except ValueError as error:  # what TensorStore raises for all that is wrong with the data
+    except (ValueError, TimeoutError) as error:  # TensorStore's, for all that is wrong with data
         raise UserError(
             f"leaf {'.'.join(path)} cannot be read: {error}",
             place=str(place),
@@ -172,8 +177,10 @@ def _named(path: LeafPath, place: Path) -> Iterator[None]:
         ) from error
 
 
-def _tree_directory(orbax_dir: Path) -> Path:
+def _tree_directory(orbax_dir: Folder) -> Folder:
     """Orbax names the folder of the tree differently from version to version."""
+    if isinstance(orbax_dir, ObjectPath):
+        return orbax_dir / TREE_NAME
     found = sorted(metadata.parent for metadata in orbax_dir.glob(f"*/{TREE_METADATA}"))
     if len(found) != 1:
         raise UserError(
@@ -184,12 +191,19 @@ def _tree_directory(orbax_dir: Path) -> Path:
     return found[0].resolve()
 
 
-def _leaf_paths(metadata: Path) -> list[LeafPath]:
+def leaf_paths(tree: Folder) -> list[LeafPath]:
+    """Reads the paths of all leaves of a tree from its metadata.
+
+    Raises:
+        UserError: as `open_checkpoint`.
+    """
+    metadata = tree / TREE_METADATA
     try:
         parsed = parse_object(
             read_bounded(metadata, MAX_METADATA_BYTES), max_bytes=MAX_METADATA_BYTES
         )
-        if not (parsed["use_ocdbt"] and parsed["use_zarr3"]):
+        # An object store has no use for OCDBT, which packs small files into large ones.
+        if not (parsed["use_zarr3"] and parsed["use_ocdbt"] == isinstance(tree, Path)):
             raise UserError("not zarr3 in OCDBT, Orbax's default format", place=str(metadata))
         return [
             tuple(str(key["key"]) for key in leaf["key_metadata"])
@@ -203,26 +217,30 @@ def _leaf_paths(metadata: Path) -> list[LeafPath]:
         ) from error
 
 
-def leaf_spec(tree: Path, path: LeafPath) -> dict[str, Any]:
+def leaf_spec(tree: Folder, path: LeafPath) -> dict[str, Any]:
     """TensorStore's spec of a leaf in the folder of a tree."""
-    return {
-        "driver": "zarr3",
-        "kvstore": {
+    if isinstance(tree, ObjectPath):
+        kvstore = (tree / ".".join(path)).kvstore()
+    else:
+        kvstore = {
             "driver": "ocdbt",
             "base": {"driver": "file", "path": f"{tree.resolve()}/"},
             "path": f"{'.'.join(path)}/",
-        },
+        }
+    return {
+        "driver": "zarr3",
+        "kvstore": kvstore,
         # Else a lost chunk would read as zeros, in silence.
         "fill_missing_data_reads": False,
         "store_data_equal_to_fill_value": True,
     }
 
 
-def _open_leaf(tree: Path, path: LeafPath, shape: tuple[int, ...]) -> ts.TensorStore:
+def _open_leaf(tree: Folder, path: LeafPath, shape: tuple[int, ...]) -> ts.TensorStore:
     name = ".".join(path)
     try:
-        store = ts.open(leaf_spec(tree, path), open=True, read=True).result()
-    except ValueError as error:
+        store = ts.open(leaf_spec(tree, path), open=True, read=True).result(timeout=DEADLINE_S)
+    except (ValueError, TimeoutError) as error:
         raise UserError(
             f"leaf {name} cannot be opened: {error}", place=str(tree), remedy=_REMEDY
         ) from error

@@ -18,13 +18,14 @@ from pathlib import Path
 import numpy as np
 import tensorstore as ts
 
-from bridge.orbax_io import TREE_METADATA, leaf_spec
+from bridge.orbax_io import TREE_METADATA, TREE_NAME, leaf_spec
 from bridge.weight_map import Entry
-from bridge.weight_map import Path as LeafPath
+from runspec.core.files import write_atomic
+from runspec.core.object_store import Folder
 
 CHUNK_BYTES = 8 * 1024 * 1024
-_DICT_KEY = 2
-"""Orbax's number for the key of a dict."""
+_SEQUENCE_KEY, _DICT_KEY = 1, 2
+"""Orbax's numbers for the keys of lists and of dicts."""
 
 
 def write_leaf(
@@ -44,7 +45,7 @@ def write_leaf(
         OSError, ValueError: it cannot be written; TensorStore reports a full disk as the latter.
     """
     store = ts.open(
-        leaf_spec(checkpoint / "state", entry.path),
+        leaf_spec(checkpoint / TREE_NAME, entry.path),
         create=True,
         dtype=ts.dtype(dtype),
         shape=entry.leaf_shape,
@@ -60,25 +61,36 @@ def write_leaf(
         written.result()
 
 
-def write_metadata(checkpoint: Path, paths: Iterable[LeafPath]) -> None:
-    """Makes a checkpoint of the leaves that were written, which are all of its tree."""
+def write_metadata(
+    checkpoint: Folder, paths: Iterable[tuple[str | int, ...]], *, ocdbt: bool = True
+) -> None:
+    """Makes a checkpoint of the leaves that were written, which are all of its tree.
+
+    Args:
+        checkpoint: the folder, on a disk or in an object store.
+        paths: of each leaf; numbers are positions in a list or a tuple.
+        ocdbt: whether the arrays lie in an OCDBT store.
+    """
     tree = {
         str(path): {
-            "key_metadata": [{"key": key, "key_type": _DICT_KEY} for key in path],
+            "key_metadata": [
+                {"key": str(key), "key_type": _SEQUENCE_KEY if isinstance(key, int) else _DICT_KEY}
+                for key in path
+            ],
             "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
         }
         for path in paths
     }
     said = {
         "tree_metadata": tree,
-        "use_ocdbt": True,
+        "use_ocdbt": ocdbt,
         "use_zarr3": True,
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
-    (checkpoint / "state" / TREE_METADATA).write_text(json.dumps(said))
-    (checkpoint / "_CHECKPOINT_METADATA").write_text("{}")
-    (checkpoint / "orbax.checkpoint").touch()
+    write_atomic(checkpoint / TREE_NAME / TREE_METADATA, json.dumps(said).encode())
+    write_atomic(checkpoint / "_CHECKPOINT_METADATA", b"{}")
+    write_atomic(checkpoint / "orbax.checkpoint", b"")
 
 
 def _chunk_shape(entry: Entry, itemsize: int) -> list[int]:

@@ -195,7 +195,9 @@ def _listen(host: str, port: int) -> socket.socket:
         raise UserError(
             "the port is taken" if taken else f"cannot listen: {error.strerror or error}",
             place=f"{host}:{port}",
-            remedy="end the process that holds it, or listen on another port",
+            remedy="end the process that holds it, or listen on another port"
+            if taken
+            else "say with --listen an address of this machine",
         ) from error
     listener.setblocking(False)
     return listener

@@ -1,13 +1,16 @@
 """Orbax checkpoints: the parameters of each policy version, and full training states.
 
-    checkpoints/params/v<N>/        params/ (Orbax, in `broadcast.dtype`) and probe.json
-    checkpoints/state/step_<N>/     state/ (Orbax: masters, optax's state, counts) and state.json
+    params/v<N>/        params/ (Orbax, in `broadcast.dtype`) and probe.json
+    state/step_<N>/     state/ (Orbax: masters, optax's state, counts) and state.json
 
-Both appear by one rename. A save has two parts: the call copies the arrays to the host, and returns
-what writes them, which `learner_jax.saver` runs in the background. Arrays are chunked so that one
-layer of a stacked leaf can be read alone, and are restored straight onto the shardings of the
-target, whatever mesh and however many processes wrote them. Saves and restores are collective:
-every process of the program calls them; process 0 makes and renames directories.
+On a disk both appear by one rename. In an object store the JSON file is the marker
+(`runspec.core.object_store`), and `learner_jax.object_arrays` writes and reads the arrays.
+
+A save has two parts: the call copies the arrays to the host, and returns what writes them, which
+`learner_jax.saver` runs in the background. Arrays are chunked so that one layer of a stacked leaf
+can be read alone, and are restored straight onto the shardings of the target, whatever mesh and
+however many processes wrote them. Saves and restores are collective: every process of the program
+calls them; process 0 makes and renames directories.
 """
 
 from __future__ import annotations
@@ -23,17 +26,22 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from learner_jax.layout import PARAMS_NAME, PROBE_FILE
+from learner_jax.layout import PARAMS_NAME, PROBE_FILE, remove_entry
+from learner_jax.object_arrays import await_all, copy_to_host, load_arrays, write_arrays
 from learner_jax.saver import DEADLINE_S, Finish
-from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.canonical import MalformedJson, canonical_json
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded, write_atomic
-from runspec.core.hashing import digest_file
+from runspec.core.files import write_atomic
+from runspec.core.object_store import Folder, ObjectPath, last_file
 from runspec.core.spec.run_files import numbered
+from runspec.core.whole_state import (
+    ARRAYS_NAME,
+    RECORD_NAME,
+    damaged_file,
+    file_digests,
+    record_of,
+)
 
-STATE_NAME = "state"
-STATE_FILE = "state.json"
-MAX_STATE_FILE_BYTES = 64 * 1024 * 1024
 CHUNK_BYTES = 8 * 1024 * 1024
 FORMAT = 3
 
@@ -57,27 +65,25 @@ class StateInfo:
     """`learner_jax.fingerprint` of the program that wrote it."""
 
 
-def save_params(folder: Path, version: int, params: Any, probe: dict[str, Any]) -> Finish:
+def save_params(folder: Folder, version: int, params: Any, probe: dict[str, Any]) -> Finish:
     """Copies the parameters of a version to the host; the rest writes them with their probe.
 
     Args:
-        folder: `checkpoints/params` of the run.
+        folder: `params` of the run.
         version: its number; must not exist yet.
         params: the tree of arrays, in the published dtype.
         probe: see `learner_jax.probe`.
     """
 
-    def complete(directory: Path) -> None:
-        write_atomic(directory / PROBE_FILE, json.dumps(probe).encode())
-
-    return _save(folder / f"v{version}", PARAMS_NAME, params, complete)
+    last = json.dumps(probe).encode()
+    return _save(folder / f"v{version}", PARAMS_NAME, params, PROBE_FILE, lambda _: last)
 
 
-def load_params(folder: Path, version: int, target: Any) -> Any:
+def load_params(folder: Folder, version: int, target: Any) -> Any:
     """Reads the parameters of a version onto the shardings of `target`.
 
     Args:
-        folder: `checkpoints/params` of the run.
+        folder: `params` of the run.
         version: its number.
         target: tree of jax.ShapeDtypeStruct, or of arrays like those wanted.
 
@@ -88,7 +94,7 @@ def load_params(folder: Path, version: int, target: Any) -> Any:
     return _load(path / PARAMS_NAME, target, remedy=f"remove {path}: the learner writes it again")
 
 
-def save_state(folder: Path, info: StateInfo, state: Any, *, keep: int) -> Finish:
+def save_state(folder: Folder, info: StateInfo, state: Any, *, keep: int) -> Finish:
     """Copies the training state to the host; the rest writes it, and drops all but the newest
     `keep` states.
 
@@ -99,25 +105,21 @@ def save_state(folder: Path, info: StateInfo, state: Any, *, keep: int) -> Finis
         keep: full states to keep.
     """
 
-    def complete(directory: Path) -> None:
-        record = {
-            "format": FORMAT,
-            **asdict(info),
-            "files": _file_digests(directory / STATE_NAME),
-        }
-        write_atomic(directory / STATE_FILE, canonical_json(record))
+    def record(directory: Folder) -> bytes:
+        return canonical_json({"format": FORMAT, **asdict(info), "files": file_digests(directory)})
 
-    write = _save(folder / f"step_{info.step}", STATE_NAME, state, complete)
+    write = _save(folder / f"step_{info.step}", ARRAYS_NAME, state, RECORD_NAME, record)
 
     def finish() -> None:
         write()
         if jax.process_index() == 0:
-            _drop_old(folder, keep)
+            for old in state_steps(folder)[:-keep]:
+                remove_entry(folder / f"step_{old}")
 
     return finish
 
 
-def check_state(folder: Path, step: int) -> StateInfo:
+def check_state(folder: Folder, step: int) -> StateInfo:
     """Reads state.json of a full state, and compares every file of the state with it.
 
     Raises:
@@ -125,9 +127,7 @@ def check_state(folder: Path, step: int) -> StateInfo:
     """
     path = folder / f"step_{step}"
     try:
-        record = parse_object(
-            read_bounded(path / STATE_FILE, MAX_STATE_FILE_BYTES), max_bytes=MAX_STATE_FILE_BYTES
-        )
+        record = record_of(path)
         if record.pop("format", None) != FORMAT:
             raise MalformedJson(f"not of format {FORMAT}")
         files = record.pop("files")
@@ -136,20 +136,20 @@ def check_state(folder: Path, step: int) -> StateInfo:
             raise MalformedJson(f"of step {info.step}")
     except (OSError, TypeError, KeyError, MalformedJson) as error:
         raise UserError(
-            f"unreadable checkpoint: {error}", place=str(path / STATE_FILE), remedy=_remedy(path)
+            f"unreadable checkpoint: {error}",
+            place=str(last_file(path, RECORD_NAME)),
+            remedy=_remedy(path),
         ) from error
-    found = _file_digests(path / STATE_NAME)
-    wrong = sorted(name for name in {*found, *files} if found.get(name) != files.get(name))
-    if wrong:
+    if (name := damaged_file(path, files)) is not None:
         raise UserError(
-            f"unreadable checkpoint: {wrong[0]} is missing or not what was written",
+            f"unreadable checkpoint: {name} is missing or not what was written",
             place=str(path),
             remedy=_remedy(path),
         )
     return info
 
 
-def load_state(folder: Path, step: int, target: Any) -> Any:
+def load_state(folder: Folder, step: int, target: Any) -> Any:
     """Reads a full state onto the shardings of `target`.
 
     Args:
@@ -161,10 +161,10 @@ def load_state(folder: Path, step: int, target: Any) -> Any:
         UserError: unreadable, or of other shapes.
     """
     path = folder / f"step_{step}"
-    return _load(path / STATE_NAME, target, remedy=_remedy(path))
+    return _load(path / ARRAYS_NAME, target, remedy=_remedy(path))
 
 
-def state_steps(folder: Path) -> list[int]:
+def state_steps(folder: Folder) -> list[int]:
     """The steps whose full states lie in `checkpoints/state`, in order."""
     return numbered(folder, "step_")
 
@@ -188,12 +188,24 @@ def _storage_options(keys: Any, leaf: Any) -> ocp.options.ArrayOptions.Saving.St
     )
 
 
-def _save(final: Path, name: str, tree: Any, complete: Callable[[Path], None]) -> Finish:
-    """Copies `tree` to the host; the rest writes it as <final>/<name>, with what `complete` adds.
+def _save(
+    final: Folder, name: str, tree: Any, last: str, content: Callable[[Folder], bytes]
+) -> Finish:
+    """Copies `tree` to the host; the rest writes it as <final>/<name>, and then the last file.
 
     What it writes to has a fixed name, on which all processes agree without a word; what a killed
     process left there was removed when this one started (`layout.clear_unfinished`).
     """
+    if isinstance(final, ObjectPath):
+        arrays = copy_to_host(tree)
+
+        def finish_objects() -> None:
+            with _named(final):
+                write_arrays(final / name, arrays)
+                if await_all(final):
+                    write_atomic(final.marker, content(final))
+
+        return finish_objects
     temporary, first = final.with_name(f".tmp-{final.name}"), jax.process_index() == 0
     with _named(temporary):
         if first:
@@ -205,43 +217,39 @@ def _save(final: Path, name: str, tree: Any, complete: Callable[[Path], None]) -
         with _named(temporary):
             response.result()
             if first:
-                complete(temporary)
+                write_atomic(temporary / last, content(temporary))
                 temporary.rename(final)
 
     return finish
 
 
 @contextmanager
-def _named(temporary: Path) -> Iterator[None]:
-    """Turns what goes wrong in writing into an error for people; half a checkpoint is removed."""
+def _named(temporary: Folder) -> Iterator[None]:
+    """Turns what goes wrong in writing into an error for people; half a checkpoint is removed from
+    a disk."""
     try:
         yield
     except (OSError, ValueError) as error:  # TensorStore reports a full disk as a ValueError
-        shutil.rmtree(temporary, ignore_errors=True)
+        remedy = "see whether the object store can be written, then start again"
+        if isinstance(temporary, Path):
+            shutil.rmtree(temporary, ignore_errors=True)
+            remedy = "free disk space or mend the permissions, then start again"
         raise UserError(
-            f"cannot write a checkpoint: {error}",
-            place=str(temporary),
-            remedy="free disk space or mend the permissions, then start again",
+            f"cannot write a checkpoint: {str(error)[:400]}", place=str(temporary), remedy=remedy
         ) from error
 
 
-def _drop_old(folder: Path, keep: int) -> None:
-    for old in state_steps(folder)[:-keep]:
-        # Renamed first: a removal that is cut short must not leave half a state behind.
-        doomed = folder / f".tmp-removed-step_{old}"
-        (folder / f"step_{old}").rename(doomed)
-        shutil.rmtree(doomed)
-
-
-def _remedy(path: Path) -> str:
+def _remedy(path: Folder) -> str:
     return (
         f"put {path} back from a copy, or remove it to go on from the full state before it "
         "(the steps since then are trained again from their batch manifests)"
     )
 
 
-def _load(path: Path, target: Any, *, remedy: str) -> Any:
+def _load(path: Folder, target: Any, *, remedy: str) -> Any:
     try:
+        if isinstance(path, ObjectPath):
+            return load_arrays(path, target)
         with _context():
             _check_shapes(path, target)
             return ocp.load(path, target)
@@ -266,8 +274,3 @@ def _shapes(tree: Any) -> dict[str, str]:
         jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{leaf.shape}"
         for path, leaf in leaves
     }
-
-
-def _file_digests(root: Path) -> dict[str, str]:
-    paths = sorted(path for path in root.rglob("*") if path.is_file())
-    return {path.relative_to(root).as_posix(): digest_file(path) for path in paths}

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from bridge.adapter import adapter_map, write_adapter
 from bridge.orbax_io import open_leaves, read_leaf
-from learner_jax.checkpoint import STATE_NAME, check_state, state_steps
+from learner_jax.checkpoint import check_state, state_steps
 from runspec.core.errors import UserError
 from runspec.core.models.config import load_config
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.run_files import initial_model, state_folder
+from runspec.core.whole_state import ARRAYS_NAME
 
 
 def export_adapter(run_dir: Path, out_dir: Path, *, step: int | None = None) -> int:
@@ -37,7 +38,7 @@ def export_adapter(run_dir: Path, out_dir: Path, *, step: int | None = None) -> 
         raise UserError(f"no full state of step {step}; there are: {there}", place=str(states))
     step = steps[-1] if step is None else step
     check_state(states, step)
-    model_dir, folder = initial_model(run_dir), states / f"step_{step}" / STATE_NAME
+    model_dir, folder = initial_model(run_dir), states / f"step_{step}" / ARRAYS_NAME
     config = load_config(model_dir)
     entries = adapter_map(config, rank=lora.rank, targets=lora.targets)
     inside = {entry.path: ("params", *entry.path) for entry in entries}

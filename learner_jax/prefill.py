@@ -40,6 +40,7 @@ from learner_jax.shared_prompts import (
 )
 from runspec.core.models.config import ModelConfig, load_config
 from runspec.core.models.logits import chunk_tokens
+from runspec.core.models.prefill import prefill_bytes
 from runspec.core.spec import schema
 from runspec.core.spec.schema import RunSpec
 from verify.choices import HEADS, POWERS, Choices
@@ -52,8 +53,6 @@ IN_FLIGHT = 3
 """Microbatches on the device at once, at most: small ones would wait for the host with fewer."""
 MAX_CHUNK = 512
 """Output tokens whose logits exist at once, at most."""
-ROOM = 1.5
-"""Memory that a version takes while it is run, of its size."""
 
 
 class JaxPrefill:
@@ -100,9 +99,10 @@ class JaxPrefill:
 
 def _has_room(mesh: Mesh, size: int) -> bool:
     """Whether each device has room for its part of a version and for working with it."""
+    needed = prefill_bytes(size, mesh.size)
     for device in mesh.local_devices:
         memory = device.memory_stats()  # CPUs have none
-        if memory and memory["bytes_limit"] - memory["bytes_in_use"] < ROOM * size / mesh.size:
+        if memory and memory["bytes_limit"] - memory["bytes_in_use"] < needed:
             return False
     return True
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import threading
 import time
 from collections.abc import Collection
@@ -26,7 +25,7 @@ from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
 from broadcast.manifest import WeightsManifest, open_manifest
 from broadcast.store import DELTA_NAME, prune, publish, refresh_latest
-from learner_jax.layout import PARAMS_NAME, clear_unfinished
+from learner_jax.layout import PARAMS_NAME, clear_unfinished, remove_entry
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers
@@ -39,6 +38,8 @@ from runspec.core.spec.run_files import initial_model, params_folder, versions_i
 from runspec.core.spec.schema import RunSpec
 
 POLL_S = 0.03
+OBJECTS_POLL_S = 1.0
+"""In an object store, where each look is a request that costs money."""
 _MAX_THREADS = 8
 """That compare versions: each may hold 200 MB where everything changed."""
 
@@ -52,7 +53,7 @@ def publish_versions(run_dir: Path, log: logging.Logger, stop: threading.Event) 
         if time.monotonic() - refreshed >= RESIGN_EVERY_S:
             publisher.refresh()
             refreshed = time.monotonic()
-        stop.wait(POLL_S)
+        stop.wait(publisher.poll_s)
 
 
 class Publisher:
@@ -67,7 +68,9 @@ class Publisher:
     def __init__(self, run_dir: Path, spec: RunSpec, log: logging.Logger) -> None:
         self._spec, self._log = spec, log
         self._initial = initial_model(run_dir)
-        self._params, self._weights = params_folder(run_dir), weights_folder(run_dir)
+        self._params, self._weights = params_folder(run_dir, spec), weights_folder(run_dir)
+        self.poll_s = POLL_S if isinstance(self._params, Path) else OBJECTS_POLL_S
+        """Seconds between two looks for new parameters."""
         self._store = run_dir / "store" / "origin"
         self._key = SigningKey.load(run_dir / "keys" / "publisher.key")
         roles = run_dir / "keys" / "roles.json"
@@ -110,7 +113,7 @@ class Publisher:
             return
         if found and (wrong := damage(directory)):
             self._log.warning("%s: %s; it is exported again", directory, wrong)
-            _remove(directory)
+            remove_entry(directory)
             self._export(version, directory)
         times.append(time.monotonic())
         base = self._write_delta(version, directory)
@@ -180,7 +183,7 @@ class Publisher:
         remove_leftovers(directory)
         folder = directory / DELTA_NAME
         if folder.exists():  # of a publisher that was killed, perhaps from another base
-            _remove(folder)
+            remove_entry(folder)
         base = self._base(version)
         if base is None:
             return None
@@ -188,7 +191,7 @@ class Publisher:
         try:
             summary = write_delta(self._weights / f"v{base}", directory, folder, threads=threads)
         except DamagedWeights:
-            _remove(directory)  # the next publisher exports it again
+            remove_entry(directory)  # the next publisher exports it again
             raise
         except UserError as error:  # the base is damaged, or lies otherwise
             self._log.warning("version %d goes out whole: %s", version, error)
@@ -206,7 +209,7 @@ class Publisher:
         )
         if smaller:
             return base
-        _remove(folder)
+        remove_entry(folder)
         return None
 
     def _base(self, version: int) -> int | None:
@@ -224,9 +227,9 @@ class Publisher:
         """Keeps the newest parameters, and the newest `keep_versions` weights."""
         for version in versions_in(self._params)[:-1]:
             if version in self._served:
-                _remove(self._params / f"v{version}")
+                remove_entry(self._params / f"v{version}")
         for version in versions_in(self._weights)[: -self._spec.broadcast.keep_versions]:
-            _remove(self._weights / f"v{version}")
+            remove_entry(self._weights / f"v{version}")
         prune(self._store, run=self._spec.name, keep_versions=self._spec.broadcast.keep_versions)
 
 
@@ -236,12 +239,3 @@ def _model_digest(directory: Path) -> str | None:
         return parse_object(data, max_bytes=MAX_MANIFEST_BYTES)["model_digest"]
     except (FileNotFoundError, MalformedJson, KeyError):
         return None  # `publish` names it
-
-
-def _remove(directory: Path) -> None:
-    # Renamed first, so that a removal cut short leaves nothing that looks like a version.
-    doomed = directory.with_name(f".tmp-removed-{directory.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    directory.rename(doomed)
-    # A learner that starts meanwhile clears unfinished things out of the same folder.
-    shutil.rmtree(doomed, ignore_errors=True)

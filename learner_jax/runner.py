@@ -5,11 +5,12 @@ same rollouts in the same order give the same bits, so each rollout that a manif
 exactly once in the history that survives.
 
 Over several processes each runs this loop on its share of the mesh. Process 0 alone reads batches
-and writes records; what it learns that the others must know goes through `Peers`.
+and weights, and writes records; what it learns that the others must know goes through `Peers`.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from math import prod
@@ -34,7 +35,7 @@ from learner_jax.training import compile_ahead, train_step
 from learner_jax.versions import VersionWriter
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
-from runspec.core.models.config import ModelConfig, load_config
+from runspec.core.models.config import CONFIG_NAME, ModelConfig, parse_config, read_config
 from runspec.core.process import not_retried
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.run_files import initial_model
@@ -47,8 +48,8 @@ def train(
     """Trains every step that is left; returns when the last is done or `stop` is set.
 
     Args:
-        run_dir: the run directory; every process reads `spec.json`, `initial` and `checkpoints`,
-            process 0 alone the rest.
+        run_dir: the run directory. A process other than 0 reads only `spec.json` there, so it may
+            have a folder of its own where `checkpoints.dir` is set.
         log: told of each step.
         stop: set when this process is told to end; all end then.
         peers: the processes of this program; None for one.
@@ -57,7 +58,8 @@ def train(
         UserError: no batch in time, an unreadable checkpoint, a damaged file: each named.
         RunStopped: too many updates were not finite, or a replay differs from what was published.
     """
-    (spec, config), peers, compiled = _of_run(run_dir), peers or Peers(), CompileCounter()
+    peers, compiled = peers or Peers(), CompileCounter()
+    spec, config = _of_run(run_dir, peers)
 
     full_float32(spec.learner.compute_dtype)
 
@@ -137,10 +139,13 @@ def train(
     log.info("%s at version %d", "finished" if step == spec.steps else "stopped", step)
 
 
-@not_retried()
-def _of_run(run_dir: Path) -> tuple[RunSpec, ModelConfig]:
-    """The run's spec and the config of its model."""
-    return load_resolved(run_dir), load_config(initial_model(run_dir))
+def _of_run(run_dir: Path, peers: Peers) -> tuple[RunSpec, ModelConfig]:
+    """The run's spec, and the config of its model as process 0 has it."""
+    model_dir = initial_model(run_dir)
+    config = peers.from_first(not_retried()(lambda: json.dumps(read_config(model_dir)).encode()))
+    with not_retried():
+        spec = load_resolved(run_dir)
+        return spec, parse_config(json.loads(config), place=str(model_dir / CONFIG_NAME))
 
 
 def _root_public_key(run_dir: Path, spec: RunSpec) -> str:

@@ -15,7 +15,9 @@ from learner_jax.leaves import load_params
 from learner_jax.step import Programs, TrainState
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
+from runspec.core.files import temporary_name, write_atomic
 from runspec.core.hashing import digest_bytes, digest_file
+from runspec.core.object_store import Folder
 from runspec.core.spec.run_files import initial_model, params_folder, state_folder
 from runspec.core.spec.schema import RunSpec
 from verify.formats.batch import FILE_NAME
@@ -59,7 +61,7 @@ def find_start(run: LearnerRun, programs: Programs, reader: BatchReader | None) 
     )
 
     def newest() -> dict[str, Any]:
-        for folder in (states, params_folder(run.folder)):
+        for folder in (states, params_folder(run.folder, spec)):
             clear_unfinished(folder, run.log)
         digest = _model_digest(model_dir)
         steps = state_steps(states)
@@ -72,10 +74,11 @@ def find_start(run: LearnerRun, programs: Programs, reader: BatchReader | None) 
         return {"digest": digest, "info": asdict(info)}
 
     found = run.peers.json_from_first(newest)
+    _require_one_folder(run, states)
     info = StateInfo(**found["info"]) if "info" in found else None
     initial = frozen = None
     if info is None or spec.algorithm.kl.coef or spec.learner.lora:
-        initial = load_params(model_dir, run.config, run.mesh)
+        initial = load_params(model_dir, run.config, run.mesh, run.peers)
     if spec.algorithm.kl.coef or spec.learner.lora:
         frozen = programs.freeze(initial)
     reference = frozen if spec.algorithm.kl.coef else None
@@ -89,7 +92,33 @@ def find_start(run: LearnerRun, programs: Programs, reader: BatchReader | None) 
     return Start(info.step, state, reference, base, found["digest"], info.batch, info.published)
 
 
-def _check_run(info: StateInfo, spec: RunSpec, model_digest: str, states: Path) -> None:
+def _require_one_folder(run: LearnerRun, states: Folder) -> None:
+    """Collective: sees that all processes write full states to the same folder.
+
+    Raises:
+        UserError: one does not see what process 0 wrote there.
+    """
+    if run.peers.count == 1:
+        return
+    mark = states / run.peers.json_from_first(lambda: _mark(states))
+    seen = run.peers.all_of(mark.exists())
+    if run.peers.first:
+        mark.unlink()
+    if not seen:
+        raise UserError(
+            "the learner's processes do not see each other's checkpoints",
+            place=f"checkpoints.dir ({states} in process {run.peers.index})",
+            remedy="set checkpoints.dir to an object store, or to a folder that all hosts share",
+        )
+
+
+def _mark(folder: Folder) -> str:
+    name = temporary_name(Path("seen")).name
+    write_atomic(folder / name, b"")
+    return name
+
+
+def _check_run(info: StateInfo, spec: RunSpec, model_digest: str, states: Folder) -> None:
     for what, then, now in (
         ("starting model", info.reference[:16], model_digest[:16]),
         ("seed", info.seed, spec.seed),

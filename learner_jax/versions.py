@@ -49,7 +49,7 @@ class VersionWriter:
         self, run: LearnerRun, probe: Callable[[Any], dict[str, Any]], saver: Saver
     ) -> None:
         spec, peers = run.spec, run.peers
-        self._params, self._weights = params_folder(run.folder), weights_folder(run.folder)
+        self._params, self._weights = params_folder(run.folder, spec), weights_folder(run.folder)
         self._config, self._mesh, self._dtype = run.config, run.mesh, spec.broadcast.dtype
         self._probe, self._peers, self._saver, self._log = probe, peers, saver, run.log
         made_on = run.folder / "checkpoints" / FINGERPRINTS_FILE
@@ -131,7 +131,7 @@ class VersionWriter:
             try:
                 before = load_params(self._params, version, replayed)
             except UserError:
-                if (self._params / f"v{version}").exists():
+                if version in versions_in(self._params):
                     raise
             if not self._peers.all_of(before is not None):
                 return self._compare(version, replayed, exact=exact)  # the publisher has moved on
@@ -157,7 +157,8 @@ class VersionWriter:
                 "another name from these weights",
             )
         if before is None:
-            before = load_weights(self._weights / f"v{version}", self._config, self._mesh)
+            weights = self._weights / f"v{version}"
+            before = load_weights(weights, self._config, self._mesh, self._peers)
         self.difference = float(_relative_difference(replayed, before))
         self._log.warning(
             "%s, by %.2g in relative norm; the published bits stay the version",
@@ -171,7 +172,7 @@ class VersionWriter:
     def _place(self, version: int) -> str:
         """The name of the folder that holds the version as it was written; "" where it is gone."""
         for folder in (self._weights, self._params):
-            if (folder / f"v{version}").exists():
+            if version in versions_in(folder):
                 return folder.name
         return ""
 

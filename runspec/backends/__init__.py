@@ -1,1 +1,1 @@
-"""Where a prepared site runs when it is not started by hand."""
+"""Backends that start a run on several machines; each is an entry point of `runspec.backends`."""

@@ -8,10 +8,9 @@ from math import ceil
 from pathlib import Path
 
 from runspec.core.errors import UserError
-from runspec.core.spec.role_names import elsewhere
 from runspec.core.spec.schema import RunSpec
 from runspec.local.bundle import TRUNK_GROUP
-from runspec.local.site import groups_of
+from runspec.local.site import groups_started
 
 STOP_S = 300
 """Seconds before the time limit at which the run is paused."""
@@ -51,7 +50,8 @@ def sbatch_script(spec: RunSpec, words: Sequence[str], run_dir: Path) -> str:
 set -euo pipefail
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT={WAIT_S}
-srun --wait={LAST_S} ray symmetric-run --address "${{nodes[0]}}:{RAY_PORT}" --min-nodes "$SLURM_JOB_NUM_NODES" -- \\
+srun --wait={LAST_S} ray symmetric-run \\
+  --address "${{nodes[0]}}:{RAY_PORT}" --min-nodes "$SLURM_JOB_NUM_NODES" -- \\
   {apply} &
 trap {shlex.quote(pause)} TERM
 wait $! || wait $!
@@ -64,8 +64,7 @@ def allocation(spec: RunSpec) -> tuple[int, int]:
     Raises:
         UserError: a process needs more devices than such a node has, or the spec asks for TPUs.
     """
-    away = elsewhere(spec)
-    groups = [group for group in groups_of(spec) if not away.intersection(group.members)]
+    groups = groups_started(spec)
     for group in groups:
         if group.hardware is not None and group.hardware.kind.startswith("tpu"):
             raise UserError(

@@ -35,12 +35,11 @@ from runspec.cli.options import (
     duration,
 )
 from runspec.cli.output import outlive_readers
-from runspec.core.errors import UserError
+from runspec.core.errors import RunElsewhere, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from runspec.backends.kubernetes.remote import RemoteRun
     from runspec.core.spec.load import SpecFiles
 
 _REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
@@ -249,10 +248,13 @@ def apply(
     overrides: Overrides = None,
     detach: Detach = False,
     runs_dir: SpecRunsDir = None,
+    resolved: Annotated[bool, typer.Option("--resolved", hidden=True)] = False,
 ) -> None:
     """Starts a run, changes it, or goes on with it where it was interrupted."""
-    from runspec.cli.apply import apply_command
+    from runspec.cli.apply import apply_command, apply_resolved
 
+    if resolved:  # what a backend carries to the machine that has the run directory
+        raise typer.Exit(apply_resolved(detach, runs_dir))
     files = _files(file, profile, placement, overrides)
     raise typer.Exit(apply_command(files, detach, runs_dir))
 
@@ -282,7 +284,9 @@ def role(
     ] = None,
     folder: Annotated[
         Path | None,
-        typer.Option("--dir", help="Its own.", show_default="RUN/NAME, or the run directory"),
+        typer.Option(
+            "--dir", help="Its own.", show_default="in storage.scratch; the run directory"
+        ),
     ] = None,
     listen: Annotated[
         str | None,
@@ -298,8 +302,6 @@ def role(
 @app.command(rich_help_panel=RUN)
 def status(run: Run, as_json: Json = False, runs_dir: RunsDir = RUNS) -> None:
     """Says how far a run is, and what each of its roles does."""
-    if remote := _remote(run, runs_dir):
-        raise typer.Exit(remote.inside("status", *(["--json"] if as_json else [])))
     from runspec.cli.status import status_command
 
     raise typer.Exit(status_command(run, as_json, runs_dir))
@@ -308,8 +310,6 @@ def status(run: Run, as_json: Json = False, runs_dir: RunsDir = RUNS) -> None:
 @app.command(rich_help_panel=RUN)
 def describe(run: Run, runs_dir: RunsDir = RUNS) -> None:
     """Says everything of a run: spec, conditions, roles, versions, checkpoints, events."""
-    if remote := _remote(run, runs_dir):
-        raise typer.Exit(remote.inside("describe"))
     from runspec.cli.describe import describe_command
 
     raise typer.Exit(describe_command(run, runs_dir))
@@ -320,12 +320,6 @@ def events(
     run: Run, follow: Follow = False, as_json: Json = False, runs_dir: RunsDir = RUNS
 ) -> None:
     """Prints what happened to a run, oldest first."""
-    if remote := _remote(run, runs_dir):
-        raise typer.Exit(
-            remote.inside(
-                "events", *(["--follow"] if follow else []), *(["--json"] if as_json else [])
-            )
-        )
     from runspec.cli.events import events_command
 
     raise typer.Exit(events_command(run, follow, as_json, runs_dir))
@@ -342,8 +336,6 @@ def logs(
     runs_dir: RunsDir = RUNS,
 ) -> None:
     """Prints the roles' logs."""
-    if remote := _remote(run, runs_dir):
-        raise typer.Exit(remote.logs(role, follow, tail))
     from runspec.cli.logs import logs_command
 
     raise typer.Exit(logs_command(run, role, follow, tail, runs_dir))
@@ -372,8 +364,6 @@ def wait(
 @app.command(rich_help_panel=RUN)
 def pause(run: Run, runs_dir: RunsDir = RUNS) -> None:
     """Stops a run's roles in order; `resume` goes on from the newest checkpoint."""
-    if remote := _remote(run, runs_dir):
-        raise typer.Exit(remote.pause())
     from runspec.cli.pause import pause_command
 
     raise typer.Exit(pause_command(run, runs_dir))
@@ -382,8 +372,6 @@ def pause(run: Run, runs_dir: RunsDir = RUNS) -> None:
 @app.command(rich_help_panel=RUN)
 def resume(run: Run, detach: Detach = False, runs_dir: RunsDir = RUNS) -> None:
     """Goes on with a run that was paused or interrupted, as it is."""
-    if remote := _remote(run, runs_dir):
-        raise typer.Exit(remote.resume())
     from runspec.cli.resume import resume_command
 
     raise typer.Exit(resume_command(run, detach, runs_dir))
@@ -405,10 +393,6 @@ def rollback(
 @app.command(rich_help_panel=RUN)
 def delete(run: Run, yes: Yes = False, runs_dir: RunsDir = RUNS) -> None:
     """Removes a run's directory; refuses while the run is alive."""
-    if remote := _remote(run, runs_dir):
-        from runspec.cli.remote import delete_remote
-
-        raise typer.Exit(delete_remote(remote, run, yes, runs_dir))
     from runspec.cli.delete import delete_command
 
     raise typer.Exit(delete_command(run, yes, runs_dir))
@@ -447,6 +431,9 @@ def exit_code_of(work: Callable[[], int]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except RunElsewhere as run:
+        carry = run.carry
+        return exit_code_of(lambda: carry(sys.argv[1:]))
     except Exception as error:
         if isinstance(error, OSError) and error.filename and error.errno in _REFUSALS:
             print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
@@ -458,16 +445,6 @@ def exit_code_of(work: Callable[[], int]) -> int:
 
         logging.exception("a fault of runspec's own; please report it")
         return EXIT_INTERNAL
-
-
-def _remote(run: str, runs_dir: Path) -> RemoteRun | None:
-    from runspec.backends.elsewhere import find_elsewhere
-
-    if find_elsewhere(run, runs_dir) is None:
-        return None
-    from runspec.cli.remote import remote_run
-
-    return remote_run(run, runs_dir)
 
 
 def _files(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from runspec.cli.background import start_in_background
-from runspec.cli.signals import EXIT_INTERRUPTED, StopSignals
 from runspec.cli.spec_files import sound_spec
 from runspec.cli.status import show_link
 from runspec.cli.view import watching
 from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.resolved import MAX_BYTES, load_resolved, parse_resolved
 from runspec.local.anew import STARTS_ANEW, starts_anew
 from runspec.local.apply import supervise
+from runspec.local.backend import LOCAL, backend
 from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
 from runspec.local.conditions import unsolved_text
 from runspec.local.live import CHANGE, ask, change_request
@@ -30,6 +31,7 @@ from runspec.local.planning import RunPlan, make_plan, refuse_stale, seen_now
 from runspec.local.prepare import NotReady, prepare_run, require_ready
 from runspec.local.problems import with_problems
 from runspec.local.run_dir import RunLocked, run_directory
+from runspec.local.signals import EXIT_INTERRUPTED, StopSignals
 from runspec.local.text import duration, number
 from runspec.local.trained_model import trained_model
 from runspec.plan.saved import BadPlan, SavedPlan, read_plan
@@ -42,15 +44,25 @@ def apply_command(files: SpecFiles, detach: bool, runs_dir: Path | None) -> int:
     """Starts, changes or continues the run; returns the exit code."""
     saved = saved_plan(files)
     spec, approved = (saved.spec, saved.seen) if saved else (sound_spec(files), None)
-    if spec.placement.backend == "kubernetes":
-        from runspec.cli.remote import apply_elsewhere
-
-        return apply_elsewhere(spec, runs_dir)
+    if spec.placement.backend != LOCAL:
+        return backend(spec.placement.backend).apply(spec, detach, runs_dir)
     plan = make_plan(spec, run_directory(spec, runs_dir), approved)
     try:
         return carry_out(plan, detach=detach)
     except NotReady as error:
-        _show_missing(error, None if saved else files)
+        show_missing(error, None if saved else files)
+        return EXIT_FAILED
+
+
+def apply_resolved(detach: bool, runs_dir: Path | None) -> int:
+    """`apply` of a resolved spec from standard input, on the machine that has the run directory."""
+    data = sys.stdin.buffer.read(MAX_BYTES + 1)
+    spec = parse_resolved(data, place="standard input")
+    plan = make_plan(spec, run_directory(spec, runs_dir))
+    try:
+        return carry_out(plan, detach=detach)
+    except NotReady as error:
+        show_missing(error, None)
         return EXIT_FAILED
 
 
@@ -159,7 +171,8 @@ def show_result(run_dir: Path) -> None:
         print(f"Trained model: {line}" if line.startswith("version") else f"  {line}")
 
 
-def _show_missing(error: NotReady, files: SpecFiles | None) -> None:
+def show_missing(error: NotReady, files: SpecFiles | None) -> None:
+    """What this machine lacks, and what to do; with files also what would start here."""
     console = Console(stderr=True)
     console.print(Text(f"{error.name} cannot start on this machine. Missing:", style="bold"))
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))

@@ -12,11 +12,11 @@ from contextlib import closing
 from pathlib import Path
 
 from runspec.cli import exit_code_of
-from runspec.cli.signals import EXIT_INTERRUPTED, StopSignals
 from runspec.local.apply import supervise
 from runspec.local.children import last_lines
 from runspec.local.prepared import PreparedRun
 from runspec.local.run_dir import sign_lock
+from runspec.local.signals import EXIT_INTERRUPTED, StopSignals
 from runspec.local.state import RunState
 
 LOG = "supervisor.log"

@@ -10,8 +10,9 @@ from pathlib import Path
 import typer
 
 from runspec.core.errors import UserError
+from runspec.core.object_store import Folder
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.run_files import state_folder
+from runspec.core.spec.run_files import checkpoints_folder
 from runspec.local.children import end_leftovers
 from runspec.local.run_dir import find_run, hold
 from runspec.local.state import RunState
@@ -60,12 +61,14 @@ def _remove(run_dir: Path) -> None:
         ) from error
 
 
-def _kept(run_dir: Path) -> Path | None:
-    """What of the run lies elsewhere, by its spec: that is not ours to remove."""
+def _kept(run_dir: Path) -> Folder | None:
+    """Returns where the run's checkpoints lie outside it, by its spec: they are not removed."""
     try:
         spec = load_resolved(run_dir)
     except UserError as error:
         print(f"warning: full states outside the run are not known: {error}", file=sys.stderr)
         return None
-    folder = state_folder(run_dir, spec)
-    return folder if spec.checkpoints.dir is not None and folder.exists() else None
+    folder = checkpoints_folder(run_dir, spec)
+    if spec.checkpoints.dir is None or (isinstance(folder, Path) and not folder.exists()):
+        return None
+    return folder

@@ -122,7 +122,8 @@ def _versions(seen: Snapshot) -> list[str]:
 
 def _states(seen: Snapshot) -> list[str]:
     states = full_states(seen.directory, seen.spec)
-    return [f"step {each.step}  {size(each.bytes)}  {each.path}" for each in states]
+    sizes = ["" if each.bytes is None else f"  {size(each.bytes)}" for each in states]
+    return [f"step {e.step}{text}  {e.path}" for e, text in zip(states, sizes, strict=True)]
 
 
 def _disk(seen: Snapshot) -> Iterator[tuple[str, str]]:

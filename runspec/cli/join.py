@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runspec.cli.signals import StopSignals
 from runspec.core.canonical import parse_object
 from runspec.core.distribution import install_command
 from runspec.core.errors import UserError
@@ -23,6 +22,7 @@ from runspec.local.fitting import choose_pool, lacks, look_at_host, open_pools
 from runspec.local.machine import module_is_installed, this_machine
 from runspec.local.preflight import ROLE_MODULES
 from runspec.local.run_dir import hold
+from runspec.local.signals import StopSignals
 from runspec.local.text import per_second, size
 from runspec.local.volunteer import LEAVE_S, Running, Worker
 

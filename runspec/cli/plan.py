@@ -15,6 +15,7 @@ from rich.text import Text
 
 from runspec.cli.estimate_view import show_estimate
 from runspec.cli.spec_files import sound_spec
+from runspec.cli.where import role_groups, where_lines
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.of_spec import model_config
@@ -51,8 +52,9 @@ def plan_command(
     config = model_config(spec, files.path.parent)
     estimate = estimate_run(spec, config)
     compiled = _compile(spec, config) if aot else None
+    groups = role_groups(spec, files, runs_dir)
     if as_json:
-        print(json.dumps(plan_json(plan, estimate, compiled), indent=2))
+        print(json.dumps(plan_json(plan, estimate, groups, compiled), indent=2))
     else:
         console = Console(highlight=False)
         show_plan(plan, console)
@@ -60,6 +62,9 @@ def plan_command(
         show_estimate(estimate, console)
         if compiled is not None:
             show_compiled(compiled)
+        console.print("\nWhere it runs")
+        for line in where_lines(spec, groups, files):
+            console.print(line, markup=False, soft_wrap=True)
         show_lacking(plan, console)
     if compiled is not None and compiled.fits is False:
         raise does_not_fit(compiled)
@@ -73,7 +78,10 @@ def plan_command(
 
 
 def plan_json(
-    plan: RunPlan, estimate: RunEstimate, compiled: AotReport | None = None
+    plan: RunPlan,
+    estimate: RunEstimate,
+    groups: list[dict[str, Any]],
+    compiled: AotReport | None = None,
 ) -> dict[str, Any]:
     """The plan for programs; keys are only ever added.
 
@@ -88,6 +96,7 @@ def plan_json(
         "change_class": "new" if plan.new else severest(plan.changes),
         "changes": [asdict(change) for change in plan.changes],
         "estimate": estimate.to_json(),
+        "groups": groups,
         "lacking": [asdict(item) for item in plan.lacking],
     }
     return report if compiled is None else {**report, "aot": asdict(compiled)}

@@ -7,19 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 
 from runspec.cli.spec_files import sound_spec
-from runspec.core.errors import UserError
-from runspec.core.files import require_writable, write_atomic
 from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
-from runspec.core.spec.resolved import dump_resolved, load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.urls import is_loopback
-from runspec.local.bundle import Bundle, make_bundles
-from runspec.local.identity import make_identity
 from runspec.local.run_dir import run_directory
-from runspec.local.site import Disk, Group, groups_of, site_spec
-
-BUNDLES = "bundles"
+from runspec.local.site import Disk, groups_of
+from runspec.local.site_folder import BUNDLES, make_site
 
 
 def prepare_command(files: SpecFiles, site: Path) -> int:
@@ -28,53 +21,20 @@ def prepare_command(files: SpecFiles, site: Path) -> int:
     Made again with the same folder, it keeps the keys, so that a changed spec reaches the roles by
     new bundles.
     """
-    resolved, _ = make_site(sound_spec(files), site)
+    spec = sound_spec(files, pins_root=True)
+    resolved, _ = make_site(spec, site)
     _show(resolved, site)
     return 0
-
-
-def make_site(spec: RunSpec, site: Path) -> tuple[RunSpec, list[Bundle]]:
-    """Makes the keys, the spec and the bundles of a site in a folder, and returns the last two.
-
-    Raises:
-        UserError: the folder is another run's, or cannot be written.
-    """
-    require_writable(site, "the site's folder", "mend the permissions, or name another folder")
-    _refuse_other_run(site, spec)
-    identity = make_identity(site, spec)
-    resolved = site_spec(spec, identity.root_public_key)
-    folder = site / BUNDLES
-    folder.mkdir(mode=0o700, exist_ok=True)
-    bundles = make_bundles(resolved, identity)
-    for bundle in bundles:
-        write_atomic(folder / f"{bundle.group}.json", bundle.encode(), mode=0o600)
-    write_atomic(site / SPEC_FILE, dump_resolved(resolved))
-    return resolved, bundles
-
-
-def _refuse_other_run(site: Path, spec: RunSpec) -> None:
-    if (site / SPEC_FILE).exists() and load_resolved(site).name != spec.name:
-        raise UserError(
-            f"the site of another run, {load_resolved(site).name}",
-            place=str(site),
-            remedy="name another folder with -o",
-        )
 
 
 def site_lines(spec: RunSpec, bundles: PurePath) -> Iterator[str]:
     """Of each role group where its processes run, what they keep, and the command of each."""
     for group in groups_of(spec):
         many = f"{len(group.members)} processes, each " if len(group.members) > 1 else ""
-        yield f"{group.name}: {many}on {_machine(group)}; keeps its {group.disk}"
+        yield f"{group.name}: {many}on {group.machine}; keeps its {group.disk}"
         folder = run_directory(spec, None) if group.disk is Disk.RUN else None
         for member in group.members:
             yield f"  {shlex.join(group.command(member, bundles, folder))}"
-
-
-def _machine(group: Group) -> str:
-    if group.hardware is None:
-        return "any machine"
-    return f"{group.devices} x {group.hardware.kind}"
 
 
 def _show(spec: RunSpec, site: Path) -> None:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
-from runspec.backends.kubernetes.naming import addressed
-from runspec.backends.kubernetes.render import manifests
+from runspec.backends.kubernetes.render import render_site
 from runspec.backends.slurm import sbatch_script
-from runspec.cli.prepare import make_site
 from runspec.cli.spec_files import sound_spec
 from runspec.core.errors import BadUsage
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
 from runspec.local.run_dir import run_directory
-
-SITE = "site"
-"""Folder beside the run's, so that no run of this machine is taken for it."""
 
 
 def render_backend_command(
@@ -54,7 +48,7 @@ def render_backend_command(
 
 
 def _write_manifests(spec: RunSpec, out: Path, runs: Path | None) -> None:
-    objects = render_kubernetes(spec, site_folder(spec, runs))
+    objects = render_site(spec, run_directory(spec, runs))
     require_writable(out, "the folder of the manifests", "name another one with -o")
     path = out / f"{spec.name}.yaml"
     write_atomic(path, yaml.safe_dump_all(objects, sort_keys=False).encode(), mode=0o600)
@@ -72,18 +66,3 @@ def _words(files: SpecFiles, runs: Path | None) -> list[str]:
     words += [] if files.placement is None else ["--placement", str(files.placement.absolute())]
     words += [] if runs is None else ["--runs-dir", str(runs.absolute())]
     return [*words, *(word for value in files.overrides for word in ("--set", value))]
-
-
-def site_folder(spec: RunSpec, runs: Path | None) -> Path:
-    """Where the keys of a run on a cluster lie on this machine."""
-    return run_directory(spec, runs) / SITE
-
-
-def render_kubernetes(spec: RunSpec, site: Path) -> Sequence[dict[str, Any]]:
-    """Prepares a site for the cluster that its spec describes; returns the objects.
-
-    Raises:
-        UserError: the spec cannot run there.
-    """
-    resolved, bundles = make_site(addressed(spec), site)
-    return list(manifests(resolved, bundles))

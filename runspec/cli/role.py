@@ -7,18 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from runspec.cli.apply import carry_out
+from runspec.cli.apply import EXIT_FAILED, carry_out, show_missing
 from runspec.core.errors import UserError
+from runspec.core.files import require_writable, write_atomic
+from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
+from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.role_names import TRUNK
-from runspec.local.bundle import TRUNK_GROUP, Bundle, install, load_bundle
+from runspec.local.bundle import TRUNK_GROUP, Bundle, install, load_bundle, require_own
 from runspec.local.children import pinned
 from runspec.local.endpoints import Endpoints, address, fixed_endpoints
 from runspec.local.machine import this_machine
 from runspec.local.planning import make_plan
-from runspec.local.prepare import link_starting_model
+from runspec.local.prepare import NotReady, link_starting_model
 from runspec.local.prepared import PreparedRun
 from runspec.local.processes import RoleSpec, role_specs
-from runspec.local.run_dir import hold, run_directory
+from runspec.local.run_dir import hold, own_folder, run_directory
 
 
 def role_command(name: str | None, path: Path, folder: Path | None, listen: str | None) -> int:
@@ -28,7 +31,7 @@ def role_command(name: str | None, path: Path, folder: Path | None, listen: str 
         name: a process of the bundle, or `trunk` for the supervisor of those of the trunk; None:
             what the bundle is called.
         path: the bundle.
-        folder: the role's own; None: the run directory for the trunk, else RUN/NAME.
+        folder: the role's own; None: the run directory for the trunk, else in `storage.scratch`.
         listen: HOST:PORT of a server that is reached under another address.
 
     Raises:
@@ -44,18 +47,20 @@ def role_command(name: str | None, path: Path, folder: Path | None, listen: str 
         )
     if folder is None:
         shared = bundle.group == TRUNK_GROUP
-        folder = run_directory(bundle.spec, None) if shared else Path(bundle.spec.name) / name
+        folder = run_directory(bundle.spec, None) if shared else own_folder(bundle.spec, name)
     folder = folder.absolute()
-    identity = install(bundle, folder)
+    endpoints = _listening(fixed_endpoints(bundle.spec), name, listen)
+    require_own(bundle, folder)
     if name == TRUNK_GROUP:
         return _supervise(bundle, folder)
-    endpoints = _listening(fixed_endpoints(bundle.spec), name, listen)
     own = folder / "work" / name
-    own.mkdir(parents=True, exist_ok=True)
-    with hold(own) as lock:
+    require_writable(own, "the role's folder", "mend the permissions, or name another --dir")
+    with hold(own, role=name) as lock:
+        identity = install(bundle, folder)
         run = PreparedRun(bundle.spec, folder, endpoints, identity, this_machine(), lock)
         (role,) = role_specs(run, here={name})
         if name in TRUNK:
+            write_atomic(folder / SPEC_FILE, dump_resolved(bundle.spec))
             link_starting_model(run.spec, folder, run.machine)
         return _become(role, lock)
 
@@ -69,9 +74,14 @@ def _become(role: RoleSpec, lock: int) -> NoReturn:
 
 def _supervise(bundle: Bundle, folder: Path) -> int:
     """The trunk is a run of which this machine starts nothing else."""
+    install(bundle, folder)
     placement = bundle.spec.placement.model_copy(update={"roles": []})
     spec = bundle.spec.model_copy(update={"placement": placement})
-    return carry_out(make_plan(spec, folder), detach=False)
+    try:
+        return carry_out(make_plan(spec, folder), detach=False)
+    except NotReady as error:
+        show_missing(error, None)
+        return EXIT_FAILED
 
 
 def _listening(endpoints: Endpoints, name: str, listen: str | None) -> Endpoints:
@@ -85,10 +95,13 @@ def _listening(endpoints: Endpoints, name: str, listen: str | None) -> Endpoints
                 remedy="say with --listen HOST:PORT where it listens behind that",
             )
         return endpoints
+    if own is None or name == "learner":
+        raise UserError("has no address of its own", place=name, remedy="leave --listen out")
     url = f"http://{listen}"
-    address(url)
-    if own is None:
-        raise UserError("listens nowhere", place=name, remedy="leave --listen out")
+    try:
+        address(url)
+    except UserError as error:
+        raise UserError(error.thing, place="--listen", remedy="say HOST:PORT") from error
     match name:
         case "coordinator":
             return replace(endpoints, coordinator=url)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -31,6 +31,19 @@ class UserError(Exception):
     def __str__(self) -> str:
         text = f"{self.place}: {self.thing}" if self.place else self.thing
         return f"{text}\n  remedy: {self.remedy}" if self.remedy else text
+
+
+class RunElsewhere(Exception):
+    """A command names a run whose directory is on another machine.
+
+    Args:
+        run: its name.
+        carry: runs a command line there, and returns its exit code.
+    """
+
+    def __init__(self, run: str, carry: Callable[[Sequence[str]], int]) -> None:
+        super().__init__(run)
+        self.carry = carry
 
 
 class BadUsage(UserError):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from runspec.core.errors import UserError
+from runspec.core.object_store import Folder, ObjectPath
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Errors of a disk, or of a user's share of one, that is full."""
@@ -64,7 +65,7 @@ def atomic_file(path: Path, *, mode: int = 0o666, remedy: str = _REMEDY) -> Iter
             temporary.unlink()
 
 
-def require_writable(folder: Path, what: str, remedy: str) -> None:
+def require_writable(folder: Folder, what: str, remedy: str) -> None:
     """Makes a folder where it is missing, and a file in it, which goes again.
 
     Args:
@@ -75,6 +76,11 @@ def require_writable(folder: Path, what: str, remedy: str) -> None:
     Raises:
         UserError: it cannot be made or written; the message has the reason.
     """
+    if isinstance(folder, ObjectPath):
+        mark = folder / temporary_name(Path("writable")).name
+        mark.write(b"")
+        mark.unlink()
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=_TEMPORARY):
@@ -88,8 +94,11 @@ def require_writable(folder: Path, what: str, remedy: str) -> None:
         ) from error
 
 
-def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Writes the whole of a file; see `atomic_file`."""
+def write_atomic(path: Folder, data: bytes, *, mode: int = 0o666) -> None:
+    """Writes the whole of a file, see `atomic_file`; or of an object of a store."""
+    if isinstance(path, ObjectPath):
+        path.write(data)
+        return
     with atomic_file(path, mode=mode) as file:
         file.write(data)
 
@@ -132,8 +141,10 @@ def remove_leftovers(folder: Path) -> None:
             entry.unlink(missing_ok=True)
 
 
-def read_bounded(path: Path, max_bytes: int) -> bytes:
+def read_bounded(path: Folder, max_bytes: int) -> bytes:
     """Reads a whole file, refusing one larger than `max_bytes` before reading it."""
+    if isinstance(path, ObjectPath):
+        return path.read(max_bytes)
     with path.open("rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:

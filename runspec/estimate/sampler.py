@@ -19,8 +19,9 @@ from runspec.core.spec.schema import RunSpec, SamplerPool
 
 MEMORY_UTILIZATION = 0.92
 """vLLM's default `gpu_memory_utilization`, version 0.32."""
-RECORDED_ROWS = 44
-"""Hidden states of a sequence that `sampler.engine.recorder` keeps on the device."""
+RECORDED_ROWS = 52
+"""Hidden states of a sequence that `sampler.engine.recorder` keeps on the device: its ring, and the
+buffers of the last steps."""
 BATCHED_TOKENS = 2048
 """Tokens of one forward pass: vLLM's default `max_num_batched_tokens`."""
 _FLOAT32 = 4

@@ -50,9 +50,10 @@ def is_loopback(host: str) -> bool:
 
 
 def server_urls(spec: RunSpec) -> dict[tuple[str, ...], str]:
-    """URLs that the spec gives to origin and relays, by the location of the server."""
+    """URLs that the spec gives to coordinator, origin and relays, by the location of `url`."""
     given: list[tuple[tuple[str, ...], str | None]] = [
-        (("broadcast", "origin"), spec.broadcast.origin.url)
+        (("placement",), spec.placement.url),
+        (("broadcast", "origin"), spec.broadcast.origin.url),
     ]
     given += [(("broadcast", "relays", r.name), r.url) for r in spec.broadcast.relays]
     return {where: url for where, url in given if url is not None}

@@ -27,7 +27,7 @@ def takes_any_change(run_dir: Path) -> bool:
         UserError: its spec cannot be read.
     """
     spec = load_resolved(run_dir)
-    versions = (*versions_in(params_folder(run_dir)), *versions_in(weights_folder(run_dir)))
+    versions = (*versions_in(params_folder(run_dir, spec)), *versions_in(weights_folder(run_dir)))
     trained = max(versions, default=0) > 0 or full_states(run_dir, spec) or read_rows(run_dir)
     return not trained and spec.identity.root_public_key is None
 

@@ -12,6 +12,7 @@ from runspec.core.process import EXIT_FINAL, EXIT_USER_ERROR
 from runspec.core.spec.resolved import spec_digest
 from runspec.core.spec.run_files import initial_model, warm_start_cache
 from runspec.local import budget
+from runspec.local.backend import processes_of
 from runspec.local.children import last_lines
 from runspec.local.conclude import conclude
 from runspec.local.fleet import Outcome, Rules
@@ -62,9 +63,11 @@ def drive(
     stop_requests: Callable[[], int],
 ) -> Outcome:
     """`supervise` with the processes given: each stage by itself, then all roles at once."""
+    processes, run = processes_of(run)
     live = LiveRun(run, state, roles_of)
     state.storage = StorageWait(STORAGE_S, partial(watcher.event, "supervisor"), stop_requests)
-    session = Session(run.directory / "logs", state, watcher, stop_requests, live.take)
+    logs = run.directory / "logs"
+    session = Session(processes, logs, state, watcher, stop_requests, live.take)
 
     def until_end(specs: Sequence[RoleSpec], progress: Progress) -> Outcome:
         rules = Rules(

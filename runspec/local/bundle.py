@@ -17,17 +17,18 @@ from pathlib import Path
 
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded, write_atomic
+from runspec.core.files import read_bounded, require_writable, write_atomic
 from runspec.core.keys import SigningKey
 from runspec.core.roles import OWN_WORKERS_FILE, open_roles, read_own_workers
 from runspec.core.signed import BadSignature
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
-from runspec.core.spec.resolved import dump_resolved, parse_resolved
+from runspec.core.spec.resolved import dump_resolved, load_resolved, parse_resolved
 from runspec.core.spec.role_names import (
     TRUNK,
     learner_names,
     relay_names,
+    role_names,
     validator_names,
     worker_names,
 )
@@ -98,10 +99,15 @@ def decode_bundle(data: bytes, *, place: str) -> Bundle:
         )
         for secret in bundle.keys.values():
             SigningKey.from_secret(secret)
-        if bundle.spec.identity.root_public_key is None:
-            raise MalformedJson("its spec pins no root")
+        strangers = {*bundle.roles, *bundle.keys} - {TRUNK_GROUP, *role_names(bundle.spec)}
+        if strangers:
+            raise MalformedJson(f"its spec has no role {', '.join(sorted(strangers))}")
+        if bundle.spec.identity.root_public_key is None or bundle.spec.placement.base_port is None:
+            raise MalformedJson("its spec pins no root, or fixes no addresses")
     except (MalformedJson, KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"not a bundle: {error}", place=place, remedy=_REMEDY) from error
+    except UserError as error:
+        raise UserError(f"not a bundle: {error.thing}", place=place, remedy=_REMEDY) from error
     try:
         root = bundle.root_public_key
         open_roles(bundle.roles_document, root_public_key=root, run=bundle.spec.name)
@@ -126,6 +132,8 @@ def load_bundle(path: Path) -> Bundle:
         raise UserError(
             f"cannot read the bundle: {error.strerror}", place=str(path), remedy=_REMEDY
         ) from error
+    except UserError as error:
+        raise UserError(f"not a bundle: {error.thing}", place=str(path), remedy=_REMEDY) from error
     return decode_bundle(data, place=str(path))
 
 
@@ -154,37 +162,45 @@ def make_bundles(spec: RunSpec, identity: Identity) -> list[Bundle]:
     ]
 
 
+def require_own(bundle: Bundle, folder: Path) -> None:
+    """Refuses a folder of another run; a new one will do.
+
+    Raises:
+        UserError: the folder holds another run's spec or keys.
+    """
+    if (folder / SPEC_FILE).exists():
+        spec, run = load_resolved(folder), (bundle.spec.name, bundle.root_public_key)
+        if (spec.name, spec.identity.root_public_key) != run:
+            raise _of_another_run(f"the spec of another run, {spec.name}", folder / SPEC_FILE)
+    for name, secret in bundle.keys.items():
+        path = folder / "keys" / f"{name}.key"
+        if path.exists() and SigningKey.load(path).secret_hex != secret:
+            raise _of_another_run("another key than the bundle's", path)
+
+
 def install(bundle: Bundle, folder: Path) -> Identity:
     """Lays out a folder as a run directory, with what the bundle has of one.
 
+    The trunk's gets no spec: its supervisor compares the bundle's with the run's own.
+
     Raises:
-        UserError: the folder holds the keys of another run, or cannot be written.
+        UserError: as `require_own`, or the folder cannot be written.
     """
+    require_own(bundle, folder)
     keys = folder / "keys"
-    try:
-        keys.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name, secret in bundle.keys.items():
-            _install_key(keys / f"{name}.key", SigningKey.from_secret(secret))
-        if bundle.group == TRUNK_GROUP:
-            write_atomic(keys / "roles.json", bundle.roles_document)
-            write_atomic(keys / OWN_WORKERS_FILE, canonical_json(dict(bundle.workers)))
-        else:
-            write_atomic(folder / SPEC_FILE, dump_resolved(bundle.spec))
-    except OSError as error:
-        raise UserError(
-            f"the role's folder cannot be written: {error.strerror or error}",
-            place=str(folder),
-            remedy="mend the permissions, free space, or name another --dir",
-        ) from error
+    require_writable(keys, "the role's folder", "mend the permissions, or name another --dir")
+    keys.chmod(0o700)
+    for name, secret in bundle.keys.items():
+        if not (keys / f"{name}.key").exists():
+            SigningKey.from_secret(secret).save(keys / f"{name}.key")
+    if bundle.group == TRUNK_GROUP:
+        write_atomic(keys / "roles.json", bundle.roles_document)
+        write_atomic(keys / OWN_WORKERS_FILE, canonical_json(dict(bundle.workers)))
+    else:
+        write_atomic(folder / SPEC_FILE, dump_resolved(bundle.spec))
     return Identity(keys, bundle.root_public_key)
 
 
-def _install_key(path: Path, key: SigningKey) -> None:
-    if not path.exists():
-        key.save(path)
-    elif SigningKey.load(path).public_hex != key.public_hex:
-        raise UserError(
-            "another key than the bundle's lies here",
-            place=str(path),
-            remedy="name another --dir, or remove the folder if its run is over",
-        )
+def _of_another_run(thing: str, path: Path) -> UserError:
+    remedy = "name another --dir, or remove the folder if its run is over"
+    return UserError(f"{thing}, lies here", place=str(path), remedy=remedy)

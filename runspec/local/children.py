@@ -7,7 +7,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,8 @@ class Child:
     log: Path
     log_start: int
     """Size of the log when it was started."""
+    answered: bool = False
+    """Whether it was ready before: nobody knocks at its port again."""
 
     @property
     def pid(self) -> int:
@@ -53,9 +55,11 @@ class Child:
 
     def ready(self) -> bool:
         """Whether its port answers, or, for a role without one, whether it has logged anything."""
-        if self.role.listen is not None:
-            return port_answers(*self.role.listen)
-        return self.log.stat().st_size > self.log_start
+        if not self.answered and self.role.listen is not None:
+            self.answered = port_answers(*self.role.listen)
+        elif not self.answered:
+            self.answered = self.log.stat().st_size > self.log_start
+        return self.answered
 
     def send(self, number: signal.Signals) -> None:
         """Signals the whole group, unless it was reaped: its number may be another's by now."""
@@ -65,8 +69,13 @@ class Child:
             os.killpg(self.pid, number)
 
 
-def start_child(role: RoleSpec, logs: Path) -> Child:
+def start_child(role: RoleSpec, logs: Path, inherited: Mapping[str, str] = os.environ) -> Child:
     """Starts a role in a process group of its own, its output appended to logs/<role>.log.
+
+    Args:
+        role: what to start.
+        logs: folder of logs.
+        inherited: environment beneath the role's own.
 
     Raises:
         NotNow: the disk is too full for the log.
@@ -84,7 +93,7 @@ def start_child(role: RoleSpec, logs: Path) -> Child:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **role.env, SUPERVISOR: str(os.getpid())},
+                    env={**inherited, **role.env, SUPERVISOR: str(os.getpid())},
                     # A Ctrl-C at the terminal is for the supervisor, which stops them in order.
                     start_new_session=True,
                 )

@@ -1,8 +1,13 @@
-"""Which role runs on which cores, and how many threads it may start."""
+"""Which role runs on which cores and accelerators, and how many threads it may start."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Container, Mapping, Sequence
+
+from runspec.core.models.hardware import device_count
+from runspec.core.spec.role_names import validator_names, worker_names
+from runspec.core.spec.schema import Hardware, RunSpec
 
 
 def assign_cores(
@@ -31,6 +36,44 @@ def assign_cores(
     rest = cores[1:]
     shared = {role: (rest[i % len(rest)],) for i, role in enumerate(more)}
     return {first: (cores[0],), **shared}
+
+
+def assign_devices(spec: RunSpec, here: Container[str]) -> dict[str, list[int]]:
+    """Numbers of the accelerators that each role of one machine sees.
+
+    `placement.devices` says so, and where it does not, learner, validators and workers in this
+    order take the next free ones: two processes on one TPU chip or GPU both fail.
+
+    Args:
+        spec: of the run.
+        here: names of the roles that the machine starts.
+
+    Returns:
+        By role. A role that is not named sees all: on a CPU, or the only one on its accelerators.
+    """
+    learner = spec.learner
+    wanted: list[tuple[str, Hardware, int]] = []
+    if learner.hosts == 1:
+        wanted.append(("learner", learner.hardware, learner.mesh.devices))
+    if spec.verify.hardware is not None:
+        count = device_count(spec.verify.hardware) or 1
+        wanted += [(name, spec.verify.hardware, count) for name in validator_names(spec)]
+    pools = {pool.name: pool for pool in spec.samplers}
+    for name, pool in worker_names(spec).items():
+        wanted.append((name, pools[pool].hardware, pools[pool].parallel.devices))
+    assigned = dict(spec.placement.devices)
+    for tpu in (True, False):
+        users = {
+            name: count
+            for name, hardware, count in wanted
+            if name in here and hardware.kind != "cpu" and hardware.kind.startswith("tpu") == tpu
+        }
+        taken = {number for name in users for number in assigned.get(name, ())}
+        free = (number for number in itertools.count() if number not in taken)
+        for name in users if len(users) > 1 else ():
+            if name not in assigned:
+                assigned[name] = list(itertools.islice(free, users[name]))
+    return assigned
 
 
 def thread_limits(cores: Sequence[int]) -> dict[str, str]:

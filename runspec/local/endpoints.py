@@ -38,12 +38,19 @@ class Endpoints:
     """Where the processes of `learner.hosts` above 1 find each other."""
     elsewhere: dict[str, str] = field(default_factory=dict)
     """Relays that other machines start, by name: where they can be reached."""
+    public: dict[str, str] = field(default_factory=dict)
+    """Addresses of proxies before what listens here, by role name."""
 
     def all(self) -> dict[str, str]:
         """URL by role name, of what listens on this machine."""
         named = {f"relay-{name}": url for name, url in self.relays.items()}
         learner = {"learner": self.learner} if self.learner else {}
         return {"coordinator": self.coordinator, "origin": self.origin} | named | learner
+
+    def weights(self) -> list[str]:
+        """Where workers elsewhere fetch versions: relays in the order of the spec, then origin."""
+        here = {name: self.public.get(f"relay-{name}", url) for name, url in self.relays.items()}
+        return [*(here | self.elsewhere).values(), self.public.get("origin", self.origin)]
 
 
 def address(url: str) -> tuple[str, int]:
@@ -72,7 +79,8 @@ def plan_endpoints(
     """Chooses a port for each server.
 
     Args:
-        spec: `placement.base_port` fixes consecutive ports; the `url` of origin or relay its own.
+        spec: `placement.base_port` fixes consecutive ports; an http `url` of origin or relay its
+            own, an https one is a proxy's.
         previous: the run's endpoints so far, kept where they are free.
         is_free: whether a server could listen there.
         rng: draws the ports that nothing fixes.
@@ -82,12 +90,15 @@ def plan_endpoints(
     """
     host, away = spec.placement.host, elsewhere(spec)
     taken: set[int] = set()
+    public = {} if spec.placement.url is None else {"coordinator": spec.placement.url.rstrip("/")}
 
     kept = previous.all() if previous else {}
     spoken_for = {address(url)[1] for url in kept.values()}
 
     def place(role: str, position: int, url: str | None = None) -> str:
         before = kept.get(role)
+        if url is not None and urlsplit(url).scheme == "https":
+            public[role], url = url.rstrip("/"), None
         if url is None and spec.placement.base_port is not None:
             url = _url(host, spec.placement.base_port + position)
         if url is not None:
@@ -117,6 +128,7 @@ def plan_endpoints(
         learner=(
             place("learner", 2 + len(spec.broadcast.relays)) if spec.learner.hosts > 1 else None
         ),
+        public=public,
     )
 
 
@@ -127,7 +139,7 @@ def fixed_endpoints(spec: RunSpec) -> Endpoints:
     assert base is not None, "a site has one"
     several = spec.learner.hosts > 1
     return Endpoints(
-        coordinator=_url(place.host, base),
+        coordinator=(place.url or _url(place.host, base)).rstrip("/"),
         origin=(spec.broadcast.origin.url or _url(place.host, base + 1)).rstrip("/"),
         relays={relay.name: relay.url.rstrip("/") for relay in relays if relay.url is not None},
         learner=_url(place.host, base + 2 + len(relays)) if several else None,

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.canonical import MalformedJson
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded
-from runspec.core.hashing import digest_file
+from runspec.core.object_store import Folder
 from runspec.core.spec.run_files import numbered, state_folder
 from runspec.core.spec.schema import RunSpec
-
-_RECORD, _ARRAYS = "state.json", "state"
-_MAX_RECORD_BYTES = 64 * 1024 * 1024
+from runspec.core.whole_state import damaged_file, record_of
 
 
 @dataclass(frozen=True)
@@ -23,11 +20,12 @@ class FullState:
     """checkpoints/state/step_<N>: the training state after N steps."""
 
     step: int
-    path: Path
+    path: Folder
 
     @property
-    def bytes(self) -> int:
-        return folder_bytes(self.path)
+    def bytes(self) -> int | None:
+        """Of all its files; None in an object store."""
+        return folder_bytes(self.path) if isinstance(self.path, Path) else None
 
     def require_whole(self) -> None:
         """Compares every file with the digests in state.json, as the learner will.
@@ -37,23 +35,13 @@ class FullState:
         """
         place = str(self.path)
         try:
-            record = parse_object(
-                read_bounded(self.path / _RECORD, _MAX_RECORD_BYTES), max_bytes=_MAX_RECORD_BYTES
-            )
+            files: Any = record_of(self.path).get("files")
         except (OSError, MalformedJson) as error:
             raise UserError(f"unreadable full state: {error}", place=place) from error
-        files: Any = record.get("files")
         if not isinstance(files, Mapping):
             raise UserError("unreadable full state: no list of files", place=place)
-        arrays = self.path / _ARRAYS
-        found = {
-            path.relative_to(arrays).as_posix(): path
-            for path in sorted(arrays.rglob("*"))
-            if path.is_file()
-        }
-        for name in sorted({*found, *files}):
-            if name not in found or digest_file(found[name]) != files.get(name):
-                raise UserError(f"{name} is missing or not what was written", place=place)
+        if (name := damaged_file(self.path, files)) is not None:
+            raise UserError(f"{name} is missing or not what was written", place=place)
 
 
 def full_states(run_dir: Path, spec: RunSpec) -> list[FullState]:

@@ -106,7 +106,8 @@ def pinned_root_problem(run_dir: Path, spec: RunSpec) -> UserError | None:
         return UserError(
             f"no roles.json signed by this root: {error}",
             place="identity.root_public_key",
-            remedy=f"put roles.json and the keys it names into {folder}, or leave the root out",
+            remedy=f"make the folder {folder}, and put roles.json and the keys that it names "
+            "there; or leave the root out, and `runspec prepare` makes and pins one",
         )
     wanted = {"publisher": roles.publisher, "coordinator": roles.coordinator}
     here = [name for name in validator_names(spec) if name not in elsewhere(spec)]

@@ -18,7 +18,8 @@ _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - what a spec may say, not what is
 def run_link(run_dir: Path, spec: RunSpec) -> JoinLink | None:
     """What volunteers are sent; None where the run has no endpoints or no root yet.
 
-    A coordinator that listens on all addresses is named by this machine's host name.
+    A coordinator is named by the address of the proxy before it (`placement.url`), or where it
+    listens on all addresses by this machine's host name.
     """
     try:
         endpoints = load_endpoints(run_dir)
@@ -29,8 +30,8 @@ def run_link(run_dir: Path, spec: RunSpec) -> JoinLink | None:
         return None
     if endpoints is None:
         return None
-    parts = urlsplit(endpoints.coordinator)
-    url = endpoints.coordinator
+    url = endpoints.public.get("coordinator", endpoints.coordinator)
+    parts = urlsplit(url)
     if parts.hostname in _EVERYWHERE:
         url = f"{parts.scheme}://{socket.gethostname()}:{parts.port}"
     return JoinLink(url, spec.name, root)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,11 +25,12 @@ from runspec.core.spec.role_names import (
     validator_names,
     worker_names,
 )
-from runspec.core.spec.run_files import numbered, state_folder
+from runspec.core.spec.run_files import checkpoints_folder, numbered, versions_in
 from runspec.core.spec.schema import Hardware, Mesh, RunSpec
 from runspec.core.spec.source_files import source_files
 from runspec.estimate.learner import moment_elements
 from runspec.estimate.version_size import version_size
+from runspec.local.backend import LOCAL
 from runspec.local.identity import pinned_root_problem
 from runspec.local.machine import (
     Machine,
@@ -46,6 +49,7 @@ from runspec.lock.model_files import TOKENIZER, WEIGHTS, require_files
 GIB = 2**30
 _ROOM_BYTES = GIB // 2
 """For logs, rollouts and the environment's own files."""
+_PREPARE = "see `runspec prepare` and docs/site.md"
 _THIS_HOST = ("127.0.0.1", "localhost", "::1")
 ROLE_MODULES = {
     "learner": ("jax", "orbax.checkpoint", "tensorstore"),
@@ -108,7 +112,7 @@ def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
         *(Missing(each.path, str(each), each.remedy) for each in missing_plugins(spec)),
         *_data(spec),
         *_secrets(spec, facts),
-        *_identity(spec, run_dir, facts),
+        *_identity(spec, run_dir),
         *_servers(spec),
         *_modules(spec, facts),
         *_checkpoints(spec, run_dir),
@@ -118,41 +122,59 @@ def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
 
 def _hardware(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
     learner, here = spec.learner, _groups_here(spec)
-    asked = [("learner.hardware", learner.hardware, 1, learner.mesh.slices)]
+    parts = learner.hosts if learner.hosts > 1 and "learners" not in here else 1
+    asked = [("learner.hardware", learner.hardware, Fraction(1, parts), learner.mesh.slices)]
     asked += [
-        (f"samplers.{pool.name}.hardware", pool.hardware, pool.replicas, 1)
+        (f"samplers.{pool.name}.hardware", pool.hardware, Fraction(pool.replicas), 1)
         for pool in spec.samplers
         if pool.name in here
     ]
     if spec.verify.hardware is not None and spec.verify.validators and "validators" in here:
-        asked.append(("verify.hardware", spec.verify.hardware, spec.verify.validators, 1))
+        count = Fraction(spec.verify.validators)
+        asked.append(("verify.hardware", spec.verify.hardware, count, 1))
+    taken: Counter[str] = Counter()
     for path, hardware, processes, slices in asked:
-        thing = _lack(hardware, processes, slices, facts)
+        thing = _lack(hardware, processes, slices, facts, taken)
         if thing:
             yield Missing(path, thing)
-    if learner.hosts > 1 and learner.hardware.kind != "cpu":
+    if "learners" in here and learner.hosts > 1 and learner.hardware.kind != "cpu":
         yield Missing(
             "learner.hosts",
             f"{learner.hosts} machines with {learner.hardware.kind}; this is one",
-            "start the learner's processes there by hand, see docs/learner_jax.md",
+            _PREPARE,
         )
 
 
-def _lack(hardware: Hardware, processes: int, slices: int, facts: Facts) -> str:
-    """What is wanted and what is here; empty where it suffices."""
+def _lack(
+    hardware: Hardware, processes: Fraction, slices: int, facts: Facts, taken: Counter[str]
+) -> str:
+    """What is wanted and what is here; empty where it suffices.
+
+    Args:
+        hardware: of one process.
+        processes: how many there are, or the part of one that is here.
+        slices: of the hardware.
+        facts: of this machine.
+        taken: devices of others by what they are called, to which these are added.
+    """
     if hardware.kind == "cpu":
         return ""
-    wanted = (device_count(hardware, slices) or 1) * processes
     here, unit = devices_here(hardware, facts.gpus, facts.tpus)
-    if here >= wanted:
+    wanted = int((device_count(hardware, slices) or 1) * processes)
+    others = taken[unit]
+    taken[unit] += wanted
+    if here >= wanted + others:
         return ""
-    shape = hardware.topology or f"x {wanted}"
-    many = f"{slices} slices of " if slices > 1 else ""
-    return f"{many}{hardware.kind} {shape} ({wanted} {unit}); this machine has {here or 'none'}"
+    whole = processes >= 1
+    shape = hardware.topology if hardware.topology and whole else f"x {wanted}"
+    many = f"{slices} slices of " if slices > 1 and whole else ""
+    beside = f" beside {others} of other roles" if others else ""
+    has = f"this machine has {here or 'none'}"
+    return f"{many}{hardware.kind} {shape} ({wanted} {unit}{beside}); {has}"
 
 
 def _validators(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
-    verify, learner = spec.verify, spec.learner
+    verify = spec.verify
     if not verify.validators and spec.identity.root_public_key is None:
         yield Missing(
             "verify.validators",
@@ -161,12 +183,6 @@ def _validators(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
         )
     if not verify.validators or "validators" not in _groups_here(spec):
         return
-    if verify.hardware is None and _lack(learner.hardware, 1, learner.mesh.slices, facts):
-        yield Missing(
-            "verify.validators",
-            f"{verify.validators} with engine {verify.engine} recompute rollouts of "
-            f"{spec.model.hf or 'the model'}: they need accelerators too",
-        )
     if verify.engine not in facts.prefill_engines:
         offered = ", ".join(facts.prefill_engines) or "none"
         yield Missing("verify.engine", f"no prefill engine {verify.engine!r}; installed: {offered}")
@@ -194,6 +210,8 @@ def _install(facts: Facts) -> str:
 
 def _groups_here(spec: RunSpec) -> Container[str]:
     """What is started here of what `placement.roles` may name."""
+    if spec.placement.backend != LOCAL:
+        return ()  # it finds machines for them
     return placeable(spec) if spec.placement.roles is None else spec.placement.roles
 
 
@@ -258,15 +276,10 @@ def _secrets(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
             )
 
 
-def _identity(spec: RunSpec, run_dir: Path, facts: Facts) -> Iterator[Missing]:
+def _identity(spec: RunSpec, run_dir: Path) -> Iterator[Missing]:
     problem = pinned_root_problem(run_dir, spec)
     if problem is not None:
         yield Missing(problem.place, problem.thing, problem.remedy)
-    elif spec.identity.root_public_key is None and any(_hardware(spec, facts)):
-        yield Missing(
-            "identity.root_public_key",
-            "unset: workers on other machines pin the root that signs roles.json",
-        )
 
 
 def _servers(spec: RunSpec) -> Iterator[Missing]:
@@ -279,8 +292,11 @@ def _servers(spec: RunSpec) -> Iterator[Missing]:
         elif relay.url is None:
             yield Missing(path, "null: another machine starts this relay, and nobody knows where")
     for path, url in urls.items():
-        if url is not None and urlsplit(url).hostname not in here:
-            yield Missing(path, f"{url} is not on this machine")
+        parts = urlsplit(url or "")
+        if parts.scheme == "http" and parts.hostname not in here:  # https: a proxy before it
+            origin = "leave it out, and let readers elsewhere reach the origin through relays"
+            remedy = origin if path == "broadcast.origin.url" else _PREPARE
+            yield Missing(path, f"{url} is not on this machine", remedy)
 
 
 def _modules(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
@@ -296,12 +312,14 @@ def _modules(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
 
 
 def _checkpoints(spec: RunSpec, run_dir: Path) -> Iterator[Missing]:
-    """A new run must not go on from the full states of an earlier one of its name."""
-    folder = state_folder(run_dir, spec)
-    left = numbered(folder, "step_")
+    """A new run must not go on from the full states or versions of an earlier one of its name."""
+    folder = checkpoints_folder(run_dir, spec)
     known = (run_dir / SPEC_FILE).exists()
-    own = known and state_folder(run_dir, load_resolved(run_dir)) == folder
-    if spec.checkpoints.dir is not None and left and not own:
+    if spec.checkpoints.dir is None or (
+        known and checkpoints_folder(run_dir, load_resolved(run_dir)) == folder
+    ):
+        return
+    if numbered(folder / "state", "step_") or versions_in(folder / "params"):
         yield Missing(
             "checkpoints.dir",
             f"{folder} holds full states of an earlier run of this name",
@@ -316,12 +334,11 @@ def _disk(
     remedy = "free some, keep less (checkpoints.keep), or use another --runs-dir"
     needs = [("checkpoints", others, free_bytes(run_dir), remedy)]
     if spec.checkpoints.dir is not None:
-        at = Path(spec.checkpoints.dir).absolute()
+        at = checkpoints_folder(run_dir, spec).parent
         remedy = "free some, or keep less (checkpoints.keep, broadcast.keep_versions)"
-        needs = [
-            ("storage", others - states, free_bytes(run_dir), remedy),
-            ("checkpoints.dir", states, free_bytes(at), remedy),
-        ]
+        needs = [("storage", others - states, free_bytes(run_dir), remedy)]
+        if isinstance(at, Path):
+            needs.append(("checkpoints.dir", states, free_bytes(at.absolute()), remedy))
     for path, needed, free, remedy in needs:
         if needed > free:
             yield Missing(

@@ -19,6 +19,7 @@ from runspec.core.spec.schema import RunSpec
 from runspec.lint.urls import is_loopback
 from runspec.local.cores import (
     assign_cores,
+    assign_devices,
     jax_environment,
     thread_limits,
     visible_devices,
@@ -54,11 +55,16 @@ class RoleSpec:
 def warm_start_role(run: PreparedRun, cache: Path) -> RoleSpec:
     """The stage before the run: makes version 0, or finds it in the cache."""
     command = ("learner_jax", "warm-start", str(run.directory), "--cache", str(cache))
-    env = _learner_env(run, (), "learner")
+    devices = assign_devices(run.spec, _all_here(run.spec)).get("learner")
+    env = _learner_env(run, (), devices)
     return RoleSpec("warm-start", run.machine.module(*command), env, ends_run=True)
 
 
-def role_specs(run: PreparedRun, here: Collection[str] | None = None) -> list[RoleSpec]:
+def role_specs(
+    run: PreparedRun,
+    here: Collection[str] | None = None,
+    cores: Mapping[str, tuple[int, ...]] | None = None,
+) -> list[RoleSpec]:
     """The roles that this machine starts.
 
     Each tolerates that the others are not up yet, so order is for reading.
@@ -66,34 +72,49 @@ def role_specs(run: PreparedRun, here: Collection[str] | None = None) -> list[Ro
     Args:
         run: names files of this machine.
         here: names of the roles; None: all but those that `placement.roles` leaves to others.
+        cores: that roles are pinned to, by name; None: this machine's are shared among the busy.
 
     Raises:
         UserError: two roles would have one name.
     """
     if here is None:
-        here = set(role_names(run.spec)) - elsewhere(run.spec)
-    make = _Roles(run, here)
-    roles = [make.origin(), *make.relays(), make.coordinator(), make.publisher()]
+        here = _all_here(run.spec)
+    make = _Roles(run, here, cores)
+    roles = [*make.origin(), *make.relays(), *make.coordinator(), make.publisher()]
     roles += [*make.learners(), *make.validators(), *make.workers()]
     _refuse_equal_names(roles)
     secrets = _secrets(run.spec, run.machine)
     return [replace(role, env={**role.env, **secrets}) for role in roles if role.name in here]
 
 
+def _all_here(spec: RunSpec) -> set[str]:
+    """What one machine starts of a run."""
+    return set(role_names(spec)) - elsewhere(spec)
+
+
 class _Roles:
     """Makes the roles of one run."""
 
-    def __init__(self, run: PreparedRun, here: Collection[str]) -> None:
-        self._run, self._spec = run, run.spec
+    def __init__(
+        self,
+        run: PreparedRun,
+        here: Collection[str],
+        cores: Mapping[str, tuple[int, ...]] | None,
+    ) -> None:
+        self._run, self._spec, self._here = run, run.spec, here
         self._endpoints, self._module = run.endpoints, run.machine.module
         self._listening = run.endpoints.all()
         self._relays = run.endpoints.relays | run.endpoints.elsewhere
         self._root = ("--public-key", run.identity.root_public_key)
-        names = (*learner_names(run.spec), *worker_names(run.spec))
-        busy = [name for name in names if name in here]
-        self._cores = assign_cores(busy, run.machine.cores, others=len(busy) < len(here))
+        if cores is None:
+            names = (*learner_names(run.spec), *worker_names(run.spec))
+            busy = [name for name in names if name in here]
+            cores = assign_cores(busy, run.machine.cores, others=len(busy) < len(here))
+        self._cores = cores
+        found = run.spec.placement.backend == "local"  # others say by themselves what is free
+        self._assigned = assign_devices(run.spec, here) if found else run.spec.placement.devices
 
-    def origin(self) -> RoleSpec:
+    def origin(self) -> Iterator[RoleSpec]:
         store = self._run.directory / "store" / "origin"
         return self._server("origin", "broadcast", "origin", str(store))
 
@@ -102,7 +123,7 @@ class _Roles:
             name = f"relay-{relay.name}"
             if name in self._listening:
                 upstream = [self._relays.get(up, self._endpoints.origin) for up in relay.upstream]
-                yield self._server(
+                yield from self._server(
                     name,
                     *("broadcast", "relay", "--run", self._spec.name),
                     *(option for url in upstream for option in ("--upstream", url)),
@@ -110,8 +131,8 @@ class _Roles:
                     *("--store", str(self._run.directory / "store" / name), *self._root),
                 )
 
-    def coordinator(self) -> RoleSpec:
-        served = [*self._relays.values(), self._endpoints.origin]
+    def coordinator(self) -> Iterator[RoleSpec]:
+        served = self._endpoints.weights()
         weights = [option for url in served for option in ("--public-weights", url)]
         weights += ["--weights", self._endpoints.origin]
         command = ("verify", "coordinator", str(self._run.directory), *weights, *self._root)
@@ -132,7 +153,9 @@ class _Roles:
             yield RoleSpec(
                 name,
                 self._module("learner_jax", "train", str(self._run.directory), *joining),
-                _learner_env(self._run, mine, name, hosts=self._spec.learner.hosts)
+                _learner_env(
+                    self._run, mine, self._assigned.get(name), hosts=self._spec.learner.hosts
+                )
                 | _tpu_worker(self._run.machine, i),
                 cores=mine,
                 ends_run=i == 0,
@@ -165,10 +188,12 @@ class _Roles:
                 ends_when_sampled=True,
             )
 
-    def _server(self, name: str, *command: str) -> RoleSpec:
-        host, port = address(self._listening[name])
-        module = self._module(*command, "--listen", f"{host}:{port}")
-        return RoleSpec(name, module, thread_limits(()), listen=(host, port))
+    def _server(self, name: str, *command: str) -> Iterator[RoleSpec]:
+        """The server, where it is started here: one elsewhere may have a URL that is no address."""
+        if name in self._here:
+            host, port = address(self._listening[name])
+            module = self._module(*command, "--listen", f"{host}:{port}")
+            yield RoleSpec(name, module, thread_limits(()), listen=(host, port))
 
     def _work(self, name: str, weights: Sequence[str]) -> tuple[str, ...]:
         """What validators and samplers are told alike."""
@@ -191,7 +216,7 @@ class _Roles:
         return [*urls, self._endpoints.origin]
 
     def _devices(self, name: str, kind: str) -> dict[str, str]:
-        return visible_devices(kind, self._spec.placement.devices.get(name))
+        return visible_devices(kind, self._assigned.get(name))
 
 
 def _secrets(spec: RunSpec, machine: Machine) -> dict[str, str]:
@@ -212,15 +237,15 @@ def _joining(endpoints: Endpoints, process: int) -> tuple[str, ...]:
 
 
 def _learner_env(
-    run: PreparedRun, cores: tuple[int, ...], name: str, *, hosts: int = 1
+    run: PreparedRun, cores: tuple[int, ...], numbers: Sequence[int] | None, *, hosts: int = 1
 ) -> dict[str, str]:
-    """Environment of the learner's process `name`, one of `hosts`."""
+    """Environment of a learner's process, one of `hosts`, that sees these accelerators."""
     learner = run.spec.learner
     kind, devices = learner.hardware.kind, learner.mesh.devices // hosts
     return (
         thread_limits(cores)
         | jax_environment(run.machine.env, on_cpu=kind == "cpu", devices=devices)
-        | visible_devices(kind, run.spec.placement.devices.get(name))
+        | visible_devices(kind, numbers)
     )
 
 

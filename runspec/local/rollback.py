@@ -28,8 +28,10 @@ from pathlib import Path
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers, temporary_name, write_atomic
+from runspec.core.object_store import Folder, ObjectPath
 from runspec.core.spec.resolved import load_resolved, spec_digest
 from runspec.core.spec.run_files import (
+    checkpoints_folder,
     initial_model,
     numbered,
     params_folder,
@@ -119,7 +121,8 @@ def complete_rollback(run_dir: Path) -> int | None:
         if anew:
             _remove(initial_model(run_dir))
         for folder in _cleared(run_dir, spec):
-            remove_leftovers(folder)
+            if isinstance(folder, Path):  # the learner clears an object store
+                remove_leftovers(folder)
         for name, first in ((METRICS_FILE, version), (SAMPLES_FILE, version)):
             _keep_steps_below(run_dir / name, first)
         made_on = run_dir / "checkpoints" / "fingerprints.jsonl"
@@ -192,12 +195,12 @@ def _require_trained(run_dir: Path, spec: RunSpec, version: int) -> None:
         )
 
 
-def _doomed(run_dir: Path, spec: RunSpec, version: int) -> Iterator[Path]:
+def _doomed(run_dir: Path, spec: RunSpec, version: int) -> Iterator[Folder]:
     """What goes, whole folders where nothing of them stays."""
     states, weights = state_folder(run_dir, spec), weights_folder(run_dir)
     yield from (states / f"step_{n}" for n in numbered(states, "step_") if n > version)
     yield from (weights / f"v{n}" for n in versions_in(weights) if n >= version)
-    yield params_folder(run_dir)
+    yield params_folder(run_dir, spec)
     # Byte counts of what was served (served.json) stay, for the summary.
     yield from sorted((run_dir / "store").glob(f"*/{spec.name}"))
     yield run_dir / "work"
@@ -212,14 +215,20 @@ def _doomed(run_dir: Path, spec: RunSpec, version: int) -> Iterator[Path]:
     yield from (run_dir / SUMMARY_FILE, run_dir / REPORT_FILE)
 
 
-def _cleared(run_dir: Path, spec: RunSpec) -> Iterator[Path]:
+def _cleared(run_dir: Path, spec: RunSpec) -> Iterator[Folder]:
     """Where a removal that was cut short leaves things that look like nothing any more."""
     yield from (run_dir, run_dir / "rollouts", *sorted((run_dir / "store").glob("*")))
-    yield from (state_folder(run_dir, spec), weights_folder(run_dir), params_folder(run_dir).parent)
+    yield from (
+        state_folder(run_dir, spec),
+        weights_folder(run_dir),
+        checkpoints_folder(run_dir, spec),
+    )
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
+def _remove(path: Folder) -> None:
+    if isinstance(path, ObjectPath):
+        path.remove()
+    elif path.is_dir() and not path.is_symlink():
         # Renamed first, so that a removal cut short leaves nothing that looks whole.
         doomed = temporary_name(path)
         path.rename(doomed)

@@ -15,6 +15,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import expand_user
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.schema import RunSpec
+from runspec.local.elsewhere import refuse_elsewhere
 
 RUNS = Path("runs")
 """Where runs lie unless somebody says otherwise."""
@@ -30,8 +31,12 @@ class RunLocked(UserError):
 
 
 @contextmanager
-def hold(run_dir: Path) -> Iterator[int]:
+def hold(run_dir: Path, *, role: str | None = None) -> Iterator[int]:
     """Holds a run's lock, which the kernel lets go when its last holder dies.
+
+    Args:
+        run_dir: the run's directory, or the folder of one role.
+        role: whose folder it is; None for a run's directory.
 
     Yields:
         The lock's file descriptor; a process that inherits it holds the lock too.
@@ -51,10 +56,11 @@ def hold(run_dir: Path) -> Iterator[int]:
         ) from error
     try:
         if not _lock(descriptor):
+            watch = f"watch it with `runspec status {run_dir}`, or stop that process first"
             raise RunLocked(
-                f"the run is alive: held by {_holder(path)}",
+                f"{role or 'the run'} is alive: held by {_holder(path)}",
                 place=str(run_dir),
-                remedy=f"watch it with `runspec status {run_dir}`, or stop that process first",
+                remedy="stop that process first, or name another --dir" if role else watch,
             )
         sign_lock(descriptor)
         yield descriptor
@@ -90,10 +96,12 @@ def find_run(run: str, runs_dir: Path) -> Path:
 
     Raises:
         UserError: there is none.
+        RunElsewhere: it lies on another machine.
     """
     for candidate in (runs_dir / run, Path(run)):
         if (candidate / SPEC_FILE).is_file():
             return candidate.absolute()
+        refuse_elsewhere(candidate, run)
     known = sorted(path.parent.name for path in runs_dir.glob(f"*/{SPEC_FILE}"))
     raise UserError(
         f"no run {run!r}",
@@ -107,6 +115,11 @@ def run_directory(spec: RunSpec, runs_dir: Path | None) -> Path:
     else under `runs`."""
     folder = runs_dir or Path(spec.storage.dir or RUNS)
     return (expand_user(folder) / spec.name).absolute()
+
+
+def own_folder(spec: RunSpec, role: str) -> Path:
+    """Where a role that does not share the run directory keeps its files."""
+    return expand_user(Path(spec.storage.scratch)).absolute() / spec.name / role
 
 
 def _lock(descriptor: int) -> bool:

@@ -19,6 +19,7 @@ from pathlib import PurePath
 
 from runspec.core.models.hardware import device_count
 from runspec.core.spec.role_names import (
+    elsewhere,
     learner_names,
     relay_names,
     validator_names,
@@ -29,6 +30,7 @@ from runspec.local.bundle import TRUNK_GROUP
 
 BASE_PORT = 29400
 """First port of a site whose spec names none."""
+ANY_MACHINE = "any machine"
 
 
 class Disk(StrEnum):
@@ -67,6 +69,13 @@ class Group:
     restart: Restart = Restart.ALONE
     secrets: tuple[str, ...] = ()
     """Environment variables that each member needs and no bundle holds."""
+
+    @property
+    def machine(self) -> str:
+        """What a machine needs for one member, in words."""
+        if self.hardware is None:
+            return ANY_MACHINE
+        return f"{self.devices} x {self.hardware.kind}"
 
     def command(self, member: str, bundles: PurePath, folder: PurePath | None) -> tuple[str, ...]:
         """The command line of a member.
@@ -127,6 +136,12 @@ def groups_of(spec: RunSpec) -> list[Group]:
         if members:
             groups.append(group(pool.name, members, pool.hardware))
     return groups
+
+
+def groups_started(spec: RunSpec) -> list[Group]:
+    """The role groups that a cluster starts: those of `placement.roles`, and the whole learner."""
+    away = elsewhere(spec) - set(learner_names(spec))
+    return [group for group in groups_of(spec) if not away.intersection(group.members)]
 
 
 def site_spec(spec: RunSpec, root_public_key: str) -> RunSpec:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 from runspec.core.errors import UserError
-from runspec.local.children import Child, birth, start_child, stop_children
+from runspec.local.backend import Look, Processes
+from runspec.local.children import birth
 from runspec.local.conditions import alarm_text, dropped_text, unsolved_text
 from runspec.local.fleet import Action, Fleet, Outcome, Reached, RoleState, Rules, State
 from runspec.local.live import CHANGE, Taken
@@ -58,6 +59,8 @@ class Watcher(Protocol):
 class Session:
     """What the stages of one start of a run have in common."""
 
+    processes: Processes
+    """Starts and watches the roles."""
     logs: Path
     """Folder of the roles' logs."""
     state: RunState
@@ -72,7 +75,7 @@ class Session:
 class Supervisor:
     """Keeps the roles of a run alive until it ends.
 
-    Call it from the main thread: Linux ends children with the thread that started them.
+    Call it from the main thread, as `LocalProcesses` asks.
 
     Args:
         roles: what to keep alive.
@@ -89,7 +92,9 @@ class Supervisor:
         self._session = session
         self._open: dict[RequestRow, str] = {}
         self._stops_handled = 0
-        self._children: dict[str, Child] = {}
+        self._started: set[str] = set()
+        """Roles whose end has not been seen."""
+        self._pids: dict[str, int | None] = {}
         self._told: dict[str, RoleRow] = {}
         self._seen = 0.0
         self._alarmed: set[Callable[[Row], str]] = set()
@@ -106,31 +111,32 @@ class Supervisor:
         self._session.logs.mkdir(parents=True, exist_ok=True)
         try:
             while not self._fleet.done:
-                exits = {name: child.exit_code() for name, child in self._children.items()}
+                looks = {name: self._session.processes.look(name) for name in self._started}
+                self._session.processes.logs()
                 # Looked at after the exits and handled before them: a worker ends because the last
                 # step has its rollouts, so by then the file that says so is there.
                 self._fleet.reached(self._progress.poll())
                 self._interrupt()
                 self._take()
-                for name, code in exits.items():
-                    self._look_at(name, code)
+                for name, look in looks.items():
+                    self._take_look(name, look)
                 self._handle(self._fleet.tick)
                 self._answer()
                 self._report()
                 if not self._fleet.done:
                     time.sleep(POLL_S)
         finally:
-            stop_children(list(self._children.values()), _CRASH_PATIENCE_S)
+            self._session.processes.close(_CRASH_PATIENCE_S)
         outcome = self._fleet.outcome
         assert outcome is not None, "a fleet is done only by an outcome"
         return outcome
 
-    def _look_at(self, name: str, code: int | None) -> None:
-        starting = self._fleet.roles[name].state is State.STARTING
+    def _take_look(self, name: str, look: Look) -> None:
+        code, self._pids[name] = look.exit_code, look.pid
         if code is not None:
-            del self._children[name]
+            self._started.discard(name)
             self._handle(partial(self._fleet.exited, name, code), {name: code})
-        elif starting and self._children[name].ready():
+        elif look.ready and self._fleet.roles[name].state is State.STARTING:
             self._handle(partial(self._fleet.ready, name))
 
     def _interrupt(self) -> None:
@@ -191,18 +197,19 @@ class Supervisor:
                 self._tell(name, role, (exits or {}).get(name))
 
     def _act(self, action: Action) -> None:
+        processes, role = self._session.processes, action.role
         match action.do:
             case "start":
-                start = partial(start_child, self._specs[action.role], self._session.logs)
-                self._children[action.role] = self._session.state.storage(start)
+                self._session.state.storage(partial(processes.start, self._specs[role]))
+                self._started.add(role)
+                self._pids[role] = processes.look(role).pid
             case "stop":
-                self._children[action.role].send(signal.SIGTERM)
+                processes.stop(role, signal.SIGTERM)
             case "kill":
-                self._children[action.role].send(signal.SIGKILL)
+                processes.stop(role, signal.SIGKILL)
 
     def _tell(self, name: str, role: RoleState, code: int | None) -> None:
-        child = self._children.get(name)
-        pid = child.pid if child else None
+        pid = self._pids.get(name) if name in self._started else None
         born = birth(pid) if pid else None
         row = RoleRow(name, role.state, role.restarts, pid, born, time.time())
         self._told[name] = row
@@ -246,7 +253,8 @@ def _describe(role: RoleState, pid: int | None, code: int | None) -> str:
     match role.state:
         case State.STARTING:
             again = f", restart {role.restarts}" if role.restarts else ""
-            return f"starting (process {pid}{again})"
+            where = f"process {pid}" if pid else "elsewhere"
+            return f"starting ({where}{again})"
         case State.BACKOFF:
             return f"{how}starts again"
         case State.FAILED:

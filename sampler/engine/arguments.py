@@ -49,7 +49,8 @@ def engine_arguments(
     """Arguments of `AsyncEngineArgs` for a pool.
 
     Args:
-        pool: dtype, quantization, context length, parallelism and hardware come from here.
+        pool: dtype, quantization, eager or graphs, context length, parallelism and hardware come
+            from here.
         weights_dir: the first version.
         options: replace what is chosen here.
 
@@ -65,7 +66,7 @@ def engine_arguments(
         "tensor_parallel_size": pool.parallel.tensor,
         "data_parallel_size": pool.parallel.data,
         "max_num_seqs": MAX_SEQUENCES,
-        "enforce_eager": True,
+        "enforce_eager": kind == "cpu" if pool.enforce_eager is None else pool.enforce_eager,
         "enable_prefix_caching": True,  # a group shares its prompt; salted by load
         "skip_tokenizer_init": True,  # tokens in, tokens out
         "generation_config": "vllm",  # not the model's own taste in temperature and top-p

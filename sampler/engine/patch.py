@@ -5,7 +5,8 @@ files, the changed elements of this rank's slice are overwritten in place, where
 Layers that the engine repacked or quantised are loaded alone, by vLLM's own loader, and only those
 that changed. Both directories are compared here, on the rank's own machine: the files are checked
 already, and a version may be several steps from the last. After it the engine is checked as after
-any load.
+any load. Both ways write into the tensors that are there (vLLM's loader copies what it processed
+back into them), so CUDA graphs, which hold addresses, compute with the new version.
 """
 
 from __future__ import annotations

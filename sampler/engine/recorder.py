@@ -7,9 +7,9 @@ the number of output tokens that the sequence has, and a row takes the place of 
 position on: what a sequence is continued from counts, nothing else.
 
 Hidden states never leave the device. A ring holds the last rows of each slot; once 32 make a chunk
-of TOPLOC, the 128 largest magnitudes are selected there, and those alone travel. `record` notes
-where the rows of a step are; they are written a few steps at a time. Nothing in it waits for the
-device.
+of TOPLOC, the 128 largest magnitudes are selected there, and those alone travel. `record` copies
+the rows of a step into buffers that are made once, since a CUDA graph's next replay overwrites its
+outputs; from there they are written a few steps at a time. Nothing in it waits for the device.
 """
 
 from __future__ import annotations
@@ -27,27 +27,24 @@ from verify.toploc import CHUNK_ROWS
 RUN_AHEAD = 4
 """How far a sequence may be set back behind the furthest row that was computed for it. vLLM's
 schedulers run one row ahead of what they know."""
-_STEPS = 8
+STEPS = 8
 """Engine steps that are written at once: each write costs as much for one step as for several."""
-RING = CHUNK_ROWS + _STEPS + RUN_AHEAD
+RING = CHUNK_ROWS + STEPS + RUN_AHEAD
 """Rows of hidden states that are kept of a sequence."""
 
 
 class _Step(NamedTuple):
-    """R rows of an engine step, no slot twice."""
+    """R rows of an engine step, no slot twice; the buffers hold what was computed of them."""
 
     slots: np.ndarray
     positions: np.ndarray
     version: int
-    tokens: torch.Tensor
-    logprobs: torch.Tensor
-    hidden: torch.Tensor
 
 
 class TokenRecorder:
     """The records of the sequences under way, a slot each.
 
-    Memory on the device: slots x (44 D x 2 + max_new_tokens x 8) bytes; on the host 28 bytes a
+    Memory on the device: slots x (52 D x 2 + max_new_tokens x 8) bytes; on the host 28 bytes a
     token (768 a chunk, and versions) until its slot is forgotten.
 
     Args:
@@ -73,6 +70,12 @@ class TokenRecorder:
         self._furthest = np.full(slots, -1, np.int64)
         self._selected: list[dict[int, tuple[Selected, int]]] = [{} for _ in range(slots)]
         self._pending: list[_Step] = []
+        rows = STEPS * slots
+        self._new_tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._new_logprobs = torch.zeros(rows, dtype=torch.float32, device=device)
+        self._new_states = torch.zeros((rows, hidden_size), dtype=torch.bfloat16, device=device)
+        self._filled = 0
+        """Rows of the last three that wait to be written."""
 
     def record(
         self,
@@ -90,8 +93,13 @@ class TokenRecorder:
             logprobs: f32 [R].
             hidden: [R, D], of the engine's dtype; rounded to bf16 here.
         """
-        self._pending.append(_Step(slots, positions, self.version, tokens, logprobs, hidden))
-        if len(self._pending) == _STEPS:
+        rows = slice(self._filled, self._filled + len(slots))
+        self._new_tokens[rows].copy_(tokens)
+        self._new_logprobs[rows].copy_(logprobs)
+        self._new_states[rows].copy_(hidden)
+        self._filled = rows.stop
+        self._pending.append(_Step(slots, positions, self.version))
+        if len(self._pending) == STEPS:
             self._write()
 
     def take(self, slots: Sequence[int], lengths: Sequence[int]) -> Recorded:
@@ -150,12 +158,12 @@ class TokenRecorder:
         for step in self._pending:
             self._advance(step.slots, step.positions)
         steps, self._pending = self._pending, []
+        filled, self._filled = self._filled, 0
         slots = np.concatenate([step.slots for step in steps])
         positions = np.concatenate([step.positions for step in steps])
         versions = np.repeat([step.version for step in steps], [len(step.slots) for step in steps])
-        tokens = torch.cat([step.tokens for step in steps])
-        logprobs = torch.cat([step.logprobs for step in steps])
-        hidden = torch.cat([step.hidden for step in steps])
+        tokens, logprobs = self._new_tokens[:filled], self._new_logprobs[:filled]
+        hidden = self._new_states[:filled]
         last = _last_of_each(slots * (self._longest + RING) + positions)
         if last is not None:
             slots, positions, versions = slots[last], positions[last], versions[last]
@@ -166,7 +174,7 @@ class TokenRecorder:
             [slots * self._tokens.shape[1] + columns, slots * RING + positions % RING]
         )
         token_rows, state_rows = on_device(places, self._device)
-        self._tokens.view(-1).index_copy_(0, token_rows, tokens.to(torch.int32))
+        self._tokens.view(-1).index_copy_(0, token_rows, tokens)
         self._logprobs.view(-1).index_copy_(0, token_rows, logprobs)
         self._versions[slots, columns] = versions
         self._keep_states(slots, positions, state_rows, hidden)
@@ -175,7 +183,7 @@ class TokenRecorder:
         self, slots: np.ndarray, positions: np.ndarray, rows: torch.Tensor, hidden: torch.Tensor
     ) -> None:
         """Puts states into rows of the ring, and selects from the chunks that are whole now."""
-        self._states.index_copy_(0, rows, hidden.to(torch.bfloat16))
+        self._states.index_copy_(0, rows, hidden)
         whole = np.flatnonzero(
             (positions % CHUNK_ROWS == CHUNK_ROWS - 1) & (positions < self._longest)
         )

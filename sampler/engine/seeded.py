@@ -4,6 +4,14 @@ The arithmetic is `race`'s: the token that wins is a public function of the logi
 key. Requests run at vLLM's temperature 0, without its own top-k and top-p, so that its greedy
 argmax picks the token, and carry slot, key, T, top-p and top-k in `extra_args`. Log-probs are taken
 here because vLLM's own are at T = 1, or after the noise, as its mode says.
+
+Nothing here is inside a CUDA graph. vLLM (0.32, `v1/worker/gpu_model_runner.py`) captures the
+model's `forward` alone: it wraps the model in `CUDAGraphWrapper`, whose other attributes are the
+plain model's. `execute_model` then gathers the rows that are sampled, `compute_logits` (where
+`see_hidden` is called) and the logits processors run on the same stream, kernel by kernel. So what
+is asked of this module is what keeps a replay busy: no tensor of the step is read on the host, all
+copies are asynchronous, the arithmetic is one compiled kernel, and no tensor of a step is kept
+beyond it (`TokenRecorder` copies).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class SamplerExtension:
             slots: sequences at once; a request's `slot` is below it.
             max_new_tokens: output tokens of a sequence, at most.
         """
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and self.model_runner.model_config.enforce_eager:
             # vLLM compiles small helpers even in eager mode; a CPU may have no compiler at hand.
             torch.compiler.set_stance("force_eager")
         processor, model = self._processor(), self._model()

@@ -2,13 +2,15 @@
 
 A validator loads it by name (`verify.plugins.PrefillEngine`, entry point `torch`). It says what the
 JAX engine says, up to rounding. The body is transformers' own model, in `learner.compute_dtype`
-(`states`). The head sees only the positions that predict an output token, a chunk at a time, and
-multiplies in float32 what the body rounded: [B, T, V] never exists.
+(`states`), its layers divided over the devices of the validator (`stages`). The head sees only the
+positions that predict an output token, a chunk at a time, and multiplies in float32 what the body
+rounded: [B, T, V] never exists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,10 @@ from broadcast.client import WeightsClient
 from broadcast.loaded import LoadedVersions
 from runspec.core.errors import UserError
 from runspec.core.models.config import load_config
-from runspec.core.spec.schema import Learner, RunSpec
-from sampler.prefill.states import hidden_states, spans
+from runspec.core.models.prefill import prefill_bytes
+from runspec.core.spec.schema import Hardware, Learner, RunSpec
+from sampler.prefill.stages import divide
+from sampler.prefill.states import hidden_states, spans, upload
 from verify.choices import Choices
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation, require_fits
 from verify.token_facts import Drawn, TokenFacts, Vocabulary, Wanted, facts_of, outputs_of
@@ -38,16 +42,18 @@ CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}
 """Logits that exist at once: a product of few rows reads the head for little."""
 JUDGED_LOGITS = {"cpu": 1 << 17, "cuda": 1 << 26}
 """Logits that are judged at once: on a CPU what is computed of them stays in the caches."""
-ROOM = 1.5
-"""Memory that a version takes while it is run, of its size."""
 
 
 class TorchPrefill:
-    """See `verify.plugins.PrefillEngine`. Runs on one device: the first GPU, else the CPU."""
+    """See `verify.plugins.PrefillEngine`. Runs on `verify.hardware.count` GPUs, else the CPU.
+
+    Raises:
+        UserError: this process sees fewer GPUs.
+    """
 
     def __init__(self, spec: RunSpec, weights: WeightsLocation) -> None:
         learner = spec.learner
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        devices = _devices(spec.verify.hardware)
         client = WeightsClient(
             weights.urls,
             run=weights.run,
@@ -58,8 +64,8 @@ class TorchPrefill:
             client,
             cache_dir=weights.cache_dir,
             count=spec.algorithm.async_level + 1,
-            load=lambda path: load_policy(path, learner, device),
-            has_room=lambda size: _has_room(size, device),
+            load=lambda path: load_policy(path, learner, devices),
+            has_room=lambda size: _has_room(size, devices),
         )
 
     def ensure_version(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
@@ -83,18 +89,23 @@ class TorchPrefill:
 
 @dataclass(frozen=True)
 class Policy:
-    """A version on the device."""
+    """A version on its devices."""
 
     body: Any
     """transformers' model without its head, in the compute type."""
     head: torch.Tensor
-    """f32 [V, D], rounded to the compute type before."""
+    """f32 [V, D], rounded to the compute type before; on the last device."""
     longest: int
     """Tokens of a rollout for which the model was found exact."""
+    devices: Sequence[torch.device]
+    """Of the stages that the layers are divided into."""
 
 
-def load_policy(weights_dir: Path, learner: Learner, device: torch.device) -> Policy:
-    """Puts a weights directory on a device. Nothing is fetched, and no code in it is run.
+def load_policy(weights_dir: Path, learner: Learner, devices: Sequence[torch.device]) -> Policy:
+    """Puts a weights directory on devices. Nothing is fetched, and no code in it is run.
+
+    The files are mapped, and weights move from there a layer at a time: the host holds no copy
+    where the published type is the compute type, else one, and a device its own layers only.
 
     Raises:
         UserError: unreadable, not all of the model's tensors or others, a family that the learner
@@ -118,9 +129,10 @@ def load_policy(weights_dir: Path, learner: Learner, device: torch.device) -> Po
     amiss = {what: names for what, names in report.items() if names}
     if amiss:
         raise UserError(f"the weights are not this model's: {amiss}", place=str(weights_dir))
-    model.requires_grad_(False).eval().to(device)
-    head = model.get_output_embeddings().weight.float()
-    return Policy(model.base_model, head, learner.packing.tokens)
+    model.requires_grad_(False).eval()
+    head = model.get_output_embeddings().weight.to(devices[-1]).float()
+    divide(model.base_model, devices)
+    return Policy(model.base_model, head, learner.packing.tokens, devices)
 
 
 def prefill(
@@ -130,19 +142,39 @@ def prefill(
     temperature: float,
     truncation: Truncation | None = None,
 ) -> list[PrefillOutput]:
-    """`verify.plugins.PrefillEngine.prefill`, under a version that is on the device."""
+    """`verify.plugins.PrefillEngine.prefill`, under a version that is on the devices."""
     if not inputs:
         return []
-    wanted, device = Wanted.of(inputs, truncation), policy.head.device
+    wanted, device = Wanted.of(inputs, truncation), policy.devices[0]
     require_fits(inputs, policy.longest)
     outputs: dict[int, PrefillOutput] = {}
     most = _positions(policy.head.shape[1], device)
     with torch.inference_mode():
-        for members, hidden in hidden_states(policy.body, inputs, positions=most, device=device):
-            batch = [inputs[member] for member in members]
-            facts = _facts(policy.head, hidden, batch, temperature, wanted)
-            outputs |= zip(members, outputs_of(facts, batch), strict=True)
+        computed = (
+            (
+                members,
+                _facts(policy.head, hidden, [inputs[m] for m in members], temperature, wanted),
+            )
+            for members, hidden in hidden_states(policy.body, inputs, positions=most, device=device)
+        )
+        for members, facts in _fetched(computed, len(policy.devices)):
+            own = outputs_of(facts, [inputs[member] for member in members])
+            outputs |= zip(members, own, strict=True)
     return [outputs[number] for number in range(len(inputs))]
+
+
+def _fetched(
+    computed: Iterable[tuple[list[int], TokenFacts]], stages: int
+) -> Iterator[tuple[list[int], TokenFacts]]:
+    """Each batch's facts in numpy, fetched once `stages` batches are launched, one for each."""
+    waiting: deque[tuple[list[int], TokenFacts]] = deque()
+    for batch in computed:
+        waiting.append(batch)
+        if len(waiting) == stages:
+            members, facts = waiting.popleft()
+            yield members, _on_host(facts)
+    for members, facts in waiting:
+        yield members, _on_host(facts)
 
 
 def _positions(hidden_size: int, device: torch.device) -> int:
@@ -159,7 +191,7 @@ def _facts(
     temperature: float,
     wanted: Wanted,
 ) -> TokenFacts:
-    """What there is to say of the output tokens of a batch, one rollout after the other; numpy.
+    """What there is to say of the output tokens of a batch, one rollout after the other.
 
     Args:
         head: f32 [V, D].
@@ -169,7 +201,7 @@ def _facts(
         wanted: what is asked for.
     """
     device = head.device
-    columns = torch.from_numpy(_columns(batch)).to(device)
+    columns = upload(_columns(batch), device)
     ends = {each.end_token for each in batch if each.end_token is not None}
     vocabulary = Vocabulary.of(torch.arange(len(head), dtype=torch.int32, device=device)[None, :])
     end = max(ends, default=0)
@@ -180,8 +212,7 @@ def _facts(
             drawn = Drawn(*columns[:, rows][:, part, None])
             scaled = logits[part] / temperature  # [n, V]
             found.append(facts_of(torch, scaled, drawn, vocabulary, end, wanted))
-    bits = hidden.to(torch.bfloat16).view(torch.int16).cpu().numpy().view(np.uint16)
-    return _joined(found)._replace(hidden=bits)
+    return _joined(found)._replace(hidden=hidden.to(torch.bfloat16).view(torch.int16))
 
 
 def _portions(count: int, size: int) -> Iterator[slice]:
@@ -200,10 +231,10 @@ def _columns(batch: Sequence[PrefillInput]) -> np.ndarray:
 
 
 def _joined(parts: Sequence[TokenFacts]) -> TokenFacts:
-    """All chunks, on the host."""
+    """All chunks, on their device."""
 
     def join(arrays: Sequence[Any]) -> Any:
-        return None if arrays[0] is None else torch.cat(list(arrays)).cpu().numpy()
+        return None if arrays[0] is None else torch.cat(list(arrays))
 
     choices = None
     if parts[0].choices is not None:
@@ -214,10 +245,39 @@ def _joined(parts: Sequence[TokenFacts]) -> TokenFacts:
     )
 
 
-def _has_room(size: int, device: torch.device) -> bool:
-    """Whether a device has room for a version and for working with it."""
-    if device.type == "cpu":
+def _on_host(facts: TokenFacts) -> TokenFacts:
+    """The same in numpy; waits for the device."""
+    return TokenFacts(
+        facts.logprobs.cpu().numpy(),
+        None if facts.gaps is None else facts.gaps.cpu().numpy(),
+        None if facts.choices is None else Choices(*(each.cpu().numpy() for each in facts.choices)),
+        facts.hidden.cpu().numpy().view(np.uint16),
+    )
+
+
+def _devices(hardware: Hardware | None) -> list[torch.device]:
+    """Of one validator: `count` GPUs of those that this process sees, all where it is not said.
+
+    Args:
+        hardware: `verify.hardware`.
+    """
+    if not torch.cuda.is_available():
+        return [torch.device("cpu")]
+    seen = torch.cuda.device_count()
+    wanted = seen if hardware is None or hardware.count is None else hardware.count
+    if wanted > seen:
+        raise UserError(
+            f"{wanted} GPUs a validator, and this process sees {seen}",
+            place="verify.hardware.count",
+            remedy="give it more with placement.devices, or a smaller count",
+        )
+    return [torch.device("cuda", number) for number in range(wanted)]
+
+
+def _has_room(size: int, devices: Sequence[torch.device]) -> bool:
+    """Whether each device has room for its layers of a version and for working with them."""
+    if devices[0].type == "cpu":
         return True
     torch.cuda.empty_cache()  # of versions that were dropped
-    free, _ = torch.cuda.mem_get_info(device)
-    return free >= ROOM * size
+    needed = prefill_bytes(size, len(devices))
+    return all(torch.cuda.mem_get_info(device)[0] >= needed for device in devices)

@@ -40,7 +40,7 @@ def hidden_states(
         body: transformers' model without its head.
         inputs: the rollouts.
         positions: of a batch at most, padding included; a longer rollout is a batch of its own.
-        device: where the model is.
+        device: of the model's first layers; the states are on that of its last.
     """
     lengths = [len(each.prompt_tokens) + len(each.output_tokens) for each in inputs]
     groups = by_prompt(inputs)
@@ -104,16 +104,16 @@ def _continued(
             for member, row in zip(members, prompt_of, strict=True)
         ]
         for chosen in batches_by_length(sizes, positions=positions):
-            rows = torch.tensor([prompt_of[number] for number in chosen], device=device)
+            rows = np.array([prompt_of[number] for number in chosen])
             batch = [inputs[members[number]] for number in chosen]
-            hidden = _outputs(body, cache, rows, firsts[rows], batch, device)
+            hidden = _outputs(body, cache, rows, firsts, batch, device)
             yield Batch([members[number] for number in chosen], hidden)
 
 
 def _outputs(
     body: Any,
     prompts: DynamicCache,
-    rows: torch.Tensor,
+    rows: np.ndarray,
     firsts: torch.Tensor,
     batch: Sequence[PrefillInput],
     device: torch.device,
@@ -124,21 +124,26 @@ def _outputs(
         body: the model.
         prompts: keys and values of U prompts, each [U, K, P, h], padded behind.
         rows: i64 [B], the prompt of each rollout.
-        firsts: [B, D], the states of the prompts' last tokens.
+        firsts: [U, D], the states of the prompts' last tokens.
         batch: the B rollouts.
-        device: where the model is.
+        device: of the model's first layers.
     """
     counts = [len(each.output_tokens) for each in batch]
+    layers = prompts.layers
+    here = {at: upload(rows, at) for at in {firsts.device, *(each.keys.device for each in layers)}}
+    firsts = firsts[here[firsts.device]]  # [B, D]
     if max(counts) == 1:
         return firsts
     # The last token of an output produces none.
     tokens = _padded([each.output_tokens[:-1] for each in batch], device)  # [B, n]
-    lengths = torch.tensor([len(each.prompt_tokens) for each in batch], device=device)[:, None]
+    lengths = upload(np.array([[len(each.prompt_tokens)] for each in batch]), device)  # [B, 1]
     width, n = prompts.get_seq_length(), tokens.shape[1]
     steps = torch.arange(n, device=device)
     seen = (torch.arange(width, device=device) < lengths)[:, None, :].expand(-1, n, -1)
     causal = (steps <= steps[:, None]).expand(len(batch), -1, -1)
-    copied = [(layer.keys[rows], layer.values[rows]) for layer in prompts.layers]
+    copied = [
+        (each.keys[here[each.keys.device]], each.values[here[each.keys.device]]) for each in layers
+    ]
     states = body(
         input_ids=tokens,
         attention_mask=torch.cat([seen, causal], -1)[:, None],  # bool [B, 1, n, P + n]
@@ -154,14 +159,19 @@ def _padded(texts: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
     tokens = np.zeros((len(texts), max(len(text) for text in texts)), np.int64)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
-    return torch.from_numpy(tokens).to(device)
+    return upload(tokens, device)
 
 
 def _rows(states: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
     """[N, D] of states [B, T, D]: of each row so many from its start."""
     offsets = np.arange(len(states)) * states.shape[1] + starts
     places = spans(offsets, counts)
-    return states.flatten(0, 1)[torch.from_numpy(places).to(states.device)]
+    return states.flatten(0, 1)[upload(places, states.device)]
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """An array on a device. The host does not wait for what that device still has to compute."""
+    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def spans(starts: Sequence[int] | np.ndarray, counts: Sequence[int]) -> np.ndarray:

@@ -1,9 +1,12 @@
-"""One run that starts no sampler: a volunteer joins by a link, leaves, and comes back without disk.
+"""One run on several machines, which starts no sampler: a volunteer joins by a link, leaves, and
+comes back without disk.
 
-Shows: `runspec join`, installed from the wheel, looks whether the machine fits, works for a run,
-outlives its coordinator, leaves politely and is there to the end; a run without asynchrony trains
-on policy; versions go out as deltas, a late joiner fetches an anchor and the deltas after it, and
-everybody has the bits that were exported; bfloat16 samplers are accepted.
+Shows: a trunk, a relay and a validator that `runspec role` starts from bundles share no folder; one
+that is killed goes on where it is started again; `runspec join`, installed from the wheel, looks
+whether the machine fits, works for a run, outlives its coordinator, leaves politely and is there to
+the end; a run without asynchrony trains on policy; versions go out as deltas, a late joiner fetches
+an anchor and the deltas after it, and everybody has the bits that were exported; bfloat16 samplers
+are accepted.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,9 +26,10 @@ import pytest
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import WeightsManifest, open_manifest
 from runspec.core.spec.run_files import versions_in, weights_folder
-from tests.e2e.quick import QuickRun
+from tests.e2e.site_run import SiteRun
 from tests.harness import LiveRun
 from tests.processes import alive, descendants
+from tests.site_page import TRUNK, Machines, command_on, hidden
 from tests.volunteer import environment_with_wheel
 from tests.waiting import eventually
 
@@ -34,7 +38,6 @@ pytestmark = pytest.mark.slow
 STEPS = 12
 OVERRIDES = {
     "steps": STEPS,
-    "placement.roles": "[validators, relay-local]",
     "verify.lease_timeout": "2m",
     "algorithm.async_level": 0,
     "broadcast.format": "delta",
@@ -50,11 +53,14 @@ WAY = r"from {} version (\d+) and deltas ([\d, ]+)"
 
 
 @contextmanager
-def joined(link: str, folder: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def joined(
+    link: str, folder: Path, log: Path, prefix: Sequence[str]
+) -> Iterator[subprocess.Popen[bytes]]:
     """`runspec join` in a process of its own, whose words go to `log`."""
     with log.open("ab") as out:
         process = subprocess.Popen(
             [
+                *prefix,
                 *(folder / "environment" / "bin" / "runspec", "join", link),
                 *("--key", str(folder / "mine.key"), "--dir", str(folder / "volunteer")),
             ],
@@ -83,10 +89,12 @@ def words_of(home: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def finished(runs_dir: Path, home: Path) -> LiveRun:
+def finished(tmp_path_factory: pytest.TempPathFactory, home: Path) -> SiteRun:
     # given a run that starts no sampler, and says how to join it
     log = home / "join.log"
-    with QuickRun(runs_dir, "joined", OVERRIDES) as run:
+    machines = Machines(tmp_path_factory.mktemp("machines"), tmp_path_factory.getbasetemp())
+    away = hidden(machines.runs)
+    with SiteRun(machines, OVERRIDES) as run:
         run.wait_until((run.dir / "spec.json").exists, "its spec")
         run.wait_until(lambda: "coordinator" in run.pids(), "its roles")
         link = run.status()["join"]
@@ -101,10 +109,13 @@ def finished(runs_dir: Path, home: Path) -> LiveRun:
         assert "this machine can serve pool volunteers" in checked.stdout
         assert "made a key" in checked.stdout + checked.stderr
         # and joins
-        with joined(link, home, log) as volunteer:
+        with joined(link, home, log, away) as volunteer:
             run.wait_until(lambda: run.metrics(), "a first step", others=[volunteer])
-            # and the coordinator is killed under it
+            # and the coordinator is killed under it, and the roles of other machines
             os.kill(run.status()["roles"]["coordinator"]["pid"], signal.SIGKILL)
+            for machine in ("relay", "validator"):
+                run.kill(machine)
+                run.start(machine)
             steps = max(4, len(run.metrics()))
             run.wait_until(lambda: len(run.metrics()) > steps, "another", others=[volunteer])
             # then it works on, and leaves politely on Ctrl-C, with all that it started
@@ -121,9 +132,11 @@ def finished(runs_dir: Path, home: Path) -> LiveRun:
 
         # and when it comes back, under the same key and with an empty disk, it is there to the end
         shutil.rmtree(home / "volunteer" / "weights")
-        with joined(link, home, log) as volunteer:
+        with joined(link, home, log, away) as volunteer:
             run.finish()
             assert volunteer.wait(120) == 0, log.read_text()
+        # and the validator ends by itself
+        assert run.others["validator"].wait(60) == 0, run.output()
         assert "the run is finished; thank you" in log.read_text()
     return run
 
@@ -132,9 +145,13 @@ def summary(run: LiveRun) -> dict[str, float]:
     return json.loads((run.dir / "summary.json").read_text())
 
 
-def test_the_run_reaches_its_end_and_every_rollout_is_on_policy(finished: LiveRun) -> None:
+def test_the_run_reaches_its_end_and_every_rollout_is_on_policy(finished: SiteRun) -> None:
     assert summary(finished)["steps"] == STEPS
-    assert "volunteers-0" not in finished.status()["roles"]
+    trunk = {"origin", "coordinator", "publisher", "learner"}
+    assert set(finished.status()["roles"]) - {"warm-start"} == trunk
+    # and status says it where the run lies
+    machines = finished.machines
+    assert "target-short" in machines.call(TRUNK, command_on(TRUNK, "runspec status"))
     assert summary(finished)["max_lag"] == 0
 
 
@@ -158,7 +175,7 @@ def deltas_of(way: str, start: str) -> tuple[int, list[int]]:
 
 
 def test_followers_fetch_deltas_and_a_late_joiner_an_anchor_with_the_deltas_after_it(
-    finished: LiveRun, home: Path
+    finished: SiteRun, home: Path
 ) -> None:
     run = finished
     # then every version but the first was a delta of the one before
@@ -167,7 +184,7 @@ def test_followers_fetch_deltas_and_a_late_joiner_an_anchor_with_the_deltas_afte
     assert found[0].is_anchor
     assert all(m.base == v - 1 and not m.is_anchor for v, m in found.items() if v)
     # and those who held one fetched what changed, a small part of it
-    validator = (run.dir / "logs" / "validator-0.log").read_text(errors="replace")
+    validator = run.log("validator").read_text(errors="replace")
     volunteer = FETCHED.findall(words_of(home))
     whole = [n for n, (_, way, *_) in enumerate(volunteer) if "from held" not in way]
     assert len(whole) == 2 and whole[0] == 0, "once a time it came with nothing"
@@ -184,7 +201,8 @@ def test_followers_fetch_deltas_and_a_late_joiner_an_anchor_with_the_deltas_afte
     assert int(received) > int(size) * 0.9
     # and everybody has the bits that were exported
     exported, compared = weights_folder(run.dir), 0
-    for held in (home / "volunteer" / "weights", run.dir / "work" / "validator-0" / "weights"):
+    own = run.machines.on("validator") / "validator-0" / "work" / "validator-0"
+    for held in (home / "volunteer" / "weights", own / "weights"):
         for version in set(versions_in(held)) & set(versions_in(exported)):
             names = [folder / f"v{version}" / "model.safetensors" for folder in (held, exported)]
             assert names[0].read_bytes() == names[1].read_bytes(), f"{held}: version {version}"

@@ -192,6 +192,7 @@ def test_the_command_reports_a_spec_that_fits(tmp_path: Path) -> None:
     # Given the shipped spec, cut down to a small model on eight chips
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     changes = {
+        "learner.hosts": 2,
         "learner.mesh.fsdp": 4,
         "learner.mesh.tensor": 2,
         "learner.packing.tokens": TOKENS,

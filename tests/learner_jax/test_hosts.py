@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,13 +17,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bridge.__main__ import main as bridge
 from learner_jax.checkpoint import state_steps
+from learner_jax.publisher import Publisher
+from runspec.core.object_store import ObjectPath
 from runspec.core.process import EXIT_USER_ERROR
 from runspec.core.spec.resolved import dump_resolved
-from runspec.core.spec.run_files import params_folder, state_folder, versions_in
+from runspec.core.spec.run_files import params_folder, state_folder, versions_in, weights_folder
 from runspec.core.spec.schema import Mesh
 from tests.learner_jax.conftest import Run, changed, tiny_spec, write_initial_model
 from tests.learner_jax.test_runner import assert_same_weights, lines, train_to_the_end, weights
+from tests.object_store import BUCKET, s3_server
 from tests.waiting import eventually, one_ended
 
 pytestmark = pytest.mark.slow
@@ -53,6 +59,14 @@ def ready(path: Path, compiled: Path, *, hosts: int, batches: int = STEPS, **cha
     return run
 
 
+def own_folder(run: Run, folder: Path) -> Path:
+    """A folder of a process that has nothing of the run but its spec."""
+    own = folder / "own"
+    own.mkdir()
+    shutil.copyfile(run.path / "spec.json", own / "spec.json")
+    return own
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -60,17 +74,23 @@ def free_port() -> int:
 
 
 @contextmanager
-def learner(run: Run, *options: str) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The run's learner, as many processes as its spec says; none outlives the block."""
+def learner(run: Run, *folders: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The run's learner, as many processes as its spec says; none outlives the block.
+
+    Args:
+        run: of process 0.
+        folders: those of the other processes; by default the run's.
+    """
     hosts, port = run.spec.learner.hosts, free_port()
     devices = f"--xla_force_host_platform_device_count={DEVICES // hosts}"  # the last one counts
     environment = {**os.environ, "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices}"}
-    command = [sys.executable, "-m", "learner_jax", "train", str(run.path), *options]
     processes = []
     try:
         for index in range(hosts):
             joining = [f"--coordinator=127.0.0.1:{port}", f"--process={index}"]
             joining += [f"--heartbeat={HEARTBEAT_S}"]
+            folder = folders[index - 1] if index and folders else run.path
+            command = [sys.executable, "-m", "learner_jax", "train", str(folder)]
             with log_of(run, index).open("ab") as log:
                 processes.append(
                     subprocess.Popen(
@@ -149,7 +169,7 @@ def test_killed_anywhere_a_run_ends_with_the_same_bits(
 ) -> None:
     # given the same batches
     run = ready(tmp_path / "run", compiled, hosts=1)
-    states, params = state_folder(run.path, run.spec), params_folder(run.path)
+    states, params = state_folder(run.path, run.spec), params_folder(run.path, run.spec)
     for moment in (
         trained(run, 1),  # in the middle of a step
         begun(states, "step_2"),  # while a full state is written
@@ -187,11 +207,14 @@ def test_two_processes_train_what_one_does(one: Run, two: Run, tmp_path: Path) -
 def test_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_elsewhere(
     two: Run, compiled: Path, tmp_path: Path
 ) -> None:
-    run = ready(tmp_path / "run", compiled, hosts=2, batches=3)
-    # given two processes, of which first the one is killed in its second step, then, after both
+    # given a run directory that only the first process knows: the other has a folder of its own
+    shared = {"checkpoints": {"every": 2, "keep": 2, "dir": str(tmp_path / "shared")}}
+    run = ready(tmp_path / "run", compiled, hosts=2, batches=3, **shared)
+    own = own_folder(run, tmp_path)
+    # and two processes, of which first the one is killed in its second step, then, after both
     # were started again, the other, a step past the full state
     for victim, steps in ((1, 1), (0, 3)):
-        with learner(run) as processes:
+        with learner(run, own) as processes:
             caught(trained(run, steps), "the steps", processes)
             processes[victim].kill()
             # then the one that is left ends by the heartbeat's deadline
@@ -199,11 +222,13 @@ def test_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_elsewhere(
     # and says who is gone: process 1, and process 0, that of the coordination service
     assert "unhealthy (stopped sending heartbeats):\n1\n" in log_of(run, 0).read_text()
     assert "the leader task was preempted/died" in log_of(run, 1).read_text()
+    # and the other's folder holds nothing else
+    assert [path.name for path in own.iterdir()] == ["spec.json"]
     # and what they trained has the bits of the run that nobody killed
     assert_same_weights(weights(run, 2, tmp_path), weights(two, 2, tmp_path))
     assert "has the published bits" in log_of(run, 0).read_text()
     # when one process goes on from the full state, on two of the devices
-    states, params = state_folder(run.path, run.spec), params_folder(run.path)
+    states, params = state_folder(run.path, run.spec), params_folder(run.path, run.spec)
     assert state_steps(states) == [2]
     run.add_step(3, version=2)
     run.spec = changed(run.spec, learner={"hosts": 1, "mesh": Mesh(fsdp=2)})
@@ -218,6 +243,40 @@ def test_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_elsewhere(
     assert [line["step"] for line in lines(run, "metrics")] == list(range(STEPS))
     assert versions_in(params)[-1] == STEPS
     assert json.loads((states / f"step_{STEPS}" / "state.json").read_bytes())["published"]
+
+
+def test_in_an_object_store_too_a_killed_run_ends_with_the_same_bits(
+    two: Run, compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with s3_server() as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        # given two processes that share an object store and nothing else
+        checkpoints = {"every": 3, "keep": 2, "dir": f"s3://{BUCKET}/checkpoints"}
+        run = ready(tmp_path / "run", compiled, hosts=2, checkpoints=checkpoints)
+        own = own_folder(run, tmp_path)
+        states = state_folder(run.path, run.spec)
+        assert isinstance(states, ObjectPath)
+        # when they are killed while they write a full state
+        with learner(run, own) as processes:
+            caught(lambda: bool((states / "step_3").names()), "the save", processes)
+        assert state_steps(states) == []
+        # and both are started again
+        with learner(run, own) as processes:
+            assert [process.wait(DEADLINE_S) for process in processes] == [0, 0]
+        # then they have removed the half state, and trained what a run on a disk has
+        assert "state/step_3 was never finished: removed" in log_of(run, 0).read_text()
+        assert "has the published bits" in log_of(run, 0).read_text()
+        assert state_steps(states) == [3, STEPS]
+        assert_same_weights(weights(run, STEPS, tmp_path), weights(two, STEPS, tmp_path))
+        # and the bridge and a publisher take it from there
+        version = params_folder(run.path, run.spec) / f"v{STEPS}" / "params"
+        out, model = tmp_path / "exported", run.path / "initial"
+        assert bridge(["export", str(version), str(out), f"--model-dir={model}"]) == 0
+        publisher = Publisher(run.path, run.spec, logging.getLogger("test"))
+        assert publisher.publish_new() == list(range(STEPS + 1))
+        assert (weights_folder(run.path) / f"v{STEPS}" / "probe.json").exists()
+        assert versions_in(params_folder(run.path, run.spec)) == [STEPS]
 
 
 def test_a_stop_signal_to_any_process_ends_all_with_their_state_saved(
@@ -256,6 +315,19 @@ def test_a_save_that_one_process_cannot_begin_leaves_no_other_waiting(
         assert processes[0].wait(DEADLINE_S) == EXIT_USER_ERROR
         assert processes[1].wait(HEARTBEAT_S + 20) != 0
     assert "cannot write a checkpoint" in log_of(run, 0).read_text()
+
+
+def test_processes_that_do_not_share_checkpoints_are_told_so(
+    compiled: Path, tmp_path: Path
+) -> None:
+    # given two processes, each with a run directory of its own, and no folder of checkpoints
+    run = ready(tmp_path / "run", compiled, hosts=2, batches=0)
+    own = own_folder(run, tmp_path)
+    with learner(run, own) as processes:
+        # then both end, and say what to set
+        assert [each.wait(DEADLINE_S) for each in processes] == [EXIT_USER_ERROR] * 2
+    for index in (0, 1):
+        assert "remedy: set checkpoints.dir" in log_of(run, index).read_text()
 
 
 def test_a_process_that_stays_alone_says_whom_it_waited_for(compiled: Path, tmp_path: Path) -> None:

@@ -25,12 +25,12 @@ def test_every_byte_is_read_once_and_lies_where_the_table_says(shape: dict[str, 
     directory = saved("qwen3, head_dim is not D / H")
     config = load_config(directory)
     mesh = make_mesh(schema.Mesh(**shape))
+    shardings = param_shardings(abstract_params(config), mesh)  # imports the model's modules
     # when it is loaded
     before = bytes_read()
     params = load_params(directory, config, mesh)
     count = bytes_read() - before
     # then each array is that of the files, sharded by the table
-    shardings = param_shardings(abstract_params(config), mesh)
     for path, leaf in iter_leaves(directory, config):
         array = leaf_at(params, path)
         np.testing.assert_array_equal(np.asarray(array), leaf)

@@ -247,7 +247,7 @@ def published(run: Run) -> Iterator[tuple[Run, str]]:
     config = model_config(run.spec)
     for version in range(4):
         params = init_params(config, jax.random.key(version))
-        save_params(params_folder(run.path), version, params, {"sequences": []})()
+        save_params(params_folder(run.path, run.spec), version, params, {"sequences": []})()
         Publisher(run.path, run.spec, logging.getLogger("test")).publish_new()
     handler = partial(_QuietHandler, directory=str(run.path / "store" / "origin"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

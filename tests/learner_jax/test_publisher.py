@@ -37,7 +37,7 @@ def run(run: Run) -> Run:
 def add_version(run: Run, version: int) -> None:
     """What the learner writes: other weights for every version, and a probe."""
     params = init_params(model_config(run.spec), jax.random.key(version))
-    save_params(params_folder(run.path), version, params, {"sequences": [version]})()
+    save_params(params_folder(run.path, run.spec), version, params, {"sequences": [version]})()
 
 
 def publisher_of(run: Run) -> Publisher:
@@ -63,7 +63,7 @@ def test_versions_are_published_in_order_and_old_ones_go(run: Run) -> None:
     files = {path.name for path in (weights_folder(run.path) / "v4").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "probe.json"} <= files
     # and of the parameters only the newest are left
-    assert versions_in(params_folder(run.path)) == [4]
+    assert versions_in(params_folder(run.path, run.spec)) == [4]
 
 
 @pytest.mark.parametrize("lost", ["nothing", "store", "weights", "half an export"])
@@ -94,10 +94,10 @@ def test_a_version_is_never_published_with_other_bits(run: Run) -> None:
     add_version(run, 0)
     publisher_of(run).publish_new()
     # given parameters of version 0 that are not those published
-    shutil.rmtree(params_folder(run.path) / "v0")
+    shutil.rmtree(params_folder(run.path, run.spec) / "v0")
     shutil.rmtree(weights_folder(run.path) / "v0")
     params = init_params(model_config(run.spec), jax.random.key(99))
-    save_params(params_folder(run.path), 0, params, {"sequences": [0]})()
+    save_params(params_folder(run.path, run.spec), 0, params, {"sequences": [0]})()
     # when the publisher starts again, then it refuses
     with pytest.raises(UserError, match="published"):
         publisher_of(run).publish_new()

@@ -51,7 +51,7 @@ def add_version(run: Run, version: int, *, share: float = 0.01) -> None:
         return new.reshape(leaf.shape)
 
     params = jax.tree.map(moved, start) if version else start
-    save_params(params_folder(run.path), version, params, {"sequences": [version]})()
+    save_params(params_folder(run.path, run.spec), version, params, {"sequences": [version]})()
 
 
 def publish_each(run: Run, *versions: int) -> None:
@@ -203,7 +203,7 @@ def test_without_a_base_a_version_goes_out_whole(run: Run) -> None:
     shutil.rmtree(weights_folder(run.path))
     publisher = Publisher(run.path, run.spec, LOG)
     add_version(run, 2)
-    shutil.rmtree(params_folder(run.path) / "v1")
+    shutil.rmtree(params_folder(run.path, run.spec) / "v1")
     publisher.publish_new()
     assert (manifest(run, 2).base, manifest(run, 2).is_anchor) == (None, True)
     # and the next is a delta again

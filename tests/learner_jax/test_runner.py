@@ -54,7 +54,7 @@ def weights(run: Run, version: int, out: Path) -> dict[str, np.ndarray]:
     """The weights of a version as the publisher would export them."""
     directory = out / f"{run.path.parent.name}-v{version}"
     export_checkpoint(
-        params_folder(run.path) / f"v{version}" / "params",
+        params_folder(run.path, run.spec) / f"v{version}" / "params",
         directory,
         model_dir=run.path / "initial",
         dtype=run.spec.broadcast.dtype,
@@ -82,7 +82,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_every_step_makes_a_version_a_line_and_samples(straight: Run, tmp_path: Path) -> None:
     # then versions 0 to 4 lie there, states at every second step, and the last
-    assert versions_in(params_folder(straight.path)) == [0, 1, 2, 3, 4]
+    assert versions_in(params_folder(straight.path, straight.spec)) == [0, 1, 2, 3, 4]
     assert state_steps(state_folder(straight.path, straight.spec)) == [2, 4]
     # and training moved the weights of every version
     first, second = (weights(straight, version, tmp_path) for version in (0, 1))
@@ -109,14 +109,14 @@ def test_version_0_is_the_initial_model_bit_for_bit(straight: Run, tmp_path: Pat
 def test_a_crash_changes_no_bit_and_no_line(straight: Run, tmp_path: Path) -> None:
     # given the same run, that dies at step 3, a step after its last state
     run = broken_run(tmp_path / "run")
-    assert versions_in(params_folder(run.path)) == [0, 1, 2, 3]
+    assert versions_in(params_folder(run.path, run.spec)) == [0, 1, 2, 3]
     assert state_steps(state_folder(run.path, run.spec)) == [2]
-    written = (params_folder(run.path) / "v3").stat().st_mtime_ns
+    written = (params_folder(run.path, run.spec) / "v3").stat().st_mtime_ns
     # when the batch is there and the learner starts again
     run.add_step(3, version=2)
     train_to_the_end(run)
     # then version 3 was trained again and not written again, and version 4 has the same bits
-    assert (params_folder(run.path) / "v3").stat().st_mtime_ns == written
+    assert (params_folder(run.path, run.spec) / "v3").stat().st_mtime_ns == written
     assert_same_weights(weights(run, 4, tmp_path), weights(straight, 4, tmp_path))
     # and no step has its lines twice
     assert [line["step"] for line in lines(run, "metrics")] == [0, 1, 2, 3]
@@ -160,7 +160,7 @@ def test_a_replay_that_differs_from_the_published_bits_stops_the_run(tmp_path: P
     run = broken_run(tmp_path / "run")
     published = run.path / "weights" / "v3"
     export_checkpoint(
-        params_folder(run.path) / "v3" / "params",
+        params_folder(run.path, run.spec) / "v3" / "params",
         published,
         model_dir=run.path / "initial",
         dtype="float32",
@@ -198,7 +198,7 @@ def test_a_step_whose_file_cannot_be_decoded_is_not_trained_without_it(tmp_path:
     with pytest.raises(UserError, match="of step 1 was accepted by validator"):
         train_to_the_end(run)
     # then the first step is trained and saved, and no more
-    assert versions_in(params_folder(run.path)) == [0, 1]
+    assert versions_in(params_folder(run.path, run.spec)) == [0, 1]
     assert state_steps(state_folder(run.path, run.spec)) == [1]
 
 

@@ -41,12 +41,12 @@ def elsewhere(run: Run) -> None:
 def publish_other_bits(run: Run, version: int = PUBLISHED) -> None:
     """A version as published: what the one before was, so that it differs from any replay."""
     export_checkpoint(
-        params_folder(run.path) / f"v{version - 1}" / "params",
+        params_folder(run.path, run.spec) / f"v{version - 1}" / "params",
         weights_folder(run.path) / f"v{version}",
         model_dir=run.path / "initial",
         dtype="float32",
     )
-    shutil.rmtree(params_folder(run.path) / f"v{version}")
+    shutil.rmtree(params_folder(run.path, run.spec) / f"v{version}")
 
 
 @pytest.mark.slow

@@ -161,7 +161,9 @@ def _listen(connections: Connections, runner: web.AppRunner, host: str, port: in
         raise UserError(
             "the port is taken" if taken else f"cannot listen: {error.strerror or error}",
             place=f"{host}:{port}",
-            remedy="end the process that holds it, or choose another port",
+            remedy="end the process that holds it, or choose another port"
+            if taken
+            else "say with --listen an address of this machine",
         ) from error
     _log.info("coordinator listens on http://%s:%d", host, bound)
     return bound

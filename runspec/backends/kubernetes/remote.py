@@ -1,9 +1,9 @@
-"""Commands on a run that is on a cluster."""
+"""A run that is on a cluster."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from runspec.backends.kubernetes.cluster import Cluster
@@ -66,21 +66,17 @@ class RemoteRun:
             return f"{condition['type']}: {condition.get('message', '')}"
         return "waiting for its trunk's pod"
 
-    def inside(self, *words: str) -> int:
+    def inside(self, arguments: Sequence[str]) -> int:
         """Runs a command of runspec beside the run directory; returns its exit code."""
         trunk = self._running(TRUNK_GROUP)
         if not trunk:
             print(f"{self._run}: {self.state()}")
             return 0
-        command = [words[0], self._run, *words[1:], "--runs-dir", RUNS]
-        return self._cluster.execute(trunk[0], ["runspec", *command])
+        command = ["runspec", *arguments, "--runs-dir", RUNS]  # of two the last one counts
+        return self._cluster.execute(trunk[0], command)
 
-    def logs(self, role: str | None, follow: bool, tail: int | None) -> int:
-        """Prints the logs of roles: those of the trunk, one of them, or another's pod's."""
-        if role is None or role in (*TRUNK, TRUNK_GROUP, "warm-start"):
-            words = [] if role in (None, TRUNK_GROUP) else ["--role", str(role)]
-            words += ["--follow"] if follow else []
-            return self.inside("logs", *words, *([] if tail is None else ["--tail", str(tail)]))
+    def logs(self, role: str, follow: bool, tail: int | None) -> int:
+        """Prints the log of the pod of a role that is not the trunk's."""
         for line in self._cluster.logs(self._pod(role), follow, tail):
             print(line)
         return 0

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from runspec.backends.kubernetes.naming import (
     GROUP_LABEL,
     RUN_LABEL,
+    addressed,
     cluster_of,
     in_object_store,
     label,
@@ -26,14 +28,31 @@ from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.role_names import elsewhere
 from runspec.core.spec.schema import RunSpec
 from runspec.local.bundle import TRUNK_GROUP, Bundle
-from runspec.local.site import Disk, Group, groups_of
+from runspec.local.site import Disk, Group, groups_started
+from runspec.local.site_folder import make_site
 
 Manifest = dict[str, Any]
+SITE = "site"
+"""Folder of the keys, below the place of the run directory on the machine that applies."""
 FOREVER = 2**31 - 1
 """`backoffLimit` of a pod that is started again however often it ends; Kubernetes waits longer each
 time, five minutes at most."""
 MAX_SECRET = 2**20
 """Bytes that a Secret may hold."""
+
+
+def render_site(spec: RunSpec, run_dir: Path) -> list[Manifest]:
+    """Prepares the site of a run for the cluster that its spec describes; returns the objects.
+
+    Args:
+        spec: of the run.
+        run_dir: where a run of this machine would lie; the keys are kept below it.
+
+    Raises:
+        UserError: the spec cannot run there.
+    """
+    resolved, bundles = make_site(addressed(spec), run_dir / SITE)
+    return list(manifests(resolved, bundles))
 
 
 def manifests(spec: RunSpec, bundles: Sequence[Bundle]) -> Iterator[Manifest]:
@@ -47,7 +66,7 @@ def manifests(spec: RunSpec, bundles: Sequence[Bundle]) -> Iterator[Manifest]:
         UserError: the cluster could not hold it.
     """
     run, cluster, away = label(spec.name), cluster_of(spec), elsewhere(spec)
-    groups = [group for group in groups_of(spec) if not away.intersection(group.members)]
+    groups = groups_started(spec)
 
     def made(kind: str, name: str, api: str = "v1", **content: object) -> Manifest:
         return {"apiVersion": api, "kind": kind, "metadata": _metadata(spec, name), **content}

@@ -8,15 +8,17 @@ model's shape or a device's memory say nothing where it is not known; `unknown-m
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import sqrt
+from math import ceil, sqrt
 
-from runspec.core.models.hardware import DEVICES, device_of
+from runspec.core.models.hardware import DEVICES, device_count, device_of
 from runspec.core.models.logits import MAX_LOGITS, logits_chunk
+from runspec.core.models.prefill import prefill_bytes
 from runspec.core.spec.schema import Hardware, RunSpec
 from runspec.core.spec.schema_keys import close_match
 from runspec.estimate.assumed import weight_move
 from runspec.estimate.learner import learner_memory
 from runspec.estimate.sampler import MEMORY_UTILIZATION, sampler_memory
+from runspec.estimate.version_size import version_size
 from runspec.lint.registry import Context, Violation, rule
 
 STATE_SHARE = 0.9
@@ -222,6 +224,32 @@ def sampler_weights_fit(context: Context) -> Iterator[Violation]:
                 "memory": round(needs.memory),
             },
             suggestion="more parallel.tensor, or hardware with more memory",
+        )
+
+
+@rule("validator-weights-fit", "memory")
+def validator_weights_fit(context: Context) -> Iterator[Violation]:
+    """A validator's share of a version must fit into its devices, with room to work.
+
+        1.5 x version / devices <= memory
+
+    Both prefill engines divide a version over all devices of a validator: JAX by parameters, torch
+    by layers. The half beside it is for activations and logits. Silent where `verify.hardware` is
+    null.
+    """
+    spec, config, hardware = context.spec, context.config, context.spec.verify.hardware
+    if config is None or hardware is None or not spec.verify.validators:
+        return
+    memory, count = device_of(hardware).memory, device_count(hardware)
+    version = version_size(spec, config).whole
+    needed = prefill_bytes(version, count or 1)
+    if memory is not None and needed > memory:
+        yield Violation(
+            ("verify", "hardware"),
+            f"a version of {_gb(version)} over {count or 1} devices needs {_gb(needed)} on each, "
+            f"which has {_gb(memory)}",
+            numbers={"version": version, "devices": count or 1, "memory": round(memory)},
+            suggestion=f"count: {ceil(prefill_bytes(version, 1) / memory)}",
         )
 
 

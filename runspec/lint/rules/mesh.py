@@ -155,6 +155,30 @@ def hosts_divide(context: Context) -> Iterator[Violation]:
         )
 
 
+@rule("hosts-chips", "mesh")
+def hosts_chips(context: Context) -> Iterator[Violation]:
+    """A TPU learner must have a process on every host of its slices.
+
+        hosts >= chips / chips of a host
+
+    A host of v4 and v5p has 4 chips; one of v5e and v6e has 8 in slices up to 2x4, else 4. A
+    process drives the chips of its own host only (cloud.google.com/tpu/docs/v4, v5p, v5e, v6e).
+    """
+    learner = context.spec.learner
+    hardware, slices = learner.hardware, learner.mesh.slices
+    chips = device_count(hardware, slices)
+    if hardware.kind not in ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e") or chips is None:
+        return
+    most = 8 if hardware.kind in ("tpu-v5e", "tpu-v6e") and chips // slices <= 8 else 4
+    if learner.hosts * most < chips:
+        yield Violation(
+            ("learner", "hosts"),
+            f"{chips} chips of {hardware.kind} are on hosts of {most}",
+            numbers={"chips": chips, "chips_per_host": most, "hosts": learner.hosts},
+            suggestion=f"hosts: {-(-chips // most)}",
+        )
+
+
 @rule("slices-divide", "mesh")
 def slices_divide(context: Context) -> Iterator[Violation]:
     """The axis that crosses slices must be a multiple of their number.

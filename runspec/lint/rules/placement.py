@@ -20,7 +20,7 @@ from runspec.lint.urls import is_loopback, parse_url, server_urls
 _SHOWN = 12
 """Names that a message lists."""
 RESERVED = (
-    *("root", "publisher", "coordinator", "learner"),
+    *("root", "trunk", "publisher", "coordinator", "learner", "learners"),
     *("validator", "validators", "origin", "relay"),
 )
 
@@ -79,11 +79,11 @@ def role_clash(context: Context) -> Iterator[Violation]:
 def unknown_role(context: Context) -> Iterator[Violation]:
     """`placement` must name roles of the run in `roles`, `devices` and `kubernetes`.
 
-    `roles` says what is started here: `validators`, a pool, or relay-<name>; learner, publisher,
-    origin and coordinator always are. `devices` goes by process, as `status` names them:
-    `learner`, `<pool>-<i>`, `validator-<i>`. `kubernetes.images` and `kubernetes.node_selectors` go
-    by group, the trunk included. A name that is nothing starts nothing and assigns nothing, in
-    silence.
+    `roles` says what is started here: `validators`, a pool, relay-<name>, or `learners`, the
+    learner's processes after the first; learner, publisher, origin and coordinator always are.
+    `devices` goes by process, as `status` names them: `learner`, `<pool>-<i>`, `validator-<i>`.
+    `kubernetes.images` and `kubernetes.node_selectors` go by group, the trunk included. A name that
+    is nothing starts nothing and assigns nothing, in silence.
     """
     spec = context.spec
     startable = placeable(spec)
@@ -175,22 +175,27 @@ def too_few_devices(context: Context) -> Iterator[Violation]:
 
 @rule("local-storage", "placement")
 def local_storage(context: Context) -> Iterator[Violation]:
-    """Several learner hosts must see the same files.
+    """Several learner hosts must write checkpoints to one place.
 
-        storage.shared, where learner.hosts > 1 and the hardware is no CPU
+        checkpoints.dir: s3://... or gs://..., or a path with storage.shared,
+        where learner.hosts > 1 and the hardware is no CPU
 
-    Every process of the learner writes its shards of a checkpoint under one folder and reads batch
-    manifests from another. On a path that each host has for itself no checkpoint is ever whole,
-    which shows at the first restart. Processes on CPUs are all on this machine.
+    Every process of the learner writes its shards of a checkpoint under one folder; only the first
+    needs the run directory. On a path that each host has for itself no checkpoint is ever whole.
+    Processes on CPUs are all on this machine.
     """
     spec = context.spec
-    if spec.learner.hosts > 1 and spec.learner.hardware.kind != "cpu" and not spec.storage.shared:
-        folder = spec.checkpoints.dir or spec.storage.dir or "run directory"
+    if spec.learner.hosts == 1 or spec.learner.hardware.kind == "cpu":
+        return
+    folder = spec.checkpoints.dir
+    if folder is None or not ("://" in folder or spec.storage.shared):
         yield Violation(
-            ("storage", "shared"),
-            f"{spec.learner.hosts} hosts would each write checkpoints to a {folder} of their own",
+            ("checkpoints", "dir"),
+            f"{spec.learner.hosts} hosts would each write checkpoints to a "
+            f"{folder or 'run directory'} of their own",
             numbers={"hosts": spec.learner.hosts},
-            suggestion="put storage.dir on a network file system and say shared: true",
+            suggestion="name an object store (s3://BUCKET/FOLDER), or a folder on a network file "
+            "system with storage.shared: true",
         )
 
 
@@ -198,8 +203,8 @@ def local_storage(context: Context) -> Iterator[Violation]:
 def server_url(context: Context) -> Iterator[Violation]:
     """The URL of a server must be http or https, with a host.
 
-    Workers and relays fetch policy versions from `broadcast.origin.url` and
-    `broadcast.relays[].url` over HTTP; the port is 80 or 443 where none is given.
+    Workers reach the coordinator at `placement.url`, and fetch policy versions from
+    `broadcast.origin.url` and `broadcast.relays[].url`; the port is 80 or 443 where none is given.
     """
     for where, text in server_urls(context.spec).items():
         if parse_url(text) is None:
@@ -216,8 +221,9 @@ def port_clash(context: Context) -> Iterator[Violation]:
 
         base_port + 0 coordinator, + 1 origin, + 2 + i relay i, then the learner
 
-    URLs fix the address of origin and relays, `placement.base_port` those of all others, on
-    `placement.host`. The second server that wants an address dies as it starts.
+    An http URL fixes the address of origin or relay, `placement.base_port` those of all others, on
+    `placement.host`. The second server that wants an address dies as it starts. An https URL is a
+    proxy's.
     """
     users: dict[tuple[str, int], str] = {}
     for role, where, host, port in _addresses(context.spec):
@@ -243,9 +249,9 @@ def _addresses(spec: RunSpec) -> Iterator[tuple[str, tuple[str, ...], str, int]]
         servers.append(("learner", ("placement", "base_port")))
     for position, (role, where) in enumerate(servers):
         url = parse_url(urls[where]) if where in urls else None
-        if url is not None:
+        if url is not None and url.scheme == "http":
             yield role, (*where, "url"), url.host, url.port
-        elif where not in urls and base is not None:
+        elif (url is not None or where not in urls) and base is not None:
             yield role, ("placement", "base_port"), spec.placement.host, base + position
 
 

@@ -19,7 +19,8 @@ def plain_http(context: Context) -> Iterator[Violation]:
     Chunks are checked against signed manifests, so nobody on the way can change them unseen. But
     with plain HTTP everybody on the way can read the weights, withhold the newest version from one
     worker alone, and see who asks. Loopback addresses never leave the machine: servers that are
-    started here listen there, and what strangers reach is a proxy before them that speaks TLS.
+    started here listen there, and what strangers reach is a proxy before them that speaks TLS, of
+    which `placement.url`, `broadcast.origin.url` and a relay's `url` give the address.
     """
     pools = untrusted_pools(context.spec)
     for where, text in server_urls(context.spec).items():
@@ -30,6 +31,30 @@ def plain_http(context: Context) -> Iterator[Violation]:
                 f"{url.shown} is plain HTTP, and pool {pools[0].name} is untrusted",
                 suggestion="https:// for a server elsewhere; one that is started here listens on "
                 "127.0.0.1, behind a proxy with TLS",
+            )
+
+
+@rule("public-address", "security")
+def public_address(context: Context) -> Iterator[Violation]:
+    """What strangers must reach has a public address.
+
+        placement.url and broadcast.origin.url are given, where an untrusted pool is elsewhere
+
+    The coordinator is what a worker registers with: join links name `placement.url`. The origin is
+    what relays elsewhere fetch from, and workers once no relay answers. Null leaves both at an
+    address of this machine, without TLS. The pool is elsewhere as for `unsigned-weights`; one on
+    CPUs is taken for a rehearsal.
+    """
+    spec = context.spec
+    pools = [pool for pool in untrusted_pools(spec) if is_elsewhere(pool, spec)]
+    elsewhere = [pool.name for pool in pools if pool.hardware.kind != "cpu"]
+    urls = {("placement",): spec.placement.url, ("broadcast", "origin"): spec.broadcast.origin.url}
+    for where, url in urls.items():
+        if url is None and elsewhere:
+            yield Violation(
+                (*where, "url"),
+                f"is null, and pool {elsewhere[0]} is untrusted and on other machines",
+                suggestion="the https:// address of a proxy before it (docs/public-runs.md)",
             )
 
 
@@ -52,8 +77,8 @@ def unsigned_weights(context: Context) -> Iterator[Violation]:
             ("identity", "root_public_key"),
             f"is null, and pool {elsewhere[0]} is untrusted and on other machines: it could not "
             "tell these weights from another's",
-            suggestion="give the root's public key; a pool that does run here belongs into "
-            "placement.roles",
+            suggestion="give the root's public key, or let `runspec prepare` make one; a pool that "
+            "does run here belongs into placement.roles",
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil
 
+from runspec.core.spec.role_names import elsewhere, validator_names
 from runspec.estimate.rates import step_seconds, tokens_to_check
 from runspec.estimate.speed import validator_tokens_per_s
 from runspec.lint.pools import untrusted_pools
@@ -144,27 +145,41 @@ def in_flight_updates(context: Context) -> Iterator[Violation]:
 def engine_hardware(context: Context) -> Iterator[Violation]:
     """The prefill engine must run on the validators' hardware.
 
-        engine = torch  =>  verify.hardware is no TPU, and count = 1
+        engine = torch  =>  verify.hardware is no TPU
 
-    The torch engine runs on a CPU or on one GPU; the JAX engine on any backend, over all devices
-    that its process sees. More GPUs are used by more validators, each on its own
-    (`placement.devices`). Silent where `verify.hardware` is null: the engine takes what it finds.
+    The torch engine runs on a CPU or on GPUs; the JAX engine on any backend. Silent where
+    `verify.hardware` is null: the engine takes what it finds.
     """
     verify = context.spec.verify
-    if verify.engine != "torch" or verify.hardware is None:
-        return
-    kind, count = verify.hardware.kind, verify.hardware.count
-    if kind.startswith("tpu"):
+    if verify.engine == "torch" and verify.hardware and verify.hardware.kind.startswith("tpu"):
         yield Violation(
             ("verify", "engine"),
-            f"torch runs on CPUs and GPUs, not on {kind}",
+            f"torch runs on CPUs and GPUs, not on {verify.hardware.kind}",
             suggestion="engine: jax",
         )
-    elif kind != "cpu" and count is not None and count > 1:
+
+
+@rule("validator-hardware", "verification")
+def validator_hardware(context: Context) -> Iterator[Violation]:
+    """Validators must not share the learner's accelerators.
+
+        verify.hardware is given, where the learner is on accelerators and validators start here
+
+    One process holds a TPU chip, and JAX takes most of a GPU's memory as it starts. A validator
+    without hardware of its own would be on the learner's, and one of the two dies. Validators
+    that `placement.roles` leaves to others take what their machine has.
+    """
+    spec = context.spec
+    if (
+        spec.verify.hardware is None
+        and spec.learner.hardware.kind != "cpu"
+        and set(validator_names(spec)) - elsewhere(spec)
+    ):
         yield Violation(
-            ("verify", "hardware", "count"),
-            f"a validator with engine torch uses 1 of {count} GPUs",
-            suggestion=f"count: 1, and validators: {verify.validators * count}",
+            ("verify", "hardware"),
+            f"is null: {spec.verify.validators} validators would be on the learner's "
+            f"{spec.learner.hardware.kind}",
+            suggestion="say what one validator has, like {kind: h100-80g, count: 2}",
         )
 
 

@@ -49,7 +49,8 @@ def test_a_run_is_applied_watched_paused_resumed_and_deleted(
     # and status is what the trunk's pod says, with its exit code
     server.exit_code = 3
     status = on(tmp_path, "status", "--json")
-    said = "runspec status target-short --json --runs-dir /data/runs"
+    own = f"--runs-dir {tmp_path / 'runs'}"
+    said = f"runspec status target-short --json {own} {own} --runs-dir /data/runs"
     assert (status.returncode, status.stdout) == (3, f"ran {said}\n")
     assert "a warning" in status.stderr
     assert server.executed == [(TRUNK, said.split())]
@@ -136,17 +137,3 @@ def test_no_cluster_and_a_role_that_is_not_there_are_said(
     monkeypatch.setenv("KUBECONFIG", str(gone))
     done = on(tmp_path, "status")
     assert done.returncode == 1 and "no cluster is configured" in done.stderr
-
-
-def test_a_damaged_note_and_an_unknown_backend_are_said(
-    server: FakeApiServer, tmp_path: Path
-) -> None:
-    assert apply(tmp_path).returncode == 0
-    note = tmp_path / "runs" / "target-short" / "site.json"
-    for text, message in (
-        ("{}", "does not say where the run is"),
-        ('{"backend": "nomad", "options": {}}', "the run is on nomad"),
-    ):
-        note.write_text(text)
-        done = on(tmp_path, "status")
-        assert done.returncode == 1 and message in done.stderr and "remedy" in done.stderr

@@ -20,7 +20,7 @@ from tests.runspec.cli.in_process import runspec
 SPECS = ROOT / "specs"
 LONG = SPECS / "target_long.yaml"
 CLUSTER = ("--set", "placement.kubernetes.image=registry.example.org/runspec:1")
-H200 = ("--placement", SPECS / "placements" / "h200.yaml", "--set", "placement.roles=null")
+H200 = ("--placement", SPECS / "placements" / "h200.yaml")
 CASES: dict[str, tuple[str | Path, ...]] = {
     "laptop": (TARGET_SHORT, "--profile", "laptop"),
     "tpu": (TARGET_SHORT, "--placement", SPECS / "placements" / "tpu_and_volunteers.yaml"),

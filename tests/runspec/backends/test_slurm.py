@@ -79,7 +79,7 @@ def test_the_run_is_paused_before_its_time_is_up(tmp_path: Path) -> None:
 
 def test_it_asks_for_the_nodes_that_the_hardware_fills(tmp_path: Path) -> None:
     # 8 hosts of 8 for the learner; 32 samplers and 8 validators of 2, of which a node takes 4
-    asked = options(rendered(tmp_path, *H200, "--set", "placement.roles=null"))
+    asked = options(rendered(tmp_path, *H200))
     assert (asked["nodes"], asked["gpus-per-node"]) == ("18", "8")
     assert asked["signal"] == "B:TERM@300" and "requeue" in asked
     # CPUs need no more than the learner's hosts
@@ -92,7 +92,7 @@ def test_it_asks_for_the_nodes_that_the_hardware_fills(tmp_path: Path) -> None:
     [
         ((TARGET_SHORT,), "which Slurm does not allocate"),
         (
-            (*H200, "--set", "learner.hosts=64", "--set", "placement.roles=null"),
+            (*H200, "--set", "learner.hosts=64"),
             "needs 2 devices on a node, the learner's have 1",
         ),
     ],

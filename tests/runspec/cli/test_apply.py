@@ -35,7 +35,7 @@ def test_a_full_run_on_a_laptop_says_in_one_screen_what_is_missing(tmp_path: Pat
     done = runspec("apply", spec, "--runs-dir", tmp_path / "runs")
     # then everything that is missing is said at once, with a way out, and nothing was made
     assert done.returncode == 1
-    for word in ("tpu-v5p 4x4x4", "h100-80g x 16", "Qwen/QwQ-32B"):
+    for word in ("tpu-v5p x 4", "h100-80g x 8", "Qwen/QwQ-32B"):
         assert word in " ".join(done.stderr.split())
     assert f"runspec apply {spec} --profile laptop" in done.stderr
     assert len(done.stderr.splitlines()) <= 24

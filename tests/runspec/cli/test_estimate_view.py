@@ -30,7 +30,7 @@ def test_it_says_what_the_issue_asks_for() -> None:
         "32.8 G parameters, a version is 65.5 GB",
         "of 95 GB",
         "866 k",  # tokens of KV in a replica
-        "24.9",  # sequences of full length at once
+        "26.4",  # sequences of full length at once
         "relay-eu > volunteers (16)",
         "14 min 49 s",  # 65.5 GB at 590 Mbit/s
         "limited by",

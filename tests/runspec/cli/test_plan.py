@@ -97,7 +97,7 @@ def test_json_has_stable_keys(runs: Path, said: Says) -> None:
     report = planned_json(runs, said, "budget.max_hours=2.0")
     assert list(report) == [
         *("version", "run", "spec_digest", "serial", "change_class"),
-        *("changes", "estimate", "lacking"),
+        *("changes", "estimate", "groups", "lacking"),
     ]
     spec = small_spec("small", 5, "budget.max_hours=2.0")
     assert (report["run"], report["serial"]) == ("small", 1)
@@ -115,6 +115,48 @@ def test_json_has_stable_keys(runs: Path, said: Says) -> None:
     ]
     assert planned_json(runs, said)["change_class"] is None
     assert planned_json(runs / "elsewhere", said)["change_class"] == "new"
+
+
+def test_it_says_where_each_role_group_runs_and_by_which_command(runs: Path, said: Says) -> None:
+    # given a run of which this machine starts all
+    apply = (
+        f"runspec apply {TARGET_SHORT} --profile laptop --set name=small --set steps=5 "
+        f"--runs-dir {runs}"
+    )
+    groups = planned_json(runs, said)["groups"]
+    assert [group["name"] for group in groups] == [
+        "trunk",
+        "relay-local",
+        "validators",
+        "volunteers",
+    ]
+    assert all(group["here"] and group["commands"] == [apply] for group in groups)
+    assert plan(runs) == 0
+    lines = said()[0].splitlines()
+    at = lines.index("Where it runs")
+    everyone = "trunk, relay-local, validators, volunteers"
+    assert lines[at + 1] == f"  this machine, by `apply`: {everyone}"
+    assert lines[at + 2] == f"    {apply}"
+    # when it leaves the pool's two replicas to others
+    away = "placement.roles=[validators, relay-local]", "samplers.volunteers.replicas=2"
+    groups = planned_json(runs, said, *away)["groups"]
+    assert [group["here"] for group in groups] == [True, True, True, False]
+    # then each has a command of its own
+    commands = [
+        f"runspec role {name} --bundle SITE/bundles/{name}.json"
+        for name in ("volunteers-0", "volunteers-1")
+    ]
+    assert groups[-1] == {
+        "name": "volunteers",
+        "processes": ["volunteers-0", "volunteers-1"],
+        "machine": "any machine",
+        "here": False,
+        "commands": commands,
+    }
+    assert plan(runs, *away) == 0
+    out = said()[0]
+    assert f"  others: volunteers\n    {commands[0]}, and 1 more\n" in out
+    assert f"runspec prepare {TARGET_SHORT} --profile laptop --set name=small" in out
 
 
 def test_a_broken_spec_exits_1_with_findings_and_a_missing_one_2(tmp_path: Path) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 
+from runspec.core import object_store
 from tests.harness import ROOT, TARGET_SHORT
+from tests.object_store import s3_server
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.local.fake_run import prepared, small_spec
 from tests.waiting import DEADLINE_S
@@ -43,6 +47,38 @@ def refused(done: CompletedProcess[str], place: Path, reason: str) -> None:
     assert f"error: {place}" in done.stderr
     assert reason in done.stderr and "remedy:" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@contextmanager
+def silent_server() -> Iterator[str]:
+    """Takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("wrong", ["closed port", "silence", "no bucket", "no driver"])
+def test_an_object_store_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    monkeypatch.setitem(object_store.RETRIES, "max_retries", 1)
+    with s3_server() as environment, ExitStack() as silent:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        reason = "NoSuchBucket"
+        if wrong == "closed port":
+            monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+            reason = "Could not connect"
+        elif wrong == "silence":
+            monkeypatch.setenv("AWS_ENDPOINT_URL", silent.enter_context(silent_server()))
+            monkeypatch.setattr(object_store, "DEADLINE_S", 1.0)
+            reason = "no answer in 1 s"
+        elif wrong == "no driver":
+            monkeypatch.setitem(sys.modules, "tensorstore", None)
+            reason = "tensorstore"
+        folder = ("--set", "checkpoints.dir=s3://nobody-has-it/checkpoints")
+        done = runspec("apply", *SPEC, "--runs-dir", str(tmp_path / "runs"), *folder)
+    refused(done, Path("checkpoints.dir"), reason)
+    assert not (tmp_path / "runs" / "small").exists()
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ def test_what_a_device_of_target_long_holds() -> None:
     assert memory.state == 6_152_318_976
     assert memory.gradients == 2_050_772_992
     assert memory.published == memory.reference == 1_025_386_496
-    # and 64 layers keep one row of 34,816 positions of 5120 bfloat16 numbers each
-    assert memory.activations == 64 * 34816 * 5120 * 2
+    # and 64 layers keep one row of 32,768 positions of 5120 bfloat16 numbers each
+    assert memory.activations == 64 * 32768 * 5120 * 2
     assert memory.moment == "layers" and memory.logits == 0.0
     parts = memory.gradients + 2 * memory.published + memory.activations + memory.temporaries
     assert memory.total == memory.state + parts
@@ -69,7 +69,7 @@ def test_what_a_device_of_target_long_holds() -> None:
         ("learner.master_dtype=bfloat16", "masters", 1_025_386_496),
         ("algorithm.old_logprobs=sampler", "published", 0.0),
         ("algorithm.kl.coef=0.0", "reference", 0.0),
-        ("learner.remat=offload", "activations", 3 * 34816 * 5120 * 2),
+        ("learner.remat=offload", "activations", 3 * 32768 * 5120 * 2),
     ],
 )
 def test_what_relieves_memory_relieves_its_part(change: str, part: str, bytes_: float) -> None:

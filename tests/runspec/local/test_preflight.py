@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
 from runspec.core.models.of_spec import model_config
+from runspec.core.roles import sign_roles
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec, Tokenizer
@@ -17,7 +19,7 @@ from runspec.lint.check import check_spec
 from runspec.local.machine import Machine, find_model, tpu_chips
 from runspec.local.preflight import GIB, Facts, disk_bytes, missing
 from runspec.local.starting_model import link_model
-from tests.runspec.local.fake_run import ROOT, small_spec
+from tests.runspec.local.fake_run import ROOT, prepared, small_spec
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 LAPTOP = Facts(
@@ -55,33 +57,83 @@ def test_a_laptop_lacks_all_of_the_full_run(full_spec: RunSpec, tmp_path: Path) 
     found = {item.path: item.thing for item in missing(full_spec, tmp_path, LAPTOP)}
     assert list(found)[:4] == [
         "learner.hardware",
-        "samplers.volunteers.hardware",
-        "verify.validators",
+        "verify.hardware",
+        "verify.engine",
         "model.hf",
     ]
-    assert "tpu-v5p 4x4x4 (64 TPU chips)" in found["learner.hardware"]
-    assert "h100-80g x 16" in found["samplers.volunteers.hardware"]
+    assert "tpu-v5p x 4 (4 TPU chips)" in found["learner.hardware"], "of one of its hosts"
+    assert "h100-80g x 8" in found["verify.hardware"]
     assert "Qwen/QwQ-32B" in found["model.hf"]
-    assert {"identity.root_public_key", "broadcast.relays.eu.url"} <= set(found)
     assert "is not on this machine" in found["data.sources.intellect2.uri"]
 
 
 def test_hardware_that_is_there_is_not_missed(full_spec: RunSpec, tmp_path: Path) -> None:
-    facts = replace(LAPTOP, tpus=64, gpus=["NVIDIA H100 80GB HBM3"] * 16)
-    left = paths(full_spec, facts, tmp_path)
+    placement = full_spec.placement.model_copy(update={"roles": None})
+    spec = full_spec.model_copy(update={"placement": placement})
+    facts = replace(LAPTOP, tpus=64, gpus=["NVIDIA H100 80GB HBM3"] * 24)
+    left = paths(spec, facts, tmp_path)
     assert not any("hardware" in path for path in left)
-    assert "identity.root_public_key" not in left, "a throw-away root does on one machine"
-    three = replace(facts, gpus=["NVIDIA H100 80GB HBM3"] * 15 + ["NVIDIA A100-SXM4-80GB"])
-    assert "samplers.volunteers.hardware" in paths(full_spec, three, tmp_path)
+    other = replace(facts, gpus=["NVIDIA H100 80GB HBM3"] * 23 + ["NVIDIA A100-SXM4-80GB"])
+    lacking = {item.path: item.thing for item in missing(spec, tmp_path, other)}
+    # then validators have none of those that the workers take
+    assert lacking["verify.hardware"] == (
+        "h100-80g x 8 (8 H100 GPUs beside 16 of other roles); this machine has 23"
+    )
 
 
 def test_several_hosts_are_a_rehearsal_on_a_cpu_and_machines_elsewhere(
     full_spec: RunSpec, tmp_path: Path
 ) -> None:
-    learner = full_spec.learner.model_copy(update={"hosts": 16})
-    spread = full_spec.model_copy(update={"learner": learner})
-    assert "learner.hosts" in paths(spread, LAPTOP, tmp_path)
+    # given a run of which one machine is to start everything
+    placement = full_spec.placement.model_copy(update={"roles": None})
+    spread = full_spec.model_copy(update={"placement": placement})
+    assert spread.learner.hosts == 16
+    found = {item.path: item for item in missing(spread, tmp_path, LAPTOP)}
+    assert "tpu-v5p 4x4x4 (64 TPU chips)" in found["learner.hardware"].thing
+    hosts = found["learner.hosts"]
+    assert "runspec prepare" in hosts.remedy and "docs/site.md" in hosts.remedy
     assert missing(small_spec("small", 5, "learner.hosts=2"), tmp_path, LAPTOP) == []
+
+
+def test_a_learner_whose_other_hosts_are_elsewhere_asks_for_its_share(
+    full_spec: RunSpec, tmp_path: Path
+) -> None:
+    # given a machine with 4 of 64 chips, and learners that others start
+    placement = full_spec.placement.model_copy(update={"roles": []})
+    spec = full_spec.model_copy(update={"placement": placement})
+    here = paths(spec, replace(LAPTOP, tpus=4), tmp_path)
+    # then neither hosts nor chips are missed
+    assert not {"learner.hosts", "learner.hardware"} & set(here)
+    # and of 3 chips the fourth is
+    found = {item.path: item for item in missing(spec, tmp_path, replace(LAPTOP, tpus=3))}
+    thing = "tpu-v5p x 4 (4 TPU chips); this machine has 3"
+    assert found["learner.hardware"].thing == thing
+    # and where the learners are named, all are
+    named = spec.model_copy(
+        update={"placement": placement.model_copy(update={"roles": ["learners"]})}
+    )
+    some = paths(named, replace(LAPTOP, tpus=4), tmp_path)
+    assert {"learner.hosts", "learner.hardware"} <= set(some)
+
+
+def test_what_a_pinned_root_asks_for_can_be_done_before_the_run_is_there(tmp_path: Path) -> None:
+    # given a pinned root, and no directory of the run
+    root, run_dir = SigningKey.generate(), tmp_path / "runs" / "small"
+    spec = small_spec("small", 5, f"identity.root_public_key={root.public_hex}")
+    (item,) = missing(spec, run_dir, LAPTOP)
+    assert item.path == "identity.root_public_key"
+    assert f"make the folder {run_dir / 'keys'}" in item.remedy
+    # when that is followed
+    keys = {name: SigningKey.generate() for name in ("publisher", "coordinator", "validator-0")}
+    for name, key in keys.items():
+        key.save(run_dir / "keys" / f"{name}.key")
+    held = {name.split("-")[0]: [key.public_hex] for name, key in keys.items()}
+    data = sign_roles("small", held, root, valid_s=600.0)
+    (run_dir / "keys" / "roles.json").write_bytes(data)
+    # then nothing is missing, and the run is made there
+    assert missing(spec, run_dir, LAPTOP) == []
+    with prepared(spec, tmp_path / "runs") as run:
+        assert run.identity.root_public_key == root.public_hex
 
 
 def test_a_disk_too_small_is_named_with_both_figures(tmp_path: Path) -> None:

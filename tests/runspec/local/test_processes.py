@@ -153,6 +153,26 @@ def test_a_machine_starts_the_trunk_and_the_roles_that_placement_names() -> None
     assert roles_of(small_spec("small", 5, "placement.roles=[]"))["learner"].cores == (0,)
 
 
+def test_roles_of_one_machine_have_accelerators_of_their_own() -> None:
+    # given a learner, validators and a worker on the GPUs of one machine
+    gpus = (
+        "learner.hardware={kind: h100-80g, count: 2}",
+        "verify={validators: 2, hardware: {kind: h100-80g, count: 2}}",
+        "samplers.volunteers.hardware={kind: l4, count: 1}",
+        "placement.roles=[validators, volunteers]",
+    )
+    seen = {
+        name: role.env.get("CUDA_VISIBLE_DEVICES")
+        for name, role in roles_of(small_spec("small", 5, *gpus)).items()
+    }
+    busy = ("learner", "validator-0", "validator-1", "volunteers-0")
+    assert [seen.pop(name) for name in busy] == ["0,1", "2,3", "4,5", "6"]
+    assert set(seen.values()) == {None}
+    # when some are given by hand, then the others take what is left
+    named = roles_of(small_spec("small", 5, *gpus, "placement.devices={validator-1: [0, 3]}"))
+    assert [named[name].env["CUDA_VISIBLE_DEVICES"] for name in busy] == ["1,2", "4,5", "0,3", "6"]
+
+
 def test_a_role_sees_the_devices_that_placement_gives_it() -> None:
     # given two roles with devices of their own, on GPUs and on a TPU
     gpus = small_spec("small", 5, "placement.devices={learner: [0, 1], volunteers-0: [3]}")

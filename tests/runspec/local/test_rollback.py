@@ -21,12 +21,15 @@ from runspec.cli.status import read_status
 from runspec.cli.wait import wait_command
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
+from runspec.core.object_store import ObjectPath
 from runspec.core.spec.resolved import dump_resolved, load_resolved, spec_digest
+from runspec.core.spec.run_files import checkpoints_folder
 from runspec.local import rollback
 from runspec.local.planning import make_plan
 from runspec.local.rollback import complete_rollback, roll_back
 from runspec.local.run_dir import hold
 from runspec.local.state import RunState
+from tests.object_store import BUCKET, s3_server
 from tests.runspec.local.fake_run import prepared, small_spec
 from verify.coordinator.events import NonceDrawn, StepClosed, VersionPublished, WorkerRegistered
 from verify.coordinator.journal import Journal
@@ -267,6 +270,29 @@ def test_a_run_whose_root_others_pin_is_refused_with_the_remedy(tmp_path: Path) 
         rollback_command("small", 4, True, tmp_path)
     assert f"model.hf: {run_dir / 'weights' / 'v4'}" in error.value.remedy
     assert tree(run_dir) == before
+
+
+def test_states_in_an_object_store_go_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # given a run whose checkpoints lie in an object store
+    with s3_server() as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        run_dir = small_run(tmp_path, f"checkpoints.dir=s3://{BUCKET}/checkpoints")
+        folder = checkpoints_folder(run_dir, load_resolved(run_dir))
+        assert isinstance(folder, ObjectPath)
+        states, params = folder / "state", folder / "params"
+        for step in (2, 4):
+            (states / f"step_{step}" / "state" / "array").write(b"")
+            (states / f"step_{step}").marker.write(b'{"files": {"array": "crc32c"}}')
+        (params / "v4").marker.write(b"{}")
+        # when it is taken back, then what came after goes there, too
+        assert rollback_command("small", 2, True, tmp_path) == 0
+        assert states.entries() == ["step_2"] and params.names() == []
+        assert states.unfinished() == []
+        # but not to a state that lacks an object
+        (states / "step_2" / "state" / "array").unlink()
+        with pytest.raises(UserError, match="array is missing"):
+            roll_back(run_dir, 2)
 
 
 def test_states_elsewhere_go_too(tmp_path: Path) -> None:

@@ -16,18 +16,21 @@ TPU = {"kind": "tpu-v5e", "topology": "2x2"}
 
 
 @pytest.mark.parametrize(
-    ("fields", "executor", "cache"),
+    ("fields", "executor", "cache", "eager"),
     [
-        ({}, "OneRank", True),
-        ({"hardware": {"kind": "h100-80g"}}, "OneRank", False),
-        ({"hardware": GPU, "parallel": {"tensor": 2, "data": 2}}, "ManyRanks", False),
-        ({"hardware": GPU, "dtype": "bfloat16", "quantization": "fp8"}, "OneRank", False),
-        ({"hardware": TPU, "parallel": {"tensor": 4}}, None, False),
+        ({}, "OneRank", True, True),
+        ({"enforce_eager": False}, "OneRank", True, False),
+        ({"hardware": {"kind": "h100-80g"}}, "OneRank", False, False),
+        ({"hardware": {"kind": "h100-80g"}, "enforce_eager": True}, "OneRank", False, True),
+        ({"hardware": {"kind": "any"}}, "OneRank", False, False),
+        ({"hardware": GPU, "parallel": {"tensor": 2, "data": 2}}, "ManyRanks", False, False),
+        ({"hardware": GPU, "dtype": "bfloat16", "quantization": "fp8"}, "OneRank", False, False),
+        ({"hardware": TPU, "parallel": {"tensor": 4}}, None, False, False),
     ],
     ids=str,
 )
-def test_each_hardware_has_its_executor_and_cpus_a_cache_of_a_size(
-    untied: Path, fields: dict[str, Any], executor: str | None, cache: bool
+def test_each_hardware_has_its_executor_and_graphs_and_cpus_a_cache_of_a_size(
+    untied: Path, fields: dict[str, Any], executor: str | None, cache: bool, eager: bool
 ) -> None:
     pool = cpu_pool(**fields)
     arguments = engine_arguments(pool, untied, {})
@@ -41,7 +44,7 @@ def test_each_hardware_has_its_executor_and_cpus_a_cache_of_a_size(
     prepare_environment()
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    assert AsyncEngineArgs(**arguments).enforce_eager
+    assert AsyncEngineArgs(**arguments).enforce_eager is eager
 
 
 def test_a_cache_without_room_for_one_sequence_is_refused(untied: Path) -> None:

@@ -146,10 +146,10 @@ def test_a_slot_is_as_new_after_take_or_forget(free):
     assert build_proofs_of([found.selection]) == [proofs_of_tokens(range(500, 534))]
 
 
-def test_the_estimate_of_memory_knows_the_ring():
-    from sampler.engine.recorder import RING
+def test_the_estimate_of_memory_knows_the_ring_and_the_buffers():
+    from sampler.engine.recorder import RING, STEPS
 
-    assert RING == RECORDED_ROWS
+    assert RING + STEPS == RECORDED_ROWS
 
 
 @settings(max_examples=60, deadline=None)

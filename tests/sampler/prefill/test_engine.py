@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -31,11 +32,11 @@ from verify.plugins import (
     load_prefill_engine,
 )
 from verify.thresholds import BFLOAT16, FLOAT32
-from verify.token_facts import Wanted, token_facts
+from verify.token_facts import TokenFacts, Wanted, token_facts
 from verify.toploc import build_proofs, verify_proofs
 from verify.truncation import Truncation
 
-CPU = torch.device("cpu")
+CPU = [torch.device("cpu")]
 TEMPERATURE = 0.7
 END = 3
 
@@ -209,6 +210,80 @@ def test_prompts_that_are_computed_once_give_what_whole_rollouts_give(
         np.testing.assert_allclose(
             as_float(ours.hidden), as_float(whole.hidden), rtol=2**-7, atol=1e-5
         )
+
+
+def groups_of_samples() -> list[PrefillInput]:
+    """Two prompts with several outputs each."""
+    own = rollouts()
+    return [replace(own[i % 2], output_tokens=own[i].output_tokens) for i in range(8)]
+
+
+@pytest.mark.parametrize("inputs", [rollouts(), groups_of_samples()], ids=["whole", "shared"])
+def test_layers_over_several_devices_give_the_same_bits(inputs: list[PrefillInput]) -> None:
+    # given three stages, each on its own device in effect: the one CPU, three times
+    alone, divided = (
+        torch_engine.load_policy(saved("qwen3, biases"), learner("bfloat16"), CPU * stages)
+        for stages in (1, 3)
+    )
+    for one, other in zip(
+        torch_engine.prefill(alone, inputs, temperature=TEMPERATURE),
+        torch_engine.prefill(divided, inputs, temperature=TEMPERATURE),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one.hidden, other.hidden)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+        np.testing.assert_array_equal(one.seeded_gap, other.seeded_gap)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("inputs", [rollouts(), groups_of_samples()], ids=["whole", "shared"])
+def test_whatever_a_stage_computes_with_is_on_its_device(
+    name: str, inputs: list[PrefillInput]
+) -> None:
+    # given a second device that is not the first: tensors there have shapes and no numbers, and no
+    # operation takes tensors of both
+    devices = [*CPU, torch.device("meta")]
+    policy = torch_engine.load_policy(saved(name), learner(), devices)
+    kinds = [next(layer.parameters()).device.type for layer in policy.body.layers]
+    assert set(kinds) == {"cpu", "meta"} and kinds == sorted(kinds)
+    assert policy.head.device.type == policy.body.norm.weight.device.type == "meta"
+    assert policy.body.embed_tokens.weight.device.type == "cpu"
+    # then a version needs no device whole, and the states come out on the last
+    with torch.inference_mode():
+        batches = list(states.hidden_states(policy.body, inputs, positions=100, device=CPU[0]))
+    assert all(batch.hidden.device.type == "meta" for batch in batches)
+    assert sum(len(batch.members) for batch in batches) == len(inputs)
+
+
+def test_a_batch_is_fetched_once_every_stage_has_one() -> None:
+    launched: list[int] = []
+
+    def compute() -> Iterator[tuple[list[int], TokenFacts]]:
+        for number in range(5):
+            launched.append(number)
+            numbers = torch.full((1,), number)
+            yield [number], TokenFacts(numbers, None, None, numbers.short())
+
+    behind = [
+        (members[0], len(launched)) for members, _ in torch_engine._fetched(compute(), stages=3)
+    ]
+    assert behind == [(0, 3), (1, 4), (2, 5), (3, 5), (4, 5)]
+
+
+def test_a_validator_takes_the_gpus_of_its_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    # given a fake driver with four GPUs
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    two = schema.Hardware(kind="h100-80g", count=2)
+    assert torch_engine._devices(two) == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert len(torch_engine._devices(None)) == 4
+    with pytest.raises(UserError, match="8 GPUs a validator, and this process sees 4"):
+        torch_engine._devices(schema.Hardware(kind="h100-80g", count=8))
+    # then each needs room for its own part of a version
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * 10**9, 80 * 10**9))
+    assert torch_engine._has_room(65 * 10**9, torch_engine._devices(two))
+    assert not torch_engine._has_room(65 * 10**9, [torch.device("cuda", 0)])
 
 
 def copy_of(name: str, folder: Path) -> Path:

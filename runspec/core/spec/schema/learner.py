@@ -31,7 +31,7 @@ class Hardware(Block):
     """TPU slice, like 4x4x4; the learner's are `learner.mesh.slices` of it."""
     count: Devices | None = None
     """Devices; follows from the topology and the slices on a TPU. On a CPU: virtual devices. In a
-    pool: of one replica."""
+    pool: of one replica; of `verify`: of one validator."""
     memory: Annotated[Size | None, HOT] = None
     """Memory of one device; null: as its kind has it."""
     peak_flops: Annotated[Speed | None, Unit("bfloat16 FLOP/s"), HOT] = None

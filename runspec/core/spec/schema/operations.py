@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -36,8 +36,9 @@ class Checkpoints(Block):
     CHANGE = "restart"
 
     dir: Annotated[str | None, NEWRUN] = None
-    """Where full states lie; the run directory when null. A run would not find those it has made
-    elsewhere, and start from version 0."""
+    """Where full states and new parameters lie, in a folder of the run's name: a path,
+    s3://BUCKET/FOLDER or gs://BUCKET/FOLDER; the run directory when null. All hosts of the learner
+    write there. A run would not find those it has made elsewhere, and start from version 0."""
     every: Steps = 10
     """Rollout steps between full states."""
     keep: Annotated[Count, Unit("states")] = 3
@@ -52,8 +53,11 @@ class Storage(Block):
     dir: str | None = None
     """Folder of run directories where --runs-dir names none; `runs` when null. A run that is there
     moves only by hand."""
+    scratch: str = "~/.cache/runspec"
+    """Folder on each machine for roles that do not share the run directory."""
     shared: bool = False
-    """Says that every host sees the same files under `dir`, as on a network file system."""
+    """Says that every host sees the same files under `dir` and `checkpoints.dir`, as on a network
+    file system."""
 
 
 class Kubernetes(Block):
@@ -86,12 +90,21 @@ class Placement(Block):
 
     CHANGE = "restart"
 
-    backend: Literal["local", "kubernetes"] = "local"
-    """Who starts and watches the roles: `local` does on this machine, `kubernetes` on a cluster."""
+    backend: Name = "local"
+    """Who starts and watches the roles: `local` on this machine, `ray` and `kubernetes` on a
+    cluster, or what an installed package offers."""
     kubernetes: Kubernetes | None = None
     """The cluster of backend `kubernetes`."""
+    address: str = "auto"
+    """Of the backend: of a Ray cluster as `ray.init` takes it."""
+    resources: dict[str, dict[str, Positive]] = {}
+    """What each process of a role group asks Ray for besides its accelerators, by group: `trunk`,
+    `learners`, `validators`, relay-<name>, pools."""
     host: str = "127.0.0.1"
-    """Address that the local backend's servers bind to."""
+    """Address that the trunk's servers bind to. On Ray that of the trunk's node, if it is
+    loopback."""
+    url: str | None = None
+    """Where workers elsewhere reach the coordinator, as join links say it: a proxy with TLS."""
     base_port: Annotated[int, Field(ge=1024, le=65000), Unit("port")] | None = None
     """First of the consecutive ports used; free ones are chosen when null."""
     restarts: Annotated[CountOrZero, Unit("deaths in a row"), HOT] = 5

@@ -80,6 +80,9 @@ class SamplerPool(Block):
     """Type of weights and activations."""
     quantization: Annotated[Literal["fp8"] | None, NEWRUN] = None
     """Weights quantised as the engine loads them; null is off."""
+    enforce_eager: Annotated[bool | None, SITE] = None
+    """Whether the engine runs the model kernel by kernel, without compiling it into CUDA graphs;
+    null: on CPUs it does, elsewhere it compiles, which costs minutes at a start."""
     max_model_len: Tokens
     """Longest sequence, prompt included, that the engine makes room for."""
     max_new_tokens: Annotated[Tokens, NEWRUN]
@@ -105,7 +108,8 @@ class Origin(Block):
     CHANGE = "restart"
 
     url: str | None = None
-    """Where it listens; the local backend chooses when null."""
+    """Where it is reached. It listens at an http URL; an https URL is of a proxy before it, and the
+    local backend chooses where it listens, as when null."""
     upload: Annotated[Rate | None, HOT] = None
     """What it can send, to all together, for the estimate."""
 
@@ -118,7 +122,8 @@ class Relay(Block):
     name: Name
     """Names the relay."""
     url: str | None = None
-    """Where it listens; the local backend chooses when null."""
+    """Where it is reached. It listens at an http URL; an https URL is of a proxy before it, and the
+    local backend chooses where it listens, as when null."""
     upstream: list[str] = ["origin"]
     """Where it fetches from: `origin` or relays, best first."""
     download: Annotated[Rate | None, HOT] = None
@@ -213,7 +218,8 @@ class Verify(Block):
     validators: Annotated[ProcessesOrNone, RESTART, SITE] = 1
     """Processes that check submissions and grade them."""
     hardware: Annotated[Hardware | None, SITE, RESTART] = None
-    """Accelerators of one validator; null: those of the machine it is on."""
+    """Accelerators of one validator, over which it divides the model. Null: those of the machine it
+    is on; not where the learner has accelerators."""
     engine: Annotated[str, SITE] = "jax"
     """Prefill engine: `jax`, `torch`, or another package's entry point of `runspec.prefill`."""
     admission: Literal["open", "invite"] = "open"

@@ -47,7 +47,8 @@ BREACHES = [
      "topology-form", "samplers.pool.hardware.topology", "error"),
     (FLEET, ["learner={hardware: {topology: 2x8x4}}"],
      "tpu-topology", "learner.hardware.topology", "error"),
-    (FLEET, ["learner.mesh={slices: 2, slice_axis: fsdp}"], "mesh-fits", "learner.mesh", "error"),
+    (FLEET, ["learner={hosts: 32, mesh: {slices: 2, slice_axis: fsdp}}"],
+     "mesh-fits", "learner.mesh", "error"),
     (BASE, ["learner={mesh: {fsdp: 1, context: 2}, packing: {tokens: 129}}"],
      "context-divides", "learner.packing.tokens", "error"),
     (BASE, ["learner={hardware: {count: 3}, mesh: {fsdp: 3}, packing: {rows: 3}}",
@@ -85,9 +86,9 @@ SILENT = [
     (FLEET, ["optimizer.lr=3e-5", "learner.master_dtype=bfloat16"]),
     # A length term that multiplies cannot cost more than the task gives.
     (BASE, ["reward.length={form: max, alpha: 10.0}"]),
-    (FLEET, ["learner={hardware: {topology: 4x4x4, count: 128}, mesh: {data: 2, slices: 2},"
-             " packing: {rows: 32}}"]),
-    (FLEET, ["learner={hardware: {kind: tpu-v6e, topology: 8x16, memory: 95GB},"
+    (FLEET, ["learner={hosts: 32, hardware: {topology: 4x4x4, count: 128},"
+             " mesh: {data: 2, slices: 2}, packing: {rows: 32}}"]),
+    (FLEET, ["learner={hosts: 32, hardware: {kind: tpu-v6e, topology: 8x16, memory: 95GB},"
              " mesh: {fsdp: 32}, packing: {rows: 32}}"]),
     # One family, its vocabulary padded differently.
     (FLEET, [f"model.tokenizer={{hf: Qwen/Qwen3-4B, revision: {COMMIT}}}"]),

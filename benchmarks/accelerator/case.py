@@ -31,19 +31,35 @@ QWEN_7B = {
     "rope_theta": 1e6,
     "rms_norm_eps": 1e-6,
 }
+SMALL = {
+    "model_type": "qwen2",
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+}
 TINY = {
     "model_type": "qwen2",
     "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
     "rope_theta": 1e4,
     "rms_norm_eps": 1e-6,
 }
-SHAPES: dict[str, dict[str, Any]] = {"llama-8b": LLAMA_8B, "qwen-7b": QWEN_7B, "tiny": TINY}
-LAYERS = {"llama-8b": 32, "qwen-7b": 28, "tiny": 2}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": LLAMA_8B,
+    "qwen-7b": QWEN_7B,
+    "small": SMALL,
+    "tiny": TINY,
+}
+LAYERS = {"llama-8b": 32, "qwen-7b": 28, "small": 4, "tiny": 2}
 SAMPLES = 4
 PROMPT = 8
 """A prompt is one eighth of its sample."""
@@ -56,11 +72,12 @@ class Case:
     shape: str
     layers: int
     tokens: int
-    """Of the batch: four samples of a quarter each, packed into one row."""
+    """Tokens of the batch: four samples of a quarter each, packed into one row."""
     dtype: str = "bfloat16"
-    """Of products and activations; masters, moments and gradients are float32."""
+    """Type of products and activations; masters, moments and gradients are float32."""
     repeats: int = 5
     remat: str = "attention"
+    attention: str = "auto"
 
     @property
     def lengths(self) -> list[int]:
@@ -82,7 +99,7 @@ class Case:
         return ids, rng.normal(size=SAMPLES)
 
     def arguments(self) -> list[str]:
-        """Of a side's command line."""
+        """Arguments of a side's command line."""
         return [f"--{name}={value}" for name, value in asdict(self).items()]
 
 
@@ -92,7 +109,8 @@ def side_arguments() -> tuple[Case, Path | None]:
     for name, kind in (("shape", str), ("layers", int), ("tokens", int), ("dtype", str)):
         parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--repeats", type=int, required=True)
-    parser.add_argument("--remat", required=True)
+    for name in ("remat", "attention"):
+        parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--weights", type=Path)
     options = vars(parser.parse_args())
     weights = options.pop("weights")

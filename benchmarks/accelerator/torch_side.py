@@ -1,6 +1,6 @@
 """The same step in torch: transformers' model, SDPA, torch.compile, fused AdamW.
 
-    python -m benchmarks.gpu.torch_side --shape llama-8b --layers 20 --tokens 16384 ...
+    python -m benchmarks.accelerator.torch_side --shape llama-8b --layers 20 --tokens 16384 ...
 
 The samples have one length, so they go in as rows of their own: SDPA then needs no mask and takes
 its flash kernel, which is the best that it can do with the batch that our side packs into one row.
@@ -20,7 +20,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.gpu.case import (
+from benchmarks.accelerator.case import (
     DELTA,
     ENTROPY,
     EPS_HIGH,

@@ -1,16 +1,20 @@
-"""Our side: `python -m benchmarks.gpu.ours --shape llama-8b --layers 20 --tokens 16384 ...`"""
+"""The learner's full update of one batch: pi_old, the gradient, its clip and AdamW.
+
+python -m benchmarks.accelerator.update --shape tiny --layers 2 --tokens 256 ...
+"""
 
 from __future__ import annotations
 
 import json
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from benchmarks.gpu.case import (
+from benchmarks.accelerator.case import (
     DELTA,
     ENTROPY,
     EPS_HIGH,
@@ -21,15 +25,15 @@ from benchmarks.gpu.case import (
     Case,
     side_arguments,
 )
-from learner_jax.arrays import LossInputs
+from learner_jax.arrays import LossInputs, TokenBatch
 from learner_jax.flops import peak_flops
 from learner_jax.leaves import save_weights
 from learner_jax.loss import token_weights
 from learner_jax.model import abstract_params, init_params
 from learner_jax.packing import Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
-from learner_jax.step import build_programs, microbatch_bound
-from runspec.core.models.config import parse_config
+from learner_jax.step import Accumulated, Programs, TrainState, build_programs, microbatch_bound
+from runspec.core.models.config import ModelConfig, parse_config
 from runspec.core.models.flops import useful_flops
 from runspec.core.spec.schema import RunSpec
 
@@ -57,6 +61,7 @@ def run_spec(case: Case) -> RunSpec:
         "hardware": {"kind": "any", "count": 1},
         "packing": {"tokens": case.tokens, "rows": 1},
         "remat": case.remat,
+        "attention": case.attention,
         "compute_dtype": case.dtype,
     }
     return RunSpec.model_validate(
@@ -77,17 +82,40 @@ def run_spec(case: Case) -> RunSpec:
     )
 
 
-def measure(case: Case, weights: Path | None) -> dict[str, Any]:
+@dataclass
+class Prepared:
+    """A case on the device, before its first update."""
+
+    config: ModelConfig
+    programs: Programs
+    state: TrainState
+    tokens: TokenBatch
+    on_mesh: Any
+    """Weights of the loss, and in `advantage` the advantages, [M, rows, tokens]."""
+    advantage: Any
+    microbatches: int
+
+    def old_logprobs(self) -> jax.Array:
+        """pi_old, by the published weights."""
+        published = self.programs.publish(self.state.params)
+        return self.programs.score(published, self.tokens, self.microbatches)
+
+    def accumulate(self, old: jax.Array) -> Accumulated:
+        """The gradient."""
+        inputs = LossInputs(self.on_mesh, self.advantage, old, old, None)
+        return self.programs.accumulate(self.state.params, self.tokens, inputs, self.microbatches)
+
+
+def prepare(case: Case, weights: Path | None = None) -> Prepared:
+    """Random weights, which `weights` then holds for another side, and the batch."""
     spec, config = run_spec(case), parse_config(case.config(), place="case")
     mesh = make_mesh(spec.learner.mesh)
     programs = build_programs(spec, config, mesh)
     params = init_params(config, jax.random.key(0))
-    if weights is not None:  # the other side starts from the same ones
+    if weights is not None:
         save_weights(params, config, weights)
         (weights / "config.json").write_text(json.dumps(case.config()))
-    params = shard_params(params, abstract_params(config), mesh)
-    state = programs.init_state(params)
-    del params
+    state = programs.init_state(shard_params(params, abstract_params(config), mesh))
 
     ids, advantages = case.batch()
     cut = case.tokens // SAMPLES // PROMPT
@@ -97,26 +125,27 @@ def measure(case: Case, weights: Path | None) -> dict[str, Any]:
     each = token_weights([len(s.output) for s in samples], "token", max_new_tokens=case.tokens)
     per_token = [packed.scatter(values) for values in (each, advantages.tolist())]
     tokens, (on_mesh, advantage) = shard_batch((packed.batch, per_token), mesh)
+    return Prepared(config, programs, state, tokens, on_mesh, advantage, packed.microbatches)
 
+
+def measure(case: Case, weights: Path | None = None) -> dict[str, Any]:
+    """Seconds and numbers of `case.repeats` updates, after one that is not counted."""
+    ready = prepare(case, weights)
     seconds: dict[str, list[float]] = {"old": [], "update": []}
     numbers: list[dict[str, float]] = []
     for _ in range(case.repeats + 1):
         began = time.perf_counter()
-        published = programs.publish(state.params)
-        old = programs.score(published, tokens, packed.microbatches)
-        jax.block_until_ready(old)
-        del published
+        old = jax.block_until_ready(ready.old_logprobs())
         seconds["old"].append(time.perf_counter() - began)
         began = time.perf_counter()
-        inputs = LossInputs(on_mesh, advantage, old, old, None)
-        total = programs.accumulate(state.params, tokens, inputs, packed.microbatches)
+        total = ready.accumulate(old)
         metrics = total.metrics
-        state, update = programs.apply(state, total)
+        ready.state, update = ready.programs.apply(ready.state, total)
         del total
         norm = float(update.grad_norm)
         seconds["update"].append(time.perf_counter() - began)
         numbers.append({"loss": float(metrics.loss), "grad_norm": norm})
-    return _report(case, config, seconds, numbers)
+    return _report(case, ready.config, seconds, numbers)
 
 
 def _report(

@@ -1,0 +1,1 @@
+"""What only an accelerator can show: numerics first, then speed. `make accelerator` runs it."""

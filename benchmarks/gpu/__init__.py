@@ -1,1 +1,0 @@
-"""Both sides of `benchmarks.gpu_learner`, a process each."""

@@ -1,0 +1,255 @@
+"""The supervisor's side: each role is an actor that Ray places, and that watches one process."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from runspec.backends.ray.cluster import ANSWER_S, connect, demands, options
+from runspec.backends.ray.hosts import Order, RoleHost, Seen
+from runspec.core.errors import UserError
+from runspec.core.spec.role_names import TRUNK, learner_names, relay_names
+from runspec.local.backend import Look
+from runspec.local.bundle import Bundle, make_bundles
+from runspec.local.endpoints import PORTS, save_endpoints
+from runspec.local.prepared import PreparedRun
+from runspec.local.processes import RoleSpec
+from runspec.local.site import Group, groups_of
+
+LOOK_S = 0.2
+"""Between two looks at a process."""
+PATIENCE_S = 10.0
+"""How long a role may be without a node until its log says so."""
+NODE_S = 1800.0
+"""How long it may be: that counts as a death then."""
+_TRIES = 100
+GONE = -int(signal.SIGKILL)
+"""Exit code of a role whose node is gone."""
+
+
+@dataclass
+class _Role:
+    """One start of a role."""
+
+    actor: Any
+    starting: Any
+    """Ray's promise that the process is started; None once it is kept."""
+    since: float
+    asks_for: str
+    looking: Any = None
+    """Ray's promise of the next look."""
+    next_look: float = 0.0
+    read: int = 0
+    """Bytes of its log that were read."""
+    told: bool = False
+    """Whether its log says that it waits for a node."""
+    look: Look = field(default_factory=partial(Look, None, ready=False))
+
+
+class RayProcesses:
+    """The roles of one run on a cluster.
+
+    Args:
+        run: of this node, which is the trunk's.
+
+    Raises:
+        UserError: no cluster answers, or no node takes a relay in time.
+    """
+
+    def __init__(self, run: PreparedRun) -> None:
+        self._ray = ray = connect(run.spec.placement.address)
+        self._groups = {member: group for group in groups_of(run.spec) for member in group.members}
+        self._here = ray.get_runtime_context().get_node_id()
+        self._roles: dict[str, _Role] = {}
+        self._logs = run.directory / "logs"
+        self._actors: dict[str, Any] = {}
+        """Of relays that have a node and were not started yet."""
+        self._learners = self._gang(run)
+        self.run = self._with_relays(run)
+        self._bundles = _bundles(self.run)
+
+    def start(self, role: RoleSpec) -> None:
+        actor = self._actors.pop(role.name, None) or self._actor(role.name)
+        if role.name in TRUNK or role.name not in self._bundles:
+            starting = actor.start.remote(role, self._logs)
+        else:
+            cores = role.cores or None
+            starting = actor.start.remote(self._order(role.name, cores), None)
+        asks = ", ".join(f"{n:g} {what}" for what, n in self._demands(role.name).items())
+        self._roles[role.name] = _Role(actor, starting, time.monotonic(), asks)
+
+    def look(self, role: str) -> Look:
+        mine = self._roles[role]
+        if mine.look.exit_code is None:
+            try:
+                self._advance(role, mine)
+            except self._ray.exceptions.RayActorError as error:
+                self._end(role, mine, GONE, f"its node or its actor is gone: {_line(error)}")
+            except self._ray.exceptions.RayError as error:
+                self._end(role, mine, 1, _line(error))
+        return mine.look
+
+    def stop(self, role: str, number: signal.Signals) -> None:
+        mine = self._roles[role]
+        if mine.look.exit_code is not None:
+            return
+        if mine.starting is not None and number == signal.SIGKILL:
+            self._end(role, mine, GONE, "ended before a node had it")
+        else:
+            mine.actor.stop.remote(int(number))  # after its start, where that is still to come
+
+    def logs(self) -> None:
+        """`look` brings them."""
+
+    def close(self, patience_s: float) -> None:
+        left = [name for name, role in self._roles.items() if role.look.exit_code is None]
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for name in left:
+                self.stop(name, number)
+            ends = time.monotonic() + patience_s
+            while left and time.monotonic() < ends:
+                left = [name for name in left if self.look(name).exit_code is None]
+                time.sleep(LOOK_S)
+
+    def _advance(self, name: str, mine: _Role) -> None:
+        """Takes what Ray has by now, and asks for the next."""
+        ray, now = self._ray, time.monotonic()
+        if mine.starting is not None:
+            if not self._kept(mine.starting):
+                self._wait_for_node(name, mine, now - mine.since)
+                return
+            ray.get(mine.starting)
+            mine.starting = None
+        if mine.looking is not None and self._kept(mine.looking):
+            seen: Seen = ray.get(mine.looking)
+            mine.looking = None
+            mine.read += len(seen.log)
+            if name not in TRUNK and name in self._bundles:
+                self._log(name, seen.log)
+            if seen.exit_code is not None:
+                self._end(name, mine, seen.exit_code, "")
+            else:
+                mine.look = Look(None, seen.ready)
+                mine.next_look = now + LOOK_S
+        if mine.looking is None and now >= mine.next_look and mine.look.exit_code is None:
+            mine.looking = mine.actor.look.remote(mine.read)
+
+    def _kept(self, promise: Any) -> bool:
+        return bool(self._ray.wait([promise], timeout=0)[0])
+
+    def _wait_for_node(self, name: str, mine: _Role, waited_s: float) -> None:
+        what = f"waits for a node of the cluster with {mine.asks_for or 'room for it'}"
+        if waited_s >= NODE_S:
+            self._end(name, mine, 1, f"{what} for {waited_s:.0f} s, and gives up")
+        elif waited_s >= PATIENCE_S and not mine.told:
+            mine.told = True
+            self._log(name, f"--- {what}\n".encode())
+
+    def _end(self, name: str, mine: _Role, code: int, why: str) -> None:
+        mine.look = Look(code, ready=False)
+        if why:
+            self._log(name, f"--- {name}: {why}\n".encode())
+        with suppress(self._ray.exceptions.RayError):
+            self._ray.kill(mine.actor)
+
+    def _log(self, name: str, data: bytes) -> None:
+        with (self._logs / f"{name}.log").open("ab") as log:
+            log.write(data)
+
+    def _order(self, name: str, cores: tuple[int, ...] | None) -> Order:
+        env = self.run.machine.env
+        sources = {secret.name: secret.source.env for secret in self.run.spec.secrets}
+        secrets = {secret: env[source] for secret, source in sources.items() if source in env}
+        bundle, endpoints = self._bundles[name].encode(), self.run.endpoints
+        return Order(name, bundle, endpoints, secrets, cores)
+
+    def _group(self, name: str) -> Group | None:
+        return self._groups.get("trunk" if name == "learner" else name)
+
+    def _demands(self, name: str) -> dict[str, float]:
+        group = self._group(name)
+        return {} if group is None else demands(self.run.spec, group)
+
+    def _actor(self, name: str) -> Any:
+        """Makes the actor of a role; Ray places it now, or once a node has what it asks for."""
+        from ray.util.scheduling_strategies import (
+            NodeAffinitySchedulingStrategy,
+            PlacementGroupSchedulingStrategy,
+        )
+
+        asked: dict[str, float] = self._demands(name)
+        strategy: Any = "SPREAD"
+        if self._learners is not None and name.startswith("learner"):
+            index = learner_names(self.run.spec).index(name)
+            strategy = PlacementGroupSchedulingStrategy(self._learners, index)
+        elif self._group(name) is None or name == "learner":
+            strategy = NodeAffinitySchedulingStrategy(self._here, soft=False)
+        chosen = {**options(asked), "scheduling_strategy": strategy}
+        return self._ray.remote(RoleHost).options(**chosen).remote()
+
+    def _gang(self, run: PreparedRun) -> Any:
+        """Reserves a node for each of several learner hosts at once; None for a single one."""
+        if run.spec.learner.hosts == 1:
+            return None
+        ray = self._ray
+        nodes = {node["NodeID"]: node for node in ray.nodes()}
+        mine = nodes[self._here]
+        asked = [
+            {"CPU": 0.01, **demands(run.spec, self._groups[member])}
+            for member in ("trunk", *learner_names(run.spec)[1:])
+        ]
+        asked[0] |= {f"node:{mine['NodeManagerAddress']}": 0.001}
+        # The hosts of a TPU slice must be of one; Ray says which one a node is of.
+        within = {k: v for k, v in mine.get("Labels", {}).items() if k == "ray.io/tpu-slice-name"}
+        labels = [within] * len(asked) if within else None
+        return ray.util.placement_group(asked, "STRICT_SPREAD", bundle_label_selector=labels)
+
+    def _with_relays(self, run: PreparedRun) -> PreparedRun:
+        """Gives each relay a node, and with it an address, before anybody is told of it."""
+        self.run = run
+        fixed = {relay.name for relay in run.spec.broadcast.relays if relay.url is not None}
+        placed: dict[str, Any] = {}
+        ports = random.sample(PORTS, _TRIES)
+        for name in relay_names(run.spec):
+            short = name.removeprefix("relay-")
+            if short not in fixed and short in run.endpoints.relays:
+                self._actors[name] = self._actor(name)
+                placed[short] = self._actors[name].place.remote(ports)
+        relays = dict(run.endpoints.relays)
+        for short, promise in placed.items():
+            try:
+                host, port = self._ray.get(promise, timeout=ANSWER_S)
+            except self._ray.exceptions.RayError as error:
+                raise UserError(
+                    f"no node of the cluster has taken it within {ANSWER_S:g} s: {_line(error)}",
+                    place=f"relay-{short}",
+                    remedy="`ray status` lists what the nodes have",
+                ) from error
+            relays[short] = f"http://{host}:{port}"
+        endpoints = replace(run.endpoints, relays=relays)
+        save_endpoints(run.directory, endpoints)
+        return replace(run, endpoints=endpoints)
+
+
+def _bundles(run: PreparedRun) -> dict[str, Bundle]:
+    identity = run.spec.identity.model_copy(
+        update={"root_public_key": run.identity.root_public_key}
+    )
+    spec = run.spec.model_copy(update={"identity": identity})
+    return {bundle.group: bundle for bundle in make_bundles(spec, run.identity)}
+
+
+def _line(error: Exception) -> str:
+    """The telling line of what Ray raised."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, UserError):
+        return " ".join(str(cause).split())
+    text = str(error)
+    if "No module named 'runspec'" in text:
+        return "the package runspec-rl is not installed on that node"
+    return " ".join(text.split())[:400]

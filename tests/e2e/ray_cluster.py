@@ -1,0 +1,213 @@
+"""A Ray cluster of several nodes on one machine, each in namespaces of its own.
+
+A node has an address of its own on a bridge, sees its own processes only, and has folders of its
+own where others have theirs: SITE (the run directory on the trunk's node), /tmp/ray and a home.
+Killing the first process of its namespace ends all of it at once, as a loss of power does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.waiting import eventually
+
+NET = "10.231.7"
+PORT, CLIENT_PORT = 6379, 10001
+_SETUP_S = 90.0
+_IN_NODE = """
+set -e
+mount --bind "$1" "$2"
+mount -t tmpfs tmpfs "$3"
+mkdir -p /tmp/ray && mount -t tmpfs tmpfs /tmp/ray
+hostname "$4"
+mount --bind "$5" /etc/hosts
+shift 5
+exec "$@"
+"""
+
+
+def _root(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr} (namespaces need root)"
+
+
+@dataclass
+class Node:
+    """One node of the cluster."""
+
+    number: int
+    folder: Path
+    """What lies at SITE on this node."""
+    site: Path
+    hidden: Path
+    """Where the folders of all nodes lie, which no node sees."""
+    resources: Mapping[str, float]
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def ip(self) -> str:
+        return f"{NET}.{self.number}"
+
+    @property
+    def namespace(self) -> str:
+        return f"ray{os.getpid()}n{self.number}"
+
+    def start(self) -> None:
+        """Starts the node; the first one is the cluster's head."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        first = self.number == 1
+        joining = (
+            [
+                *("--head", f"--port={PORT}", f"--ray-client-server-port={CLIENT_PORT}"),
+                "--include-dashboard=false",
+            ]
+            if first
+            else [f"--address={NET}.1:{PORT}"]
+        )
+        ray = [
+            *(str(Path(sys.executable).with_name("ray")), "start", "--block", *joining),
+            *(f"--node-ip-address={self.ip}", "--num-cpus=2", "--disable-usage-stats"),
+            "--object-store-memory=80000000",
+            f"--resources={json.dumps(dict(self.resources))}",
+        ]
+        name, hosts = f"node{self.number}", self.hidden.parent / f"hosts{self.number}"
+        hosts.write_text(f"127.0.0.1 localhost\n{self.ip} {name}\n")  # Gloo asks for its own name
+        given = (str(self.folder), str(self.site), str(self.hidden), name, str(hosts))
+        env = {**os.environ, "HOME": str(self.site), "RAY_health_check_period_ms": "1000"}
+        env |= {"RAY_health_check_failure_threshold": "3", "RAY_DEDUP_LOGS": "0"}
+        with (self.hidden.parent / f"node{self.number}.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    *("ip", "netns", "exec", self.namespace),
+                    *(
+                        "unshare",
+                        "--mount",
+                        "--uts",
+                        "--pid",
+                        "--fork",
+                        "--kill-child",
+                        "--mount-proc",
+                    ),
+                    *("sh", "-c", _IN_NODE, "node", *given, *ray),
+                ],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        """Ends every process of the node at once."""
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(30)
+            self.process = None
+
+
+@dataclass
+class Cluster:
+    """The nodes, the first of them the head.
+
+    Args:
+        folder: for everything; short, since sockets lie in it.
+        resources: of each node.
+    """
+
+    folder: Path
+    resources: list[Mapping[str, float]]
+    nodes: list[Node] = field(default_factory=list)
+
+    @property
+    def site(self) -> Path:
+        """Where each node has a folder of its own."""
+        return self.folder / "site"
+
+    @property
+    def address(self) -> str:
+        """For callers that are no node."""
+        return f"ray://{NET}.1:{CLIENT_PORT}"
+
+    def __enter__(self) -> Cluster:
+        try:
+            return self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _start(self) -> Cluster:
+        hidden, bridge = self.folder / "nodes", self._bridge
+        self.site.mkdir(parents=True)
+        hidden.mkdir()
+        _root("ip", "link", "add", bridge, "type", "bridge")
+        _root("ip", "addr", "add", f"{NET}.254/24", "dev", bridge)
+        _root("ip", "link", "set", bridge, "up")
+        for number, resources in enumerate(self.resources, 1):
+            node = Node(number, hidden / str(number), self.site, hidden, resources)
+            self.nodes.append(node)
+            self._wire(node)
+        self.nodes[0].start()
+        self._await_nodes(1)
+        for node in self.nodes[1:]:
+            node.start()
+        self._await_nodes(len(self.nodes))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for node in self.nodes:
+            node.kill()
+        for node in self.nodes:
+            subprocess.run(["ip", "netns", "del", node.namespace], check=False)
+        subprocess.run(["ip", "link", "del", self._bridge], check=False)
+        shutil.rmtree(self.folder / "nodes", ignore_errors=True)
+
+    @property
+    def _bridge(self) -> str:
+        return f"ray{os.getpid() % 100000}b"
+
+    def _wire(self, node: Node) -> None:
+        inside, outside = "eth0", f"ray{os.getpid() % 100000}v{node.number}"
+        _root("ip", "netns", "add", node.namespace)
+        peer = ("peer", "name", inside, "netns", node.namespace)
+        _root("ip", "link", "add", outside, "type", "veth", *peer)
+        _root("ip", "link", "set", outside, "master", self._bridge, "up")
+        within = ("ip", "-n", node.namespace)
+        _root(*within, "addr", "add", f"{node.ip}/24", "dev", inside)
+        _root(*within, "link", "set", inside, "up")
+        _root(*within, "link", "set", "lo", "up")
+
+    def alive(self) -> int:
+        """How many nodes the head believes to be alive."""
+        code = (
+            "import ray, sys; ray.init(sys.argv[1], logging_level=40, log_to_driver=False);"
+            "print(sum(node['Alive'] for node in ray.nodes()))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, self.address], capture_output=True, text=True, check=False
+        )
+        return int(done.stdout.split()[-1]) if done.returncode == 0 else 0
+
+    def _ended(self) -> str:
+        ended = [n.number for n in self.nodes if n.process and n.process.poll() is not None]
+        return f"nodes {ended} ended" if ended else ""
+
+    def _await_nodes(self, count: int) -> None:
+        logs = self.folder.glob("node*.log")
+        eventually(
+            lambda: self.alive() >= count,
+            f"{count} nodes are up",
+            deadline_s=_SETUP_S,
+            hopeless=self._ended,
+            context=lambda: "\n".join(path.read_text()[-2000:] for path in logs),
+            poll_s=0.2,
+        )
