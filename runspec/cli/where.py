@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
-from runspec.cli.prepare import BUNDLES
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import LOCAL
 from runspec.local.bundle import TRUNK_GROUP
 from runspec.local.run_dir import run_directory
 from runspec.local.site import ANY_MACHINE, Disk, groups_of
+from runspec.local.site_folder import BUNDLES
 
 SITE = PurePath("SITE")
 """Stands for the folder that `runspec prepare` is to make."""

@@ -18,8 +18,8 @@ from runspec.local.snapshot import look_at
 from tests.runspec.backends.cluster_run import on_cluster
 from tests.runspec.backends.fake_kubelet import Pod
 
-STEPS = 60
-AFTER_S = 20.0
+STEPS = 300
+AFTER_S = 10.0
 """Between a pod's start and its death."""
 
 
