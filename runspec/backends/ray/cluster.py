@@ -21,7 +21,7 @@ ANSWER_S = 60.0
 """How long a node that is alive may take to start an actor or to answer."""
 _KNOCK_S = 5.0
 _BUSY = (ConnectionError, TimeoutError, RuntimeError)
-"""What `ray.init` raises where a cluster is there that does not get to it in time."""
+"""What `ray.init` raises where a Ray Client server is there that does not get to it in time."""
 _REMEDY = "`ray start --head` makes a cluster; its address goes into placement.address"
 
 
@@ -45,7 +45,8 @@ def connect(address: str) -> Any:
         try:
             ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:  # Ray raises what it likes
-            if not isinstance(error, _BUSY) or time.monotonic() > ends:
+            busy = address.startswith("ray://") and isinstance(error, _BUSY)
+            if not busy or time.monotonic() > ends:
                 raise _no_cluster(address, " ".join(str(error).split())) from error
             time.sleep(1.0)
     return ray
