@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from runspec.backends.ray.hosts import AT_TRUNK, Keeper
+from runspec.backends.ray.hosts import Keeper
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
+from runspec.local.backend import AT_TRUNK
 from runspec.local.bundle import TRUNK_GROUP
 from runspec.local.endpoints import port_answers
 from runspec.local.site import Group, groups_of
