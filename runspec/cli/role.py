@@ -13,6 +13,7 @@ from runspec.core.files import require_writable, write_atomic
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.role_names import TRUNK
+from runspec.local.backend import LOCAL
 from runspec.local.bundle import TRUNK_GROUP, Bundle, install, load_bundle, require_own
 from runspec.local.children import pinned
 from runspec.local.endpoints import Endpoints, address, fixed_endpoints
@@ -75,7 +76,7 @@ def _become(role: RoleSpec, lock: int) -> NoReturn:
 def _supervise(bundle: Bundle, folder: Path) -> int:
     """The trunk is a run of which this machine starts nothing else."""
     install(bundle, folder)
-    placement = bundle.spec.placement.model_copy(update={"roles": []})
+    placement = bundle.spec.placement.model_copy(update={"roles": [], "backend": LOCAL})
     spec = bundle.spec.model_copy(update={"placement": placement})
     try:
         return carry_out(make_plan(spec, folder), detach=False)

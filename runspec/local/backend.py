@@ -22,6 +22,8 @@ from runspec.local.processes import RoleSpec
 
 GROUP = "runspec.backends"
 LOCAL = "local"
+AT_TRUNK = "RUNSPEC_AT_TRUNK"
+"""Environment variable of commands that a backend runs where the run directory is: its address."""
 
 
 @dataclass(frozen=True)

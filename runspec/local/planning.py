@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from runspec.core.process import EXIT_FINAL
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
+from runspec.local.backend import AT_TRUNK, LOCAL
 from runspec.local.preflight import Missing, look, missing
 from runspec.local.run_dir import holder
 from runspec.local.state import RunState
@@ -61,7 +63,8 @@ def make_plan(spec: RunSpec, run_dir: Path, approved: Seen | None = None) -> Run
     Raises:
         UserError: the run's spec or state cannot be read.
     """
-    lacking, seen = missing(spec, run_dir, look()), seen_now(run_dir)
+    here = spec.placement.backend == LOCAL or AT_TRUNK in os.environ
+    lacking, seen = missing(spec, run_dir, look()) if here else [], seen_now(run_dir)
     if seen.spec_digest is None:
         changes = difference(None, spec)
         return RunPlan(spec, run_dir, seen, changes, "new", None, lacking, approved)

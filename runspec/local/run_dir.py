@@ -22,6 +22,7 @@ RUNS = Path("runs")
 LOCK_FILE = "lock"
 EXIT_LOCKED = 5
 _LOCK_PATIENCE_S = 1.0
+_ROOT_LETTERS = 12
 
 
 class RunLocked(UserError):
@@ -118,8 +119,10 @@ def run_directory(spec: RunSpec, runs_dir: Path | None) -> Path:
 
 
 def own_folder(spec: RunSpec, role: str) -> Path:
-    """Where a role that does not share the run directory keeps its files."""
-    return expand_user(Path(spec.storage.scratch)).absolute() / spec.name / role
+    """Where a role that does not share the run directory keeps its files, by the root that its spec
+    pins: a rollback makes another, under which nothing of before counts."""
+    root = (spec.identity.root_public_key or "")[:_ROOT_LETTERS]
+    return expand_user(Path(spec.storage.scratch)).absolute() / spec.name / root / role
 
 
 def _lock(descriptor: int) -> bool:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from runspec.backends.ray.hosts import AT_TRUNK, Keeper
+from runspec.backends.ray.hosts import Keeper
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
+from runspec.local.backend import AT_TRUNK
 from runspec.local.bundle import TRUNK_GROUP
 from runspec.local.endpoints import port_answers
 from runspec.local.site import Group, groups_of
@@ -21,7 +22,7 @@ ANSWER_S = 60.0
 """How long a node that is alive may take to start an actor or to answer."""
 _KNOCK_S = 5.0
 _BUSY = (ConnectionError, TimeoutError, RuntimeError)
-"""What `ray.init` raises where a cluster is there that does not get to it in time."""
+"""What `ray.init` raises where a Ray Client server is there that does not get to it in time."""
 _REMEDY = "`ray start --head` makes a cluster; its address goes into placement.address"
 
 
@@ -45,7 +46,8 @@ def connect(address: str) -> Any:
         try:
             ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:  # Ray raises what it likes
-            if not isinstance(error, _BUSY) or time.monotonic() > ends:
+            busy = address.startswith("ray://") and isinstance(error, _BUSY)
+            if not busy or time.monotonic() > ends:
                 raise _no_cluster(address, " ".join(str(error).split())) from error
             time.sleep(1.0)
     return ray

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from runspec.core.errors import UserError
+from runspec.local.backend import AT_TRUNK
 from runspec.local.bundle import decode_bundle, install
 from runspec.local.children import Child, start_child
 from runspec.local.endpoints import Endpoints, port_is_free
@@ -26,8 +27,6 @@ from runspec.local.processes import RoleSpec, role_specs
 from runspec.local.run_dir import holder, own_folder
 from runspec.local.state import RunState
 
-AT_TRUNK = "RUNSPEC_AT_TRUNK"
-"""Environment variable of commands that run where the run directory is: the cluster's address."""
 MAX_READ_BYTES = 1 << 20
 
 

@@ -13,13 +13,14 @@ from typing import Any
 from runspec.backends.ray.cluster import ANSWER_S, connect, demands, options
 from runspec.backends.ray.hosts import Order, RoleHost, Seen
 from runspec.core.errors import UserError
+from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.role_names import TRUNK, learner_names, relay_names
 from runspec.local.backend import Look
 from runspec.local.bundle import Bundle, make_bundles
 from runspec.local.endpoints import PORTS, save_endpoints
 from runspec.local.prepared import PreparedRun
 from runspec.local.processes import RoleSpec
-from runspec.local.site import Group, groups_of
+from runspec.local.site import Group, groups_of, site_spec
 
 LOOK_S = 0.2
 """Between two looks at a process."""
@@ -71,15 +72,13 @@ class RayProcesses:
         """Of relays that have a node and were not started yet."""
         self._learners = self._gang(run)
         self.run = self._with_relays(run)
-        self._bundles = _bundles(self.run)
 
     def start(self, role: RoleSpec) -> None:
         actor = self._actors.pop(role.name, None) or self._actor(role.name)
-        if role.name in TRUNK or role.name not in self._bundles:
+        if self._group(role.name) is None or role.name in TRUNK:
             starting = actor.start.remote(role, self._logs)
         else:
-            cores = role.cores or None
-            starting = actor.start.remote(self._order(role.name, cores), None)
+            starting = actor.start.remote(self._order(role), None)
         asks = ", ".join(f"{n:g} {what}" for what, n in self._demands(role.name).items())
         self._roles[role.name] = _Role(actor, starting, time.monotonic(), asks)
 
@@ -129,7 +128,7 @@ class RayProcesses:
             seen: Seen = ray.get(mine.looking)
             mine.looking = None
             mine.read += len(seen.log)
-            if name not in TRUNK and name in self._bundles:
+            if self._group(name) is not None and name not in TRUNK:
                 self._log(name, seen.log)
             if seen.exit_code is not None:
                 self._end(name, mine, seen.exit_code, "")
@@ -161,12 +160,14 @@ class RayProcesses:
         with (self._logs / f"{name}.log").open("ab") as log:
             log.write(data)
 
-    def _order(self, name: str, cores: tuple[int, ...] | None) -> Order:
-        env = self.run.machine.env
-        sources = {secret.name: secret.source.env for secret in self.run.spec.secrets}
+    def _order(self, role: RoleSpec) -> Order:
+        """What a role of another node is started from, with the spec as it is by now."""
+        run = replace(self.run, spec=load_resolved(self.run.directory))
+        env = run.machine.env
+        sources = {secret.name: secret.source.env for secret in run.spec.secrets}
         secrets = {secret: env[source] for secret, source in sources.items() if source in env}
-        bundle, endpoints = self._bundles[name].encode(), self.run.endpoints
-        return Order(name, bundle, endpoints, secrets, cores)
+        bundle = _bundles(run)[role.name].encode()
+        return Order(role.name, bundle, run.endpoints, secrets, role.cores or None)
 
     def _group(self, name: str) -> Group | None:
         return self._groups.get("trunk" if name == "learner" else name)
@@ -237,10 +238,7 @@ class RayProcesses:
 
 
 def _bundles(run: PreparedRun) -> dict[str, Bundle]:
-    identity = run.spec.identity.model_copy(
-        update={"root_public_key": run.identity.root_public_key}
-    )
-    spec = run.spec.model_copy(update={"identity": identity})
+    spec = site_spec(run.spec, run.identity.root_public_key)
     return {bundle.group: bundle for bundle in make_bundles(spec, run.identity)}
 
 

@@ -1,0 +1,123 @@
+"""A run of the laptop profile on a `Cluster`, applied from a machine that is none of its nodes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.ray_cluster import Cluster, Node
+from tests.harness import ROOT
+from tests.waiting import eventually
+
+NAME = "target-short"
+PATIENCE_S = 240.0
+
+
+class RayRun:
+    """A run that a machine beside the cluster starts and watches.
+
+    Args:
+        cluster: its second node is the trunk's.
+        steps: of the run.
+        resources: what its role groups ask for, as `placement.resources` has it.
+    """
+
+    def __init__(self, cluster: Cluster, steps: int, resources: str) -> None:
+        self.cluster, self._steps, self._resources = cluster, steps, resources
+        self.runs_dir = cluster.site / "runs"
+        self.output = cluster.folder / "apply.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def trunk(self) -> Node:
+        return self.cluster.nodes[1]
+
+    @property
+    def dir(self) -> Path:
+        """The run directory, as this test alone may look at it."""
+        return self.trunk.folder / "runs" / NAME
+
+    def words(self) -> list[str]:
+        values = (
+            f"steps={self._steps}",
+            "placement.backend=ray",
+            f"placement.address={self.cluster.address}",
+            f"placement.resources={self._resources}",
+            f"storage.dir={self.runs_dir}",
+            f"storage.scratch={self.cluster.site}/scratch",
+            "checkpoints.every=2",
+            f"checkpoints.dir={self.cluster.folder}/checkpoints",
+            "learner.hosts=2",
+            f"learner.compile_cache={self.cluster.folder}/compiled",
+            "verify.lease_timeout=30s",
+        )
+        spec = str(ROOT / "specs" / "target_short.yaml")
+        return [spec, "--profile", "laptop", *(word for v in values for word in ("--set", v))]
+
+    def apply(self) -> None:
+        with self.output.open("ab") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "runspec", "apply", *self.words()],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                cwd=self.cluster.folder,
+            )
+
+    def command(self, *words: str, code: int = 0) -> str:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "runspec", *words, "--runs-dir", str(self.runs_dir)],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout
+
+    def steps(self) -> int:
+        """Steps that are trained."""
+        path = self.dir / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def shown(self) -> str:
+        return self.output.read_text()[-4000:]
+
+    def ended(self) -> str:
+        process = self.process
+        return f"`apply` ended ({process.returncode})" if process and process.poll() else ""
+
+    @property
+    def all_steps(self) -> int:
+        return self._steps
+
+    def reach(self, step: int, *, alone: bool = False) -> None:
+        """Waits for a step; `alone` where the run goes on without whoever applied it."""
+        eventually(
+            lambda: self.steps() >= step,
+            f"step {step} is trained",
+            deadline_s=PATIENCE_S,
+            hopeless=str if alone else self.ended,
+            context=self.shown,
+        )
+
+    def await_state(self, word: str) -> None:
+        """Waits until `status` says so."""
+        eventually(
+            lambda: word in self.command("status", NAME),
+            f"the run is {word}",
+            deadline_s=PATIENCE_S,
+            context=self.shown,
+            poll_s=1.0,
+        )
+
+    def audit(self) -> None:
+        """The ledger and its files agree: each rollout that a batch names was trained once."""
+        done = subprocess.run(
+            [sys.executable, "-m", "verify", "audit", str(self.dir)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert self.steps() == self._steps
