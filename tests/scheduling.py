@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
-RUNS = ("tests/e2e/", "tests/attacks/test_dishonest_workers.py")
+RUNS = (
+    "tests/e2e/",
+    "tests/attacks/test_dishonest_workers.py",
+    "tests/runspec/backends/test_kubernetes_run.py",
+)
 """Start whole runs, whose learner and samplers have cores of their own: never two at a time."""
 ENGINES = (
     "tests/sampler/engine/",

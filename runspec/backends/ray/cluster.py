@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from runspec.backends.ray.hosts import Keeper
+from runspec.core.distribution import install_command
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import AT_TRUNK
@@ -38,7 +39,7 @@ def connect(address: str) -> Any:
         raise UserError(
             "the package ray is not installed here",
             place="placement.backend",
-            remedy="pip install 'runspec-rl[ray]'",
+            remedy=install_command("ray"),
         ) from error
     address, ends = os.environ.get(AT_TRUNK, address), time.monotonic() + ANSWER_S
     _knock(address)
