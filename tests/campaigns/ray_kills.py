@@ -42,11 +42,24 @@ def run() -> dict[str, dict[str, object]]:
     with Cluster(folder, RESOURCES) as cluster:
         kills: dict[str, Callable[[], None]] = {
             name: lambda at=at: _power_cut(cluster, at)
-            for at, name in enumerate(("trunk", "learner", "sampler", "validator"), 1)
+            for at, name in enumerate(
+                (
+                    "trunk's node",
+                    "learner's second node",
+                    "sampler's node",
+                    "validator's node",
+                ),
+                1,
+            )
+        }
+        processes = {
+            "learner's process 0": "learner_jax train",
+            "coordinator": "verify coordinator",
+            "publisher": "learner_jax publish",
         }
         kills |= {
-            f"process {word}": lambda word=word: _kill_process(cluster, word)
-            for word in ("learner_jax train", "verify coordinator", "learner_jax publish")
+            name: lambda words=words: _kill_process(cluster, words)
+            for name, words in processes.items()
         }
         run = RayRun(cluster, BETWEEN * (ROUNDS * len(kills) + 2), ASKS)
         run.apply()
@@ -57,7 +70,9 @@ def run() -> dict[str, dict[str, object]]:
                 kill()
                 run.reach(before + BETWEEN, alone=True)
                 seconds = round(time.monotonic() - begun, 1)
-                found[f"{name}, {number + 1}"] = {"seconds until 6 more steps": seconds}
+                found[name if ROUNDS == 1 else f"{name}, {number + 1}"] = {
+                    "seconds until 6 more steps": seconds
+                }
                 print(name, seconds, file=sys.stderr, flush=True)
         run.reach(run.all_steps, alone=True)
         run.await_state("finished")
