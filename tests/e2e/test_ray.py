@@ -55,6 +55,8 @@ def test_a_run_outlives_a_node_and_its_commands_work_from_anywhere(run: RayRun) 
     assert "validator-0" in status and "running" in status
     run.reach(4)
     assert list(run.cluster.nodes[3].folder.glob(f"scratch/{NAME}/*/validator-0"))
+    # and the relay has an address there
+    assert f"http://{run.cluster.nodes[3].ip}:" in (run.dir / "endpoints.json").read_text()
     # when it is paused from here
     run.command("pause", NAME)
     assert run.process is not None and run.process.wait(60) == 0

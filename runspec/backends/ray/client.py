@@ -38,14 +38,18 @@ class RayBackend:
     def apply(self, spec: RunSpec, detach: bool, runs_dir: Path | None) -> int:
         ray = connect(spec.placement.address)
         run_dir = run_directory(spec, runs_dir)
-        ip = find_keeper(ray, spec.name) or choose_trunk(ray, spec)
+        known = find_keeper(ray, spec.name)
+        ip = known or choose_trunk(ray, spec)
         if is_loopback(spec.placement.host):
             placement = spec.placement.model_copy(update={"host": ip})
             spec = spec.model_copy(update={"placement": placement})
-        actor = make_keeper(ray, spec.name, ip, run_dir)
+        if known is None:
+            actor = make_keeper(ray, spec.name, ip, run_dir)
+        else:
+            actor = keeper(ray, spec.name, ip)
         note_site(run_dir, {"backend": "ray", "address": spec.placement.address, "run": spec.name})
-        known = [(each.source.env, os.environ.get(each.source.env)) for each in spec.secrets]
-        secrets = {name: value for name, value in known if value is not None}
+        given = [(each.source.env, os.environ.get(each.source.env)) for each in spec.secrets]
+        secrets = {name: value for name, value in given if value is not None}
         arguments = ["apply", "--resolved", "-", "--runs-dir", str(run_dir.parent)]
         arguments += ["--detach"] if detach else []
         return _carry(ray, actor, arguments, dump_resolved(spec), secrets)
@@ -97,7 +101,7 @@ def _carry(
 def _answer(ray: Any, promise: Any) -> Any:
     try:
         return ray.get(promise, timeout=ANSWER_S)
-    except ray.exceptions.RayError as error:
+    except (ray.exceptions.RayError, ConnectionError) as error:
         raise UserError(
             f"the trunk's node does not answer: {' '.join(str(error).split())[:300]}",
             place="placement.backend ray",

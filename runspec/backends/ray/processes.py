@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +18,7 @@ from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.role_names import TRUNK, learner_names, relay_names
 from runspec.local.backend import Look
 from runspec.local.bundle import Bundle, make_bundles
-from runspec.local.endpoints import PORTS, save_endpoints
+from runspec.local.endpoints import PORTS, address, save_endpoints
 from runspec.local.prepared import PreparedRun
 from runspec.local.processes import RoleSpec
 from runspec.local.site import Group, groups_of, site_spec
@@ -37,11 +38,14 @@ GONE = -int(signal.SIGKILL)
 class _Role:
     """One start of a role."""
 
+    spec: RoleSpec
     actor: Any
-    starting: Any
-    """Ray's promise that the process is started; None once it is kept."""
     since: float
     asks_for: str
+    placing: Any = None
+    """Ray's promise of an address; None where the role has one, or needs none."""
+    starting: Any = None
+    """Ray's promise that the process is started; None before, and once it is kept."""
     looking: Any = None
     """Ray's promise of the next look."""
     next_look: float = 0.0
@@ -70,17 +74,22 @@ class RayProcesses:
         self._logs = run.directory / "logs"
         self._actors: dict[str, Any] = {}
         """Of relays that have a node and were not started yet."""
+        self.run = run
         self._learners = self._gang(run)
-        self.run = self._with_relays(run)
+        fixed = {f"relay-{each.name}" for each in run.spec.broadcast.relays if each.url is not None}
+        self._movable = run.endpoints.all().keys() & set(relay_names(run.spec)) - fixed
+        self._place_relays()
 
     def start(self, role: RoleSpec) -> None:
-        actor = self._actors.pop(role.name, None) or self._actor(role.name)
-        if self._group(role.name) is None or role.name in TRUNK:
-            starting = actor.start.remote(role, self._logs)
-        else:
-            starting = actor.start.remote(self._order(role), None)
+        placed = self._actors.pop(role.name, None)
         asks = ", ".join(f"{n:g} {what}" for what, n in self._demands(role.name).items())
-        self._roles[role.name] = _Role(actor, starting, time.monotonic(), asks)
+        actor = placed or self._actor(role.name)
+        mine = self._roles[role.name] = _Role(role, actor, time.monotonic(), asks)
+        if placed is None and role.name in self._movable:
+            before = address(self.run.endpoints.all()[role.name])[1]
+            mine.placing = actor.place.remote([before, *random.sample(PORTS, _TRIES)])
+        else:
+            self._begin(mine)
 
     def look(self, role: str) -> Look:
         mine = self._roles[role]
@@ -97,7 +106,8 @@ class RayProcesses:
         mine = self._roles[role]
         if mine.look.exit_code is not None:
             return
-        if mine.starting is not None and number == signal.SIGKILL:
+        waiting = mine.placing is not None or mine.starting is not None
+        if waiting and number == signal.SIGKILL:
             self._end(role, mine, GONE, "ended before a node had it")
         else:
             mine.actor.stop.remote(int(number))  # after its start, where that is still to come
@@ -118,11 +128,17 @@ class RayProcesses:
     def _advance(self, name: str, mine: _Role) -> None:
         """Takes what Ray has by now, and asks for the next."""
         ray, now = self._ray, time.monotonic()
-        if mine.starting is not None:
-            if not self._kept(mine.starting):
+        promise = mine.starting if mine.placing is None else mine.placing
+        if promise is not None:
+            if not self._kept(promise):
                 self._wait_for_node(name, mine, now - mine.since)
                 return
-            ray.get(mine.starting)
+            kept = ray.get(promise)
+            if mine.placing is not None:
+                mine.placing = None
+                self._address({name: kept})
+                self._begin(mine)
+                return
             mine.starting = None
         if mine.looking is not None and self._kept(mine.looking):
             seen: Seen = ray.get(mine.looking)
@@ -137,6 +153,12 @@ class RayProcesses:
                 mine.next_look = now + LOOK_S
         if mine.looking is None and now >= mine.next_look and mine.look.exit_code is None:
             mine.looking = mine.actor.look.remote(mine.read)
+
+    def _begin(self, mine: _Role) -> None:
+        if self._group(mine.spec.name) is None or mine.spec.name in TRUNK:
+            mine.starting = mine.actor.start.remote(mine.spec, self._logs)
+        else:
+            mine.starting = mine.actor.start.remote(self._order(mine.spec), None)
 
     def _kept(self, promise: Any) -> bool:
         return bool(self._ray.wait([promise], timeout=0)[0])
@@ -210,31 +232,31 @@ class RayProcesses:
         labels = [within] * len(asked) if within else None
         return ray.util.placement_group(asked, "STRICT_SPREAD", bundle_label_selector=labels)
 
-    def _with_relays(self, run: PreparedRun) -> PreparedRun:
+    def _place_relays(self) -> None:
         """Gives each relay a node, and with it an address, before anybody is told of it."""
-        self.run = run
-        fixed = {relay.name for relay in run.spec.broadcast.relays if relay.url is not None}
-        placed: dict[str, Any] = {}
-        ports = random.sample(PORTS, _TRIES)
-        for name in relay_names(run.spec):
-            short = name.removeprefix("relay-")
-            if short not in fixed and short in run.endpoints.relays:
-                self._actors[name] = self._actor(name)
-                placed[short] = self._actors[name].place.remote(ports)
-        relays = dict(run.endpoints.relays)
-        for short, promise in placed.items():
+        promises: dict[str, Any] = {}
+        for name in self._movable:
+            self._actors[name] = self._actor(name)
+            promises[name] = self._actors[name].place.remote(random.sample(PORTS, _TRIES))
+        placed: dict[str, tuple[str, int]] = {}
+        for name, promise in promises.items():
             try:
-                host, port = self._ray.get(promise, timeout=ANSWER_S)
+                placed[name] = self._ray.get(promise, timeout=ANSWER_S)
             except self._ray.exceptions.RayError as error:
                 raise UserError(
                     f"no node of the cluster has taken it within {ANSWER_S:g} s: {_line(error)}",
-                    place=f"relay-{short}",
+                    place=name,
                     remedy="`ray status` lists what the nodes have",
                 ) from error
-            relays[short] = f"http://{host}:{port}"
-        endpoints = replace(run.endpoints, relays=relays)
-        save_endpoints(run.directory, endpoints)
-        return replace(run, endpoints=endpoints)
+        self._address(placed)
+
+    def _address(self, placed: Mapping[str, tuple[str, int]]) -> None:
+        """Notes where relays are reached, for whatever starts from now on."""
+        relays = dict(self.run.endpoints.relays)
+        for name, (host, port) in placed.items():
+            relays[name.removeprefix("relay-")] = f"http://{host}:{port}"
+        self.run = replace(self.run, endpoints=replace(self.run.endpoints, relays=relays))
+        save_endpoints(self.run.directory, self.run.endpoints)
 
 
 def _bundles(run: PreparedRun) -> dict[str, Bundle]:
