@@ -74,7 +74,7 @@ def load(
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         settings.require(device.type)
-        return engine.prefill, engine.load_policy(weights, learner, device)
+        return engine.prefill, engine.load_policy(weights, learner, [device])
     import jax
 
     from learner_jax import prefill
