@@ -18,6 +18,7 @@ NAMED_ONLY = (
     "bridge_export",
     "estimate_accuracy",
     "learner_peers",
+    "ray_backend",
     "recovery",
     "toploc_null",
     "weak_scaling",

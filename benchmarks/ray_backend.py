@@ -1,0 +1,76 @@
+"""What Ray costs on one machine: runs of the laptop profile by `local` and by `ray`, in turn.
+
+Ratios of `ray` to `local`: from `apply` to its end, and between two steps once both are warm (the
+median of the second half). The first run of each kind is not counted: it warms caches.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+from benchmarks.runs import measure
+
+STEPS = int(os.environ.get("RAY_STEPS", "60"))
+HOST = "127.0.0.1"
+ROUNDS = int(os.environ.get("RAY_ROUNDS", "2"))
+
+
+def main() -> int:
+    seconds: dict[str, list[float]] = {"local": [], "ray": []}
+    steps: dict[str, list[float]] = {"local": [], "ray": []}
+    with tempfile.TemporaryDirectory(prefix="runspec-bench-") as folder, cluster() as address:
+        site = {"ray": {"placement.backend": "ray", "placement.address": address}, "local": {}}
+        for number in range(ROUNDS + 1):
+            for kind, placement in site.items():
+                begun = time.monotonic()
+                values = {
+                    "steps": STEPS,
+                    "storage.scratch": f"{folder}/scratch",
+                    "learner.compile_cache": f"{folder}/compiled",
+                    **placement,
+                }
+                run = measure(f"{kind}-{number}", values, Path(folder) / "runs")
+                if number:
+                    seconds[kind].append(time.monotonic() - begun)
+                    times = [row["time"] for row in run.metrics[STEPS // 2 :]]
+                    steps[kind].append(statistics.median(b - a for a, b in pairwise(times)))
+    figures = {
+        what: {kind: round(statistics.mean(values), 3) for kind, values in of.items()}
+        for what, of in (("seconds", seconds), ("seconds_a_step", steps))
+    }
+    for of in figures.values():
+        of["ratio"] = round(of["ray"] / of["local"], 2)
+    print(json.dumps({"benchmark": "ray_backend", "steps": STEPS, "rounds": ROUNDS, **figures}))
+    return 0
+
+
+@contextmanager
+def cluster() -> Iterator[str]:
+    """A Ray cluster of this machine alone; its address."""
+    with socket.create_server((HOST, 0)) as free:
+        port = free.getsockname()[1]
+    ray = [str(Path(sys.executable).with_name("ray")), "start", "--head", f"--port={port}"]
+    ray += ["--block", "--disable-usage-stats", "--include-dashboard=false"]
+    ray += [f"--node-ip-address={HOST}"]
+    process = subprocess.Popen(ray, stdout=sys.stderr, start_new_session=True)
+    try:
+        yield f"{HOST}:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
