@@ -64,6 +64,7 @@ def run() -> dict[str, dict[str, object]]:
         run = RayRun(cluster, BETWEEN * (ROUNDS * len(kills) + 2), ASKS)
         run.apply()
         run.reach(BETWEEN)
+        run.pause_and_go_on()
         for number in range(ROUNDS):
             for name, kill in kills.items():
                 before, begun = run.steps(), time.monotonic()

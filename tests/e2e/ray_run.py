@@ -46,7 +46,7 @@ class RayRun:
             f"placement.resources={self._resources}",
             f"storage.dir={self.runs_dir}",
             f"storage.scratch={self.cluster.site}/scratch",
-            "checkpoints.every=2",
+            "checkpoints.every=3",
             f"checkpoints.dir={self.cluster.folder}/checkpoints",
             "learner.hosts=2",
             f"learner.compile_cache={self.cluster.folder}/compiled",
@@ -100,6 +100,14 @@ class RayRun:
             hopeless=str if alone else self.ended,
             context=self.shown,
         )
+
+    def pause_and_go_on(self) -> None:
+        """Pauses the run, which ends `apply`, and goes on with it in the background."""
+        self.command("pause", NAME)
+        assert self.process is not None
+        assert self.process.wait(60) == 0, self.shown()
+        assert "paused" in self.command("status", NAME)
+        self.command("resume", NAME, "--detach")
 
     def await_state(self, word: str) -> None:
         """Waits until `status` says so."""
