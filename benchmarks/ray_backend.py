@@ -21,9 +21,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.runs import measure
+from runspec.local.endpoints import port_answers
 
 STEPS = int(os.environ.get("RAY_STEPS", "60"))
-HOST = "127.0.0.1"
+HOST, STARTS_S = "127.0.0.1", 60.0
 ROUNDS = int(os.environ.get("RAY_ROUNDS", "2"))
 
 
@@ -31,7 +32,7 @@ def main() -> int:
     seconds: dict[str, list[float]] = {"local": [], "ray": []}
     steps: dict[str, list[float]] = {"local": [], "ray": []}
     with tempfile.TemporaryDirectory(prefix="runspec-bench-") as folder, cluster() as address:
-        site = {"ray": {"placement.backend": "ray", "placement.address": address}, "local": {}}
+        site = {"local": {}, "ray": {"placement.backend": "ray", "placement.address": address}}
         for number in range(ROUNDS + 1):
             for kind, placement in site.items():
                 begun = time.monotonic()
@@ -66,6 +67,9 @@ def cluster() -> Iterator[str]:
     ray += [f"--node-ip-address={HOST}"]
     process = subprocess.Popen(ray, stdout=sys.stderr, start_new_session=True)
     try:
+        ends = time.monotonic() + STARTS_S
+        while not port_answers(HOST, port) and time.monotonic() < ends:
+            time.sleep(0.5)
         yield f"{HOST}:{port}"
     finally:
         os.killpg(process.pid, signal.SIGTERM)
