@@ -72,7 +72,7 @@ def cluster() -> Iterator[str]:
             time.sleep(0.5)
         yield f"{HOST}:{port}"
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGKILL)  # told to end, it waits for parts that ended
         process.wait(30)
 
 
