@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
-from runspec.cli import workforce
+from runspec.cli import machines, workforce
 from runspec.cli.options import (
     RUN,
     RUNS,
@@ -33,14 +33,13 @@ from runspec.cli.options import (
     TemplateName,
     Yes,
     duration,
+    files_named,
 )
 from runspec.cli.output import outlive_readers
 from runspec.core.errors import RunElsewhere, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from runspec.core.spec.load import SpecFiles
 
 _REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
 """Refusals of a disk, which a person can mend wherever they come up."""
@@ -101,7 +100,7 @@ def lint(
     """Checks specs. Exits 0 clean, 1 with findings, 2 on an unreadable file or bad usage."""
     from runspec.cli.lint import lint_command
 
-    specs = [_files(path, profile, placement, overrides) for path in files]
+    specs = [files_named(path, profile, placement, overrides) for path in files]
     code = lint_command(
         specs,
         select or [],
@@ -143,7 +142,7 @@ def render(
     runs_dir: SpecRunsDir = None,
 ) -> None:
     """Prints the resolved spec, every default written out, or writes what starts it elsewhere."""
-    files = _files(file, profile, placement, overrides)
+    files = files_named(file, profile, placement, overrides)
     if backend is not None:
         from runspec.cli.render_backend import render_backend_command
 
@@ -166,7 +165,7 @@ def lock(
     """Pins model, tokenizer and data by commit and digest, in FILE.lock.yaml."""
     from runspec.cli.lock import lock_command
 
-    raise typer.Exit(lock_command(_files(file, profile, placement, overrides), check))
+    raise typer.Exit(lock_command(files_named(file, profile, placement, overrides), check))
 
 
 @app.command(rich_help_panel=SPEC)
@@ -200,7 +199,7 @@ def plan(
     """Says what would change, what it needs, how long a step takes and what it costs."""
     from runspec.cli.plan import plan_command
 
-    files = _files(file, profile, placement, overrides)
+    files = files_named(file, profile, placement, overrides)
     raise typer.Exit(plan_command(files, out, as_json, exit_code, aot, runs_dir))
 
 
@@ -222,7 +221,7 @@ def simulate(
     """Simulates a run with volunteers that come, go and attack. Exits 1 if it stalls."""
     from runspec.cli.simulate import simulate_command
 
-    files = _files(file, profile, placement, overrides)
+    files = files_named(file, profile, placement, overrides)
     raise typer.Exit(simulate_command(files, swarm, seed, as_json, plot))
 
 
@@ -237,7 +236,7 @@ def diff(
     """Shows how a spec differs from the run's own. Exits 0 without differences, 1 with some."""
     from runspec.cli.diff import diff_command
 
-    raise typer.Exit(diff_command(_files(file, profile, placement, overrides), runs_dir))
+    raise typer.Exit(diff_command(files_named(file, profile, placement, overrides), runs_dir))
 
 
 @app.command(rich_help_panel=RUN)
@@ -255,48 +254,8 @@ def apply(
 
     if resolved:  # what a backend carries to the machine that has the run directory
         raise typer.Exit(apply_resolved(detach, runs_dir))
-    files = _files(file, profile, placement, overrides)
+    files = files_named(file, profile, placement, overrides)
     raise typer.Exit(apply_command(files, detach, runs_dir))
-
-
-@app.command(rich_help_panel=RUN)
-def prepare(
-    file: File,
-    site: Annotated[Path, typer.Option("-o", "--out", metavar="SITE", help="Folder to make.")],
-    profile: Profile = None,
-    placement: Placement = None,
-    overrides: Overrides = None,
-) -> None:
-    """Makes the keys, addresses and bundles of a run that several machines share."""
-    from runspec.cli.prepare import prepare_command
-
-    raise typer.Exit(prepare_command(_files(file, profile, placement, overrides), site))
-
-
-@app.command(rich_help_panel=RUN)
-def role(
-    bundle: Annotated[Path, typer.Option("--bundle", metavar="FILE", help="What it may know.")],
-    name: Annotated[
-        str | None,
-        typer.Argument(
-            help="A process, or trunk: what shares the run directory.", show_default="the bundle's"
-        ),
-    ] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option(
-            "--dir", help="Its own.", show_default="in storage.scratch; the run directory"
-        ),
-    ] = None,
-    listen: Annotated[
-        str | None,
-        typer.Option("--listen", metavar="HOST:PORT", help="Of a server behind a proxy."),
-    ] = None,
-) -> None:
-    """Runs one role of a prepared site on this machine."""
-    from runspec.cli.role import role_command
-
-    raise typer.Exit(role_command(name, bundle, folder, listen))
 
 
 @app.command(rich_help_panel=RUN)
@@ -398,22 +357,8 @@ def delete(run: Run, yes: Yes = False, runs_dir: RunsDir = RUNS) -> None:
     raise typer.Exit(delete_command(run, yes, runs_dir))
 
 
-app.add_typer(workforce.app)  # without a name: its commands become ours
-
-
-@app.command(rich_help_panel=RUN)
-def doctor(
-    file: Annotated[Path | None, typer.Argument(help="A spec that should run here.")] = None,
-    profile: Profile = None,
-    placement: Placement = None,
-    overrides: Overrides = None,
-    runs_dir: SpecRunsDir = None,
-) -> None:
-    """Looks at this machine: packages, devices, disk, and what a spec would lack here."""
-    from runspec.cli.doctor import doctor_command
-
-    files = _files(file, profile, placement, overrides) if file is not None else None
-    raise typer.Exit(doctor_command(files, runs_dir))
+for commands in (machines.app, workforce.app):
+    app.add_typer(commands)  # without a name: they become ours
 
 
 def main() -> None:
@@ -445,11 +390,3 @@ def exit_code_of(work: Callable[[], int]) -> int:
 
         logging.exception("a fault of runspec's own; please report it")
         return EXIT_INTERNAL
-
-
-def _files(
-    file: Path, profile: str | None, placement: Path | None, overrides: list[str] | None
-) -> SpecFiles:
-    from runspec.core.spec.load import SpecFiles
-
-    return SpecFiles(file, profile, placement, tuple(overrides or ()))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from runspec.core.spec.load import SpecFiles
 
 SPEC, RUN = "Specs", "Runs"
 """Panels of the help."""
@@ -41,3 +44,12 @@ def duration(value: str | float) -> float:
     from runspec.core.spec.values import DURATION
 
     return value if isinstance(value, float) else DURATION.parse(value)
+
+
+def files_named(
+    file: Path, profile: str | None, placement: Path | None, overrides: list[str] | None
+) -> SpecFiles:
+    """The files that a spec is read from, as the command line names them."""
+    from runspec.core.spec.load import SpecFiles
+
+    return SpecFiles(file, profile, placement, tuple(overrides or ()))

@@ -31,7 +31,8 @@ def site_lines(spec: RunSpec, bundles: PurePath) -> Iterator[str]:
     """Of each role group where its processes run, what they keep, and the command of each."""
     for group in groups_of(spec):
         many = f"{len(group.members)} processes, each " if len(group.members) > 1 else ""
-        yield f"{group.name}: {many}on {group.machine}; keeps its {group.disk}"
+        again = f"after an error it starts again {group.restart}"
+        yield f"{group.name}: {many}on {group.machine}; keeps its {group.disk}; {again}"
         folder = run_directory(spec, None) if group.disk is Disk.RUN else None
         for member in group.members:
             yield f"  {shlex.join(group.command(member, bundles, folder))}"

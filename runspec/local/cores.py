@@ -42,7 +42,8 @@ def assign_devices(spec: RunSpec, here: Container[str]) -> dict[str, list[int]]:
     """Numbers of the accelerators that each role of one machine sees.
 
     `placement.devices` says so, and where it does not, learner, validators and workers in this
-    order take the next free ones: two processes on one TPU chip or GPU both fail.
+    order take the next free ones: two processes on one TPU chip or GPU both fail. A backend that is
+    not `local` says by itself what is free.
 
     Args:
         spec: of the run.
@@ -52,6 +53,8 @@ def assign_devices(spec: RunSpec, here: Container[str]) -> dict[str, list[int]]:
         By role. A role that is not named sees all: on a CPU, or the only one on its accelerators.
     """
     learner = spec.learner
+    if spec.placement.backend != "local":
+        return dict(spec.placement.devices)
     wanted: list[tuple[str, Hardware, int]] = []
     if learner.hosts == 1:
         wanted.append(("learner", learner.hardware, learner.mesh.devices))

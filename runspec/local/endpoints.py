@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
-from runspec.core.spec.role_names import elsewhere
+from runspec.core.spec.role_names import elsewhere, server_names
 from runspec.core.spec.schema import RunSpec
 
 FILE_NAME = "endpoints.json"
@@ -95,12 +95,14 @@ def plan_endpoints(
     kept = previous.all() if previous else {}
     spoken_for = {address(url)[1] for url in kept.values()}
 
-    def place(role: str, position: int, url: str | None = None) -> str:
+    servers = server_names(spec)
+
+    def place(role: str, url: str | None = None) -> str:
         before = kept.get(role)
         if url is not None and urlsplit(url).scheme == "https":
             public[role], url = url.rstrip("/"), None
         if url is None and spec.placement.base_port is not None:
-            url = _url(host, spec.placement.base_port + position)
+            url = _url(host, spec.placement.base_port + servers.index(role))
         if url is not None:
             at = address(url)
             if at[1] in taken or not is_free(*at):
@@ -113,11 +115,11 @@ def plan_endpoints(
         return url.rstrip("/")
 
     return Endpoints(
-        coordinator=place("coordinator", 0),
-        origin=place("origin", 1, spec.broadcast.origin.url),
+        coordinator=place("coordinator"),
+        origin=place("origin", spec.broadcast.origin.url),
         relays={
-            relay.name: place(f"relay-{relay.name}", 2 + i, relay.url)
-            for i, relay in enumerate(spec.broadcast.relays)
+            relay.name: place(f"relay-{relay.name}", relay.url)
+            for relay in spec.broadcast.relays
             if f"relay-{relay.name}" not in away
         },
         elsewhere={
@@ -125,9 +127,7 @@ def plan_endpoints(
             for relay in spec.broadcast.relays
             if f"relay-{relay.name}" in away and relay.url is not None
         },
-        learner=(
-            place("learner", 2 + len(spec.broadcast.relays)) if spec.learner.hosts > 1 else None
-        ),
+        learner=place("learner") if "learner" in servers else None,
         public=public,
     )
 
@@ -137,12 +137,12 @@ def fixed_endpoints(spec: RunSpec) -> Endpoints:
     place, relays = spec.placement, spec.broadcast.relays
     base = place.base_port
     assert base is not None, "a site has one"
-    several = spec.learner.hosts > 1
+    listens = {name: _url(place.host, base + i) for i, name in enumerate(server_names(spec))}
     return Endpoints(
-        coordinator=(place.url or _url(place.host, base)).rstrip("/"),
-        origin=(spec.broadcast.origin.url or _url(place.host, base + 1)).rstrip("/"),
+        coordinator=(place.url or listens["coordinator"]).rstrip("/"),
+        origin=(spec.broadcast.origin.url or listens["origin"]).rstrip("/"),
         relays={relay.name: relay.url.rstrip("/") for relay in relays if relay.url is not None},
-        learner=_url(place.host, base + 2 + len(relays)) if several else None,
+        learner=listens.get("learner"),
     )
 
 

@@ -111,8 +111,7 @@ class _Roles:
             busy = [name for name in names if name in here]
             cores = assign_cores(busy, run.machine.cores, others=len(busy) < len(here))
         self._cores = cores
-        found = run.spec.placement.backend == "local"  # others say by themselves what is free
-        self._assigned = assign_devices(run.spec, here) if found else run.spec.placement.devices
+        self._assigned = assign_devices(run.spec, here)
 
     def origin(self) -> Iterator[RoleSpec]:
         store = self._run.directory / "store" / "origin"

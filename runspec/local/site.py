@@ -22,6 +22,7 @@ from runspec.core.spec.role_names import (
     elsewhere,
     learner_names,
     relay_names,
+    server_names,
     validator_names,
     worker_names,
 )
@@ -91,7 +92,7 @@ class Group:
 
 def groups_of(spec: RunSpec) -> list[Group]:
     """The role groups of a run, the trunk first."""
-    secrets = tuple(secret.name for secret in spec.secrets)
+    secrets = tuple(secret.source.env for secret in spec.secrets)
     learner, hosts = spec.learner, spec.learner.hosts
     share = (device_count(learner.hardware, learner.mesh.slices) or 1) // hosts
 
@@ -152,9 +153,11 @@ def site_spec(spec: RunSpec, root_public_key: str) -> RunSpec:
     place, broadcast = spec.placement, spec.broadcast
     base = BASE_PORT if place.base_port is None else place.base_port
     host = f"[{place.host}]" if ":" in place.host else place.host
+    servers = server_names(spec)
+    relay_ports = [base + servers.index(name) for name in relay_names(spec)]
     relays = [
-        relay.model_copy(update={"url": relay.url or f"http://{host}:{base + 2 + i}"})
-        for i, relay in enumerate(broadcast.relays)
+        relay.model_copy(update={"url": relay.url or f"http://{host}:{port}"})
+        for relay, port in zip(broadcast.relays, relay_ports, strict=True)
     ]
     return spec.model_copy(
         update={

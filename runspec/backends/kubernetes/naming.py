@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from runspec.core.errors import UserError
-from runspec.core.spec.role_names import relay_names
+from runspec.core.spec.role_names import learner_names, server_names
 from runspec.core.spec.schema import Kubernetes, RunSpec
 from runspec.local.bundle import TRUNK_GROUP
 from runspec.local.site import BASE_PORT
@@ -75,7 +75,8 @@ def pod_host(run: str, group: str, index: int) -> str:
 def server_ports(spec: RunSpec) -> dict[str, int]:
     """Port by server, each of which has a Service of its own: coordinator, origin and relays."""
     base = spec.placement.base_port or BASE_PORT
-    return {name: base + i for i, name in enumerate(["coordinator", "origin", *relay_names(spec)])}
+    ports = {name: base + i for i, name in enumerate(server_names(spec))}
+    return {name: port for name, port in ports.items() if name not in learner_names(spec)}
 
 
 def addressed(spec: RunSpec) -> RunSpec:

@@ -73,10 +73,10 @@ def pod(spec: RunSpec, run: str, group: Group, labels: dict[str, str]) -> dict[s
 def _environment(spec: RunSpec, run: str, group: Group) -> list[dict[str, Any]]:
     env: list[dict[str, Any]] = [
         {
-            "name": secret.source.env,
-            "valueFrom": {"secretKeyRef": {"name": f"{run}-env", "key": secret.source.env}},
+            "name": variable,
+            "valueFrom": {"secretKeyRef": {"name": f"{run}-env", "key": variable}},
         }
-        for secret in spec.secrets
+        for variable in group.secrets
     ]
     if cluster_of(spec).models is not None:
         env.append({"name": "HF_HOME", "value": MODELS})

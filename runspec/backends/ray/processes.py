@@ -17,12 +17,15 @@ from runspec.core.errors import UserError
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.role_names import TRUNK, learner_names, relay_names
 from runspec.local.backend import Look
-from runspec.local.bundle import Bundle, make_bundles
+from runspec.local.bundle import TRUNK_GROUP, Bundle, make_bundles
 from runspec.local.endpoints import PORTS, address, save_endpoints
 from runspec.local.prepared import PreparedRun
 from runspec.local.processes import RoleSpec
 from runspec.local.site import Group, groups_of, site_spec
 
+_FIRST_HOST = ("learner", "warm-start")
+"""Have the accelerators of the learner's first host, one after the other."""
+_ON_TRUNK = {*TRUNK, *_FIRST_HOST}
 LOOK_S = 0.2
 """Between two looks at a process."""
 PATIENCE_S = 10.0
@@ -144,7 +147,7 @@ class RayProcesses:
             seen: Seen = ray.get(mine.looking)
             mine.looking = None
             mine.read += len(seen.log)
-            if self._group(name) is not None and name not in TRUNK:
+            if name not in _ON_TRUNK:
                 self._log(name, seen.log)
             if seen.exit_code is not None:
                 self._end(name, mine, seen.exit_code, "")
@@ -155,7 +158,7 @@ class RayProcesses:
             mine.looking = mine.actor.look.remote(mine.read)
 
     def _begin(self, mine: _Role) -> None:
-        if self._group(mine.spec.name) is None or mine.spec.name in TRUNK:
+        if mine.spec.name in _ON_TRUNK:
             mine.starting = mine.actor.start.remote(mine.spec, self._logs)
         else:
             mine.starting = mine.actor.start.remote(self._order(mine.spec), None)
@@ -192,7 +195,7 @@ class RayProcesses:
         return Order(role.name, bundle, run.endpoints, secrets, role.cores or None)
 
     def _group(self, name: str) -> Group | None:
-        return self._groups.get("trunk" if name == "learner" else name)
+        return self._groups.get(TRUNK_GROUP if name in _FIRST_HOST else name)
 
     def _demands(self, name: str) -> dict[str, float]:
         group = self._group(name)
@@ -207,10 +210,11 @@ class RayProcesses:
 
         asked: dict[str, float] = self._demands(name)
         strategy: Any = "SPREAD"
-        if self._learners is not None and name.startswith("learner"):
-            index = learner_names(self.run.spec).index(name)
-            strategy = PlacementGroupSchedulingStrategy(self._learners, index)
-        elif self._group(name) is None or name == "learner":
+        hosts = dict.fromkeys(_FIRST_HOST, 0)
+        hosts |= {each: i for i, each in enumerate(learner_names(self.run.spec))}
+        if self._learners is not None and name in hosts:
+            strategy = PlacementGroupSchedulingStrategy(self._learners, hosts[name])
+        elif name in _ON_TRUNK:
             strategy = NodeAffinitySchedulingStrategy(self._here, soft=False)
         chosen = {**options(asked), "scheduling_strategy": strategy}
         return self._ray.remote(RoleHost).options(**chosen).remote()
@@ -224,7 +228,7 @@ class RayProcesses:
         mine = nodes[self._here]
         asked = [
             {"CPU": 0.01, **demands(run.spec, self._groups[member])}
-            for member in ("trunk", *learner_names(run.spec)[1:])
+            for member in (TRUNK_GROUP, *learner_names(run.spec)[1:])
         ]
         asked[0] |= {f"node:{mine['NodeManagerAddress']}": 0.001}
         # The hosts of a TPU slice must be of one; Ray says which one a node is of.

@@ -17,6 +17,12 @@ def relay_names(spec: RunSpec) -> list[str]:
     return [f"relay-{relay.name}" for relay in spec.broadcast.relays]
 
 
+def server_names(spec: RunSpec) -> list[str]:
+    """Roles that listen, in the order of their ports from `placement.base_port` on."""
+    several = ["learner"] if spec.learner.hosts > 1 else []
+    return ["coordinator", "origin", *relay_names(spec), *several]
+
+
 def validator_names(spec: RunSpec) -> list[str]:
     return [f"validator-{i}" for i in range(spec.verify.validators)]
 

@@ -11,6 +11,7 @@ from runspec.core.spec.role_names import (
     placeable,
     relay_names,
     role_names,
+    server_names,
     worker_names,
 )
 from runspec.core.spec.schema import RunSpec
@@ -240,14 +241,10 @@ def port_clash(context: Context) -> Iterator[Violation]:
 def _addresses(spec: RunSpec) -> Iterator[tuple[str, tuple[str, ...], str, int]]:
     """Role, location, host and port of every server whose address the spec fixes."""
     urls, base = server_urls(spec), spec.placement.base_port
-    servers: list[tuple[str, tuple[str, ...]]] = [
-        ("coordinator", ("placement", "base_port")),
-        ("origin", ("broadcast", "origin")),
-        *((f"relay-{r.name}", ("broadcast", "relays", r.name)) for r in spec.broadcast.relays),
-    ]
-    if spec.learner.hosts > 1:
-        servers.append(("learner", ("placement", "base_port")))
-    for position, (role, where) in enumerate(servers):
+    named: dict[str, tuple[str, ...]] = {"origin": ("broadcast", "origin")}
+    named |= {f"relay-{r.name}": ("broadcast", "relays", r.name) for r in spec.broadcast.relays}
+    for position, role in enumerate(server_names(spec)):
+        where = named.get(role, ("placement", "base_port"))
         url = parse_url(urls[where]) if where in urls else None
         if url is not None and url.scheme == "http":
             yield role, (*where, "url"), url.host, url.port
