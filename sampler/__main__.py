@@ -34,9 +34,6 @@ def main(arguments: list[str] | None = None) -> int:
     work.add_argument("--key", required=True, type=Path, metavar="FILE", help="the worker's own")
     work.add_argument("--dir", required=True, type=Path, help="keeps fetched versions")
     work.add_argument("--pool", required=True, metavar="NAME", help="sampler pool of the spec")
-    work.add_argument(
-        "--data", type=Path, metavar="DIR", help="the sources' files, where the spec's paths fail"
-    )
     grading.add_commands(commands)
     measuring.add_command(commands)
     check.add_command(commands)

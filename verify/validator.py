@@ -26,7 +26,6 @@ from runspec.core.keys import SigningKey
 from runspec.core.process import not_retried
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.source_files import compare_data_digests, data_digest
 from verify.calibration.lookup import require_model, require_profiles
 from verify.client import CoordinatorClient, RunFinished, WorkItem
 from verify.examiner import (
@@ -47,6 +46,7 @@ from verify.plugins import (
     load_task_set,
     require_graders,
 )
+from verify.problem_files import problem_files
 from verify.recompute import PrefillNotFinite
 from verify.stages import Stages
 from verify.watchdog import heartbeats, leaving
@@ -339,14 +339,12 @@ def run(
         require_graders(spec)
         with not_retried():
             require_profiles(spec, root_public_key=public_key)
-        if theirs := client.site().data:  # with other problems it would reject everybody
-            with not_retried():
-                compare_data_digests(data_digest(spec), theirs, whose="the coordinator")
+        data = problem_files(client, spec, directory / "data", log)
         location = WeightsLocation(run, weights, public_key, directory / "weights")
         with closing(load_prefill_engine(spec, location)) as engine:
             validator = Validator(
                 *(spec, key, client, engine),
-                task_set_of=partial(load_task_set, spec),
+                task_set_of=partial(load_task_set, spec, data_dir=data),
                 log=log,
             )
             who = key.public_hex[:12]

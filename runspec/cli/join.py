@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from runspec.core.canonical import parse_object
 from runspec.core.distribution import install_command
 from runspec.core.errors import UserError
-from runspec.core.hashing import digest_file
 from runspec.core.http_client import NoAnswer, fetch_now
 from runspec.core.join_link import JoinLink, parse_join_link, reachable
 from runspec.core.keys import SigningKey
@@ -23,7 +22,7 @@ from runspec.local.machine import module_is_installed, this_machine
 from runspec.local.preflight import ROLE_MODULES
 from runspec.local.run_dir import hold
 from runspec.local.signals import StopSignals
-from runspec.local.text import per_second, size
+from runspec.local.text import per_second
 from runspec.local.volunteer import LEAVE_S, Running, Worker
 
 if TYPE_CHECKING:
@@ -76,14 +75,12 @@ def _join(options: JoinOptions) -> int:
         client.register(pool, {}, invite=link.invite)
     folder.mkdir(parents=True, exist_ok=True)
     with hold(folder):
-        data = fetch_data(client, site, folder / "data")
         worker = Worker(
             link=link,
             weights=[reachable(url, link) for url in site.weights],
             key=options.key.absolute(),
             folder=folder,
             pool=next(each for each in spec.samplers if each.name == pool),
-            data=data,
         )
         with StopSignals() as stops:
             return _work(worker, SigningKey.load(options.key).public_hex, stops)
@@ -272,25 +269,3 @@ def _choose(options: JoinOptions, spec: RunSpec, site: Site, folder: Path) -> st
     pools = spec.samplers if named else open_pools(spec)
     found = {p.name: lacks(p, spec, config, host, to_fetch) for p in pools}
     return choose_pool(found, options.pool)
-
-
-def fetch_data(client: CoordinatorClient, site: Site, folder: Path) -> Path | None:
-    """Fetches the problems' files that are not here yet.
-
-    Returns:
-        The folder, in which they lie as <source>/<name>; None where the run has none.
-    """
-    if not site.files:
-        return None
-    wanted = {folder / file.source / file.path: file for file in site.files}
-    missing = {
-        path: file
-        for path, file in wanted.items()
-        if not path.is_file() or digest_file(path) != file.digest
-    }
-    if missing:
-        total = sum(file.bytes for file in missing.values())
-        say(f"fetching {len(missing)} files of problems, {size(total)}")
-    for path, file in missing.items():
-        client.fetch_data(file, path)
-    return folder

@@ -26,7 +26,7 @@ LEAVE_S = 15.0
 """How long the worker may take to leave before it is killed."""
 # Time, level and role before the message, as `runspec.core.process.setup_logging` writes them.
 _TOLD = re.compile(r"^\S+ \S+ ([A-Z]) (?:sampler )?\S+ (.*)$")
-_WORTH_TELLING = re.compile(r"version \d+ loaded|loading vLLM|the run is finished|stopped")
+_WORTH_TELLING = re.compile(r"version \d+ loaded|fetching|loading vLLM|the run is finished|stopped")
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,16 @@ class Worker:
     """URLs of relays and origin."""
     key: Path
     folder: Path
-    """Keeps its versions and its log."""
+    """Keeps its versions, the problems' files and its log."""
     pool: SamplerPool
-    data: Path | None
-    """The sources' files, where they were fetched."""
 
     def command(self) -> list[str]:
-        data = ["--data", str(self.data)] if self.data is not None else []
         return [
             *(sys.executable, "-m", "sampler", "work"),
             *("--run", self.link.run or "", "--coordinator", self.link.coordinator),
             *(option for url in self.weights for option in ("--weights", url)),
             *("--public-key", self.link.root or "", "--key", str(self.key)),
-            *("--dir", str(self.folder), "--pool", self.pool.name, *data),
+            *("--dir", str(self.folder), "--pool", self.pool.name),
         ]
 
     def environment(self, inherited: Mapping[str, str], cores: Sequence[int]) -> dict[str, str]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.process import not_retried
-from runspec.core.spec.source_files import compare_data_digests
 from sampler.engine.arguments import find_pool
 from sampler.engine.engine import Engine
 from sampler.worker.meter import Meter
@@ -23,6 +22,7 @@ from sampler.worker.worker import Registration, Worker
 from verify.client import CoordinatorClient, RunFinished
 from verify.limits import max_submission_bytes
 from verify.plugins import load_task_set, require_graders
+from verify.problem_files import problem_files
 
 HEARTBEAT_S = 10.0
 """The coordinator takes a worker for dead when three are missing."""
@@ -41,8 +41,6 @@ class WorkerOptions:
     key: Path
     dir: Path
     pool: str
-    data: Path | None = None
-    """Holds the sources' files as <source>/<name>; None: they lie where the spec says."""
 
 
 def work(
@@ -94,10 +92,8 @@ def work(
         with not_retried():
             made = up.enter_context(closing(engine(pool)))
         version, path = versions.first()
-        tasks = up.enter_context(closing(load_task_set(spec, path, options.data)))
-        if theirs := client.site().data:  # other data would make another problem of each lease
-            with not_retried():
-                compare_data_digests(tasks.data_digest, theirs, whose="the coordinator")
+        data = problem_files(client, spec, options.dir / "data", log)
+        tasks = up.enter_context(closing(load_task_set(spec, path, data)))
         log.info("loading vLLM with version %d, %d problems", version, len(tasks))
         outbox = Outbox(
             options.dir / "outbox" / key.public_hex[:16],

@@ -1,4 +1,4 @@
-"""Validators that would judge by other data or profiles than the run's end at their start."""
+"""Validators that would judge by other profiles than the run's end at their start."""
 
 from __future__ import annotations
 
@@ -34,23 +34,6 @@ def start(site: Site, folder: Path) -> None:
         stop=threading.Event(),
         log=logging.getLogger("test"),
     )
-
-
-def test_one_with_other_data_says_so_before_it_claims_anything(tmp_path: Path) -> None:
-    # given a coordinator that has looked at its rows
-    rows = tmp_path / "rows.parquet"
-    rows.write_bytes(b"its rows")
-    spec = tiny_spec()
-    source = spec.data.sources[0].model_copy(update={"uri": str(rows)})
-    data = spec.data.model_copy(update={"sources": [source]})
-    site = Site(tmp_path, spec.model_copy(update={"data": data}))
-    with site.origin(), site.serving():
-        site.worker()[1].site()
-        # when a validator starts that has others, then it says what to do
-        rows.write_bytes(b"other rows")
-        with pytest.raises(RunStopped, match="the coordinator are made from other data") as caught:
-            start(site, tmp_path)
-    assert "give both the same files" in (caught.value.remedy or "")
 
 
 def test_one_that_pins_another_root_than_the_profiles_is_refused(tmp_path: Path) -> None:

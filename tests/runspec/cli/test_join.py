@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from runspec.cli.join import Progress, fetch_data, progress_line
+from runspec.cli.join import Progress, progress_line
 from runspec.core.errors import UserError
 from runspec.core.http_client import NoAnswer
 from runspec.core.join_link import JoinLink, parse_join_link, reachable
 from runspec.core.models.of_spec import model_config
 from runspec.core.spec.schema import RunSpec, SamplerPool
-from runspec.core.spec.source_files import source_files
 from runspec.local.fitting import Host, choose_pool, lacks, open_pools
-from tests.verify.coordinator.deployment import Site, tiny_spec
+from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.small_model import small_spec
 
 ROOT_KEY = "ab" * 32
@@ -175,29 +173,3 @@ def test_a_volunteer_is_not_stopped_by_what_a_coordinator_answers(
     Progress(LINK, "me").look()
     # then that is said, and the command goes on
     assert "the coordinator does not answer" in capsys.readouterr().out
-
-
-def test_the_datas_files_are_fetched_once_and_lie_where_the_sources_look(tmp_path: Path):
-    # given a run whose problems lie in a file of the coordinator's machine
-    (tmp_path / "rows.parquet").write_bytes(b"rows" * 1000)
-    spec = tiny_spec()
-    source = spec.data.sources[0].model_copy(update={"uri": str(tmp_path / "rows.parquet")})
-    data = spec.data.model_copy(update={"sources": [source]})
-    site = Site(tmp_path, spec.model_copy(update={"data": data}))
-    with site.origin(), site.serving():
-        _, client = site.worker()
-        # when a volunteer fetches them, twice
-        folder = fetch_data(client, client.site(), tmp_path / "volunteer")
-        assert folder is not None
-        (copy,) = source_files(source, folder).values()
-        first = written(copy)
-        fetch_data(client, client.site(), folder)
-        # then they are where its sources read them, and stayed as they were
-        assert copy.read_bytes() == b"rows" * 1000
-        assert written(copy) == first
-
-
-def written(path: Path) -> tuple[int, int]:
-    """Which file it is, and when it was written; reading moves the time of access."""
-    found = path.stat()
-    return found.st_ino, found.st_mtime_ns

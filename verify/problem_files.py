@@ -1,0 +1,66 @@
+"""Where a role that draws problems reads the files of the spec's sources."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from runspec.core.errors import UserError
+from runspec.core.process import not_retried
+from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.source_files import compare_data_digests, data_digest, file_digest
+from verify.client import CoordinatorClient
+from verify.formats.site import Site
+
+
+def problem_files(
+    client: CoordinatorClient, spec: RunSpec, folder: Path, log: logging.Logger
+) -> Path | None:
+    """Makes sure that this machine has the files that the coordinator makes problems from.
+
+    Files of the same contents at the spec's own paths are used where they are; others are fetched.
+
+    Args:
+        client: of the coordinator.
+        spec: of the run.
+        folder: where fetched files lie, as <source>/<name>.
+        log: says what is fetched.
+
+    Returns:
+        `data_dir` of `verify.plugins.load_task_set`: the folder, or None for the spec's paths.
+
+    Raises:
+        RunStopped: the problems would differ from the coordinator's all the same.
+        UserError: the coordinator does not give a file as it listed it, or the disk is full.
+    """
+    site = client.site()
+    if not site.data or _equal_here(spec, site):
+        return None  # a coordinator that cannot read them says none
+    with not_retried():
+        if not site.files:
+            compare_data_digests(data_digest(spec), site.data, whose="the coordinator")
+    _fetch(client, site, folder, log)
+    with not_retried():
+        compare_data_digests(data_digest(spec, folder), site.data, whose="the coordinator")
+    return folder
+
+
+def _equal_here(spec: RunSpec, site: Site) -> bool:
+    try:
+        return data_digest(spec) == site.data
+    except UserError:  # a file is not here
+        return False
+
+
+def _fetch(client: CoordinatorClient, site: Site, folder: Path, log: logging.Logger) -> None:
+    wanted = {folder / file.source / file.path: file for file in site.files}
+    missing = {
+        path: file
+        for path, file in wanted.items()
+        if not path.is_file() or file_digest(path) != file.digest
+    }
+    if missing:
+        total = sum(file.bytes for file in missing.values()) / 1e6
+        log.info("fetching %d files of problems, %.1f MB", len(missing), total)
+    for path, file in missing.items():
+        client.fetch_data(file, path)
