@@ -21,10 +21,12 @@ class RayRun:
         cluster: its second node is the trunk's.
         steps: of the run.
         resources: what its role groups ask for, as `placement.resources` has it.
+        others: further values of the spec, as `--set` takes them.
     """
 
-    def __init__(self, cluster: Cluster, steps: int, resources: str) -> None:
+    def __init__(self, cluster: Cluster, steps: int, resources: str, *others: str) -> None:
         self.cluster, self._steps, self._resources = cluster, steps, resources
+        self._others = others
         self.runs_dir = cluster.site / "runs"
         self.output = cluster.folder / "apply.log"
         self.process: subprocess.Popen[bytes] | None = None
@@ -46,11 +48,13 @@ class RayRun:
             f"placement.resources={self._resources}",
             f"storage.dir={self.runs_dir}",
             f"storage.scratch={self.cluster.site}/scratch",
+            "storage.shared=true",
             "checkpoints.every=3",
             f"checkpoints.dir={self.cluster.folder}/checkpoints",
             "learner.hosts=2",
             f"learner.compile_cache={self.cluster.folder}/compiled",
             "verify.lease_timeout=30s",
+            *self._others,
         )
         spec = str(ROOT / "specs" / "target_short.yaml")
         return [spec, "--profile", "laptop", *(word for v in values for word in ("--set", v))]

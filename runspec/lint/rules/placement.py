@@ -179,14 +179,15 @@ def local_storage(context: Context) -> Iterator[Violation]:
     """Several learner hosts must write checkpoints to one place.
 
         checkpoints.dir: s3://... or gs://..., or a path with storage.shared,
-        where learner.hosts > 1 and the hardware is no CPU
+        where learner.hosts > 1 and the hosts are not all this machine
 
     Every process of the learner writes its shards of a checkpoint under one folder; only the first
     needs the run directory. On a path that each host has for itself no checkpoint is ever whole.
-    Processes on CPUs are all on this machine.
+    `local` starts processes on CPUs on this machine; `kubernetes` makes a volume that all share.
     """
-    spec = context.spec
-    if spec.learner.hosts == 1 or spec.learner.hardware.kind == "cpu":
+    spec, backend = context.spec, context.spec.placement.backend
+    together = backend == "local" and spec.learner.hardware.kind == "cpu"
+    if spec.learner.hosts == 1 or together or backend == "kubernetes":
         return
     folder = spec.checkpoints.dir
     if folder is None or not ("://" in folder or spec.storage.shared):
@@ -197,6 +198,21 @@ def local_storage(context: Context) -> Iterator[Violation]:
             numbers={"hosts": spec.learner.hosts},
             suggestion="name an object store (s3://BUCKET/FOLDER), or a folder on a network file "
             "system with storage.shared: true",
+        )
+
+
+@rule("no-cluster", "placement")
+def no_cluster(context: Context) -> Iterator[Violation]:
+    """A run on Kubernetes needs a container image.
+
+    placement.kubernetes is given, where placement.backend is kubernetes
+    """
+    placement = context.spec.placement
+    if placement.backend == "kubernetes" and placement.kubernetes is None:
+        yield Violation(
+            ("placement", "kubernetes"),
+            "the run is for Kubernetes, and no container image is named",
+            suggestion="placement.kubernetes: {image: REGISTRY/IMAGE:TAG}",
         )
 
 

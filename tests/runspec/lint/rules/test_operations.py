@@ -85,6 +85,9 @@ BREACHES = [
      "too-few-devices", "placement.devices.learner-3", "error"),
     (FLEET, ["storage.shared=false", "checkpoints.dir=/mnt/local"],
      "local-storage", "checkpoints.dir", "error"),
+    (BASE, ["learner.hosts=2", "placement.backend=ray"],
+     "local-storage", "checkpoints.dir", "error"),
+    (BASE, ["placement.backend=kubernetes"], "no-cluster", "placement.kubernetes", "error"),
     (BASE, ["broadcast.origin.url=http://127.0.0.1:99999"],
      "server-url", "broadcast.origin.url", "error"),
     (BASE, ["broadcast.relays=[{name: a, url: 'http://localhost:9000'}, "
@@ -94,6 +97,10 @@ BREACHES = [
      "no-budget", "budget", "error"),
 ]  # fmt: skip
 SILENT = [
+    # Kubernetes makes the volume that the learner's hosts share.
+    (FLEET, ["storage.shared=false", "checkpoints.dir=null", "placement.backend=kubernetes",
+             "placement.kubernetes={image: 'runspec:1'}"]),
+    (BASE, ["learner.hosts=2"]),
     # A cycle-free graph of several tiers, with more than one way down.
     (BASE, ["broadcast.relays=[{name: a}, {name: b, upstream: [a, origin]}, "
             "{name: c, upstream: [b, a]}]", "samplers.pool.relays=[c, b]"]),
