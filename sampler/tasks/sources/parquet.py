@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -47,10 +47,13 @@ class ParquetRows(Pieces):
         for file, stamp in enumerate(self._stamps):
             with stamp.open() as stream:
                 try:
-                    reader = pq.ParquetFile(stream)
+                    reader = _reader(stream)
                     for group in range(reader.num_row_groups):  # all at once, it holds them all
                         for batch in reader.iter_batches(
-                            BATCH_ROWS, row_groups=[group], columns=self._columns
+                            BATCH_ROWS,
+                            row_groups=[group],
+                            columns=self._columns,
+                            use_threads=False,
                         ):
                             yield batch.to_pylist()
                 except (pa.ArrowException, OSError) as error:
@@ -60,7 +63,7 @@ class ParquetRows(Pieces):
         """Rows of each row group of a file, whose columns are all there."""
         try:
             with self._stamps[file].open() as stream:
-                reader = pq.ParquetFile(stream)
+                reader = _reader(stream)
                 metadata, there = reader.metadata, reader.schema_arrow.names
         except (pa.ArrowException, OSError) as error:
             raise _unreadable(name, error) from error
@@ -91,14 +94,25 @@ class ParquetRows(Pieces):
             file = self._file_of[number]
             try:
                 with self._stamps[file].open() as stream:
-                    reader = pq.ParquetFile(stream)
-                    table = reader.read_row_group(self._groups[number], columns=self._columns)
+                    reader = _reader(stream)
+                    table = reader.read_row_group(
+                        self._groups[number], columns=self._columns, use_threads=False
+                    )
             except (pa.ArrowException, OSError) as error:
                 raise _unreadable(self._names[file], error) from error
             self._held[number] = table
             while len(self._held) > 1 and sum(t.nbytes for t in self._held.values()) > CACHED_BYTES:
                 self._held.popitem(last=False)
             return table
+
+
+def _reader(stream: BinaryIO) -> pq.ParquetFile:
+    """Reads in the caller's thread alone, as long as its methods are told to use no threads.
+
+    A thread of Arrow's may still let go of Python's file when Python ends, which aborts the
+    process.
+    """
+    return pq.ParquetFile(stream, pre_buffer=False)
 
 
 def _unreadable(name: str, error: Exception) -> UserError:
