@@ -22,22 +22,25 @@ from runspec.local.endpoints import PORTS, port_is_free
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "site.md"
 ADMIN, TRUNK = "admin", "trunk"
+BY_HAND = "Without a cluster"
+RAY = "On a Ray cluster of H200 nodes"
 _BLOCK = re.compile(r"^ *```sh\n *# on (\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
-def commands() -> list[tuple[str, list[str]]]:
-    """(machine, words) of each command, in the order of the page."""
+def commands(section: str = BY_HAND) -> list[tuple[str, list[str]]]:
+    """(machine, words) of each command below a heading, in the order of the page."""
+    _, _, below = PAGE.read_text().partition(f"\n## {section}\n")
     return [
         (machine, shlex.split(line))
-        for machine, text in _BLOCK.findall(PAGE.read_text())
+        for machine, text in _BLOCK.findall(below.partition("\n## ")[0])
         for line in text.splitlines()
         if line.strip()
     ]
 
 
-def command_on(machine: str, start: str) -> list[str]:
+def command_on(machine: str, start: str, section: str = BY_HAND) -> list[str]:
     """The first command of a machine that begins so."""
-    found = (words for on, words in commands() if on == machine)
+    found = (words for on, words in commands(section) if on == machine)
     return next(words for words in found if " ".join(words).startswith(start))
 
 

@@ -29,8 +29,10 @@ class PinnedList:
 
 LISTS = {
     "cpu": PinnedList("requirements/laptop.txt", "3.11", ("learner", "sampler-cpu", "report")),
-    "cuda": PinnedList("requirements/cuda.txt", "3.11", ("learner-cuda", "sampler-cuda", "report")),
-    "tpu": PinnedList("requirements/tpu.txt", "3.11", ("learner-tpu", "report")),
+    "cuda": PinnedList(
+        "requirements/cuda.txt", "3.11", ("learner-cuda", "sampler-cuda", "ray", "report")
+    ),
+    "tpu": PinnedList("requirements/tpu.txt", "3.11", ("learner-tpu", "ray", "report")),
     "tpu-sampler": PinnedList("requirements/tpu-sampler.txt", "3.12", ("sampler-tpu",)),
 }
 """By the machine: those of a `Kind` for the whole of a run, and one for TPU hosts that sample."""

@@ -62,7 +62,9 @@ def run() -> dict[str, dict[str, object]]:
     """
     found: dict[str, dict[str, object]] = {}
     with _started(BETWEEN * (len(KILLS) + 2)) as run:
-        run.reach(BETWEEN)
+        run.reach(2)
+        run.interrupt_and_go_on()
+        run.reach(4)
         run.pause_and_go_on()
         for name in KILLS:
             before, begun = run.steps(), time.monotonic()

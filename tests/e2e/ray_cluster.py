@@ -18,10 +18,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.site_page import RAY, command_on
 from tests.waiting import eventually
 
 NET = "10.231.7"
-PORT, CLIENT_PORT = 6379, 10001
+CLIENT_PORT = 10001
 _SETUP_S = 90.0
 _IN_NODE = """
 set -e
@@ -64,23 +65,18 @@ class Node:
     def start(self) -> None:
         """Starts the node; the first one is the cluster's head."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        first = self.number == 1
-        joining = (
-            [
-                *("--head", f"--port={PORT}", f"--ray-client-server-port={CLIENT_PORT}"),
-                "--include-dashboard=false",
-            ]
-            if first
-            else [f"--address={NET}.1:{PORT}"]
-        )
+        shown = command_on("head" if self.number == 1 else "node", "ray start", RAY)
+        head = (f"--ray-client-server-port={CLIENT_PORT}", "--include-dashboard=false")
         ray = [
-            *(str(Path(sys.executable).with_name("ray")), "start", "--block", *joining),
+            *(str(Path(sys.executable).with_name("ray")), *shown[1:], "--block"),
+            *(head if self.number == 1 else ()),
             *(f"--node-ip-address={self.ip}", "--num-cpus=2", "--disable-usage-stats"),
             "--object-store-memory=80000000",
             f"--resources={json.dumps(dict(self.resources))}",
         ]
         name, hosts = f"node{self.number}", self.hidden.parent / f"hosts{self.number}"
-        hosts.write_text(f"127.0.0.1 localhost\n{self.ip} {name}\n")  # Gloo asks for its own name
+        names = f"127.0.0.1 localhost\n{NET}.1 head\n{self.ip} {name}\n"  # Gloo asks for its own
+        hosts.write_text(names)
         given = (str(self.folder), str(self.site), str(self.hidden), name, str(hosts))
         env = {**os.environ, "HOME": str(self.site), "RAY_health_check_period_ms": "1000"}
         env |= {"RAY_health_check_failure_threshold": "3", "RAY_DEDUP_LOGS": "0"}

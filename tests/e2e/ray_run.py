@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+from runspec.local.signals import EXIT_INTERRUPTED
 from tests.e2e.ray_cluster import Cluster, Node
 from tests.harness import ROOT
+from tests.site_page import RAY, command_on
 from tests.waiting import eventually
 
 NAME = "target-short"
@@ -43,7 +46,6 @@ class RayRun:
     def words(self) -> list[str]:
         values = (
             f"steps={self._steps}",
-            "placement.backend=ray",
             f"placement.address={self.cluster.address}",
             f"placement.resources={self._resources}",
             f"storage.dir={self.runs_dir}",
@@ -56,17 +58,38 @@ class RayRun:
             "verify.lease_timeout=30s",
             *self._others,
         )
-        spec = str(ROOT / "specs" / "target_short.yaml")
-        return [spec, "--profile", "laptop", *(word for v in values for word in ("--set", v))]
+        shown = command_on("head", "runspec apply", RAY)
+        small = [str(ROOT / "specs" / "target_short.yaml"), "--profile", "laptop"]
+        return [
+            *("apply", *small, *shown[shown.index("--set") :]),
+            *(word for value in values for word in ("--set", value)),
+        ]
 
     def apply(self) -> None:
-        with self.output.open("ab") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "runspec", "apply", *self.words()],
+        """As the page on sites shows it, with the small profile in the place of TARGET-LONG."""
+        self.process = self.start(*self.words())
+
+    def start(self, *words: str, output: Path | None = None) -> subprocess.Popen[bytes]:
+        """Starts a `runspec` command, whose output is in a file, `output` where none is named."""
+        with (output or self.output).open("ab") as out:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-m", "runspec", *words],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=self.cluster.folder,
             )
+
+    def change(self, value: str) -> str:
+        """Applies the spec again with another value; what that prints."""
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "runspec", *self.words(), "--set", value],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     def command(self, *words: str, code: int = 0) -> str:
         done = subprocess.run(
@@ -104,6 +127,14 @@ class RayRun:
             hopeless=str if alone else self.ended,
             context=self.shown,
         )
+
+    def interrupt_and_go_on(self) -> None:
+        """Ends `apply` by Ctrl-C, and with it the run; then goes on with it."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(60) == EXIT_INTERRUPTED, self.shown()
+        assert "interrupted" in self.command("status", NAME)
+        self.process = self.start("resume", NAME, "--runs-dir", str(self.runs_dir))
 
     def pause_and_go_on(self) -> None:
         """Pauses the run, which ends `apply`, and goes on with it in the background."""

@@ -8,6 +8,7 @@ start on another; and a ledger in which every rollout is trained once.
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ import pytest
 
 from tests.e2e.ray_cluster import Cluster
 from tests.e2e.ray_run import NAME, PATIENCE_S, RayRun
+from tests.site_page import RAY, commands
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -48,6 +51,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayRun]:
 
 def test_a_run_outlives_a_node_and_its_commands_work_from_anywhere(run: RayRun) -> None:
     run.reach(2)
+    # then what docs/site.md shows works on it
+    for _, words in commands(RAY):
+        if words[1] in ("status", "describe", "logs"):
+            run.command(*[NAME if word == "target-long" else word for word in words[1:]])
+    # and logs are followed, and a value is changed while it runs
+    log = run.cluster.folder / "follow.log"
+    follows = run.start("logs", NAME, "-f", "--runs-dir", str(run.runs_dir), output=log)
+    eventually(lambda: log.stat().st_size > 0, "a line of the logs", hopeless=run.ended)
+    assert "verify.prefill_share" in run.change("verify.prefill_share=0.9")
+    follows.send_signal(signal.SIGINT)
     # when the node with the validator and the relay dies
     run.cluster.nodes[2].kill()
     # then they start on another, and the run comes to its end
@@ -58,6 +71,7 @@ def test_a_run_outlives_a_node_and_its_commands_work_from_anywhere(run: RayRun) 
     assert list(run.cluster.nodes[3].folder.glob(f"scratch/{NAME}/*/validator-0"))
     assert f"http://{run.cluster.nodes[3].ip}:" in (run.dir / "endpoints.json").read_text()
     assert "learner" in run.command("logs", NAME, "--role", "learner", "--tail", "3")
+    assert follows.wait(30) == 0, log.read_text()
     # and the audit finds each rollout trained once
     run.audit()
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.harness import ROOT, TARGET_SHORT
+from tests.runspec.backends.stand_ins import cluster
 from tests.runspec.cli.in_process import runspec
 
 SPECS = ROOT / "specs"
@@ -29,15 +28,6 @@ def rendered(folder: Path, *words: str | Path) -> str:
     done = runspec("render", *words, "--backend", "slurm", "-o", script)
     assert done.returncode == 0, done.stderr
     return script.read_text()
-
-
-def cluster(folder: Path, commands: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a job's script, in which stand-ins come first."""
-    for name, text in commands.items():
-        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
-        (folder / name).chmod(0o755)
-    path = f"{folder}:{os.environ['PATH']}"
-    return {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "PATH": path}
 
 
 def options(script: str) -> dict[str, str]:
