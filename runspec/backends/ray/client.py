@@ -16,6 +16,7 @@ from runspec.backends.ray.cluster import (
     connect,
     find_keeper,
     keeper,
+    line_of,
     make_keeper,
 )
 from runspec.backends.ray.processes import RayProcesses
@@ -103,7 +104,7 @@ def _answer(ray: Any, promise: Any) -> Any:
         return ray.get(promise, timeout=ANSWER_S)
     except (ray.exceptions.RayError, ConnectionError) as error:
         raise UserError(
-            f"the trunk's node does not answer: {' '.join(str(error).split())[:300]}",
+            f"the trunk's node does not answer: {line_of(error)}",
             place="placement.backend ray",
             remedy="the run goes on by itself when the node is back; see `ray status`",
         ) from error

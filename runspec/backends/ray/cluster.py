@@ -73,6 +73,17 @@ def _no_cluster(address: str, why: str) -> UserError:
     )
 
 
+def line_of(error: Exception) -> str:
+    """The telling line of what Ray raised."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, UserError):
+        return " ".join(str(cause).split())
+    text = str(error)
+    if "No module named 'runspec'" in text:
+        return f"the package runspec-rl is not installed on that node: {install_command('ray')}"
+    return " ".join(text.split())[:400]
+
+
 def demands(spec: RunSpec, group: Group) -> dict[str, float]:
     """What one process of a role group asks Ray for."""
     asked: dict[str, float] = dict(spec.placement.resources.get(group.name, {}))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from runspec.backends.ray.cluster import ANSWER_S, connect, demands, options
+from runspec.backends.ray.cluster import ANSWER_S, connect, demands, line_of, options
 from runspec.backends.ray.hosts import Order, RoleHost, Seen
 from runspec.core.errors import UserError
 from runspec.core.spec.resolved import load_resolved
@@ -100,9 +100,9 @@ class RayProcesses:
             try:
                 self._advance(role, mine)
             except self._ray.exceptions.RayActorError as error:
-                self._end(role, mine, GONE, f"its node or its actor is gone: {_line(error)}")
+                self._end(role, mine, GONE, f"its node or its actor is gone: {line_of(error)}")
             except self._ray.exceptions.RayError as error:
-                self._end(role, mine, 1, _line(error))
+                self._end(role, mine, 1, line_of(error))
         return mine.look
 
     def stop(self, role: str, number: signal.Signals) -> None:
@@ -248,7 +248,7 @@ class RayProcesses:
                 placed[name] = self._ray.get(promise, timeout=ANSWER_S)
             except self._ray.exceptions.RayError as error:
                 raise UserError(
-                    f"no node of the cluster has taken it within {ANSWER_S:g} s: {_line(error)}",
+                    f"no node of the cluster has taken it within {ANSWER_S:g} s: {line_of(error)}",
                     place=name,
                     remedy="`ray status` lists what the nodes have",
                 ) from error
@@ -266,14 +266,3 @@ class RayProcesses:
 def _bundles(run: PreparedRun) -> dict[str, Bundle]:
     spec = site_spec(run.spec, run.identity.root_public_key)
     return {bundle.group: bundle for bundle in make_bundles(spec, run.identity)}
-
-
-def _line(error: Exception) -> str:
-    """The telling line of what Ray raised."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, UserError):
-        return " ".join(str(cause).split())
-    text = str(error)
-    if "No module named 'runspec'" in text:
-        return "the package runspec-rl is not installed on that node"
-    return " ".join(text.split())[:400]

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from runspec.backends.ray.cluster import choose_trunk, connect, demands, find_keeper, options
+from runspec.backends.ray.cluster import (
+    choose_trunk,
+    connect,
+    demands,
+    find_keeper,
+    line_of,
+    options,
+)
 from runspec.core.errors import UserError
 from runspec.local.site import groups_of
 from tests.runspec.local.fake_run import small_spec
@@ -90,3 +97,13 @@ def test_a_closed_port_is_said_at_once():
 def test_a_malformed_address_is_named():
     with pytest.raises(UserError, match=r"placement\.address ray://host:port"):
         connect("ray://host:port")
+
+
+def test_a_node_without_the_package_is_said_in_a_line():
+    # given how Ray 2.60 tells of it
+    told = RuntimeError(
+        "The actor died because of an error raised in its creation task, ray::Keeper.__init__()\n"
+        "RuntimeError: The actor with name Keeper failed to import on the worker.\n"
+        "ModuleNotFoundError: No module named 'runspec'"
+    )
+    assert line_of(told).startswith("the package runspec-rl is not installed on that node: pip")
