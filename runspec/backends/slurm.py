@@ -16,7 +16,8 @@ STOP_S = 300
 """Seconds before the time limit at which the run is paused."""
 RAY_PORT = 6379
 GONE_S = 30
-"""Seconds after which Ray on the other nodes takes the first one's for ended, and ends too."""
+"""Seconds after which Ray on the other nodes takes the first one's for ended, and ends too. While
+`ray stop` runs on the first node, `ray symmetric-run` must not take it for ended."""
 LAST_S = 120
 """Seconds after the first node's end at which `srun` kills the others, which fails the job."""
 WAIT_S = 600
