@@ -52,16 +52,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayRun]:
 
 def test_a_run_outlives_a_node_and_its_commands_work_from_anywhere(run: RayRun) -> None:
     run.reach(2)
-    # then its logs are followed, and a value is changed while it runs
-    log = run.cluster.folder / "follow.log"
-    follows = run.start("logs", NAME, "-f", "--runs-dir", str(run.runs_dir), output=log)
-    assert "verify.prefill_share" in run.change("verify.prefill_share=0.9")
-    # and when the validator's node dies
+    # when the validator's node dies
     either = run.cluster.nodes[2:]
     [dead] = [node for node in either if list(node.folder.glob(VALIDATOR))]
     [other] = [node for node in either if node is not dead]
     dead.kill()
-    # then what was there starts on the other, and the run comes to its end
+    # then a value is still changed, and logs are followed
+    assert "verify.prefill_share" in run.change("verify.prefill_share=0.9")
+    log = run.cluster.folder / "follow.log"
+    follows = run.start("logs", NAME, "-f", "--runs-dir", str(run.runs_dir), output=log)
+    # and what was on the node starts on the other, and the run comes to its end
     assert "validator-0" in run.command("status", NAME)
     assert run.process is not None
     assert run.process.wait(PATIENCE_S) == 0, run.shown()
