@@ -45,9 +45,9 @@ from runspec.local.conclude import REPORT_FILE, SAMPLES_FILE, SUMMARY_FILE, conc
 from runspec.local.full_states import full_states
 from runspec.local.metrics import FILE_NAME as METRICS_FILE
 from runspec.local.state import RunState
-from verify.coordinator.events import RolledBack
-from verify.coordinator.policy import Policy
-from verify.coordinator.transitions import replay
+from verify.coordinator.machine.events import RolledBack
+from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.transitions import replay
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 from verify.formats.layout import STATE_FILE, step_folder
 from verify.ledger import open_ledger

@@ -35,9 +35,9 @@ from tests.harness import ROOT
 from tests.waiting import eventually
 from verify.activations import round_to_bf16
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
-from verify.coordinator.policy import Policy
-from verify.coordinator.reputation import Standing
-from verify.coordinator.transitions import replay
+from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.reputation import Standing
+from verify.coordinator.machine.transitions import replay
 from verify.formats.layout import STATE_FILE
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission

@@ -18,7 +18,7 @@ from runspec.core.spec.resolved import load_resolved
 from tests.e2e.family_model import installed, write_model
 from tests.e2e.quick import QuickRun
 from tests.harness import PATIENCE_S, runspec, standing_still
-from verify.coordinator.events import RolledBack
+from verify.coordinator.machine.events import RolledBack
 from verify.formats.layout import STATE_FILE
 from verify.ledger import Ledger
 

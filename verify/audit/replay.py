@@ -18,7 +18,7 @@ from verify.audit.findings import Credit, Report
 from verify.audit.leases import LeaseAudit
 from verify.audit.signers import Signers, read_roles
 from verify.audit.snapshot import Row, open_snapshot
-from verify.coordinator.events import (
+from verify.coordinator.machine.events import (
     Event,
     LeaseGranted,
     NonceDrawn,
@@ -27,11 +27,11 @@ from verify.coordinator.events import (
     SubmissionJudged,
     SubmissionReceived,
 )
-from verify.coordinator.gap_history import fault, is_fault
-from verify.coordinator.history import History
-from verify.coordinator.policy import Policy
-from verify.coordinator.state import State
-from verify.coordinator.transitions import IllegalTransition, apply
+from verify.coordinator.machine.gap_history import fault, is_fault
+from verify.coordinator.machine.history import History
+from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.state import State
+from verify.coordinator.machine.transitions import IllegalTransition, apply
 from verify.formats.batch import BatchGroup
 from verify.formats.layout import refuse_older_run
 from verify.formats.lease import Lease

@@ -13,7 +13,7 @@ from runspec.core.hashing import is_digest
 from runspec.core.spec.schema import RunSpec
 from verify.audit.snapshot import open_snapshot
 from verify.checks.intake import Rejected, open_rows
-from verify.coordinator.events import LeaseGranted, SubmissionReceived
+from verify.coordinator.machine.events import LeaseGranted, SubmissionReceived
 from verify.formats.layout import SubmissionFiles, refuse_older_run, submission_files
 from verify.formats.lease import Lease
 from verify.formats.submission import MAX_ENVELOPE_BYTES, Rollout

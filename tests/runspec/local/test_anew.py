@@ -25,7 +25,7 @@ from tests.runspec.local.fake_apply import fake_roles
 from tests.runspec.local.fake_run import prepared, small_spec
 from tests.runspec.local.test_rollback import Killed
 from tests.waiting import DEADLINE_S, eventually
-from verify.coordinator.events import CoordinatorStarted, NonceDrawn, StepClosed
+from verify.coordinator.machine.events import CoordinatorStarted, NonceDrawn, StepClosed
 from verify.formats.layout import STATE_FILE
 from verify.ledger import Ledger
 

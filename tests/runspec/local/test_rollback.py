@@ -31,9 +31,14 @@ from runspec.local.run_dir import hold
 from runspec.local.state import RunState
 from tests.object_store import BUCKET, s3_server
 from tests.runspec.local.fake_run import prepared, small_spec
-from verify.coordinator.events import NonceDrawn, StepClosed, VersionPublished, WorkerRegistered
 from verify.coordinator.journal import Journal
-from verify.coordinator.policy import Policy
+from verify.coordinator.machine.events import (
+    NonceDrawn,
+    StepClosed,
+    VersionPublished,
+    WorkerRegistered,
+)
+from verify.coordinator.machine.policy import Policy
 from verify.formats.layout import STATE_FILE, step_folder
 from verify.ledger import Ledger
 

@@ -18,8 +18,8 @@ from runspec.core.keys import SigningKey
 from tests.sampler.worker.works import free_port, site_of, working
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from tests.waiting import eventually
-from verify.coordinator.events import LeaseGranted, SubmissionReceived
-from verify.coordinator.filling import MAX_OPEN_LEASES
+from verify.coordinator.machine.events import LeaseGranted, SubmissionReceived
+from verify.coordinator.machine.filling import MAX_OPEN_LEASES
 from verify.formats.layout import STATE_FILE
 from verify.formats.submission import decode_rollouts
 from verify.ledger import Ledger

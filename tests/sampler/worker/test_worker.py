@@ -30,7 +30,7 @@ from tests.preloaded import SAMPLER, Program
 from tests.sampler.engine.models import END_TOKEN, Reference, save_version
 from tests.sampler.worker.works import free_port
 from tests.waiting import eventually
-from verify.coordinator.events import LeaseExpired, LeaseGranted, LeaseReleased
+from verify.coordinator.machine.events import LeaseExpired, LeaseGranted, LeaseReleased
 from verify.formats.layout import STATE_FILE
 from verify.formats.submission import Rollout, decode_rollouts, open_submission
 from verify.ledger import Ledger

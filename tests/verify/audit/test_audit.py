@@ -25,7 +25,7 @@ from verify.audit import replay
 from verify.audit.findings import Credit
 from verify.audit.replay import audit
 from verify.audit.signers import read_roles
-from verify.coordinator.events import RolledBack
+from verify.coordinator.machine.events import RolledBack
 from verify.formats.batch import open_batch, sign_batch
 from verify.formats.layout import step_folder
 from verify.formats.lease import Lease, open_lease, sign_lease

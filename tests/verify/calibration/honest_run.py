@@ -14,7 +14,7 @@ from runspec.core.spec.resolved import FILE_NAME, dump_resolved
 from runspec.core.spec.run_files import weights_folder
 from runspec.core.spec.schema import RunSpec
 from tests.verify.small_model import fixed_key
-from verify.coordinator.events import LeaseGranted, SubmissionReceived
+from verify.coordinator.machine.events import LeaseGranted, SubmissionReceived
 from verify.formats.layout import STATE_FILE, submission_files
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission

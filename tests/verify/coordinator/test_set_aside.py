@@ -12,10 +12,10 @@ from tests.verify.coordinator.filled import Filled, digest, key
 from tests.verify.coordinator.over_http import check, sample, status
 from verify.audit.dropped import read_dropped
 from verify.audit.replay import audit
-from verify.coordinator.claims import ATTEMPTS
-from verify.coordinator.events import FailedAttempt, KeyBanned, SubmissionSetAside
-from verify.coordinator.reputation import BAN_AFTER
-from verify.coordinator.state import LeaseRecord
+from verify.coordinator.machine.events import FailedAttempt, KeyBanned, SubmissionSetAside
+from verify.coordinator.machine.reputation import BAN_AFTER
+from verify.coordinator.machine.state import LeaseRecord
+from verify.coordinator.services.claims import ATTEMPTS
 from verify.formats.layout import STATE_FILE
 from verify.ledger import Ledger
 

@@ -16,9 +16,9 @@ from typing import Literal
 
 from rpds import HashTrieMap
 
-from verify.coordinator.events import FailedAttempt, GroupGrade, VersionPublished
-from verify.coordinator.policy import Policy
-from verify.coordinator.reputation import Standing, prefill_share
+from verify.coordinator.machine.events import FailedAttempt, GroupGrade, VersionPublished
+from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.reputation import Standing, prefill_share
 from verify.formats.lease import Lease
 from verify.gap_noise import GapNoise
 

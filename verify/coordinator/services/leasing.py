@@ -13,10 +13,11 @@ from runspec.core.files import sync_folder
 from runspec.core.keys import SigningKey
 from runspec.core.roles import Roles
 from runspec.core.spec.schema import RunSpec
-from verify.coordinator import filling
-from verify.coordinator.admission import Admission
 from verify.coordinator.edge import Edge
-from verify.coordinator.events import (
+from verify.coordinator.intake import Refusal, received, to_the_end, write_small
+from verify.coordinator.journal import Finished, Journal
+from verify.coordinator.machine import filling
+from verify.coordinator.machine.events import (
     LeaseGranted,
     LeaseOverdue,
     LeaseReleased,
@@ -24,9 +25,8 @@ from verify.coordinator.events import (
     SubmissionReceived,
     WorkerRegistered,
 )
-from verify.coordinator.intake import Refusal, received, to_the_end, write_small
-from verify.coordinator.journal import Finished, Journal
-from verify.coordinator.state import LeaseRecord, State
+from verify.coordinator.machine.state import LeaseRecord, State
+from verify.coordinator.services.admission import Admission
 from verify.formats.layout import SubmissionFiles, submission_files
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import SubmissionEnvelope

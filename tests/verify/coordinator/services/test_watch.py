@@ -13,7 +13,7 @@ from runspec.core.latest import Latest, sign_latest
 from runspec.core.roles import Roles
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN
 from tests.verify.coordinator.filled import digest
-from verify.coordinator import watch
+from verify.coordinator.services import watch
 
 PLACES = ["http://a..b/", "http://[fe80::1%25eth\x91]/", "/\x18", "http://127.0.0.1:1/", "//", ""]
 ANSWERS = [

@@ -213,7 +213,7 @@ class FailedAttempt:
 @dataclass(frozen=True)
 class SubmissionSetAside:
     """Validators that judge others fail at this submission, so it is judged no more. Its groups are
-    dropped; its worker or the validators may be at fault (`verify.coordinator.claims`)."""
+    dropped; its worker or the validators may be at fault (`verify.coordinator.services.claims`)."""
 
     at: float
     lease: str

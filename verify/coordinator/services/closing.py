@@ -12,13 +12,18 @@ from runspec.core.files import write_atomic
 from runspec.core.keys import SigningKey
 from runspec.core.latest import Latest
 from runspec.core.process import RunStopped
-from verify.coordinator import filling
-from verify.coordinator.activity import Activity
-from verify.coordinator.events import CoordinatorStarted, LeaseExpired, StepClosed, VersionPublished
-from verify.coordinator.grading import batch_stats
 from verify.coordinator.journal import Journal
-from verify.coordinator.stalls import RUN_DIR, Stalled
-from verify.coordinator.state import Tally
+from verify.coordinator.machine import filling
+from verify.coordinator.machine.events import (
+    CoordinatorStarted,
+    LeaseExpired,
+    StepClosed,
+    VersionPublished,
+)
+from verify.coordinator.machine.grading import batch_stats
+from verify.coordinator.machine.stalls import RUN_DIR, Stalled
+from verify.coordinator.machine.state import Tally
+from verify.coordinator.services.activity import Activity
 from verify.formats.batch import BatchGroup, BatchManifest, sign_batch
 from verify.formats.layout import STATE_FILE
 

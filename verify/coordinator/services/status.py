@@ -17,16 +17,16 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from verify.coordinator.activity import Activity, Peer, Peers
 from verify.coordinator.edge import Edge
 from verify.coordinator.edge.cache import Cache
-from verify.coordinator.filling import needed_groups, tried_groups
-from verify.coordinator.history import History
 from verify.coordinator.journal import Journal
-from verify.coordinator.judging import Judging
-from verify.coordinator.reputation import reputation
-from verify.coordinator.stalls import waited_for
-from verify.coordinator.state import LeaseRecord, State
+from verify.coordinator.machine.filling import needed_groups, tried_groups
+from verify.coordinator.machine.history import History
+from verify.coordinator.machine.reputation import reputation
+from verify.coordinator.machine.stalls import waited_for
+from verify.coordinator.machine.state import LeaseRecord, State
+from verify.coordinator.services.activity import Activity, Peer, Peers
+from verify.coordinator.services.judging import Judging
 
 
 class Status:

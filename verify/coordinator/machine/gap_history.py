@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from verify.coordinator.reputation import WORKERS_GAPS
-from verify.coordinator.state import Worker
+from verify.coordinator.machine.reputation import WORKERS_GAPS
+from verify.coordinator.machine.state import Worker
 from verify.gap_noise import GapNoise
 
 if TYPE_CHECKING:  # the state machine is read by commands that need no arrays

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verify.coordinator.claims import (
+from verify.coordinator.services.claims import (
     ASKED_LATELY_S,
     ATTEMPTS,
     CLAIM_TIMEOUT_S,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from verify.coordinator.events import (
+from verify.coordinator.machine.events import (
     BanLifted,
     CoordinatorStarted,
     Event,
@@ -34,10 +34,19 @@ from verify.coordinator.events import (
     WorkerQuarantined,
     WorkerRegistered,
 )
-from verify.coordinator.gap_history import with_gaps
-from verify.coordinator.policy import Policy
-from verify.coordinator.reputation import Standing
-from verify.coordinator.state import Draw, LeaseRecord, OpenStep, Pace, Rank, State, Tally, Worker
+from verify.coordinator.machine.gap_history import with_gaps
+from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.reputation import Standing
+from verify.coordinator.machine.state import (
+    Draw,
+    LeaseRecord,
+    OpenStep,
+    Pace,
+    Rank,
+    State,
+    Tally,
+    Worker,
+)
 
 LONGEST_DEFERRAL_S = 600.0
 """A lease is extended by no more at once, beyond the time of the event."""

@@ -12,15 +12,15 @@ import pytest
 from runspec.cli.desk import _MAX_STATUS_BYTES
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.filled import POLICY, Filled, key, policy
-from tests.verify.coordinator.services import edge_of, journal_of
-from verify.coordinator.activity import Activity, Peers, scalars
+from tests.verify.coordinator.in_process import edge_of, journal_of
 from verify.coordinator.edge.new_keys import MAX_UNPROVEN
-from verify.coordinator.events import StepClosed
-from verify.coordinator.history import History
-from verify.coordinator.judging import Judging
-from verify.coordinator.state import State
-from verify.coordinator.status import Status
-from verify.coordinator.transitions import apply
+from verify.coordinator.machine.events import StepClosed
+from verify.coordinator.machine.history import History
+from verify.coordinator.machine.state import State
+from verify.coordinator.machine.transitions import apply
+from verify.coordinator.services.activity import Activity, Peers, scalars
+from verify.coordinator.services.judging import Judging
+from verify.coordinator.services.status import Status
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.verify.coordinator.filled import POLICY, digest, key, started
-from verify.coordinator.events import (
+from verify.coordinator.machine.events import (
     BY_OPERATOR,
     BanLifted,
     Event,
@@ -27,7 +27,7 @@ from verify.coordinator.events import (
     WorkerQuarantined,
     WorkerRegistered,
 )
-from verify.coordinator.transitions import IllegalTransition, apply, replay
+from verify.coordinator.machine.transitions import IllegalTransition, apply, replay
 
 
 def test_what_cannot_follow_is_refused() -> None:

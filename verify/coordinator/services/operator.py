@@ -16,10 +16,10 @@ from runspec.core.errors import UserError
 from runspec.core.hashing import is_digest
 from runspec.core.roles import Roles
 from runspec.core.spec.schema import RunSpec
-from verify.coordinator.events import BY_OPERATOR, BanLifted, InviteRevoked, KeyBanned
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
-from verify.coordinator.policy import Policy
+from verify.coordinator.machine.events import BY_OPERATOR, BanLifted, InviteRevoked, KeyBanned
+from verify.coordinator.machine.policy import Policy
 from verify.ledger import open_ledger
 
 MAX_REASON = 500

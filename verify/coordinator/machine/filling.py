@@ -41,9 +41,9 @@ from dataclasses import dataclass
 from itertools import chain
 from math import inf
 
-from verify.coordinator.events import LeaseOverdue, TrainedGroup
-from verify.coordinator.stalls import Stalled, banned, unfilled, unopened
-from verify.coordinator.state import LeaseRecord, Pace, Rank, State
+from verify.coordinator.machine.events import LeaseOverdue, TrainedGroup
+from verify.coordinator.machine.stalls import Stalled, banned, unfilled, unopened
+from verify.coordinator.machine.state import LeaseRecord, Pace, Rank, State
 from verify.formats.lease import Lease
 
 IDLE_DEADLINE_S = 900.0

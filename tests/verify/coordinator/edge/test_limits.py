@@ -14,15 +14,15 @@ from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import Verify
 from tests.verify.coordinator.deployment import RUN, tiny_spec
 from tests.verify.coordinator.filled import Filled, key
-from tests.verify.coordinator.services import roles_of
-from verify.coordinator.admission import Admission
+from tests.verify.coordinator.in_process import roles_of
 from verify.coordinator.edge import new_keys
 from verify.coordinator.edge.addresses import UNKNOWN, client_address, networks
 from verify.coordinator.edge.limiter import AT_ONCE, RATES, Limiter, Name, Rate
 from verify.coordinator.edge.new_keys import NewKeys
-from verify.coordinator.events import BY_OPERATOR, KeyBanned, WorkerRegistered
 from verify.coordinator.intake import Refusal
-from verify.coordinator.transitions import replay
+from verify.coordinator.machine.events import BY_OPERATOR, KeyBanned, WorkerRegistered
+from verify.coordinator.machine.transitions import replay
+from verify.coordinator.services.admission import Admission
 
 COORDINATOR = SigningKey.generate()
 DAY_S = 86400.0

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.verify.coordinator.filled import Filled, digest, key, policy
-from verify.coordinator import filling
-from verify.coordinator.events import (
+from verify.coordinator.machine import filling
+from verify.coordinator.machine.events import (
     BY_OPERATOR,
     BanLifted,
     Event,
@@ -25,10 +25,10 @@ from verify.coordinator.events import (
     WorkerQuarantined,
     WorkerRegistered,
 )
-from verify.coordinator.filling import Close
-from verify.coordinator.reputation import BAN_AFTER, CLEAR_AFTER, reputation
-from verify.coordinator.state import Rank
-from verify.coordinator.transitions import replay
+from verify.coordinator.machine.filling import Close
+from verify.coordinator.machine.reputation import BAN_AFTER, CLEAR_AFTER, reputation
+from verify.coordinator.machine.state import Rank
+from verify.coordinator.machine.transitions import replay
 
 OWN, STRANGERS = ["a", "b"], ["c", "d", "e"]
 WORKERS = [*OWN, *STRANGERS]

@@ -6,7 +6,7 @@ versions of this program, and what a worker was told must stay true.
 
 from __future__ import annotations
 
-from verify.coordinator.events import (
+from verify.coordinator.machine.events import (
     BY_COORDINATOR,
     Event,
     KeyBanned,
@@ -15,9 +15,9 @@ from verify.coordinator.events import (
     SubmissionSetAside,
     WorkerQuarantined,
 )
-from verify.coordinator.reputation import BAN_AFTER, CLEAR_AFTER, should_quarantine
-from verify.coordinator.state import State
-from verify.coordinator.transitions import apply
+from verify.coordinator.machine.reputation import BAN_AFTER, CLEAR_AFTER, should_quarantine
+from verify.coordinator.machine.state import State
+from verify.coordinator.machine.transitions import apply
 
 SET_ASIDE = "set aside: validators came to no verdict on a submission"
 

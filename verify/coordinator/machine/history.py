@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from verify.coordinator.events import (
+from verify.coordinator.machine.events import (
     Event,
     NonceDrawn,
     RolledBack,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verify.coordinator.events import GroupGrade
-from verify.coordinator.state import State, Tally
+from verify.coordinator.machine.events import GroupGrade
+from verify.coordinator.machine.state import State, Tally
 
 RUN_DIR = "RUN_DIR"
 """Stands in a remedy for the run directory, which a State does not know."""

@@ -25,7 +25,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from runspec.core.errors import one_line
-from verify.coordinator.events import FailedAttempt
+from verify.coordinator.machine.events import FailedAttempt
 from verify.stages import DEADLINES_S
 
 CLAIM_TIMEOUT_S = 300.0

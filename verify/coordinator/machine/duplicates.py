@@ -17,8 +17,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from verify.coordinator.gap_history import is_fault
-from verify.coordinator.state import State
+from verify.coordinator.machine.gap_history import is_fault
+from verify.coordinator.machine.state import State
 from verify.formats.layout import submission_files
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import RolloutVerdict, read_fingerprints

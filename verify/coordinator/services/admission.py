@@ -14,7 +14,7 @@ from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.edge.new_keys import NewKeys
 from verify.coordinator.intake import Refusal
-from verify.coordinator.state import State
+from verify.coordinator.machine.state import State
 
 
 class Admission:

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from verify.coordinator.events import GroupGrade
-from verify.coordinator.state import Tally
+from verify.coordinator.machine.events import GroupGrade
+from verify.coordinator.machine.state import Tally
 from verify.formats.lease import Lease
 from verify.formats.verdict import RolloutVerdict
 

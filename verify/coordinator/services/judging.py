@@ -10,15 +10,15 @@ from pathlib import Path
 from types import MappingProxyType
 
 from runspec.core.files import sync_folder
-from verify.coordinator.claims import Claims
-from verify.coordinator.duplicates import Seen, by_coordinator
-from verify.coordinator.events import GroupGrade, SubmissionJudged, SubmissionSetAside
-from verify.coordinator.gap_history import AnotherCalibration, excess_of
-from verify.coordinator.gap_history import fault as gap_fault
-from verify.coordinator.grading import VerdictMismatch, grade_groups
 from verify.coordinator.intake import Refusal, received, write_small
 from verify.coordinator.journal import Finished, Journal
-from verify.coordinator.state import LeaseRecord
+from verify.coordinator.machine.duplicates import Seen, by_coordinator
+from verify.coordinator.machine.events import GroupGrade, SubmissionJudged, SubmissionSetAside
+from verify.coordinator.machine.gap_history import AnotherCalibration, excess_of
+from verify.coordinator.machine.gap_history import fault as gap_fault
+from verify.coordinator.machine.grading import VerdictMismatch, grade_groups
+from verify.coordinator.machine.state import LeaseRecord
+from verify.coordinator.services.claims import Claims
 from verify.formats.layout import submission_files
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import (

@@ -12,11 +12,11 @@ from runspec.core.spec.schema import Backlog as BacklogLimits
 from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import RUN
 from tests.verify.coordinator.filled import Filled
-from verify.coordinator.admission import Admission
 from verify.coordinator.edge import Edge
 from verify.coordinator.edge.backlog import Backlog
 from verify.coordinator.journal import Journal
-from verify.coordinator.leasing import Leasing
+from verify.coordinator.services.admission import Admission
+from verify.coordinator.services.leasing import Leasing
 from verify.ledger_store import SqliteStore, StoredRow, StoreError
 
 NOBODY = frozenset[str]()
