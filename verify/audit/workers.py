@@ -8,7 +8,8 @@ from typing import Any
 
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
-from verify.audit.snapshot import NoLedger, open_snapshot
+from verify.audit.ledger_rows import NoLedger
+from verify.audit.snapshot import open_snapshot
 from verify.coordinator.machine.policy import Policy
 from verify.coordinator.machine.state import State
 from verify.coordinator.machine.transitions import IllegalTransition, replay

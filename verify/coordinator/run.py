@@ -36,7 +36,6 @@ from verify.coordinator.services.leasing import Leasing
 from verify.coordinator.services.operator import OperatorService
 from verify.coordinator.services.status import Status
 from verify.coordinator.services.watch import watch_latest
-from verify.formats.layout import refuse_older_run
 from verify.formats.spec import sign_spec
 from verify.ledger import open_ledger
 
@@ -71,7 +70,6 @@ async def serve(
     """
     with not_retried():
         spec = load_resolved(run_dir)
-        refuse_older_run(run_dir)
         key = SigningKey.load(run_dir / "keys" / "coordinator.key")
         roles_document, roles = _read_roles(run_dir, spec, key, root_public_key)
         noise = gap_noise_by_pool(spec)

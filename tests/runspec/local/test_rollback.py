@@ -22,8 +22,8 @@ from runspec.cli.wait import wait_command
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.object_store import ObjectPath
+from runspec.core.run_files import STATE_FILE, checkpoints_folder, step_folder
 from runspec.core.spec.resolved import dump_resolved, load_resolved, spec_digest
-from runspec.core.spec.run_files import checkpoints_folder
 from runspec.local import rollback
 from runspec.local.planning import make_plan
 from runspec.local.rollback import complete_rollback, roll_back
@@ -39,7 +39,6 @@ from verify.coordinator.machine.events import (
     WorkerRegistered,
 )
 from verify.coordinator.machine.policy import Policy
-from verify.formats.layout import STATE_FILE, step_folder
 from verify.ledger import Ledger
 
 STEPS = 6

@@ -12,6 +12,7 @@ from runspec.core.errors import NotNow, UserError
 from runspec.core.keys import SigningKey
 from runspec.core.latest import Latest
 from runspec.core.process import RunStopped
+from runspec.core.run_files import submission_files
 from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec, verdict
 from tests.verify.coordinator.filled import digest
@@ -32,7 +33,6 @@ from verify.coordinator.services.activity import Activity
 from verify.coordinator.services.closing import Closing
 from verify.coordinator.services.judging import Judging
 from verify.coordinator.services.operator import OperatorService
-from verify.formats.layout import submission_files
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict

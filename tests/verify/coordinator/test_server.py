@@ -18,6 +18,7 @@ from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.process import RunStopped
+from runspec.core.run_files import submission_files
 from runspec.core.spec.resolved import dump_resolved
 from tests.ended_at_once import hears_sigterm_at_once
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, tiny_spec, verdict
@@ -28,7 +29,6 @@ from tests.waiting import eventually
 from verify.client import RunFinished
 from verify.coordinator.machine.reputation import WORKERS_GAPS
 from verify.coordinator.services.judging import Judging
-from verify.formats.layout import submission_files
 from verify.formats.lease import Lease
 from verify.formats.verdict import decode_verdicts
 

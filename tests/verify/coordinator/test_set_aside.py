@@ -6,6 +6,7 @@ from contextlib import closing
 
 import pytest
 
+from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.resolved import load_resolved
 from tests.verify.coordinator.deployment import DEADLINE_S, Site
 from tests.verify.coordinator.filled import Filled, digest, key
@@ -16,7 +17,6 @@ from verify.coordinator.machine.events import FailedAttempt, KeyBanned, Submissi
 from verify.coordinator.machine.reputation import BAN_AFTER
 from verify.coordinator.machine.state import LeaseRecord
 from verify.coordinator.services.claims import ATTEMPTS
-from verify.formats.layout import STATE_FILE
 from verify.ledger import Ledger
 
 DIED = (FailedAttempt(1.0, "ab" * 32, "the validator's process ended"),)

@@ -17,9 +17,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from runspec.core.run_files import submission_files
 from verify.coordinator.machine.gap_history import is_fault
 from verify.coordinator.machine.state import State
-from verify.formats.layout import submission_files
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import RolloutVerdict, read_fingerprints
 

@@ -44,7 +44,7 @@ from math import inf
 from verify.coordinator.machine.events import LeaseOverdue, TrainedGroup
 from verify.coordinator.machine.stalls import Stalled, banned, unfilled, unopened
 from verify.coordinator.machine.state import LeaseRecord, Pace, Rank, State
-from verify.formats.lease import Lease
+from verify.formats.lease import MAX_OPEN_LEASES, Lease
 
 IDLE_DEADLINE_S = 900.0
 """Least time in seconds that a run waits for its next version."""
@@ -52,9 +52,6 @@ PATIENCE = 2.0
 """A lease is overdue after this many times what a waiting worker of a better rank takes."""
 PATIENCE_AMONG_EQUALS = 4.0
 """The same where the rank is the same: among honest workers some are so much slower."""
-MAX_OPEN_LEASES = 3
-"""One fills the engine, one has its last sequences sampled, one is being submitted. With fewer, the
-engine idles at the end of each lease. More would tie groups to one worker and to older versions."""
 
 
 @dataclass(frozen=True)

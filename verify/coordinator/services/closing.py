@@ -12,6 +12,7 @@ from runspec.core.files import write_atomic
 from runspec.core.keys import SigningKey
 from runspec.core.latest import Latest
 from runspec.core.process import RunStopped
+from runspec.core.run_files import STATE_FILE
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine import filling
 from verify.coordinator.machine.events import (
@@ -25,7 +26,6 @@ from verify.coordinator.machine.stalls import RUN_DIR, Stalled
 from verify.coordinator.machine.state import Tally
 from verify.coordinator.services.activity import Activity
 from verify.formats.batch import BatchGroup, BatchManifest, sign_batch
-from verify.formats.layout import STATE_FILE
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from runspec.core.files import sync_folder
+from runspec.core.run_files import submission_files
 from verify.coordinator.intake import Refusal, received, write_small
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.machine.duplicates import Seen, by_coordinator
@@ -19,7 +20,6 @@ from verify.coordinator.machine.gap_history import fault as gap_fault
 from verify.coordinator.machine.grading import VerdictMismatch, grade_groups
 from verify.coordinator.machine.state import LeaseRecord
 from verify.coordinator.services.claims import Claims
-from verify.formats.layout import submission_files
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import (
     MAX_BYTES,

@@ -12,6 +12,7 @@ from pathlib import Path
 from runspec.core.files import sync_folder
 from runspec.core.keys import SigningKey
 from runspec.core.roles import Roles
+from runspec.core.run_files import SubmissionFiles, submission_files
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.edge import Edge
 from verify.coordinator.intake import Refusal, received, to_the_end, write_small
@@ -27,7 +28,6 @@ from verify.coordinator.machine.events import (
 )
 from verify.coordinator.machine.state import LeaseRecord, State
 from verify.coordinator.services.admission import Admission
-from verify.formats.layout import SubmissionFiles, submission_files
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import SubmissionEnvelope
 from verify.limits import max_submission_bytes

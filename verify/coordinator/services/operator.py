@@ -8,6 +8,7 @@ run directory. Who can read that file can sign leases and batches too, so it nee
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,15 @@ from runspec.core.roles import Roles
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
-from verify.coordinator.machine.events import BY_OPERATOR, BanLifted, InviteRevoked, KeyBanned
+from verify.coordinator.machine.events import (
+    BY_OPERATOR,
+    BanLifted,
+    InviteRevoked,
+    KeyBanned,
+    RolledBack,
+)
 from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.transitions import replay
 from verify.ledger import open_ledger
 
 MAX_REASON = 500
@@ -103,3 +111,20 @@ def _key_and_reason(body: dict[str, Any]) -> tuple[str, str]:
     if not isinstance(reason, str) or not reason.strip() or len(reason) > MAX_REASON:
         raise Refusal(400, f"reason must be a text of 1 to {MAX_REASON} characters")
     return key, reason.strip()
+
+
+def closed_steps(run_dir: Path, spec: RunSpec) -> int:
+    """Steps that the ledger of a stopped run has closed.
+
+    Raises:
+        UserError: the ledger cannot be read, or another process writes it.
+    """
+    with closing(open_ledger(run_dir, spec)) as ledger:
+        ledger.own()
+        return replay(Policy.of(spec), ledger.events()).next_close
+
+
+def record_rollback(run_dir: Path, spec: RunSpec, version: int) -> None:
+    """Records in the ledger of a stopped run that it goes on from an earlier version."""
+    with closing(open_ledger(run_dir, spec)) as ledger:
+        ledger.append([RolledBack(time.time(), version)])

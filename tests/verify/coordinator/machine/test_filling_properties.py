@@ -29,6 +29,7 @@ from verify.coordinator.machine.filling import Close
 from verify.coordinator.machine.reputation import BAN_AFTER, CLEAR_AFTER, reputation
 from verify.coordinator.machine.state import Rank
 from verify.coordinator.machine.transitions import replay
+from verify.formats.lease import MAX_OPEN_LEASES
 
 OWN, STRANGERS = ["a", "b"], ["c", "d", "e"]
 WORKERS = [*OWN, *STRANGERS]
@@ -259,7 +260,7 @@ class Filling(RuleBasedStateMachine):
     @invariant()
     def a_worker_holds_only_so_many_leases(self):
         held = Counter(r.lease.worker for r in self.of("open") if r.expires > self.run.now)
-        assert max(held.values(), default=0) <= filling.MAX_OPEN_LEASES
+        assert max(held.values(), default=0) <= MAX_OPEN_LEASES
 
     @invariant()
     def every_nonce_was_drawn_after_its_workers_key_was_known(self):

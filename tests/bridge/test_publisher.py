@@ -14,14 +14,14 @@ from typing import Any
 import jax
 import pytest
 
+from bridge.publisher import Publisher, publish_versions
 from broadcast.store import newest_version
 from learner_jax.checkpoint import save_params
 from learner_jax.model import init_params
-from learner_jax.publisher import Publisher, publish_versions
 from learner_jax.warm_start import model_config
 from runspec.core.errors import UserError
 from runspec.core.latest import open_latest
-from runspec.core.spec.run_files import params_folder, versions_in, weights_folder
+from runspec.core.run_files import params_folder, versions_in, weights_folder
 from tests.learner_jax.conftest import Run, write_initial_model
 
 LOG = logging.getLogger("test")
@@ -132,7 +132,7 @@ def test_the_loop_publishes_what_appears_and_ends_when_told(run: Run) -> None:
 
 
 def test_the_publisher_needs_no_jax() -> None:
-    code = "import sys, learner_jax.publisher; print(json.dumps('jax' in sys.modules))"
+    code = "import sys, bridge.publisher; print(json.dumps('jax' in sys.modules))"
     out = subprocess.run(
         [sys.executable, "-c", f"import json; {code}"], capture_output=True, check=True, text=True
     )

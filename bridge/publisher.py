@@ -25,16 +25,23 @@ from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
 from broadcast.manifest import WeightsManifest, open_manifest
 from broadcast.store import DELTA_NAME, prune, publish, refresh_latest
-from learner_jax.layout import PARAMS_NAME, clear_unfinished, remove_entry
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers
 from runspec.core.keys import SigningKey
 from runspec.core.latest import RESIGN_EVERY_S
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
+from runspec.core.run_files import (
+    PARAMS_NAME,
+    clear_unfinished,
+    initial_model,
+    params_folder,
+    remove_entry,
+    versions_in,
+    weights_folder,
+)
 from runspec.core.signed import BadSignature
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.run_files import initial_model, params_folder, versions_in, weights_folder
 from runspec.core.spec.schema import RunSpec
 
 POLL_S = 0.03

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from bridge.delta import apply_deltas
+from bridge.publisher import Publisher
 from broadcast.layout import chunk_name, latest_name, manifest_name
 from broadcast.manifest import WeightsManifest, open_manifest
 from broadcast.store import newest_version
 from learner_jax.checkpoint import save_params
 from learner_jax.model import init_params
-from learner_jax.publisher import Publisher
 from learner_jax.warm_start import model_config
-from runspec.core.spec.run_files import params_folder, versions_in, weights_folder
+from runspec.core.run_files import params_folder, versions_in, weights_folder
 from tests.learner_jax.conftest import Run, changed, write_initial_model
 
 LOG = logging.getLogger("test")
