@@ -91,3 +91,38 @@ def test_every_test_that_the_page_of_promises_names_is_there() -> None:
         assert path.exists(), file
         if test:
             assert re.search(rf"def {test}\b", path.read_text(encoding="utf-8")), f"{file}::{test}"
+
+
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+
+
+def test_every_path_that_the_page_on_the_architecture_names_is_there() -> None:
+    page = ARCHITECTURE.read_text(encoding="utf-8")
+    quoted = re.findall(r"`([\w./-]+)`", page)
+    paths = [name for name in quoted if "/" in name or name.endswith((".py", ".toml"))]
+    linked = [f"docs/{name}" for name in re.findall(r"\]\(([\w.-]+\.md)", page)]
+    assert len(paths) > 80
+    assert [name for name in [*paths, *linked] if not (ROOT / name).exists()] == []
+
+
+def test_the_nucleus_can_be_read_in_one_sitting() -> None:
+    section = ARCHITECTURE.read_text(encoding="utf-8").split("\n## The nucleus\n")[1]
+    files = re.findall(r"^\d+\. `([\w./-]+)`", section, re.MULTILINE)
+    lines = sum(len((ROOT / file).read_text(encoding="utf-8").splitlines()) for file in files)
+    assert 10 <= len(files) <= 14
+    assert lines <= 3500
+
+
+def test_no_file_refers_to_notes_outside_the_repository() -> None:
+    outside = re.compile(r"\b(?:DESIGN|RECIPE|GPU_ATTENTION|(?:FINDINGS|STYLE)\.md)\b")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--", "*.py", "*.md", "*.yaml", "*.toml", "Makefile"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    texts = {f: f.read_text(encoding="utf-8") for f in files if f != Path(__file__) and f.exists()}
+    assert len(texts) > 500
+    assert [str(file) for file, text in texts.items() if outside.search(text)] == []

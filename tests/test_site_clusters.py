@@ -85,7 +85,7 @@ def test_the_commands_for_slurm(folder: Path) -> None:
         printed += done.stdout
         if words[0] == "sbatch":
             eventually(lambda: "ran apply" in (folder / "job.log").read_text(), "the job applies")
-    assert f"batch job {JOB}" in printed and "ran status target-long" in printed
+    assert f"batch job {JOB}" in printed and "ran status /shared/runs/target-long" in printed
     # then the run was applied with the options that were rendered, and paused
     eventually(lambda: "ran pause" in (folder / "job.log").read_text(), "the job pauses the run")
     applied = (folder / "job.log").read_text().splitlines()[0]

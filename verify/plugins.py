@@ -48,7 +48,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Graded:
-    """Reward of one rollout: R = T + P for `exact` (see DESIGN, "The mathematics")."""
+    """Reward of one rollout: R = T + P (docs/rewards.md has the length terms P)."""
 
     task_reward: float
     length_penalty: float

@@ -12,7 +12,7 @@ VECTORS = Path(__file__).parents[2] / "tests/learner_jax/parity/vectors.json"
 MAX_NEW_TOKENS = 9
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
 K3 = {"beta": 0.3, "use_bias_correction_kl": False}
-"""Without TRL's factor r_t on the KL term, its default, which DESIGN's formula has not."""
+"""Leaves out the factor r_t on the KL term: TRL has it by default, our formula has none."""
 TRL_LOSSES: dict[str, dict[str, Any]] = {
     "sequence": {"loss_type": "grpo", **CLIP},
     "sequence, delta": {"loss_type": "grpo", "delta": 4.0, **CLIP},

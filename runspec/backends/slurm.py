@@ -15,8 +15,11 @@ from runspec.local.site import groups_started
 STOP_S = 300
 """Seconds before the time limit at which the run is paused."""
 RAY_PORT = 6379
-LAST_S = 60
-"""Seconds that the other nodes have to end after the first."""
+GONE_S = 30
+"""Seconds after which Ray on the other nodes takes the first one's for ended, and ends too. While
+`ray stop` runs on the first node, `ray symmetric-run` must not take it for ended."""
+LAST_S = 120
+"""Seconds after the first node's end at which `srun` kills the others, which fails the job."""
 WAIT_S = 600
 """How long Ray waits for the nodes of the allocation."""
 
@@ -50,6 +53,7 @@ def sbatch_script(spec: RunSpec, words: Sequence[str], run_dir: Path) -> str:
 set -euo pipefail
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT={WAIT_S}
+export RAY_gcs_rpc_server_reconnect_timeout_s={GONE_S}
 srun --wait={LAST_S} ray symmetric-run \\
   --address "${{nodes[0]}}:{RAY_PORT}" --min-nodes "$SLURM_JOB_NUM_NODES" -- \\
   {apply} &

@@ -19,6 +19,7 @@ from tests.sampler.grading.plugin import reward
 from verify.plugins import Problem
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
+"""Folder beside the checkout, with data sets that are not part of the repository."""
 GSM8K = [DATA / "gsm8k_train.jsonl", DATA / "gsm8k_test.jsonl"]
 HUMAN_EVAL = DATA / "humaneval.jsonl.gz"
 Row = dict[str, Any]
@@ -61,7 +62,7 @@ COMPLETIONS: dict[str, Callable[[Row], str]] = {
 
 
 def worked_solutions() -> list[str]:
-    """GSM8K's 8,792; empty where its files are not in shared/data."""
+    """GSM8K's 8,792; empty where `DATA` lacks its files."""
     if not all(path.is_file() for path in GSM8K):
         return []
     lines = [line for path in GSM8K for line in path.read_text(encoding="utf-8").splitlines()]
@@ -69,7 +70,7 @@ def worked_solutions() -> list[str]:
 
 
 def programming_problems() -> list[Row]:
-    """HumanEval's 164; empty where its file is not in shared/data."""
+    """HumanEval's 164; empty where `DATA` lacks its file."""
     if not HUMAN_EVAL.is_file():
         return []
     with gzip.open(HUMAN_EVAL, "rt", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The policy and the loss a second time: one sample at a time, straight from DESIGN, no sharing.
+"""The policy and the loss a second time: one sample at a time, from the formulas of the docs.
 
 Nothing here is packed, scanned, chunked, blocked or sharded, and nothing comes from `learner_jax`.
 Run under `jax.enable_x64(True)` it is the truth that the learner is measured against.

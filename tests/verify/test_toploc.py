@@ -166,7 +166,7 @@ def test_bf16_noise_is_told_from_other_activations(hidden: int) -> None:
 
 @pytest.mark.parametrize("hidden", [64, 1024, 5120])
 def test_no_constant_comes_below_the_constant_error(hidden: int) -> None:
-    """The published limits alone let a constant pass at large hidden sizes (FINDINGS)."""
+    """The published limits alone let a constant pass at large hidden sizes (docs/verify.md)."""
     bits = bf16_bits(np.abs(hidden_states(32, hidden)))
     ordered = np.sort(bits.reshape(-1))[-128:]
     for constant in ordered[::8]:  # the best guesses there are: the values themselves

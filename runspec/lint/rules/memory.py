@@ -145,8 +145,8 @@ def logits_chunk_fits(context: Context) -> Iterator[Violation]:
 
     V the vocabulary. Logits are float32: 2^29 are 2 GiB, over all shards of the vocabulary, and the
     backward pass makes two more arrays of their size. Measured with V = 152k, 8192 positions: 13.7
-    GB with all logits at once, 2.7 GB in chunks of 256 (FINDINGS, JAX). Null chooses 512 to 2048
-    positions, within this bound.
+    GB with all logits at once, 2.7 GB in chunks of 256. Null chooses 512 to 2048 positions, within
+    this bound.
     """
     config, learner = context.config, context.spec.learner
     if config is None or learner.logits_chunk is None:

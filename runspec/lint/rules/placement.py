@@ -205,7 +205,10 @@ def local_storage(context: Context) -> Iterator[Violation]:
 def no_cluster(context: Context) -> Iterator[Violation]:
     """A run on Kubernetes needs a container image.
 
-    placement.kubernetes is given, where placement.backend is kubernetes
+        placement.kubernetes is given, where placement.backend is kubernetes
+
+    Every pod starts from an image that has the package (docs/backends.md, "Images"). Which one fits
+    depends on the cluster's accelerators, so there is no default.
     """
     placement = context.spec.placement
     if placement.backend == "kubernetes" and placement.kubernetes is None:

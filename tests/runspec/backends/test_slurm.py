@@ -21,6 +21,8 @@ STAND_INS = {
     "runspec": 'printf "%s\\n" "$@"',
 }
 """Commands of a cluster, which say what they are called with."""
+RAY_STOP_S = 16 + 5
+"""That `ray stop` gives processes to end, and then to be killed."""
 
 
 def rendered(folder: Path, *words: str | Path) -> str:
@@ -65,6 +67,21 @@ def test_the_run_is_paused_before_its_time_is_up(tmp_path: Path) -> None:
     job.terminate()
     out, _ = job.communicate(timeout=30)
     assert (job.returncode, out) == (0, f"pause {tmp_path / 'target-short'}\n")
+
+
+def test_the_other_nodes_end_before_srun_kills_them(tmp_path: Path) -> None:
+    # given a real Slurm, where a task that `srun --wait` kills fails the job of a finished run
+    script = rendered(tmp_path, TARGET_SHORT, "--profile", "laptop")
+    srun = 'echo "${1#--wait=} $RAY_gcs_rpc_server_reconnect_timeout_s"'
+    done = subprocess.run(
+        ["bash", "-c", script],
+        env=cluster(tmp_path, {**STAND_INS, "srun": srun}),
+        capture_output=True,
+        text=True,
+    )
+    # then Ray has the time to miss its first node and to stop, but not while that node still stops
+    kills, misses = map(int, done.stdout.split())
+    assert RAY_STOP_S < misses < kills - RAY_STOP_S
 
 
 def test_it_asks_for_the_nodes_that_the_hardware_fills(tmp_path: Path) -> None:

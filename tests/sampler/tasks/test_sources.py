@@ -314,6 +314,7 @@ def test_a_dataset_may_hold_objects_and_large_texts(tmp_path: Path) -> None:
 
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
+"""Folder beside the checkout, with data sets that are not part of the repository."""
 
 
 @pytest.mark.parametrize(("split", "count", "first"), [("train", 7473, "72"), ("test", 1319, "18")])
@@ -322,7 +323,7 @@ def test_every_row_of_the_real_files_is_a_problem_with_its_number(
 ) -> None:
     path = DATA / f"gsm8k_{split}.jsonl"
     if not path.is_file():
-        pytest.skip(f"{path.name} is not in shared/data")
+        pytest.skip(f"no file {path}")
     made = make_source(source("gsm8k", path), 1, KeepAll())
     problems = [made.problem(i) for i in range(len(made))]
     assert len(problems) == count

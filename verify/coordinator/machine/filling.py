@@ -1,6 +1,6 @@
 """The decisions of the coordinator: what to lease, when to close a step. Pure functions of a State.
 
-The rules (DESIGN, "Filling a step"; docs/public-runs.md has the promise that they keep):
+The rules (docs/public-runs.md has the promise that they keep):
 - A lease names the newest published version v, and step s is leased only while
   s - v <= async_level. So steps overlap as far as the lag allows and no further.
 - A worker has a rank. Known are the run's own workers and invited ones. Recorded are strangers

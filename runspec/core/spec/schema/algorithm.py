@@ -1,4 +1,4 @@
-"""What is optimised, and how: GRPO and the optimizer. Symbols are DESIGN's, "The mathematics"."""
+"""Settings of the training step: GRPO and the optimizer. docs/architecture.md has the symbols."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def gsm8k() -> list[str]:
     if not (worked := worked_solutions()):
-        pytest.skip("no GSM8K in shared/data")
+        pytest.skip("no files of GSM8K")
     assert len(worked) == 8792
     return worked[::60]
 
@@ -37,7 +37,7 @@ def gsm8k() -> list[str]:
 @pytest.fixture(scope="module")
 def human_eval() -> list[dict[str, Any]]:
     if not (rows := programming_problems()):
-        pytest.skip("no HumanEval in shared/data")
+        pytest.skip("no file of HumanEval")
     assert len(rows) == 164
     return rows[::12]
 
