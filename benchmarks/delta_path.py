@@ -38,10 +38,10 @@ from benchmarks.wire.processes import Tree
 from bridge.delta import write_delta
 from bridge.export import export_checkpoint
 from learner_jax.checkpoint import save_params
-from learner_jax.layout import PARAMS_NAME
 from learner_jax.model import abstract_params
 from runspec.core.hashing import digest_file
 from runspec.core.models.config import ModelConfig, parse_config
+from runspec.core.run_files import PARAMS_NAME
 from runspec.estimate.version_size import delta_bytes, version_bytes
 
 SHAPE: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""`python -m bridge export | import | verify | diff | apply`."""
+"""`python -m bridge publish | export | import | verify | diff | apply`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.object_store import folder_at
+from runspec.core.process import run_role, stop_event
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +43,14 @@ def main(argv: list[str] | None = None) -> int:
     apply.add_argument("delta", metavar="DELTA", type=Path)
     apply.add_argument("out", metavar="OUT", type=Path)
 
+    publish = commands.add_parser(
+        "publish", help="publish each new policy version of a run until told to end"
+    )
+    publish.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
+
     arguments = parser.parse_args(argv)
+    if arguments.command == "publish":
+        return run_role("publisher", lambda log: _publish(arguments.run_dir, log))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         return _COMMANDS[arguments.command](arguments)
@@ -52,6 +60,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 # numpy and TensorStore are imported by the command that needs them, so that --help is quick.
+
+
+def _publish(run_dir: Path, log: logging.Logger) -> None:
+    from bridge.publisher import publish_versions
+
+    publish_versions(run_dir, log, stop_event())
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from broadcast.client import WeightsClient
-from runspec.core.spec.run_files import versions_in
+from runspec.core.run_files import versions_in
 
 Policy = TypeVar("Policy")
 

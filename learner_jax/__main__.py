@@ -1,4 +1,4 @@
-"""`python -m learner_jax`: the learner's stage, its two role processes, and tools for a person."""
+"""`python -m learner_jax`: the learner's process, its warm start, and tools for a person."""
 
 from __future__ import annotations
 
@@ -38,10 +38,6 @@ def main(arguments: list[str] | None = None) -> int:
     train.add_argument(
         "--heartbeat", type=int, default=60, metavar="S", help="seconds of silence that mean death"
     )
-    publish = commands.add_parser(
-        "publish", help="publish each new policy version until told to end"
-    )
-    publish.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
     aot = commands.add_parser(
         "aot", help="compile the run's programs for its hardware, without it; prints JSON"
     )
@@ -78,7 +74,6 @@ def main(arguments: list[str] | None = None) -> int:
 _ROLES = {
     "warm-start": "warm-start",
     "train": "learner",
-    "publish": "publisher",
     "aot": "aot",
     "score": "score",
     "export-adapter": "export-adapter",
@@ -86,12 +81,8 @@ _ROLES = {
 
 
 def _run(options: argparse.Namespace, log: logging.Logger) -> None:
-    # Imported here, so that --help and the publisher wait for no JAX.
-    if options.command == "publish":
-        from learner_jax.publisher import publish_versions
-
-        publish_versions(options.run_dir, log, stop_event())
-    elif options.command == "train":
+    # Imported here, so that --help waits for no JAX.
+    if options.command == "train":
         _train(options, log)
     elif options.command == "aot":
         from learner_jax.aot_command import AotOptions, aot_command

@@ -23,18 +23,17 @@ from runspec.core.files import read_bounded
 from runspec.core.hashing import digest_bytes
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.roles import Roles, open_roles
+from runspec.core.run_files import (
+    SubmissionFiles,
+    step_folder,
+    submission_files,
+)
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from verify.formats import batch as batch_format
 from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
 from verify.formats.batch import BatchGroup, BatchManifest, open_batch
-from verify.formats.layout import (
-    SubmissionFiles,
-    refuse_older_run,
-    step_folder,
-    submission_files,
-)
 from verify.formats.submission import Rollout, decode_rollouts, open_submission
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import (
@@ -128,7 +127,6 @@ class BatchReader:
         spec: RunSpec,
         root_public_key: str,
     ) -> None:
-        refuse_older_run(run_dir)
         self._run_dir, self._spec = run_dir, spec
         # What a validator accepted has to be read: one that is refused here ends the run.
         self._max_read = max(MAX_TABLE_BYTES, largest_submission_bytes(spec))

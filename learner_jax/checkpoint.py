@@ -26,14 +26,13 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from learner_jax.layout import PARAMS_NAME, PROBE_FILE, remove_entry
 from learner_jax.object_arrays import await_all, copy_to_host, load_arrays, write_arrays
 from learner_jax.saver import DEADLINE_S, Finish
 from runspec.core.canonical import MalformedJson, canonical_json
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.object_store import Folder, ObjectPath, last_file
-from runspec.core.spec.run_files import numbered
+from runspec.core.run_files import PARAMS_NAME, PROBE_FILE, numbered, remove_entry
 from runspec.core.whole_state import (
     ARRAYS_NAME,
     RECORD_NAME,

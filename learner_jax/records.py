@@ -11,7 +11,7 @@ from learner_jax.learner_run import LearnerRun
 from learner_jax.metrics import JsonLines
 from learner_jax.report import SampleWriter, metrics_line
 from learner_jax.training import StepResult
-from runspec.core.spec.run_files import initial_model
+from runspec.core.run_files import initial_model
 
 
 class Records:

@@ -37,8 +37,8 @@ from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.models.config import CONFIG_NAME, ModelConfig, parse_config, read_config
 from runspec.core.process import not_retried
+from runspec.core.run_files import initial_model
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.run_files import initial_model
 from runspec.core.spec.schema import RunSpec
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from learner_jax.batch import BatchReader, manifest_digest
 from learner_jax.checkpoint import StateInfo, check_state, load_state, state_steps
 from learner_jax.fingerprint import differences
-from learner_jax.layout import clear_unfinished
 from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import load_params
 from learner_jax.step import Programs, TrainState
@@ -18,10 +17,15 @@ from runspec.core.errors import UserError
 from runspec.core.files import temporary_name, write_atomic
 from runspec.core.hashing import digest_bytes, digest_file
 from runspec.core.object_store import Folder
-from runspec.core.spec.run_files import initial_model, params_folder, state_folder
+from runspec.core.run_files import (
+    clear_unfinished,
+    initial_model,
+    params_folder,
+    state_folder,
+    step_folder,
+)
 from runspec.core.spec.schema import RunSpec
 from verify.formats.batch import FILE_NAME
-from verify.formats.layout import step_folder
 
 
 @dataclass(frozen=True)

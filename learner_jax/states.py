@@ -10,9 +10,8 @@ from learner_jax.saver import Finish, Saver
 from learner_jax.start import Start
 from learner_jax.step import TrainState
 from learner_jax.versions import VersionWriter
-from runspec.core.spec.run_files import numbered, state_folder
+from runspec.core.run_files import numbered, state_folder, step_folder
 from verify.formats.batch import FILE_NAME as BATCH_FILE
-from verify.formats.layout import step_folder
 
 
 class StateWriter:

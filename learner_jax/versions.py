@@ -24,7 +24,7 @@ from learner_jax.saver import Saver
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.process import RunStopped
-from runspec.core.spec.run_files import params_folder, versions_in, weights_folder
+from runspec.core.run_files import params_folder, versions_in, weights_folder
 
 FINGERPRINTS_FILE = "fingerprints.jsonl"
 MAX_FINGERPRINTS_BYTES = 16 * 1024 * 1024

@@ -44,8 +44,8 @@ from runspec.core.hashing import digest_bytes, digest_file
 from runspec.core.models.config import ModelConfig, parse_config
 from runspec.core.models.decoder import hf_config
 from runspec.core.process import RunStopped, not_retried
+from runspec.core.run_files import initial_model
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.run_files import initial_model
 from runspec.core.spec.schema import Optimizer, RunSpec, WarmStart
 from verify.plugins import Split, Trace, WarmStartData, load_warm_start_data
 

@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TASKS = ("sampler.tasks.task_set", "sampler.grading.launch", "sampler.grading.process")
 VALIDATOR = ("verify.__main__", "verify.validator", "bridge.delta", *TASKS)
 PROCESSES = {
-    "learner": (*VALIDATOR, "learner_jax.runner", "learner_jax.prefill", "learner_jax.publisher"),
+    "learner": (*VALIDATOR, "learner_jax.runner", "learner_jax.prefill", "bridge.publisher"),
     "validator-torch": (
         *VALIDATOR,
         "sampler.prefill.engine",

@@ -146,9 +146,9 @@ class CoordinatorClient:
     def lease(self, wait_s: float) -> bytes | None:
         """A signed lease (checked), or None when there was no work within `wait_s` seconds.
 
-        A worker may hold a few leases (`verify.coordinator.filling.MAX_OPEN_LEASES`), to sample
-        one while the last sequences of another end and the submission of a third travels. What a
-        process held when it ended comes again to the next one: the same bytes, until they are
+        A worker may hold a few leases (`MAX_OPEN_LEASES`): it samples one while the last sequences
+        of another end and the submission of a third travels. What a process held when it ended
+        comes again to the next one: the same bytes, until they are
         answered or expire.
 
         Raises:
@@ -202,7 +202,7 @@ class CoordinatorClient:
         """Gives back the open leases that this process holds and will not answer.
 
         Others may be leased their groups at once. A stranger that gives one back is new again, and
-        gets trials only (`verify.coordinator.filling`).
+        gets trials only (`verify.coordinator.machine.filling`).
 
         Args:
             but: digests of those that will be answered all the same.

@@ -20,9 +20,9 @@ from pydantic import TypeAdapter, ValidationError
 from runspec.core.distribution import install_command
 from runspec.core.errors import NotNow, UserError
 from runspec.core.hashing import hash_parts
+from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.schema import RunSpec
-from verify.coordinator.events import Event
-from verify.formats.layout import STATE_FILE
+from verify.coordinator.machine.events import Event
 from verify.ledger_store import LedgerStore, SqliteStore, StoredRow, StoreError, must_follow
 
 FIRST_CHAIN = bytes(32).hex()

@@ -2,7 +2,7 @@
 
 Whatever a worker sent ends as a verdict. Submissions among which a check breaks are examined one by
 one, so that the others get their verdicts. The one at which it breaks goes back to the coordinator
-with what went wrong, for another validator to try (`verify.coordinator.claims`). What is not the
+with the error, for another validator to try (`verify.coordinator.services.claims`). What is not the
 worker's doing (a coordinator or weights that cannot be reached, checks that break at everything)
 ends the process, and what it had claimed is offered again.
 """
@@ -286,7 +286,7 @@ def is_drawn(key: SigningKey, submission: str, share: float) -> bool:
     Args:
         key: the validator's. Ed25519 signatures are deterministic and this one is never sent.
         submission: digest of the submission.
-        share: probability, by the worker's reputation (`verify.coordinator.reputation`).
+        share: probability, by the worker's reputation (`verify.coordinator.machine.reputation`).
     """
     secret = key.sign(b"runspec/v1\x00prefill\x00" + submission.encode())
     draw = int.from_bytes(hash_parts("prefill", secret)[:8], "big")

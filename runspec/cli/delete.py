@@ -11,8 +11,8 @@ import typer
 
 from runspec.core.errors import UserError
 from runspec.core.object_store import Folder
+from runspec.core.run_files import checkpoints_folder
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.run_files import checkpoints_folder
 from runspec.local.children import end_leftovers
 from runspec.local.run_dir import find_run, hold
 from runspec.local.state import RunState

@@ -84,7 +84,7 @@ class _StoppedDesk(Desk):
         return read_workers(self.run_dir, load_resolved(self.run_dir))
 
     def order(self, verb: str, key: str, reason: str) -> None:
-        from verify.coordinator.operator import order_stopped
+        from verify.coordinator.services.operator import order_stopped
 
         spec = load_resolved(self.run_dir)
         with hold(self.run_dir):

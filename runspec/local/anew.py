@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runspec.core.errors import UserError
+from runspec.core.run_files import params_folder, versions_in, weights_folder
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.run_files import params_folder, versions_in, weights_folder
 from runspec.local.full_states import full_states
 from runspec.local.metrics import read_rows
 from runspec.plan.changes import Change, of_class

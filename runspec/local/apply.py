@@ -9,8 +9,8 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL, EXIT_USER_ERROR
+from runspec.core.run_files import initial_model, warm_start_cache
 from runspec.core.spec.resolved import spec_digest
-from runspec.core.spec.run_files import initial_model, warm_start_cache
 from runspec.local import budget
 from runspec.local.backend import processes_of
 from runspec.local.children import last_lines

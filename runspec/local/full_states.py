@@ -10,7 +10,7 @@ from typing import Any
 from runspec.core.canonical import MalformedJson
 from runspec.core.errors import UserError
 from runspec.core.object_store import Folder
-from runspec.core.spec.run_files import numbered, state_folder
+from runspec.core.run_files import numbered, state_folder
 from runspec.core.spec.schema import RunSpec
 from runspec.core.whole_state import damaged_file, record_of
 

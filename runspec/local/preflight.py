@@ -15,6 +15,7 @@ from runspec.core.models.config import ModelConfig, load_config
 from runspec.core.models.hardware import device_count
 from runspec.core.models.of_spec import model_config
 from runspec.core.models.parameters import WIDTH, trained_count, trained_parameters
+from runspec.core.run_files import checkpoints_folder, numbered, versions_in
 from runspec.core.spec.plugins import PREFILL_GROUP, installed_kinds, missing_plugins
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import load_resolved
@@ -25,7 +26,6 @@ from runspec.core.spec.role_names import (
     validator_names,
     worker_names,
 )
-from runspec.core.spec.run_files import checkpoints_folder, numbered, versions_in
 from runspec.core.spec.schema import Hardware, Mesh, RunSpec
 from runspec.core.spec.source_files import source_files
 from runspec.estimate.learner import moment_elements

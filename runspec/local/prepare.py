@@ -10,9 +10,9 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
+from runspec.core.run_files import FOLDERS, initial_model, state_folder, warm_start_cache
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import dump_resolved
-from runspec.core.spec.run_files import FOLDERS, initial_model, state_folder, warm_start_cache
 from runspec.core.spec.schema import RunSpec
 from runspec.local.anew import starts_anew
 from runspec.local.children import end_leftovers

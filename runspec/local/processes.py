@@ -138,12 +138,8 @@ class _Roles:
         return self._server("coordinator", *command)
 
     def publisher(self) -> RoleSpec:
-        return RoleSpec(
-            "publisher",
-            self._module("learner_jax", "publish", str(self._run.directory)),
-            # It exports from disk and needs no device; two JAX processes on one would fight.
-            thread_limits(()) | jax_environment(self._run.machine.env, on_cpu=True, devices=1),
-        )
+        command = self._module("bridge", "publish", str(self._run.directory))
+        return RoleSpec("publisher", command, thread_limits(()))
 
     def learners(self) -> Iterator[RoleSpec]:
         for i, name in enumerate(learner_names(self._spec)):

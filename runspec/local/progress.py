@@ -11,6 +11,7 @@ from typing import Any
 
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import one_line
+from runspec.core.run_files import step_folder
 from runspec.core.spec.schema import RunSpec
 from runspec.local.children import last_lines
 from runspec.local.conditions import dropped_text
@@ -19,7 +20,6 @@ from runspec.local.fleet import Reached
 from runspec.local.metrics import FILE_NAME, JsonLines, Row, latest_by_step
 from runspec.local.stages import stages
 from verify.formats.batch import FILE_NAME as BATCH_FILE
-from verify.formats.layout import step_folder
 
 ASK_EVERY_S = 2.0
 _MAX_FAULT = 400

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -29,27 +28,26 @@ from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers, temporary_name, write_atomic
 from runspec.core.object_store import Folder, ObjectPath
-from runspec.core.spec.resolved import load_resolved, spec_digest
-from runspec.core.spec.run_files import (
+from runspec.core.run_files import (
+    STATE_FILE,
     checkpoints_folder,
     initial_model,
     numbered,
     params_folder,
     state_folder,
+    step_folder,
     versions_in,
     weights_folder,
 )
+from runspec.core.spec.resolved import load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.local.anew import STARTS_ANEW
 from runspec.local.conclude import REPORT_FILE, SAMPLES_FILE, SUMMARY_FILE, conclude
 from runspec.local.full_states import full_states
 from runspec.local.metrics import FILE_NAME as METRICS_FILE
 from runspec.local.state import RunState
-from verify.coordinator.events import RolledBack
-from verify.coordinator.policy import Policy
-from verify.coordinator.transitions import replay
+from verify.coordinator.services.operator import closed_steps, record_rollback
 from verify.formats.batch import FILE_NAME as BATCH_FILE
-from verify.formats.layout import STATE_FILE, step_folder
 from verify.ledger import open_ledger
 
 INTENT_FILE = "rollback.json"
@@ -133,11 +131,11 @@ def complete_rollback(run_dir: Path) -> int | None:
             place=str(run_dir),
             remedy="mend the permissions, then run the command again: it completes the rollback",
         ) from error
-    with closing(open_ledger(run_dir, spec)) as ledger:
-        if anew:
+    if anew:
+        with closing(open_ledger(run_dir, spec)) as ledger:
             ledger.clear()
-        else:
-            ledger.append([RolledBack(time.time(), version)])
+    else:
+        record_rollback(run_dir, spec, version)
     with closing(RunState(run_dir)) as state:
         text = STARTS_ANEW if anew else f"rolled back to version {version}"
         state.set_run("paused", text)
@@ -184,9 +182,7 @@ def _require_state(run_dir: Path, spec: RunSpec, version: int) -> None:
 def _require_trained(run_dir: Path, spec: RunSpec, version: int) -> None:
     """The ledger agrees that the steps below were closed, or the coordinator would never start; and
     no coordinator is at work on it."""
-    with closing(open_ledger(run_dir, spec)) as ledger:
-        ledger.own()
-        closed = replay(Policy.of(spec), ledger.events()).next_close
+    closed = closed_steps(run_dir, spec)
     if version > closed:
         raise UserError(
             f"the ledger has closed {closed} steps only",

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from runspec.core.errors import NotNow, UserError
+from runspec.core.run_files import STATE_FILE
 from runspec.local.storage import StorageWait
-from verify.formats.layout import STATE_FILE
 from verify.ledger_store import is_passing
 
 T = TypeVar("T", "RunRow", "RoleRow", "EventRow", "SessionRow", "AppliedRow", "RequestRow")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from broadcast.layout import stored_versions
 from runspec.core.errors import UserError
-from runspec.core.spec.run_files import versions_in, weights_folder
+from runspec.core.run_files import versions_in, weights_folder
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.tokenizer_files import TokenizerFiles
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from runspec.estimate.timeline import Lengths
 from runspec.simulate.strategies import Content
-from verify.coordinator.claims import Claims
-from verify.coordinator.events import GroupGrade, SubmissionJudged, SubmissionSetAside
-from verify.coordinator.state import LeaseRecord
+from verify.coordinator.machine.events import GroupGrade, SubmissionJudged, SubmissionSetAside
+from verify.coordinator.machine.state import LeaseRecord
+from verify.coordinator.services.claims import Claims
 
 if TYPE_CHECKING:
     from runspec.simulate.world import World

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from runspec.simulate.clock import Clock
-from verify.coordinator import filling
-from verify.coordinator.consequences import recorded
-from verify.coordinator.events import (
+from verify.coordinator.machine import filling
+from verify.coordinator.machine.consequences import recorded
+from verify.coordinator.machine.events import (
     CoordinatorStarted,
     Event,
     LeaseExpired,
@@ -23,9 +23,9 @@ from verify.coordinator.events import (
     VersionPublished,
     WorkerRegistered,
 )
-from verify.coordinator.policy import Policy
-from verify.coordinator.stalls import Stalled
-from verify.coordinator.state import LeaseRecord, State
+from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.stalls import Stalled
+from verify.coordinator.machine.state import LeaseRecord, State
 from verify.formats.lease import Lease
 
 

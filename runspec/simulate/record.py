@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from runspec.simulate.coordinator import Coordinator
 from runspec.simulate.result import GroupResult, Result, Sanction, StepResult
 from runspec.simulate.workers import Worker
-from verify.coordinator.events import (
+from verify.coordinator.machine.events import (
     Event,
     KeyBanned,
     LeaseExpired,
@@ -19,8 +19,8 @@ from verify.coordinator.events import (
     SubmissionJudged,
     WorkerQuarantined,
 )
-from verify.coordinator.stalls import waited_for
-from verify.coordinator.state import State, Tally
+from verify.coordinator.machine.stalls import waited_for
+from verify.coordinator.machine.state import State, Tally
 
 
 @dataclass

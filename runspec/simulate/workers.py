@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from runspec.simulate.fleet import Member
 from runspec.simulate.population import Absence
 from runspec.simulate.strategies import Answer, Content
-from verify.coordinator.state import LeaseRecord
+from verify.coordinator.machine.state import LeaseRecord
 from verify.formats.lease import Lease
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from runspec.simulate.record import Record
 from runspec.simulate.result import Result
 from runspec.simulate.strategies import Content
 from runspec.simulate.workers import Worker
-from verify.coordinator import filling
-from verify.coordinator.events import Event, LeaseGranted, StepClosed, SubmissionJudged
-from verify.coordinator.policy import Policy
-from verify.coordinator.state import State
+from verify.coordinator.machine import filling
+from verify.coordinator.machine.events import Event, LeaseGranted, StepClosed, SubmissionJudged
+from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.state import State
 
 _LOOKS = 60
 """Looks at waiting workers within one `lease_timeout`, where time alone may give them work."""

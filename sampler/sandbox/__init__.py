@@ -8,9 +8,10 @@ Two sets of mechanisms, each enough by itself; what works on the machine is appl
 user, PID, network, mount, IPC and UTS namespaces. B: Landlock and seccomp. See docs/sandbox.md.
 """
 
+from sampler.sandbox.isolate import run, start
 from sampler.sandbox.limits import Finished, Limits
 from sampler.sandbox.probe import probe, require
-from sampler.sandbox.process import PYTHON, SET_A, SET_B, Isolated, NotIsolated, run, start
+from sampler.sandbox.process import PYTHON, SET_A, SET_B, Isolated, NotIsolated
 
 __all__ = [
     "PYTHON",

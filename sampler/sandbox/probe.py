@@ -12,7 +12,7 @@ from sampler.sandbox.inside import landlock
 from sampler.sandbox.inside.limits import ROOT_STAYS_ROOT
 from sampler.sandbox.inside.order import LANDLOCK, NAMESPACES, SECCOMP
 from sampler.sandbox.limits import Limits
-from sampler.sandbox.process import PYTHON, SET_A, SET_B, NotIsolated, start
+from sampler.sandbox.process import PYTHON, SET_A, SET_B, NotIsolated, launch
 
 _TRIAL = Limits(wall_s=30.0)
 REMEDIES = {
@@ -85,7 +85,7 @@ def _try(mechanisms: tuple[str, ...]) -> str:
     """Why a program does not start under these mechanisms; empty where it does."""
     command = [*PYTHON, "-S", "-c", "pass"]
     try:
-        finished = start(command, limits=_TRIAL, mechanisms=mechanisms).wait(None)
+        finished = launch(command, limits=_TRIAL, mechanisms=mechanisms).wait(None)
     except NotIsolated as error:
         return str(error)
     return "" if finished.ok else finished.stderr.decode(errors="replace")[-500:]

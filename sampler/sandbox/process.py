@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -34,7 +33,7 @@ END_S = 30.0
 _SETTLE_S = 5.0
 """Longest wait for the end of a program whose pipe has ended."""
 STDERR_TAIL_BYTES = 64 << 10
-_PORTION = 64 << 10
+PORTION_BYTES = 64 << 10
 _HERE = str(Path(__file__).parent)
 _LAUNCH = "import sys; sys.path.insert(0, sys.argv[1]); from inside.launcher import main; "
 _LAUNCH += "main(int(sys.argv[2])); import os; os._exit(0)"  # nothing to take apart
@@ -80,6 +79,11 @@ class Isolated:
     def stderr(self) -> bytes:
         """The last 64 KiB of what it wrote there so far."""
         return self._stderr.text
+
+    @property
+    def wrote_too_much(self) -> bool:
+        """Whether it wrote more to its stderr than `limit_stderr` allows."""
+        return self._stderr.over
 
     def limit_stderr(self, limit: int) -> None:
         """Ends the program once it has written more than `limit` bytes there."""
@@ -196,20 +200,20 @@ class _Tail:
             self._stream.close()
 
     def _read(self) -> None:
-        while part := os.read(self._stream.fileno(), _PORTION):
+        while part := os.read(self._stream.fileno(), PORTION_BYTES):
             self.text = (self.text + part)[-STDERR_TAIL_BYTES:]
             self.total += len(part)
             if self.over:
                 self._stop()
 
 
-def start(
+def launch(
     command: Sequence[str],
     *,
     limits: Limits,
+    mechanisms: Sequence[str],
     files: Mapping[str, bytes] | None = None,
     readable: Sequence[Path] = (),
-    mechanisms: Sequence[str] | None = None,
 ) -> Isolated:
     """Starts a program in isolation.
 
@@ -222,17 +226,12 @@ def start(
         limits: what it may use.
         files: {path relative to the scratch directory: content} to lie there.
         readable: further files and directories, as site-packages.
-        mechanisms: names of those to apply; all that work here where not given. With none at all
-            the limits hold, and the program sees what its user sees.
+        mechanisms: names of those to apply. With none the limits hold, and the program sees what
+            its user sees.
 
     Raises:
         NotIsolated: a mechanism fails, the program or a path is not there.
-        UserError: no set of mechanisms works here.
     """
-    if mechanisms is None:
-        from sampler.sandbox.probe import working  # which starts programs itself
-
-        mechanisms = working()
     order = _order(command, limits, files or {}, readable, tuple(mechanisms))
     ours, theirs = socket.socketpair()
     try:
@@ -264,49 +263,6 @@ def start(
         process.kill()
         raise
     return process
-
-
-def run(
-    command: Sequence[str],
-    *,
-    stdin: bytes = b"",
-    limits: Limits,
-    files: Mapping[str, bytes] | None = None,
-    readable: Sequence[Path] = (),
-    mechanisms: Sequence[str] | None = None,
-) -> Finished:
-    """Runs a program in isolation until it ends or hits a limit; nothing of it is left then.
-
-    Args and errors as of `start`. `stdin` is all that the program can read there.
-    """
-    process = start(command, limits=limits, files=files, readable=readable, mechanisms=mechanisms)
-    process.limit_stderr(limits.output_bytes)
-    writer = threading.Thread(target=_feed, args=(process.stdin, stdin), daemon=True)
-    writer.start()
-    stdout = bytearray()
-    try:
-        while len(stdout) <= limits.output_bytes:
-            if not (part := os.read(process.stdout.fileno(), _PORTION)):
-                break
-            stdout += part
-        else:
-            process.stop()
-        finished = process.wait(None)
-    finally:
-        process.kill()
-        writer.join()
-    too_much = len(stdout) > limits.output_bytes or process._stderr.over
-    if too_much and finished.outcome == "killed":
-        finished = replace(finished, outcome="output")
-    return replace(finished, stdout=bytes(stdout[: limits.output_bytes]))
-
-
-def _feed(stream: IO[bytes], data: bytes) -> None:
-    """Writes what the program reads; it need not read it."""
-    with contextlib.suppress(OSError, ValueError):
-        stream.write(data)
-    with contextlib.suppress(OSError, ValueError):
-        stream.close()
 
 
 def _order(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from verify.coordinator.filling import MAX_OPEN_LEASES
+from verify.formats.lease import MAX_OPEN_LEASES
 
 MAX_SAMPLING = 2
 """Leases in the engine: the newest, and one whose last sequences are left. More would be taken from

@@ -24,6 +24,7 @@ import numpy as np
 
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
+from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.simulate.population import StrategyBlock
@@ -35,10 +36,9 @@ from tests.harness import ROOT
 from tests.waiting import eventually
 from verify.activations import round_to_bf16
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
-from verify.coordinator.policy import Policy
-from verify.coordinator.reputation import Standing
-from verify.coordinator.transitions import replay
-from verify.formats.layout import STATE_FILE
+from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.reputation import Standing
+from verify.coordinator.machine.transitions import replay
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission
 from verify.ledger import Ledger

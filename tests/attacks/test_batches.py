@@ -17,9 +17,9 @@ import pytest
 from learner_jax.batch import Batch, BatchReader
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
+from runspec.core.run_files import SubmissionFiles, step_folder, submission_files
 from tests.learner_jax.conftest import Run, tiny_spec
 from verify.formats.batch import BatchGroup
-from verify.formats.layout import SubmissionFiles, step_folder, submission_files
 from verify.formats.submission import decode_rollouts, encode_rollouts, sign_submission
 from verify.formats.verdict import decode_verdicts, encode_verdicts
 

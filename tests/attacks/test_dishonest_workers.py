@@ -20,13 +20,13 @@ import pytest
 
 from runspec.core.keys import SigningKey
 from runspec.core.roles import open_roles
+from runspec.core.run_files import step_folder
 from runspec.core.spec.resolved import load_resolved
 from runspec.local.signals import EXIT_INTERRUPTED
 from tests.e2e.quick import QuickRun, programs_kept
 from tests.harness import PATIENCE_S, ROOT, LiveRun, standing_still
 from tests.preloaded import Program
 from verify.formats.batch import FILE_NAME, open_batch
-from verify.formats.layout import step_folder
 from verify.formats.verdict import RolloutVerdict, decode_verdicts
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from random import Random
 import pytest
 
 from tests.verify.coordinator.filled import Filled, policy
-from verify.coordinator.state import LeaseRecord, Rank
+from verify.coordinator.machine.state import LeaseRecord, Rank
 
 GROUPS, NEWCOMER_GROUPS, LEASE_S = 16, 8, 30.0
 BEST = 0.9

@@ -22,11 +22,10 @@ from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, ti
 from tests.verify.coordinator.filled import Filled, key, started
 from tests.waiting import eventually
 from verify.client import SubmissionRefused
-from verify.coordinator.events import LeaseGranted
-from verify.coordinator.filling import MAX_OPEN_LEASES
-from verify.coordinator.reputation import reputation
-from verify.coordinator.state import LeaseRecord, Rank
-from verify.formats.lease import Lease, assignments, open_lease
+from verify.coordinator.machine.events import LeaseGranted
+from verify.coordinator.machine.reputation import reputation
+from verify.coordinator.machine.state import LeaseRecord, Rank
+from verify.formats.lease import MAX_OPEN_LEASES, Lease, assignments, open_lease
 from verify.formats.submission import encode_rollouts
 from verify.request_auth import RequestChecker, Unauthorised, sign_request
 from verify.validator import is_drawn

@@ -24,8 +24,9 @@ from tests.attacks.impatient import (
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission
 from tests.verify.coordinator.over_http import granted
 from tests.waiting import eventually
-from verify.coordinator import intake, leasing, server
+from verify.coordinator import intake, server
 from verify.coordinator.edge import connections
+from verify.coordinator.services import leasing
 
 
 @pytest.fixture

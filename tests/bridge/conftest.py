@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from tests.learner_jax.conftest import Run, tiny_spec
+
 MakeModel = Callable[..., Path]
 FAMILIES = {
     "qwen2": {"model_type": "qwen2"},
@@ -19,6 +21,12 @@ FAMILIES = {
     },
     "mistral": {"model_type": "mistral", "head_dim": 6, "sliding_window": 16},
 }
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run directory in which a learner would have written versions."""
+    return Run(tmp_path / "run", tiny_spec())
 
 
 @pytest.fixture

@@ -18,13 +18,13 @@ from pathlib import Path
 
 from benchmarks.runs import apply_command
 from runspec.core.keys import SigningKey
+from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.resolved import load_resolved
 from tests.attacks.hostile_keys import hostile
-from verify.coordinator.events import KeyBanned, LeaseGranted, LeaseOverdue, StepClosed
-from verify.coordinator.events import WorkerQuarantined as Quarantined
-from verify.coordinator.policy import Policy
-from verify.coordinator.transitions import replay
-from verify.formats.layout import STATE_FILE
+from verify.coordinator.machine.events import KeyBanned, LeaseGranted, LeaseOverdue, StepClosed
+from verify.coordinator.machine.events import WorkerQuarantined as Quarantined
+from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.transitions import replay
 from verify.ledger import Ledger
 
 STEPS = int(os.environ.get("LIVENESS_STEPS", "60"))

@@ -156,7 +156,7 @@ PLANTED = [
     ),
     Planted(
         "an outdated lease is refused",
-        "verify/coordinator/leasing.py",
+        "verify/coordinator/services/leasing.py",
         '        if record.status == "expired" or record.expires <= now:\n'
         '            raise Refusal(409, "the lease has expired")\n'
         "        if record.lease.expires <= now and record.deferred != envelope.digest:\n"
@@ -197,7 +197,7 @@ PLANTED = [
     ),
     Planted(
         "only groups without variance are filtered",
-        "verify/coordinator/grading.py",
+        "verify/coordinator/machine/grading.py",
         "filtered = zero_variance_filter and equal",
         "filtered = zero_variance_filter and not equal",
         ("tests/verify/coordinator/test_grading.py",),

@@ -41,7 +41,7 @@ NODES = ("trunk's node", "learner's second node", "sampler's node", "validator's
 PROCESSES = {
     "learner's process 0": "learner_jax train",
     "coordinator": "verify coordinator",
-    "publisher": "learner_jax publish",
+    "publisher": "bridge publish",
 }
 KILLS = (*NODES, *PROCESSES)
 RUNS, EACH = int(os.environ.get("RAY_RUNS", "10")), int(os.environ.get("RAY_KILLS", "10"))

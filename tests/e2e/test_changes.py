@@ -14,12 +14,12 @@ from contextlib import closing
 import pytest
 
 from broadcast.store import newest_version
+from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.resolved import load_resolved
 from tests.e2e.family_model import installed, write_model
 from tests.e2e.quick import QuickRun
 from tests.harness import PATIENCE_S, runspec, standing_still
-from verify.coordinator.events import RolledBack
-from verify.formats.layout import STATE_FILE
+from verify.coordinator.machine.events import RolledBack
 from verify.ledger import Ledger
 
 pytestmark = pytest.mark.slow

@@ -25,7 +25,7 @@ import pytest
 
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import WeightsManifest, open_manifest
-from runspec.core.spec.run_files import versions_in, weights_folder
+from runspec.core.run_files import versions_in, weights_folder
 from tests.e2e.site_run import SiteRun
 from tests.harness import LiveRun
 from tests.processes import alive, descendants

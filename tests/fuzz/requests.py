@@ -18,8 +18,8 @@ from tests.fuzz.mutate import Changer, damaged_json
 from tests.fuzz.text import texts
 from tests.verify.coordinator.deployment import RUN
 from verify.coordinator import server
-from verify.coordinator.activity import Activity, scalars
 from verify.coordinator.intake import Refusal
+from verify.coordinator.services.activity import Activity, scalars
 from verify.request_auth import (
     BODY,
     KEY,

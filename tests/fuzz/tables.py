@@ -14,8 +14,8 @@ import numpy as np
 
 from tests.fuzz.bounds import OPEN, bounded
 from tests.fuzz.mutate import damaged
-from verify.coordinator.duplicates import Seen, repeated_submission
-from verify.coordinator.grading import VerdictMismatch, grade_groups
+from verify.coordinator.machine.duplicates import Seen, repeated_submission
+from verify.coordinator.machine.grading import VerdictMismatch, grade_groups
 from verify.formats import submission, verdict
 from verify.formats.lease import Lease
 from verify.formats.submission import Rollout, decode_rollouts, encode_rollouts

@@ -24,10 +24,10 @@ from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.models.decoder import hf_config
 from runspec.core.roles import sign_roles
+from runspec.core.run_files import step_folder, submission_files
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from verify.formats.batch import BatchGroup, BatchManifest, sign_batch
-from verify.formats.layout import step_folder, submission_files
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission
 from verify.formats.verdict import (
     RolloutVerdict,

@@ -27,9 +27,8 @@ from learner_jax.checkpoint import (
     save_state,
     state_steps,
 )
-from learner_jax.layout import clear_unfinished
 from runspec.core.errors import UserError
-from runspec.core.spec.run_files import versions_in
+from runspec.core.run_files import clear_unfinished, versions_in
 from tests.waiting import eventually
 
 

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 from bridge.__main__ import main as bridge
+from bridge.publisher import Publisher
 from learner_jax.checkpoint import state_steps
-from learner_jax.publisher import Publisher
 from runspec.core.object_store import ObjectPath
 from runspec.core.process import EXIT_USER_ERROR
+from runspec.core.run_files import params_folder, state_folder, versions_in, weights_folder
 from runspec.core.spec.resolved import dump_resolved
-from runspec.core.spec.run_files import params_folder, state_folder, versions_in, weights_folder
 from runspec.core.spec.schema import Mesh
 from tests.learner_jax.conftest import Run, changed, tiny_spec, write_initial_model
 from tests.learner_jax.test_runner import assert_same_weights, lines, train_to_the_end, weights

@@ -28,7 +28,7 @@ from learner_jax.step import TrainState
 from learner_jax.warm_start import model_config
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig, load_config
-from runspec.core.spec.run_files import state_folder
+from runspec.core.run_files import state_folder
 from runspec.core.spec.schema import Lora, Mesh
 from tests.learner_jax.conftest import Run, changed, tiny_spec, write_initial_model
 from tests.learner_jax.families import in_double, lines, loaded, saved

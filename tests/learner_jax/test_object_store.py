@@ -15,13 +15,12 @@ from orbax.checkpoint import v1 as ocp
 
 from bridge.orbax_io import open_leaves, read_leaf
 from learner_jax.checkpoint import load_params, save_params, state_steps
-from learner_jax.layout import clear_unfinished
 from learner_jax.step import TrainState
 from runspec.core import object_store
 from runspec.core.errors import UserError
 from runspec.core.object_store import ObjectPath, folder_at
+from runspec.core.run_files import clear_unfinished, versions_in
 from runspec.core.spec.resolved import dump_resolved
-from runspec.core.spec.run_files import versions_in
 from tests.learner_jax.conftest import Run, changed, write_initial_model
 from tests.learner_jax.test_checkpoint import like, load, mesh_of, save, sharded, tree
 from tests.learner_jax.test_runner import train_to_the_end

@@ -16,18 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bridge.publisher import Publisher
 from learner_jax.checkpoint import save_params
 from learner_jax.execution import Execution
 from learner_jax.model import abstract_params, bind, init_params
 from learner_jax.prefill import JaxPrefill, Policy, prefill
-from learner_jax.publisher import Publisher
 from learner_jax.sharding import make_mesh, shard_params
 from learner_jax.warm_start import model_config
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.models.config import ModelConfig
+from runspec.core.run_files import params_folder
 from runspec.core.spec import schema
-from runspec.core.spec.run_files import params_folder
 from sampler.prefill.engine import TorchPrefill
 from tests.learner_jax.conftest import VOCABULARY, Run, changed, tiny_spec, write_initial_model
 from verify.choices import describe

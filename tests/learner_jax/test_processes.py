@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -15,7 +14,7 @@ from bridge.safetensors_io import read_headers, read_tensor
 from broadcast.store import newest_version
 from learner_jax.runner import train
 from runspec.core.process import EXIT_USER_ERROR
-from runspec.core.spec.run_files import weights_folder
+from runspec.core.run_files import weights_folder
 from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
 from tests.learner_jax.test_runner import assert_same_weights, weights
 from tests.waiting import eventually, one_ended
@@ -23,24 +22,21 @@ from tests.waiting import eventually, one_ended
 DEADLINE_S = 120.0
 
 
-def start(run: Run, command: str) -> subprocess.Popen[bytes]:
-    log = (run.path / f"{command}.log").open("ab")
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"  # the last counts
-    environment = {**os.environ, "XLA_FLAGS": flags}
-    with log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "learner_jax", command, str(run.path)],
-            env=environment,
-            stdout=log,
-            stderr=log,
-        )
+def start(run: Run) -> subprocess.Popen[bytes]:
+    """A publisher."""
+    command = [sys.executable, "-m", "bridge", "publish", str(run.path)]
+    with (run.path / "publish.log").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log)
 
 
 def test_help_is_quick_and_a_missing_run_is_an_error_for_people(tmp_path: Path) -> None:
-    module = [sys.executable, "-m", "learner_jax"]
-    text = subprocess.run([*module, "--help"], capture_output=True, check=True, text=True).stdout
-    assert all(command in text for command in ("warm-start", "train", "publish"))
-    gone = subprocess.run([*module, "publish", str(tmp_path)], capture_output=True, text=True)
+    module = [sys.executable, "-m"]
+    for package, commands in (("learner_jax", ("warm-start", "train")), ("bridge", ("publish",))):
+        help_of = [*module, package, "--help"]
+        text = subprocess.run(help_of, capture_output=True, check=True, text=True).stdout
+        assert all(command in text for command in commands)
+    publish = [*module, "bridge", "publish", str(tmp_path)]
+    gone = subprocess.run(publish, capture_output=True, text=True)
     assert gone.returncode == EXIT_USER_ERROR
     assert "spec.json" in gone.stderr and "remedy" in gone.stderr
 
@@ -53,7 +49,7 @@ def test_a_killed_publisher_publishes_the_rest_with_the_same_bits(tmp_path: Path
     for step in range(3):
         run.add_step(step, version=max(0, step - 1))
     store = run.path / "store" / "origin"
-    first = start(run, "publish")
+    first = start(run)
     stop = threading.Event()
     learner = threading.Thread(target=train, args=(run.path, logging.getLogger("test"), stop))
     learner.start()
@@ -74,7 +70,7 @@ def test_a_killed_publisher_publishes_the_rest_with_the_same_bits(tmp_path: Path
         first.kill()
         first.wait()
         learner.join(DEADLINE_S)
-    second = start(run, "publish")
+    second = start(run)
     try:
         # then the next one publishes what is left
         eventually(

@@ -19,7 +19,7 @@ from learner_jax.checkpoint import state_steps
 from learner_jax.runner import train
 from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
-from runspec.core.spec.run_files import params_folder, state_folder, versions_in
+from runspec.core.run_files import params_folder, state_folder, versions_in
 from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
 
 LOG = logging.getLogger("test")

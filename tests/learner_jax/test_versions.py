@@ -16,7 +16,7 @@ from learner_jax.fingerprint import differences, same_bits
 from learner_jax.versions import MadeOn
 from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
-from runspec.core.spec.run_files import params_folder, state_folder, weights_folder
+from runspec.core.run_files import params_folder, state_folder, weights_folder
 from tests.learner_jax.conftest import Run
 from tests.learner_jax.test_runner import (
     adapters,

@@ -32,8 +32,8 @@ from tests.verify.coordinator.over_http import check, sample, status
 from tests.verify.small_model import NumpyEngine, ParityTask, Worker, fixed_key, small_spec
 from tests.waiting import eventually
 from verify.audit.replay import audit
-from verify.coordinator.filling import decide_close
-from verify.coordinator.stalls import RUN_DIR, Stalled
+from verify.coordinator.machine.filling import decide_close
+from verify.coordinator.machine.stalls import RUN_DIR, Stalled
 from verify.formats.lease import open_lease
 from verify.formats.verdict import MAX_FAULT, open_verdict
 from verify.plugins import GradeItem, GraderFault

@@ -9,7 +9,7 @@ import pytest
 
 from runspec.core.errors import UserError
 from tests.verify.coordinator.filled import Filled, key
-from verify.coordinator.events import (
+from verify.coordinator.machine.events import (
     BY_OPERATOR,
     BanLifted,
     CoordinatorStarted,

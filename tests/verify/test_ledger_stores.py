@@ -24,11 +24,11 @@ from tests.verify.postgres import Server, postgres_server
 from tests.verify.test_ledger import eventful
 from tests.waiting import eventually
 from verify.audit.replay import audit
-from verify.coordinator.events import (
+from verify.coordinator.machine.events import (
     CoordinatorStarted,
     Event,
 )
-from verify.coordinator.transitions import replay
+from verify.coordinator.machine.transitions import replay
 from verify.formats.lease import open_lease
 from verify.ledger import Ledger, decode_event, open_ledger
 from verify.ledger_store import LedgerStore, SqliteStore, StoreError

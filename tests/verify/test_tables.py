@@ -9,10 +9,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from runspec.core.errors import UserError
 from tests.fuzz.tables import SUBMISSION, VERDICT, decoded
 from verify.__main__ import main
-from verify.formats.layout import refuse_older_run
 from verify.formats.submission import decode_rollouts, encode_rollouts
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import MAX_CHECKS, decode_verdicts, encode_verdicts
@@ -81,12 +79,3 @@ def test_another_file_is_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert main(["table", str(source), "-o", str(tmp_path / "out")]) == 2
         assert words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_a_run_of_an_older_version_is_named(tmp_path: Path) -> None:
-    refuse_older_run(tmp_path)
-    file = tmp_path / "rollouts" / "step_3" / f"{'ab' * 32}.parquet"
-    file.parent.mkdir(parents=True)
-    file.touch()
-    with pytest.raises(UserError, match="made by an older version"):
-        refuse_older_run(tmp_path)

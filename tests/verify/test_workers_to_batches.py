@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from runspec.core.run_files import submission_files
 from runspec.core.spec.schema import RunSpec
 from tests.verify.bench import MODEL, packed
 from tests.verify.coordinator.deployment import Site
 from tests.verify.small_model import NumpyEngine, ParityTask, Worker, fixed_key, small_spec
 from verify.client import RunFinished, SubmissionRefused
-from verify.formats.layout import submission_files
 from verify.formats.lease import open_lease
 from verify.formats.submission import decode_rollouts
 from verify.formats.verdict import decode_verdicts

@@ -8,16 +8,16 @@ from typing import Any
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
+from runspec.core.run_files import step_folder
 from runspec.core.signed import BadSignature
 from verify.audit.findings import Report
 from verify.audit.signers import Signers
-from verify.coordinator import filling
-from verify.coordinator.events import StepClosed
-from verify.coordinator.grading import batch_stats
-from verify.coordinator.stalls import Stalled
-from verify.coordinator.state import State, Tally
+from verify.coordinator.machine import filling
+from verify.coordinator.machine.events import StepClosed
+from verify.coordinator.machine.grading import batch_stats
+from verify.coordinator.machine.stalls import Stalled
+from verify.coordinator.machine.state import State, Tally
 from verify.formats.batch import FILE_NAME, MAX_BYTES, BatchGroup, BatchManifest, open_batch
-from verify.formats.layout import step_folder
 
 _OF_HEARTBEATS = "sampler_busy_fraction"
 """A statistic of which the ledger knows nothing."""

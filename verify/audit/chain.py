@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from runspec.core.hashing import hash_parts, is_digest
 from verify.audit.findings import Report
-from verify.audit.snapshot import Row
+from verify.audit.ledger_rows import Row
 from verify.ledger import FIRST_CHAIN
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
-from verify.audit.snapshot import NoLedger, Row, Snapshot, open_snapshot
-from verify.coordinator.events import Event, SubmissionJudged, SubmissionSetAside
+from verify.audit.ledger_rows import NoLedger, Row, Snapshot
+from verify.audit.snapshot import open_snapshot
+from verify.coordinator.machine.events import Event, SubmissionJudged, SubmissionSetAside
 from verify.ledger import BadRow, decode_event
 
 _DROPPED = b'"outcome":"dropped"'

@@ -8,17 +8,17 @@ from pathlib import Path
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.hashing import digest_bytes, digest_file, is_digest
+from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
 from verify.audit.findings import Report
 from verify.audit.signers import Signers
-from verify.coordinator.duplicates import by_coordinator, repeated_submission
-from verify.coordinator.events import SubmissionJudged, SubmissionReceived
-from verify.coordinator.gap_history import AnotherCalibration, excess_of
-from verify.coordinator.grading import VerdictMismatch, grade_groups
-from verify.coordinator.policy import Policy
+from verify.coordinator.machine.duplicates import by_coordinator, repeated_submission
+from verify.coordinator.machine.events import SubmissionJudged, SubmissionReceived
+from verify.coordinator.machine.gap_history import AnotherCalibration, excess_of
+from verify.coordinator.machine.grading import VerdictMismatch, grade_groups
+from verify.coordinator.machine.policy import Policy
 from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
-from verify.formats.layout import submission_files
 from verify.formats.lease import Lease
 from verify.formats.submission import open_submission
 from verify.formats.tables import MalformedTable

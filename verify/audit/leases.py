@@ -5,7 +5,7 @@ from __future__ import annotations
 from runspec.core.signed import BadSignature
 from verify.audit.findings import Report
 from verify.audit.signers import Signers
-from verify.coordinator.events import LeaseGranted, NonceDrawn
+from verify.coordinator.machine.events import LeaseGranted, NonceDrawn
 from verify.formats.lease import lease_digest, open_lease
 
 

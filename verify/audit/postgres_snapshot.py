@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import psycopg
 
 from runspec.core.errors import UserError
-from verify.audit.snapshot import NoLedger, Row
+from verify.audit.ledger_rows import NoLedger, Row
 from verify.postgres_connection import EXCHANGE_S, connect, fetched, within
 from verify.postgres_store import place
 

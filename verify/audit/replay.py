@@ -16,9 +16,10 @@ from verify.audit.chain import ChainAudit
 from verify.audit.files import FileAudit
 from verify.audit.findings import Credit, Report
 from verify.audit.leases import LeaseAudit
+from verify.audit.ledger_rows import Row
 from verify.audit.signers import Signers, read_roles
-from verify.audit.snapshot import Row, open_snapshot
-from verify.coordinator.events import (
+from verify.audit.snapshot import open_snapshot
+from verify.coordinator.machine.events import (
     Event,
     LeaseGranted,
     NonceDrawn,
@@ -27,13 +28,12 @@ from verify.coordinator.events import (
     SubmissionJudged,
     SubmissionReceived,
 )
-from verify.coordinator.gap_history import fault, is_fault
-from verify.coordinator.history import History
-from verify.coordinator.policy import Policy
-from verify.coordinator.state import State
-from verify.coordinator.transitions import IllegalTransition, apply
+from verify.coordinator.machine.gap_history import fault, is_fault
+from verify.coordinator.machine.history import History
+from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.state import State
+from verify.coordinator.machine.transitions import IllegalTransition, apply
 from verify.formats.batch import BatchGroup
-from verify.formats.layout import refuse_older_run
 from verify.formats.lease import Lease
 from verify.ledger import BadRow, decode_event
 
@@ -59,7 +59,6 @@ def audit(run_dir: Path, *, root_key: str | None, heads: Mapping[int, str] | Non
         UserError: the ledger, the spec or roles.json cannot be read, or an older version made it.
     """
     spec, report = load_resolved(run_dir), Report()
-    refuse_older_run(run_dir)
     # Before the rows: a row comes before its manifest, so these have one.
     on_disk = batches_on_disk(run_dir)
     with closing(open_snapshot(run_dir, spec)) as snapshot:

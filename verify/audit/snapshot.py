@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import quote
 
 from runspec.core.errors import UserError
+from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.schema import RunSpec
-from verify.formats.layout import STATE_FILE
+from verify.audit.ledger_rows import NoLedger, Row, Snapshot
 from verify.ledger import import_postgres_store
 
 _BUSY_TIMEOUT_S = 10.0
@@ -20,39 +19,6 @@ _ROWS = (
     "SELECT seq, CAST(kind AS BLOB), CAST(body AS BLOB), CAST(chain AS BLOB) "
     "FROM ledger WHERE :kind IS NULL OR kind = :kind ORDER BY seq"
 )
-
-
-@dataclass(frozen=True)
-class Row:
-    """As stored, nothing checked."""
-
-    seq: int
-    kind: bytes
-    body: bytes
-    chain: bytes
-
-
-class NoLedger(UserError):
-    """Nothing was written yet, or not here."""
-
-    def __init__(self, place: str) -> None:
-        super().__init__(
-            "there is no ledger", place=place, remedy="name the run directory that has it"
-        )
-
-
-class Snapshot(Protocol):
-    """The rows of a run at one moment.
-
-    Raises:
-        UserError: from every method, when they cannot be read as a ledger.
-    """
-
-    def rows(self, kind: str | None = None) -> Iterator[Row]:
-        """The rows of a kind, in order; all rows if None."""
-        ...
-
-    def close(self) -> None: ...
 
 
 def open_snapshot(run_dir: Path, spec: RunSpec) -> Snapshot:

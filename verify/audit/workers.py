@@ -8,11 +8,12 @@ from typing import Any
 
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
-from verify.audit.snapshot import NoLedger, open_snapshot
-from verify.coordinator.policy import Policy
-from verify.coordinator.state import State
-from verify.coordinator.status import workers_report
-from verify.coordinator.transitions import IllegalTransition, replay
+from verify.audit.ledger_rows import NoLedger
+from verify.audit.snapshot import open_snapshot
+from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.state import State
+from verify.coordinator.machine.transitions import IllegalTransition, replay
+from verify.coordinator.services.status import workers_report
 from verify.ledger import BadRow, decode_event
 
 

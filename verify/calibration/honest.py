@@ -10,11 +10,11 @@ from pathlib import Path
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.hashing import is_digest
+from runspec.core.run_files import SubmissionFiles, submission_files
 from runspec.core.spec.schema import RunSpec
 from verify.audit.snapshot import open_snapshot
 from verify.checks.intake import Rejected, open_rows
-from verify.coordinator.events import LeaseGranted, SubmissionReceived
-from verify.formats.layout import SubmissionFiles, refuse_older_run, submission_files
+from verify.coordinator.machine.events import LeaseGranted, SubmissionReceived
 from verify.formats.lease import Lease
 from verify.formats.submission import MAX_ENVELOPE_BYTES, Rollout
 from verify.ledger import BadRow, decode_event
@@ -39,9 +39,8 @@ def submissions_of(run_dir: Path, spec: RunSpec, pool: str) -> list[Taken]:
     What was rejected is among them: leaving it out would hide what an honest pool is rejected for.
 
     Raises:
-        UserError: the ledger cannot be read, or the run is of an older version.
+        UserError: the ledger cannot be read.
     """
-    refuse_older_run(run_dir)
     leases: dict[str, Lease] = {}
     found: list[Taken] = []
     with closing(open_snapshot(run_dir, spec)) as snapshot:

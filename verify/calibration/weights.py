@@ -15,7 +15,7 @@ from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.hashing import digest_bytes, digest_file
-from runspec.core.spec.run_files import weights_folder
+from runspec.core.run_files import weights_folder
 from runspec.core.spec.schema import RunSpec
 from verify.plugins import PrefillEngine, WeightsLocation, load_prefill_engine
 

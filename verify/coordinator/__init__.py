@@ -1,7 +1,7 @@
 """The coordinator: leases work, receives submissions and verdicts, closes each step once.
 
-`events` are the facts, `state` follows from them, `filling` decides (all three are pure).
-`verify.ledger` stores the facts and `journal` records them. `leasing` serves workers, `judging`
-serves validators, `closing` acts when time passes. `server` and `run` do the IO, and `edge` defends
-against floods.
+`machine` has the facts of a run, the state that follows from them, and the decisions: all pure.
+`services` serve workers, validators and the operator, and act when time passes; `journal` there
+records the facts in `verify.ledger`. `server` speaks HTTP, `run` is the process, and `edge` limits
+what strangers can ask for.
 """

@@ -17,14 +17,14 @@ from pathlib import Path
 from runspec.core.errors import NotNow, UserError
 from runspec.core.files import remove_leftovers, write_atomic
 from runspec.core.process import RunStopped
-from verify.coordinator.consequences import recorded
-from verify.coordinator.events import CoordinatorStarted, Event, RolledBack, StepClosed
-from verify.coordinator.history import History
-from verify.coordinator.policy import Policy
-from verify.coordinator.state import State
-from verify.coordinator.transitions import apply
+from runspec.core.run_files import STATE_FILE, SubmissionFiles, step_folder, submission_files
+from verify.coordinator.machine.consequences import recorded
+from verify.coordinator.machine.events import CoordinatorStarted, Event, RolledBack, StepClosed
+from verify.coordinator.machine.history import History
+from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.state import State
+from verify.coordinator.machine.transitions import apply
 from verify.formats import batch as batch_format
-from verify.formats.layout import STATE_FILE, SubmissionFiles, step_folder, submission_files
 from verify.ledger import Ledger
 from verify.patience import STORAGE_S
 

@@ -22,21 +22,20 @@ from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.role_names import worker_names
 from runspec.core.spec.schema import RunSpec
 from verify.calibration.lookup import gap_noise_by_pool
-from verify.coordinator.activity import Peers
-from verify.coordinator.admission import Admission
-from verify.coordinator.closing import Closing
-from verify.coordinator.data import SiteService
 from verify.coordinator.edge import Edge
 from verify.coordinator.edge.connections import Connections
 from verify.coordinator.journal import Journal
-from verify.coordinator.judging import Judging
-from verify.coordinator.leasing import Leasing
-from verify.coordinator.operator import OperatorService
-from verify.coordinator.policy import Policy
+from verify.coordinator.machine.policy import Policy
 from verify.coordinator.server import Api, Documents, Services
-from verify.coordinator.status import Status
-from verify.coordinator.watch import watch_latest
-from verify.formats.layout import refuse_older_run
+from verify.coordinator.services.activity import Peers
+from verify.coordinator.services.admission import Admission
+from verify.coordinator.services.closing import Closing
+from verify.coordinator.services.data import SiteService
+from verify.coordinator.services.judging import Judging
+from verify.coordinator.services.leasing import Leasing
+from verify.coordinator.services.operator import OperatorService
+from verify.coordinator.services.status import Status
+from verify.coordinator.services.watch import watch_latest
 from verify.formats.spec import sign_spec
 from verify.ledger import open_ledger
 
@@ -71,7 +70,6 @@ async def serve(
     """
     with not_retried():
         spec = load_resolved(run_dir)
-        refuse_older_run(run_dir)
         key = SigningKey.load(run_dir / "keys" / "coordinator.key")
         roles_document, roles = _read_roles(run_dir, spec, key, root_public_key)
         noise = gap_noise_by_pool(spec)

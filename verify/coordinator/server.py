@@ -24,16 +24,16 @@ from runspec.core.errors import NotNow, UserError
 from runspec.core.hashing import digest_bytes, is_digest
 from runspec.core.roles import Roles
 from runspec.core.signed import BadSignature
-from verify.coordinator.activity import Peers, scalars
-from verify.coordinator.data import SiteService, send_file, send_json
 from verify.coordinator.edge.authentication import Authentication
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Finished, Journal
-from verify.coordinator.judging import Judging
-from verify.coordinator.leasing import Leasing
-from verify.coordinator.operator import OperatorService
-from verify.coordinator.status import Status
-from verify.coordinator.transitions import IllegalTransition
+from verify.coordinator.machine.transitions import IllegalTransition
+from verify.coordinator.services.activity import Peers, scalars
+from verify.coordinator.services.data import SiteService, send_file, send_json
+from verify.coordinator.services.judging import Judging
+from verify.coordinator.services.leasing import Leasing
+from verify.coordinator.services.operator import OperatorService
+from verify.coordinator.services.status import Status
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
 from verify.request_auth import ENVELOPE, SignedRequest, Unauthorised

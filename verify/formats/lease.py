@@ -94,3 +94,8 @@ def lease_digest(data: bytes) -> str:
 
 def _draw(seed: bytes, what: str, group: int, bound: int) -> int:
     return int.from_bytes(hash_parts(what, seed, group), "big") % bound
+
+
+MAX_OPEN_LEASES = 3
+"""One fills the engine, one has its last sequences sampled, one is being submitted. With fewer, the
+engine idles at the end of each lease. More would tie groups to one worker and to older versions."""

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Protocol
+from typing import Any, BinaryIO, ClassVar
 
 import pyarrow as pa
 
@@ -17,31 +17,11 @@ from runspec.core.spec.schema import Source
 from runspec.core.spec.source_files import row_files, source_files
 from sampler.tasks.interfaces import Keep
 from sampler.tasks.sources.kept import Kept, kept_rows
-from sampler.tasks.sources.rows import ProblemRows, RowReader
+from sampler.tasks.sources.rows import ProblemRows, RowReader, Table
 from verify.plugins import Problem
 
-BATCH_ROWS = 256
-"""Rows that are held while files are looked through."""
 MAX_ROW_BYTES = 64 * 1024 * 1024
 """Of one row as it lies in a file."""
-
-
-class Table(Protocol):
-    """The rows of files, behind each other; several threads may read at once.
-
-    It holds where rows are, never all of them.
-    """
-
-    def __len__(self) -> int: ...
-
-    def row(self, number: int) -> Mapping[str, Any]:
-        """The row at 0 <= number < len(self)."""
-
-    def batches(self) -> Iterator[list[Mapping[str, Any]]]:
-        """All rows in order, up to `BATCH_ROWS` at a time."""
-
-    def place(self, number: int) -> str:
-        """File and row, for messages; rows count from 1."""
 
 
 class Stamp:

@@ -14,12 +14,12 @@ import pyarrow as pa
 
 from runspec.core.errors import UserError
 from sampler.tasks.sources.file_source import (
-    BATCH_ROWS,
     FileSource,
     Pieces,
     Stamp,
     require_columns,
 )
+from sampler.tasks.sources.rows import BATCH_ROWS
 
 
 class ArrowRows(Pieces):

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from runspec.core.errors import UserError
-from sampler.tasks.sources.file_source import BATCH_ROWS, MAX_ROW_BYTES, FileSource, Stamp
+from sampler.tasks.sources.file_source import MAX_ROW_BYTES, FileSource, Stamp
+from sampler.tasks.sources.rows import BATCH_ROWS
 
 _BLOCK_BYTES = 16 * 1024 * 1024
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
 from zipfile import BadZipFile
 
 import numpy as np
@@ -21,11 +20,8 @@ from runspec.core.hashing import hash_parts
 from runspec.core.spec.schema import Source
 from runspec.core.spec.source_files import file_digest
 from sampler.tasks.interfaces import Keep, Part
-from sampler.tasks.sources.rows import RowReader
+from sampler.tasks.sources.rows import RowReader, Table
 from verify.plugins import Problem
-
-if TYPE_CHECKING:
-    from sampler.tasks.sources.file_source import Table
 
 _log = logging.getLogger(__name__)
 _PROGRESS_S = 5.0

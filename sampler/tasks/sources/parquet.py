@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 
 from runspec.core.errors import UserError
 from sampler.tasks.sources.file_source import (
-    BATCH_ROWS,
     FileSource,
     Pieces,
     Stamp,
     require_columns,
 )
+from sampler.tasks.sources.rows import BATCH_ROWS
 
 MAX_GROUP_BYTES = 1024**3
 """Of the columns that are read of a row group, unpacked."""

@@ -5,16 +5,36 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NoReturn, Protocol
 
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Source
 from verify.plugins import Problem
 
+BATCH_ROWS = 256
+"""Rows that are held while files are looked through."""
 COLUMNS = ("problem_id", "task_type", "prompt", "verification_info")
 MAX_ID_CHARS = 512
 _REMEDY = "mend the row, or name the columns under params (docs/tasks.md)"
+
+
+class Table(Protocol):
+    """The rows of files, behind each other; several threads may read at once.
+
+    It holds where rows are, never all of them.
+    """
+
+    def __len__(self) -> int: ...
+
+    def row(self, number: int) -> Mapping[str, Any]:
+        """The row at 0 <= number < len(self)."""
+
+    def batches(self) -> Iterator[list[Mapping[str, Any]]]:
+        """All rows in order, up to `BATCH_ROWS` at a time."""
+
+    def place(self, number: int) -> str:
+        """File and row, for messages; rows count from 1."""
 
 
 class RowReader(ABC):

@@ -17,9 +17,9 @@ from pathlib import Path
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.process import RunStopped, not_retried, run_role, stop_event
+from runspec.core.run_files import step_folder
 from runspec.core.spec.resolved import load_resolved
 from verify.formats.batch import FILE_NAME
-from verify.formats.layout import step_folder
 
 STEP_S = 0.05
 

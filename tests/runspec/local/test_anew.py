@@ -14,6 +14,7 @@ import pytest
 
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
+from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.resolved import dump_resolved, load_resolved
 from runspec.local import rollback
 from runspec.local.anew import STARTS_ANEW, starts_anew, takes_any_change
@@ -25,8 +26,7 @@ from tests.runspec.local.fake_apply import fake_roles
 from tests.runspec.local.fake_run import prepared, small_spec
 from tests.runspec.local.test_rollback import Killed
 from tests.waiting import DEADLINE_S, eventually
-from verify.coordinator.events import CoordinatorStarted, NonceDrawn, StepClosed
-from verify.formats.layout import STATE_FILE
+from verify.coordinator.machine.events import CoordinatorStarted, NonceDrawn, StepClosed
 from verify.ledger import Ledger
 
 pytestmark = pytest.mark.slow

@@ -48,7 +48,7 @@ def test_the_laptop_profile_is_seven_processes() -> None:
         "coordinator": "python -m verify coordinator /runs/small "
         "--public-weights http://127.0.0.1:8002 --public-weights http://127.0.0.1:8001 "
         f"--weights http://127.0.0.1:8001 {served} --listen 127.0.0.1:8000",
-        "publisher": "python -m learner_jax publish /runs/small",
+        "publisher": "python -m bridge publish /runs/small",
         "learner": "python -m learner_jax train /runs/small",
         "validator-0": "python -m verify validator --run small "
         f"--coordinator http://127.0.0.1:8000 {weights} {served} "

@@ -22,8 +22,8 @@ from runspec.cli.wait import wait_command
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.object_store import ObjectPath
+from runspec.core.run_files import STATE_FILE, checkpoints_folder, step_folder
 from runspec.core.spec.resolved import dump_resolved, load_resolved, spec_digest
-from runspec.core.spec.run_files import checkpoints_folder
 from runspec.local import rollback
 from runspec.local.planning import make_plan
 from runspec.local.rollback import complete_rollback, roll_back
@@ -31,10 +31,14 @@ from runspec.local.run_dir import hold
 from runspec.local.state import RunState
 from tests.object_store import BUCKET, s3_server
 from tests.runspec.local.fake_run import prepared, small_spec
-from verify.coordinator.events import NonceDrawn, StepClosed, VersionPublished, WorkerRegistered
 from verify.coordinator.journal import Journal
-from verify.coordinator.policy import Policy
-from verify.formats.layout import STATE_FILE, step_folder
+from verify.coordinator.machine.events import (
+    NonceDrawn,
+    StepClosed,
+    VersionPublished,
+    WorkerRegistered,
+)
+from verify.coordinator.machine.policy import Policy
 from verify.ledger import Ledger
 
 STEPS = 6

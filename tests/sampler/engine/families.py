@@ -15,13 +15,13 @@ from bridge.export import export_checkpoint
 from bridge.weight_map import Path as LeafPath
 from bridge.weight_map import weight_map
 from learner_jax.checkpoint import save_params
-from learner_jax.layout import PARAMS_NAME
 from learner_jax.model import init_params
 from learner_jax.prefill import Policy, prefill
 from learner_jax.probe import build_probe
 from learner_jax.sharding import make_mesh
 from runspec.core.models.config import parse_config
 from runspec.core.models.decoder import hf_config
+from runspec.core.run_files import PARAMS_NAME
 from runspec.core.spec import schema
 from tests.learner_jax.conftest import tiny_spec
 from tests.sampler.engine.models import END_TOKEN, MAX_MODEL_LEN, VOCABULARY

@@ -153,7 +153,7 @@ def test_where_nothing_works_code_is_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = sys.modules[probe_function.__module__]
-    monkeypatch.setattr(module, "start", _failing_start)
+    monkeypatch.setattr(module, "launch", _failing_start)
     module.probe.cache_clear()
     try:
         with pytest.raises(UserError, match="cannot be isolated") as raised:

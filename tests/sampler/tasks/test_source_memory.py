@@ -17,7 +17,7 @@ from tests.sampler.tasks.row_files import make_rows, write_dataset
 ROWS, GROUP = 10_000, 250
 TEXT_BYTES = 20_000
 READ = """\
-import json, os, random, sys, threading
+import json, os, random, sys, threading, time
 import pyarrow as pa
 import sampler.tasks.sources.parquet as parquet
 from sampler.tasks.interfaces import make_source
@@ -44,6 +44,9 @@ draw = random.Random(1)
 ids = [made.problem(draw.randrange(len(made))).problem_id for _ in range(300)]
 over.set()
 watcher.join()  # a daemon that holds a file's lock at the end would abort the process
+ends = time.monotonic() + 10
+while len(os.listdir("/proc/self/task")) > threads and time.monotonic() < ends:
+    time.sleep(0.01)  # a thread that was joined may not have left the kernel yet
 threads = len(os.listdir("/proc/self/task")) - threads
 grown = max(seen) - before
 print(json.dumps([len(made), len(set(ids)), grown, pa.total_allocated_bytes(), threads]))

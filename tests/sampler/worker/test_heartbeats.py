@@ -14,8 +14,8 @@ from sampler.worker import start
 from sampler.worker.meter import Meter
 from tests.waiting import eventually
 from verify.client import RunFinished
-from verify.coordinator.activity import DEAD_AFTER_S
 from verify.coordinator.edge.limiter import RATES
+from verify.coordinator.services.activity import DEAD_AFTER_S
 
 LOG = logging.getLogger("worker")
 

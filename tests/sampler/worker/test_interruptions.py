@@ -15,12 +15,12 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
+from runspec.core.run_files import STATE_FILE
 from tests.sampler.worker.works import free_port, site_of, working
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from tests.waiting import eventually
-from verify.coordinator.events import LeaseGranted, SubmissionReceived
-from verify.coordinator.filling import MAX_OPEN_LEASES
-from verify.formats.layout import STATE_FILE
+from verify.coordinator.machine.events import LeaseGranted, SubmissionReceived
+from verify.formats.lease import MAX_OPEN_LEASES
 from verify.formats.submission import decode_rollouts
 from verify.ledger import Ledger
 

@@ -17,7 +17,7 @@ from sampler.worker.schedule import (
     Wait,
     next_action,
 )
-from verify.coordinator.filling import MAX_OPEN_LEASES
+from verify.formats.lease import MAX_OPEN_LEASES
 
 IDLE = Situation(
     leases=(), loaded=3, running=0, capacity=100, asking=False, in_flight=False, newest=3

@@ -20,6 +20,7 @@ from broadcast.store import publish
 from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
+from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
@@ -30,8 +31,7 @@ from tests.preloaded import SAMPLER, Program
 from tests.sampler.engine.models import END_TOKEN, Reference, save_version
 from tests.sampler.worker.works import free_port
 from tests.waiting import eventually
-from verify.coordinator.events import LeaseExpired, LeaseGranted, LeaseReleased
-from verify.formats.layout import STATE_FILE
+from verify.coordinator.machine.events import LeaseExpired, LeaseGranted, LeaseReleased
 from verify.formats.submission import Rollout, decode_rollouts, open_submission
 from verify.ledger import Ledger
 from verify.toploc import verify_proofs

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from runspec.core.keys import SigningKey
 from runspec.core.roles import Roles
+from runspec.core.run_files import step_folder
 from tests.verify.audit.tampering import Copy, work
 from tests.verify.coordinator.deployment import Site, tiny_spec, verdict
 from verify.__main__ import main
@@ -25,9 +26,8 @@ from verify.audit import replay
 from verify.audit.findings import Credit
 from verify.audit.replay import audit
 from verify.audit.signers import read_roles
-from verify.coordinator.events import RolledBack
+from verify.coordinator.machine.events import RolledBack
 from verify.formats.batch import open_batch, sign_batch
-from verify.formats.layout import step_folder
 from verify.formats.lease import Lease, open_lease, sign_lease
 from verify.ledger import Ledger
 

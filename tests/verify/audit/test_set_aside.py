@@ -18,7 +18,7 @@ from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.filled import digest, key
 from tests.verify.postgres import postgres_server
 from verify.audit.dropped import Dropped, read_dropped
-from verify.coordinator.events import (
+from verify.coordinator.machine.events import (
     CoordinatorStarted,
     Event,
     FailedAttempt,

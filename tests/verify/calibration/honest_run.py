@@ -10,12 +10,11 @@ from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.roles import sign_roles
+from runspec.core.run_files import STATE_FILE, submission_files, weights_folder
 from runspec.core.spec.resolved import FILE_NAME, dump_resolved
-from runspec.core.spec.run_files import weights_folder
 from runspec.core.spec.schema import RunSpec
 from tests.verify.small_model import fixed_key
-from verify.coordinator.events import LeaseGranted, SubmissionReceived
-from verify.formats.layout import STATE_FILE, submission_files
+from verify.coordinator.machine.events import LeaseGranted, SubmissionReceived
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission
 from verify.ledger import Ledger

@@ -21,7 +21,7 @@ from verify.calibration.lookup import (
     limits_by_pool,
 )
 from verify.calibration.profile import open_profile
-from verify.coordinator.gap_history import excess_of
+from verify.coordinator.machine.gap_history import excess_of
 from verify.gap_noise import GapNoise
 from verify.thresholds import BFLOAT16, FLOAT32, ChunkLimits, Limits
 

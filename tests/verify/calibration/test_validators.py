@@ -16,7 +16,7 @@ from tests.verify.calibration.test_profile import with_profile
 from tests.verify.small_model import NumpyEngine, ParityTask, Worker, small_spec
 from tests.verify.test_validator import COORDINATOR, VALIDATOR, WORKER, QueueCoordinator
 from verify import validator
-from verify.coordinator.gap_history import excess_of
+from verify.coordinator.machine.gap_history import excess_of
 from verify.gap_noise import DRIFT, GapNoise
 from verify.thresholds import FLOAT32
 

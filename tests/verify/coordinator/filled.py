@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from runspec.core.hashing import hash_parts
-from verify.coordinator import filling
-from verify.coordinator.consequences import consequences
-from verify.coordinator.events import (
+from verify.coordinator.machine import filling
+from verify.coordinator.machine.consequences import consequences
+from verify.coordinator.machine.events import (
     CoordinatorStarted,
     Event,
     GroupGrade,
@@ -23,11 +23,11 @@ from verify.coordinator.events import (
     VersionPublished,
     WorkerRegistered,
 )
-from verify.coordinator.filling import Close, NonceNeeded
-from verify.coordinator.policy import Policy
-from verify.coordinator.stalls import Stalled
-from verify.coordinator.state import LeaseRecord, State
-from verify.coordinator.transitions import apply
+from verify.coordinator.machine.filling import Close, NonceNeeded
+from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.stalls import Stalled
+from verify.coordinator.machine.state import LeaseRecord, State
+from verify.coordinator.machine.transitions import apply
 from verify.formats.lease import Lease
 
 POLICY = Policy(

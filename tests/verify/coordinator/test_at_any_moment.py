@@ -12,10 +12,11 @@ from runspec.core.errors import NotNow, UserError
 from runspec.core.keys import SigningKey
 from runspec.core.latest import Latest
 from runspec.core.process import RunStopped
+from runspec.core.run_files import submission_files
 from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec, verdict
 from tests.verify.coordinator.filled import digest
-from tests.verify.coordinator.services import (
+from tests.verify.coordinator.in_process import (
     Breaking,
     Killed,
     chunks,
@@ -24,15 +25,14 @@ from tests.verify.coordinator.services import (
     roles_of,
 )
 from verify.audit.replay import audit
-from verify.coordinator.activity import Activity
-from verify.coordinator.closing import Closing
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Finished, Journal
-from verify.coordinator.judging import Judging
-from verify.coordinator.operator import OperatorService
-from verify.coordinator.policy import Policy
-from verify.coordinator.transitions import replay
-from verify.formats.layout import submission_files
+from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.transitions import replay
+from verify.coordinator.services.activity import Activity
+from verify.coordinator.services.closing import Closing
+from verify.coordinator.services.judging import Judging
+from verify.coordinator.services.operator import OperatorService
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict

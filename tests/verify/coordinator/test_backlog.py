@@ -26,16 +26,16 @@ from tests.verify.coordinator.deployment import (
     verdict,
 )
 from tests.verify.coordinator.filled import POLICY, Filled, digest, policy
+from tests.verify.coordinator.in_process import chunks, edge_of, journal_of, leasing_of, roles_of
 from tests.verify.coordinator.over_http import granted, status
-from tests.verify.coordinator.services import chunks, edge_of, journal_of, leasing_of, roles_of
 from tests.waiting import eventually
 from verify.audit.replay import audit
 from verify.client import SubmissionRefused
 from verify.coordinator.edge import backlog as backlog_module
-from verify.coordinator.events import SubmissionDeferred, SubmissionReceived
 from verify.coordinator.intake import Refusal
-from verify.coordinator.state import LeaseRecord
-from verify.coordinator.transitions import IllegalTransition, apply
+from verify.coordinator.machine.events import SubmissionDeferred, SubmissionReceived
+from verify.coordinator.machine.state import LeaseRecord
+from verify.coordinator.machine.transitions import IllegalTransition, apply
 from verify.formats.lease import lease_digest
 from verify.formats.submission import SubmissionEnvelope
 from verify.ledger import Ledger

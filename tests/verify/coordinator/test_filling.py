@@ -12,13 +12,13 @@ import pytest
 from runspec.core.keys import SigningKey
 from runspec.core.process import RunStopped
 from tests.verify.coordinator.filled import Filled, key, started
-from tests.verify.coordinator.services import journal_of
-from verify.coordinator import filling
-from verify.coordinator.activity import Activity
-from verify.coordinator.closing import Closing
-from verify.coordinator.events import LeaseExpired
-from verify.coordinator.stalls import Stalled, waited_for
-from verify.coordinator.state import Rank
+from tests.verify.coordinator.in_process import journal_of
+from verify.coordinator.machine import filling
+from verify.coordinator.machine.events import LeaseExpired
+from verify.coordinator.machine.stalls import Stalled, waited_for
+from verify.coordinator.machine.state import Rank
+from verify.coordinator.services.activity import Activity
+from verify.coordinator.services.closing import Closing
 
 
 def test_groups_train_in_lease_order_though_the_later_lease_is_decided_first():

@@ -18,16 +18,16 @@ from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, verdict
 from tests.verify.coordinator.filled import Filled, started
+from tests.verify.coordinator.in_process import journal_of
 from tests.verify.coordinator.over_http import granted, post
-from tests.verify.coordinator.services import journal_of
 from tests.waiting import eventually
 from verify import ledger_store
 from verify.audit.replay import audit
-from verify.coordinator import closing as closing_module
-from verify.coordinator.activity import Activity
-from verify.coordinator.closing import Closing
-from verify.coordinator.events import CoordinatorStarted, StepClosed
 from verify.coordinator.journal import Journal
+from verify.coordinator.machine.events import CoordinatorStarted, StepClosed
+from verify.coordinator.services import closing as closing_module
+from verify.coordinator.services.activity import Activity
+from verify.coordinator.services.closing import Closing
 from verify.patience import STORAGE_S
 
 

@@ -18,16 +18,16 @@ from tests.verify.calibration.profiles import document as signed
 from tests.verify.calibration.profiles import made_profile
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from tests.verify.coordinator.over_http import check, sample
-from verify.coordinator.duplicates import Seen, repeated_submission
-from verify.coordinator.events import SubmissionJudged, WorkerQuarantined
-from verify.coordinator.gap_history import (
+from verify.coordinator.machine.duplicates import Seen, repeated_submission
+from verify.coordinator.machine.events import SubmissionJudged, WorkerQuarantined
+from verify.coordinator.machine.gap_history import (
     AnotherCalibration,
     excess_of,
     fault,
     is_fault,
     with_gaps,
 )
-from verify.coordinator.state import Worker
+from verify.coordinator.machine.state import Worker
 from verify.formats.verdict import RolloutVerdict
 from verify.gap_noise import GapNoise
 from verify.ledger import Ledger

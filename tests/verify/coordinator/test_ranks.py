@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.filled import Filled, digest, key, policy, started
-from tests.verify.coordinator.services import edge_of, journal_of, leasing_of, roles_of
-from verify.coordinator import filling
+from tests.verify.coordinator.in_process import edge_of, journal_of, leasing_of, roles_of
 from verify.coordinator.edge.limiter import AT_ONCE
 from verify.coordinator.edge.new_keys import MAX_UNPROVEN
-from verify.coordinator.events import (
+from verify.coordinator.machine import filling
+from verify.coordinator.machine.events import (
     CoordinatorStarted,
     InviteRevoked,
     VersionPublished,
     WorkerRegistered,
 )
-from verify.coordinator.reputation import Standing
-from verify.coordinator.state import LeaseRecord, Pace, Rank, State
+from verify.coordinator.machine.reputation import Standing
+from verify.coordinator.machine.state import LeaseRecord, Pace, Rank, State
 
 STRANGERS = ["s1", "s2", "s3", "s4", "s5", "s6"]
 

@@ -15,14 +15,14 @@ from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import Site
 from tests.verify.coordinator.filled import Filled, key, started
 from tests.verify.coordinator.over_http import check, granted, post, sample, status
-from verify.coordinator.events import (
+from verify.coordinator.machine.events import (
     BanLifted,
     KeyBanned,
     QuarantineEnded,
     SubmissionJudged,
     WorkerQuarantined,
 )
-from verify.coordinator.reputation import (
+from verify.coordinator.machine.reputation import (
     CLEAR_AFTER,
     EXACT_CHECKS,
     QUARANTINE_AFTER,
@@ -192,7 +192,7 @@ def test_a_banned_key_is_refused_until_its_ban_is_lifted(site: Site):
 def test_a_worker_learns_why_it_was_banned_by_which_submission_and_how_to_appeal(
     site: Site, monkeypatch
 ):
-    monkeypatch.setattr("verify.coordinator.consequences.BAN_AFTER", 2)
+    monkeypatch.setattr("verify.coordinator.machine.consequences.BAN_AFTER", 2)
     with site.serving():
         key, worker = site.worker()
         validator = site.client(site.validator)

@@ -20,13 +20,13 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
+from runspec.core.run_files import step_folder, submission_files
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, verdict
 from tests.verify.coordinator.filled import POLICY, started
+from tests.verify.coordinator.in_process import journal_of
 from tests.verify.coordinator.over_http import check, sample
-from tests.verify.coordinator.services import journal_of
-from verify.coordinator.events import RolledBack, StepClosed
 from verify.coordinator.journal import Journal
-from verify.formats.layout import step_folder, submission_files
+from verify.coordinator.machine.events import RolledBack, StepClosed
 from verify.formats.lease import open_lease
 from verify.ledger_store import SqliteStore, StoredRow
 

@@ -18,17 +18,17 @@ from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.process import RunStopped
+from runspec.core.run_files import submission_files
 from runspec.core.spec.resolved import dump_resolved
 from tests.ended_at_once import hears_sigterm_at_once
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, tiny_spec, verdict
 from tests.verify.coordinator.filled import started
+from tests.verify.coordinator.in_process import journal_of
 from tests.verify.coordinator.over_http import check, granted, post, sample, status
-from tests.verify.coordinator.services import journal_of
 from tests.waiting import eventually
 from verify.client import RunFinished
-from verify.coordinator.judging import Judging
-from verify.coordinator.reputation import WORKERS_GAPS
-from verify.formats.layout import submission_files
+from verify.coordinator.machine.reputation import WORKERS_GAPS
+from verify.coordinator.services.judging import Judging
 from verify.formats.lease import Lease
 from verify.formats.verdict import decode_verdicts
 
@@ -126,7 +126,7 @@ def test_who_knows_its_address_may_end_it_at_once(site: Site) -> None:
 def test_a_claim_is_kept_by_heartbeats_and_offered_to_another_without_them(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("verify.coordinator.claims.CLAIM_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("verify.coordinator.services.claims.CLAIM_TIMEOUT_S", 0.5)
     other = SigningKey.generate()
     site.sign_roles(site.validator, other)
     with site.serving():

@@ -6,17 +6,17 @@ from contextlib import closing
 
 import pytest
 
+from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.resolved import load_resolved
 from tests.verify.coordinator.deployment import DEADLINE_S, Site
 from tests.verify.coordinator.filled import Filled, digest, key
 from tests.verify.coordinator.over_http import check, sample, status
 from verify.audit.dropped import read_dropped
 from verify.audit.replay import audit
-from verify.coordinator.claims import ATTEMPTS
-from verify.coordinator.events import FailedAttempt, KeyBanned, SubmissionSetAside
-from verify.coordinator.reputation import BAN_AFTER
-from verify.coordinator.state import LeaseRecord
-from verify.formats.layout import STATE_FILE
+from verify.coordinator.machine.events import FailedAttempt, KeyBanned, SubmissionSetAside
+from verify.coordinator.machine.reputation import BAN_AFTER
+from verify.coordinator.machine.state import LeaseRecord
+from verify.coordinator.services.claims import ATTEMPTS
 from verify.ledger import Ledger
 
 DIED = (FailedAttempt(1.0, "ab" * 32, "the validator's process ended"),)

@@ -17,7 +17,7 @@ from verify.coordinator.edge.backlog import Backlog
 from verify.coordinator.edge.limiter import Limiter
 from verify.coordinator.edge.new_keys import NewKeys
 from verify.coordinator.journal import Journal
-from verify.coordinator.state import LeaseRecord
+from verify.coordinator.machine.state import LeaseRecord
 from verify.request_auth import RequestChecker
 
 

@@ -14,7 +14,7 @@ from verify.coordinator.edge.addresses import FORWARDED, Network, client_address
 from verify.coordinator.edge.limiter import AT_ONCE, Limiter, Name
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
-from verify.coordinator.state import Rank
+from verify.coordinator.machine.state import Rank
 from verify.request_auth import RequestChecker, SignedRequest, Unauthorised
 
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from runspec.core.spec.schema import Backlog as BacklogLimits
-from verify.coordinator.events import SubmissionDeferred
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
-from verify.coordinator.state import LeaseRecord
+from verify.coordinator.machine.events import SubmissionDeferred
+from verify.coordinator.machine.state import LeaseRecord
 from verify.formats.submission import SubmissionEnvelope
 
 GRACE_S = 60.0

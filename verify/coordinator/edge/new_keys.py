@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from verify.coordinator.edge.limiter import RATES, Limiter, Name
 from verify.coordinator.intake import Refusal
-from verify.coordinator.state import State
+from verify.coordinator.machine.state import State
 
 MAX_UNPROVEN = 10_000
 """Registered keys without an invite and without an accepted submission."""

@@ -1,0 +1,76 @@
+"""Programs in isolation by every mechanism that works on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from sampler.sandbox.limits import Finished, Limits
+from sampler.sandbox.probe import working
+from sampler.sandbox.process import PORTION_BYTES, Isolated, launch
+
+
+def start(
+    command: Sequence[str],
+    *,
+    limits: Limits,
+    files: Mapping[str, bytes] | None = None,
+    readable: Sequence[Path] = (),
+    mechanisms: Sequence[str] | None = None,
+) -> Isolated:
+    """Starts a program in isolation, as `launch`; without `mechanisms` all that work are applied.
+
+    Raises:
+        NotIsolated: a mechanism fails, the program or a path is not there.
+        UserError: no set of mechanisms works here.
+    """
+    chosen = working() if mechanisms is None else mechanisms
+    return launch(command, limits=limits, mechanisms=chosen, files=files, readable=readable)
+
+
+def run(
+    command: Sequence[str],
+    *,
+    stdin: bytes = b"",
+    limits: Limits,
+    files: Mapping[str, bytes] | None = None,
+    readable: Sequence[Path] = (),
+    mechanisms: Sequence[str] | None = None,
+) -> Finished:
+    """Runs a program in isolation until it ends or hits a limit; nothing of it is left then.
+
+    Args and errors as of `start`. `stdin` is all that the program can read there.
+    """
+    process = start(command, limits=limits, files=files, readable=readable, mechanisms=mechanisms)
+    process.limit_stderr(limits.output_bytes)
+    writer = threading.Thread(target=_feed, args=(process.stdin, stdin), daemon=True)
+    writer.start()
+    stdout = bytearray()
+    try:
+        while len(stdout) <= limits.output_bytes:
+            if not (part := os.read(process.stdout.fileno(), PORTION_BYTES)):
+                break
+            stdout += part
+        else:
+            process.stop()
+        finished = process.wait(None)
+    finally:
+        process.kill()
+        writer.join()
+    too_much = len(stdout) > limits.output_bytes or process.wrote_too_much
+    if too_much and finished.outcome == "killed":
+        finished = replace(finished, outcome="output")
+    return replace(finished, stdout=bytes(stdout[: limits.output_bytes]))
+
+
+def _feed(stream: IO[bytes], data: bytes) -> None:
+    """Writes what the program reads; it need not read it."""
+    with contextlib.suppress(OSError, ValueError):
+        stream.write(data)
+    with contextlib.suppress(OSError, ValueError):
+        stream.close()

@@ -1,0 +1,162 @@
+"""How long submissions waited: for their verdict, and for the batch manifest that trains them.
+
+Folded from the ledger's events as the state is, so that a restart keeps it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from verify.coordinator.machine.events import (
+    Event,
+    NonceDrawn,
+    RolledBack,
+    StepClosed,
+    SubmissionJudged,
+    SubmissionReceived,
+    SubmissionSetAside,
+    TrainedGroup,
+)
+
+RECENT = 1000
+"""Submissions in the `recent` percentiles."""
+BUCKETS_S = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0)
+"""Upper ends of the Prometheus buckets, in seconds."""
+_RATE_OVER = 64
+"""Verdicts that the rate is measured over."""
+_LEAST_SPAN_S = 1.0
+"""A rate over less would be noise."""
+
+
+class Durations:
+    """All that were measured, in seconds: eight bytes each, so that percentiles are exact."""
+
+    def __init__(self) -> None:
+        self._all = array("d")
+
+    def add(self, seconds: float) -> None:
+        self._all.append(max(0.0, seconds))  # a clock may be set back
+
+    def report(self) -> dict[str, Any]:
+        """Percentiles of the last `RECENT` and of the whole run."""
+        return {"recent": percentiles(self._all[-RECENT:]), "run": percentiles(self._all)}
+
+    def histogram(self) -> tuple[list[tuple[str, float]], float]:
+        """Cumulative counts by bucket, as Prometheus has them, and the sum of all."""
+        values = np.sort(np.asarray(self._all))
+        counts = np.searchsorted(values, BUCKETS_S, side="right")
+        buckets = [(str(end), float(n)) for end, n in zip(BUCKETS_S, counts, strict=True)]
+        return [*buckets, ("+Inf", float(len(values)))], float(values.sum())
+
+
+class History:
+    """Latencies and rates of submissions; `take` receives every event of the ledger, in order."""
+
+    def __init__(self) -> None:
+        self.to_verdict, self.to_manifest = Durations(), Durations()
+        self._bytes: dict[str, int] = {}
+        """Sizes of the submissions without a verdict, by lease."""
+        self._untrained: dict[str, float] = {}
+        """Arrival of each submission, by lease, until a manifest names it."""
+        self._since_batch: list[float] = []
+        self._verdicts: deque[float] = deque(maxlen=_RATE_OVER)
+        self._opened: dict[int, float] = {}
+        """Opening times of the open steps."""
+        self._accepted: deque[tuple[float, int]] = deque()
+        """When verdicts accepted how many output tokens, since the oldest open step was opened."""
+
+    def take(self, event: Event, remembered: Iterable[str]) -> None:
+        """Records an event.
+
+        Args:
+            event: the newest.
+            remembered: the leases that the state after it still knows.
+        """
+        match event:
+            case NonceDrawn():
+                self._opened.setdefault(event.step, event.at)
+            case SubmissionReceived():
+                self._bytes[event.lease] = event.bytes
+                self._untrained[event.lease] = event.at
+            case SubmissionJudged():
+                self._bytes.pop(event.lease, None)
+                self._verdicts.append(event.at)
+                took = event.at - self._untrained[event.lease]
+                self._since_batch.append(took)
+                self.to_verdict.add(took)
+                tokens = sum(g.tokens for g in event.groups if g.outcome != "dropped")
+                self._accepted.append((event.at, tokens))
+                if not event.accepted:
+                    del self._untrained[event.lease]
+            case SubmissionSetAside():
+                self._bytes.pop(event.lease, None)
+                del self._untrained[event.lease]
+            case StepClosed():
+                for took in self._trained(event.at, event.trained):
+                    self.to_manifest.add(took)
+                kept = set(remembered) - {group.lease for group in event.trained}
+                self._untrained = {le: at for le, at in self._untrained.items() if le in kept}
+                self._since_batch = []
+                self._opened.pop(event.step, None)
+                oldest = min(self._opened.values(), default=event.at)
+                while self._accepted and self._accepted[0][0] < oldest:
+                    self._accepted.popleft()
+            case RolledBack():
+                self._bytes, self._untrained, self._since_batch = {}, {}, []
+                self._opened, self._accepted = {}, deque()
+
+    def bytes_of(self, lease: str) -> int:
+        """Size of a submission that waits for its verdict."""
+        return self._bytes.get(lease, 0)
+
+    def verdicts_per_s(self, now: float) -> float:
+        """Rate of the last verdicts; it falls while none comes. 0 before the first."""
+        if not self._verdicts:
+            return 0.0
+        return len(self._verdicts) / max(now - self._verdicts[0], _LEAST_SPAN_S)
+
+    def batch_stats(self, now: float, step: int, trained: Iterable[TrainedGroup]) -> dict[str, Any]:
+        """`stats` of the batch manifest that closes a step now.
+
+        Args:
+            now: seconds since the epoch.
+            step: its number.
+            trained: the batch's groups.
+
+        Returns:
+            Latencies in seconds, None where nothing was; output tokens that verdicts accepted
+            while the step was open, a second, None where that was no time.
+        """
+        verdict = percentiles(self._since_batch)
+        manifest = percentiles(self._trained(now, trained))
+        return {
+            "verdict_latency_p50": verdict["p50"],
+            "verdict_latency_p99": verdict["p99"],
+            "manifest_latency_p50": manifest["p50"],
+            "manifest_latency_p99": manifest["p99"],
+            "accepted_tokens_per_s": self._accepted_per_s(now, step),
+        }
+
+    def _accepted_per_s(self, now: float, step: int) -> float | None:
+        opened = self._opened.get(step)
+        if opened is None or now <= opened:
+            return None
+        return sum(tokens for at, tokens in self._accepted if at > opened) / (now - opened)
+
+    def _trained(self, now: float, trained: Iterable[TrainedGroup]) -> list[float]:
+        """How long each submission waited for the first manifest that names it."""
+        leases = dict.fromkeys(group.lease for group in trained)
+        return [now - self._untrained[lease] for lease in leases if lease in self._untrained]
+
+
+def percentiles(values: array[float] | list[float]) -> dict[str, Any]:
+    """How many, their median and their 99th percentile in seconds; None of nothing."""
+    if not len(values):
+        return {"count": 0, "p50": None, "p99": None}
+    p50, p99 = np.percentile(np.asarray(values), [50, 99])
+    return {"count": len(values), "p50": round(float(p50), 3), "p99": round(float(p99), 3)}

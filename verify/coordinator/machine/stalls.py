@@ -1,0 +1,167 @@
+"""Why the next step cannot be closed, and what to do about it: pure functions of a State."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verify.coordinator.machine.events import GroupGrade
+from verify.coordinator.machine.state import State, Tally
+
+RUN_DIR = "RUN_DIR"
+"""Stands in a remedy for the run directory, which a State does not know."""
+_MEND_GRADER = (
+    "mend the grader, or the rows that it cannot read; `python -m sampler grade FILE.jsonl` tries "
+    "it on answers from a file (docs/rewards.md)"
+)
+_MEND_VALIDATORS = (
+    f"see in {RUN_DIR}/logs/coordinator.log which submissions these are and what failed "
+    "(docs/coordinator.md)"
+)
+_MEND_WORKERS = (
+    f"see `runspec workers {RUN_DIR}` and the workers' logs (`runspec logs {RUN_DIR}`); if they "
+    "are only slow, raise verify.lease_timeout or add samplers"
+)
+_LOOK_AT_REJECTION = (
+    "see the last rejection: it names the check and its number (docs/verify.md says what each "
+    "check compares), and `runspec workers` names the worker"
+)
+_WAIT_LONGER = (
+    f"see the log of whom it waited for (`runspec logs {RUN_DIR}`); if that is only slow, raise "
+    "algorithm.fill.deadline"
+)
+_SOLVE_RATES = (
+    f"measure it: `python -m sampler solve-rates {RUN_DIR}/spec.json --source NAME --model "
+    f"{RUN_DIR}/initial --out rates.parquet`; then "
+)
+_EASIER = (
+    "take easier problems (data.sources.NAME.solve_rate bounds them), a stronger model or a longer "
+    "warm start"
+)
+_HARDER = "take harder problems (data.sources.NAME.solve_rate bounds them)"
+_BETWEEN = "keep the problems between (data.sources.NAME.solve_rate, say min: 0.1 and max: 0.9)"
+_NO_FILTER = "; or train such groups too, with algorithm.filters.zero_variance: false"
+
+
+@dataclass(frozen=True)
+class Stalled:
+    """The run cannot go on."""
+
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """Groups that were leased for a step and cannot train, all for one cause."""
+
+    groups: int
+    text: str
+    remedy: str
+
+
+def unfilled(state: State, number: int, *, had: int, now: float) -> Stalled:
+    """Says why an open step has too few groups.
+
+    Args:
+        state: of the run.
+        number: of the step, the next to close.
+        had: groups that it could train.
+        now: seconds since the epoch.
+    """
+    policy, step = state.policy, state.steps[number]
+    losses = _losses(state, state.tallies.get(number, Tally()))
+    parts = [
+        f"step {number} stalled: {had} of {policy.groups} groups, at least {policy.min_groups} "
+        f"needed, after {now - step.since:.0f} s and {step.leased} groups leased "
+        f"(max_groups allows {policy.max_groups})",
+        *(loss.text for loss in losses),
+    ]
+    return Stalled("; ".join(parts), losses[0].remedy)
+
+
+def unopened(state: State, now: float) -> Stalled:
+    """Says for whom a step waits that nobody could open."""
+    return Stalled(
+        f"step {state.next_close} stalled: not opened after {now - state.progress:.0f} s; "
+        f"waited for {waited_for(state)}",
+        _WAIT_LONGER,
+    )
+
+
+def banned(state: State) -> Stalled:
+    """Says that nobody is left to work."""
+    reason = next(state.bans[key] for key, worker in state.workers.items() if worker.own)
+    return Stalled(
+        f"step {state.next_close} stalled: every worker is banned, the run's own too: {reason}",
+        _LOOK_AT_REJECTION,
+    )
+
+
+def waited_for(state: State) -> str:
+    """Say whom the next step to close waits for."""
+    if state.finished:
+        return "nobody: every step is closed"
+    number, newest = state.next_close, state.newest
+    awaited = [r for r in state.live if r.lease.step == number and r.awaited]
+    if awaited:
+        sampling = sorted({r.lease.worker[:16] for r in awaited if r.status == "open"})
+        validating = sum(r.status == "submitted" for r in awaited)
+        parts = [f"worker {worker}" for worker in sampling]
+        parts += [f"validators ({validating} submissions)"] if validating else []
+        return ", ".join(parts)
+    needed = max(0, number - state.policy.async_level)
+    if newest is None or newest.version < needed:
+        had = "none" if newest is None else newest.version
+        return f"the publisher: version {needed} is needed, the newest published is {had}"
+    if state.workers:
+        return f"a lease request of any of the {len(state.workers)} registered workers"
+    return "a worker to register"
+
+
+def _losses(state: State, tally: Tally) -> list[_Loss]:
+    """The causes for which a step lost groups, the largest first."""
+    dropped = sum(grade.outcome == "dropped" for grade in tally.grades)
+    filtered = [grade for grade in tally.grades if grade.outcome == "filtered"]
+    rejected = tally.rejected_rollouts // state.policy.group_size
+    losses = [
+        _Loss(
+            dropped,
+            f"{dropped} groups dropped by the grader, the newest: {state.last_fault}",
+            _MEND_GRADER,
+        ),
+        _Loss(len(filtered), *_zero_variance(filtered)),
+        _Loss(
+            rejected,
+            f"{tally.rejected_submissions} submissions rejected ({rejected} groups), last "
+            f"rejection: {tally.last_rejection}",
+            _LOOK_AT_REJECTION,
+        ),
+        _Loss(
+            tally.set_aside_groups,
+            f"{tally.set_aside_groups} groups of submissions that validators could not judge",
+            _MEND_VALIDATORS,
+        ),
+        _Loss(
+            tally.expired_groups,
+            f"{tally.expired_groups} groups withheld or late",
+            _MEND_WORKERS,
+        ),
+    ]
+    return sorted((loss for loss in losses if loss.groups), key=lambda loss: -loss.groups)
+
+
+def _zero_variance(filtered: Sequence[GroupGrade]) -> tuple[str, str]:
+    """Text and remedy of groups whose task rewards are all equal."""
+    rewards = [grade.task_reward for grade in filtered] or [0.0]
+    if max(rewards) <= 0.0:
+        solves, change = "solves none of these problems", _EASIER
+    elif min(rewards) >= 1.0:
+        solves, change = "solves all of these problems", _HARDER
+    else:
+        solves, change = "solves each of these problems always or never", _BETWEEN
+    text = (
+        f"{len(filtered)} groups filtered, for all task rewards of a group are equal: the model "
+        f"{solves} (mean task reward {sum(rewards) / len(rewards):.3g})"
+    )
+    return text, f"{_SOLVE_RATES}{change}{_NO_FILTER}"

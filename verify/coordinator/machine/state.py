@@ -1,0 +1,305 @@
+"""The state of a run: plain frozen data, which `transitions.apply` makes from events.
+
+Maps with an entry for each key are `HashTrieMap`s: a map with one more entry shares the others,
+while copies of a `dict` would make a start take time quadratic in the keys. An event wakes all who
+wait for a lease, so what each of them needs of all keys or leases is counted once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import cached_property
+from typing import Literal
+
+from rpds import HashTrieMap
+
+from verify.coordinator.machine.events import FailedAttempt, GroupGrade, VersionPublished
+from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.reputation import Standing, prefill_share
+from verify.formats.lease import Lease
+from verify.gap_noise import GapNoise
+
+
+class Rank(IntEnum):
+    """Says whether a step relies on a worker's leases; the better ranks come first (`filling`)."""
+
+    KNOWN = 0
+    """The run's own workers, and those that came with an invite."""
+    RECORDED = 1
+    """Strangers that answered their last leases (`Standing.trust`)."""
+    NEW = 2
+    """All others, and who is in quarantine."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The longest times that a worker took lately, in seconds."""
+
+    lease_s: float
+    group_s: float
+    """For a group, on average over its lease."""
+
+    def after(self, lease_s: float, groups: int) -> Pace:
+        """After another lease: a longer time counts at once, a shorter one little by little."""
+        return Pace(_longest(self.lease_s, lease_s), _longest(self.group_s, lease_s / groups))
+
+    def seconds(self, groups: int) -> float:
+        """Return the longest time that a lease of some groups should take."""
+        return max(self.lease_s, groups * self.group_s)
+
+
+def _longest(before: float, now: float) -> float:
+    return max(now, 0.8 * before + 0.2 * now)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A registered key and what it has earned."""
+
+    number: int
+    """0, 1, 2, ... in the order of registration."""
+    pool: str
+    invite: str | None = None
+    """Public key of the invite by which it came."""
+    own: bool = False
+    """Whether it is one of the run's own."""
+    revoked: bool = False
+    """Whether its invite was revoked: it is a stranger then."""
+    served: float = 0.0
+    """When it was last granted a lease; 0: never."""
+    pace: Pace | None = None
+    """None: nothing was accepted yet."""
+    accepted_rollouts: int = 0
+    accepted_tokens: int = 0
+    """Its credits: output tokens of accepted groups, filtered ones included."""
+    standing: Standing = field(default_factory=Standing)
+    gap_excess: float = 0.0
+    """Excess of its submissions together since the sum was last below 0, nats (`gap_history`)."""
+    gap_noise: GapNoise | None = None
+    """Noise of the calibration that the sum belongs to."""
+
+    @cached_property
+    def rank(self) -> Rank:
+        """Its rank now; a lease keeps the one that its worker had when it was granted."""
+        if self.standing.quarantine is not None:
+            return Rank.NEW
+        if self.own or (self.invite is not None and not self.revoked):
+            return Rank.KNOWN
+        return Rank.RECORDED if self.standing.trust else Rank.NEW
+
+    @property
+    def unproven(self) -> bool:
+        """Whether it is a stranger that never had a submission accepted."""
+        return not self.own and self.invite is None and self.standing.accepted == 0
+
+
+@dataclass(frozen=True)
+class Draw:
+    nonce: str
+    workers: int
+    """Covers workers with a smaller number that no earlier draw of the step covers."""
+
+
+@dataclass(frozen=True)
+class OpenStep:
+    opened: float
+    since: float
+    """Start of the deadline: `opened`, or the coordinator's last start."""
+    draws: tuple[Draw, ...]
+    leased: int = 0
+    """Groups leased to known workers, failed ones included; without those given back."""
+    next_index: HashTrieMap[str, int] = field(default_factory=HashTrieMap)
+
+    def nonce_for(self, worker: Worker) -> str | None:
+        return next((d.nonce for d in self.draws if worker.number < d.workers), None)
+
+
+@dataclass(frozen=True)
+class LeaseRecord:
+    lease: Lease
+    digest: str
+    document: str
+    status: Literal[
+        "open", "released", "submitted", "accepted", "rejected", "set_aside", "expired"
+    ] = "open"
+    submission: str | None = None
+    verdict: str | None = None
+    usable: tuple[int, ...] = ()
+    """Groups that may be trained on and have not been."""
+    rank: Rank = Rank.NEW
+    """Its worker's when it was granted."""
+    since: float = 0.0
+    """Since when its worker has no older lease to work on."""
+    took_s: float = 0.0
+    """From `since` to the submission."""
+    overdue: bool = False
+    """Whether others are leased its groups, for its worker is silent."""
+    recomputed: bool = False
+    """Whether its rollouts were recomputed before they were accepted."""
+    deferred: str | None = None
+    """The submission that its holder was told to send later."""
+    deferred_until: float = 0.0
+    attempts: tuple[FailedAttempt, ...] = ()
+    """Failed attempts for which the submission was set aside."""
+
+    @property
+    def expires(self) -> float:
+        """When it ends: the lease's own time, or until when it was deferred."""
+        return max(self.lease.expires, self.deferred_until)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a step counts on its groups, which are not decided."""
+        return self.status in ("open", "submitted") and not self.overdue
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Counts for one batch manifest; late work counts in the step in which it was decided."""
+
+    leased_groups: int = 0
+    expired_groups: int = 0
+    """Withheld, accepted too late to train within the lag, or struck: not recomputed, of a worker
+    that was caught since."""
+    set_aside_groups: int = 0
+    """Groups of submissions at which validators failed."""
+    rejected_submissions: int = 0
+    rejected_rollouts: int = 0
+    last_rejection: str = ""
+    grades: tuple[GroupGrade, ...] = ()
+
+
+@dataclass(frozen=True)
+class State:
+    policy: Policy
+    newest: VersionPublished | None = None
+    workers: HashTrieMap[str, Worker] = field(default_factory=HashTrieMap)
+    unproven: int = 0
+    """How many of `workers` are."""
+    bans: HashTrieMap[str, str] = field(default_factory=HashTrieMap)
+    """Why a key is banned, whether it is a worker's yet or not."""
+    invited: HashTrieMap[str, int] = field(default_factory=HashTrieMap)
+    """How many keys were registered with an invite, by its public key."""
+    revoked: HashTrieMap[str, str] = field(default_factory=HashTrieMap)
+    """Why an invite was revoked, by its public key, whether anybody came with it or not."""
+    steps: Mapping[int, OpenStep] = field(default_factory=dict)
+    """The open ones, in order."""
+    leases: Mapping[str, LeaseRecord] = field(default_factory=dict)
+    """Leases by digest, in lease order; those of steps long closed are forgotten."""
+    tallies: Mapping[int, Tally] = field(default_factory=dict)
+    next_step: int = 0
+    """The next to open."""
+    next_close: int = 0
+    progress: float = 0.0
+    """Time of the last start, published version or closed step."""
+    dropped_groups: int = 0
+    """Groups lost to faults of the grader, of all steps."""
+    last_fault: str = ""
+    """What the grader failed with at the newest of them."""
+
+    @property
+    def finished(self) -> bool:
+        return self.next_close >= self.policy.steps
+
+    @property
+    def oldest_remembered(self) -> int:
+        """All leases of this step and later ones are still in `leases`.
+
+        No group of an older step can train any more. It is one step longer than that, so that a
+        submission that is sent again finds its lease.
+        """
+        return self.next_close - self.policy.async_level - 1
+
+    @cached_property
+    def live(self) -> Sequence[LeaseRecord]:
+        """Leases that are undecided or have groups to train, in lease order: few of all."""
+        undecided = ("open", "submitted")
+        return [r for r in self.leases.values() if r.usable or r.status in undecided]
+
+    @cached_property
+    def unsettled(self) -> Mapping[str, Sequence[LeaseRecord]]:
+        """Open and submitted leases by worker, in lease order."""
+        found: dict[str, list[LeaseRecord]] = defaultdict(list)
+        for record in self.live:
+            if record.status != "accepted":
+                found[record.lease.worker].append(record)
+        return found
+
+    @cached_property
+    def to_judge(self) -> Sequence[LeaseRecord]:
+        """Submitted leases that can still train, in lease order."""
+        submitted = (r for r in self.live if r.status == "submitted")
+        in_time = (r for r in submitted if self.lag(r) <= self.policy.async_level)
+        return sorted(in_time, key=lambda record: record.rank is not Rank.KNOWN)
+
+    @cached_property
+    def awaited(self) -> Counter[int]:
+        """Groups that a step counts on and that are not decided, by the step of their leases."""
+        groups: Counter[int] = Counter()
+        for record in self.live:
+            if record.awaited and record.rank is not Rank.NEW:
+                groups[record.lease.step] += record.lease.groups
+        return groups
+
+    @cached_property
+    def usable(self) -> Counter[int]:
+        """Groups that may be trained on and have not been, by the step of their leases.
+
+        Without those of a new worker that come after an undecided lease of another one: nobody
+        knows when they may train.
+        """
+        groups: Counter[int] = Counter()
+        held_back = set[int]()
+        for record in self.live:
+            step = record.lease.step
+            if record.rank is Rank.NEW and step >= self.next_close:
+                if record.awaited:
+                    held_back.add(step)
+                if step in held_back:
+                    continue
+            groups[step] += len(record.usable)
+        return groups
+
+    @cached_property
+    def silent(self) -> Sequence[LeaseRecord]:
+        """Leases of open steps that are relied on and not answered: for each rank and number of
+        groups the one whose worker was silent for longest.
+
+        Without those whose holders were told to come again.
+        """
+        found: dict[tuple[Rank, int], LeaseRecord] = {}
+        for record in self.live:
+            kind = record.rank, record.lease.groups
+            if (
+                record.status == "open"
+                and not record.overdue
+                and record.deferred is None
+                and record.rank is not Rank.NEW
+                and record.lease.step in self.steps
+                and (kind not in found or record.since < found[kind].since)
+            ):
+                found[kind] = record
+        return list(found.values())
+
+    @cached_property
+    def trials(self) -> Mapping[int, Sequence[float]]:
+        """Ends of the leases of new workers that were not accepted, by step, in order of time."""
+        found: dict[int, list[float]] = defaultdict(list)
+        for record in self.leases.values():
+            if record.rank is Rank.NEW and record.status != "accepted":
+                found[record.lease.step].append(record.expires)
+        return {step: sorted(ends) for step, ends in found.items()}
+
+    def share_of(self, worker: str) -> float:
+        """How likely a submission of a worker's is to be recomputed."""
+        if worker in self.bans:
+            return 1.0
+        start, floor = self.policy.prefill_share, self.policy.prefill_floor
+        return prefill_share(self.workers[worker].standing, start=start, floor=floor)
+
+    def lag(self, record: LeaseRecord) -> int:
+        """Lag of the record's groups if the next step to close trains them."""
+        return self.next_close - record.lease.version

@@ -1,0 +1,402 @@
+"""The state after an event: `apply`, a pure function of the state before it.
+
+Invariants, which `apply` refuses to break and the property tests look for:
+- A group is trained at most once, and at a step that is at most `async_level` after its version.
+- Steps open in order and close in order, each once; a rollback takes both counts back.
+- The leases of one worker and one step are numbered 0, 1, 2, ... under one nonce, which was drawn
+  after the worker's key was registered; so no two leases share a seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from verify.coordinator.machine.events import (
+    BanLifted,
+    CoordinatorStarted,
+    Event,
+    InviteRevoked,
+    KeyBanned,
+    LeaseExpired,
+    LeaseGranted,
+    LeaseOverdue,
+    LeaseReleased,
+    NonceDrawn,
+    QuarantineEnded,
+    RolledBack,
+    StepClosed,
+    SubmissionDeferred,
+    SubmissionJudged,
+    SubmissionReceived,
+    SubmissionSetAside,
+    VersionPublished,
+    WorkerQuarantined,
+    WorkerRegistered,
+)
+from verify.coordinator.machine.gap_history import with_gaps
+from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.reputation import Standing
+from verify.coordinator.machine.state import (
+    Draw,
+    LeaseRecord,
+    OpenStep,
+    Pace,
+    Rank,
+    State,
+    Tally,
+    Worker,
+)
+
+LONGEST_DEFERRAL_S = 600.0
+"""A lease is extended by no more at once, beyond the time of the event."""
+
+
+class IllegalTransition(Exception):
+    """An event that cannot follow: a fault of the coordinator, or a ledger tampered with."""
+
+
+def replay(policy: Policy, events: Iterable[Event]) -> State:
+    state = State(policy)
+    for event in events:
+        state = apply(state, event)
+    return state
+
+
+def apply(state: State, event: Event) -> State:
+    """The state after an event.
+
+    Raises:
+        IllegalTransition: the event cannot follow.
+    """
+    match event:
+        case CoordinatorStarted():
+            steps = {
+                number: replace(step, since=event.at, leased=0)
+                for number, step in state.steps.items()
+            }
+            return replace(state, steps=steps, progress=event.at)
+        case WorkerRegistered():
+            _require(event.worker not in state.workers, "a key is registered twice")
+            _require(event.invite not in state.revoked, "a key that came with a revoked invite")
+            worker = Worker(len(state.workers), event.pool, event.invite, event.own)
+            if event.invite is not None:
+                uses = state.invited.get(event.invite, 0) + 1
+                state = replace(state, invited=state.invited.insert(event.invite, uses))
+            return _with_worker(state, event.worker, worker)
+        case WorkerQuarantined():
+            worker = _known(state, event.worker)
+            state = _strike_unproven(state, event.worker)
+            return _with_standing(state, event.worker, worker.standing.quarantined(event.reason))
+        case QuarantineEnded():
+            worker = _known(state, event.worker)
+            _require(worker.standing.quarantine is not None, "no quarantine to end")
+            free = replace(worker.standing, quarantine=None)
+            return _with_standing(state, event.worker, free)
+        case KeyBanned():
+            return _ban(state, event)
+        case BanLifted():
+            return _lift_ban(state, event)
+        case InviteRevoked():
+            _require(event.invite not in state.revoked, "an invite is revoked twice")
+            state = replace(state, revoked=state.revoked.insert(event.invite, event.reason))
+            for key, worker in state.workers.items():
+                if worker.invite == event.invite:
+                    state = _with_worker(state, key, replace(worker, revoked=True))
+            return state
+        case VersionPublished():
+            newer = state.newest is None or event.version > state.newest.version
+            _require(newer, f"version {event.version} is not newer")
+            return replace(state, newest=event, progress=event.at)
+        case NonceDrawn():
+            return _draw(state, event)
+        case LeaseGranted():
+            return _grant(state, event)
+        case LeaseOverdue():
+            return _overdue(state, event)
+        case LeaseExpired():
+            return _expire(state, event)
+        case LeaseReleased():
+            return _release(state, event)
+        case SubmissionDeferred():
+            return _defer(state, event)
+        case SubmissionReceived():
+            return _receive(state, event)
+        case SubmissionJudged():
+            return _judge(state, event)
+        case SubmissionSetAside():
+            return _set_aside(state, event)
+        case StepClosed():
+            return _close(state, event)
+        case RolledBack():
+            _require(0 <= event.version <= state.next_close, "a rollback to what was not trained")
+            back = State(state.policy, next_step=event.version, next_close=event.version)
+            back = replace(back, bans=state.bans, invited=state.invited, revoked=state.revoked)
+            return replace(back, progress=event.at)
+
+
+def _ban(state: State, event: KeyBanned) -> State:
+    """Ban a key; its open leases end at once."""
+    _require(event.key not in state.bans, "a key is banned twice")
+    state = replace(state, bans=state.bans.insert(event.key, event.reason))
+    for record in list(state.leases.values()):
+        if record.lease.worker == event.key and record.status == "open":
+            state = _end_lease(state, record)
+    return _strike_unproven(state, event.key)
+
+
+def _strike_unproven(state: State, worker: str) -> State:
+    """Strike the groups of a doubted worker that were accepted without being recomputed."""
+    for record in list(state.leases.values()):
+        if record.lease.worker == worker and not record.recomputed:
+            state = _without_usable(state, record)
+    return state
+
+
+def _lift_ban(state: State, event: BanLifted) -> State:
+    _require(event.key in state.bans, "a key that is not banned")
+    state = replace(state, bans=state.bans.remove(event.key))
+    worker = state.workers.get(event.key)
+    if worker is None:
+        return state
+    pardoned = worker.standing.pardoned(f"its ban was lifted: {event.reason}")
+    return _with_worker(state, event.key, replace(worker, standing=pardoned, gap_excess=0.0))
+
+
+def _draw(state: State, event: NonceDrawn) -> State:
+    draw = Draw(event.nonce, event.workers)
+    _require(event.workers == len(state.workers) > 0, "a draw covers the keys registered so far")
+    if event.step in state.steps:
+        step = state.steps[event.step]
+        _require(draw.workers > step.draws[-1].workers, "a draw that admits nobody")
+        step = replace(step, draws=(*step.draws, draw))
+    else:
+        _require(event.step == state.next_step < state.policy.steps, "steps open in order")
+        step = OpenStep(opened=event.at, since=event.at, draws=(draw,))
+        state = replace(state, next_step=event.step + 1)
+    return replace(state, steps={**state.steps, event.step: step})
+
+
+def _grant(state: State, event: LeaseGranted) -> State:
+    lease = event.lease
+    step, worker = state.steps.get(lease.step), state.workers.get(lease.worker)
+    if step is None or worker is None or event.digest in state.leases:
+        raise IllegalTransition(f"lease {event.digest[:16]} of no open step or no known worker")
+    _require(step.nonce_for(worker) == lease.nonce, "a lease under a nonce that is not its own")
+    _require(step.next_index.get(lease.worker, 0) == lease.index, "lease indices have no holes")
+    _require(lease.step - lease.version <= state.policy.async_level, "a lease beyond the lag")
+    step = replace(step, next_index=step.next_index.insert(lease.worker, lease.index + 1))
+    rank = worker.rank
+    record = LeaseRecord(lease, event.digest, event.document, rank=rank, since=event.at)
+    state = _with_lease(replace(state, steps={**state.steps, lease.step: step}), record)
+    state = _with_leased(state, record, lease.groups)
+    state = _with_worker(state, lease.worker, replace(worker, served=event.at))
+    tally = state.tallies.get(lease.step, Tally())
+    tally = replace(tally, leased_groups=tally.leased_groups + lease.groups)
+    return replace(state, tallies={**state.tallies, lease.step: tally})
+
+
+def _receive(state: State, event: SubmissionReceived) -> State:
+    record = _record(state, event.lease, "open")
+    took_s = max(0.0, event.at - record.since)
+    received = replace(record, status="submitted", submission=event.submission, took_s=took_s)
+    found = False
+    for other in state.unsettled[record.lease.worker]:  # in lease order
+        found |= other.digest == record.digest
+        if found and other.status == "open":
+            state = _with_lease(state, replace(other, since=event.at))
+    return _with_lease(state, received)
+
+
+def _overdue(state: State, event: LeaseOverdue) -> State:
+    record = _record(state, event.lease, "open")
+    _require(not record.overdue, "a lease is overdue twice")
+    state = _with_lease(state, replace(record, overdue=True))
+    key = record.lease.worker
+    return _with_standing(state, key, state.workers[key].standing.after_silence())
+
+
+def _expire(state: State, event: LeaseExpired) -> State:
+    return _end_lease(state, _record(state, event.lease, "open"))
+
+
+def _end_lease(state: State, record: LeaseRecord) -> State:
+    """End a lease without a submission: it counts as withheld."""
+    state = _with_lease(state, replace(record, status="expired"))
+    key = record.lease.worker
+    state = _with_standing(state, key, state.workers[key].standing.after_withholding())
+    tally = _tally(state, record)
+    return _with_tally(
+        state, record, replace(tally, expired_groups=tally.expired_groups + record.lease.groups)
+    )
+
+
+def _release(state: State, event: LeaseReleased) -> State:
+    """Take a lease's groups out of the step's count, so that workers who come and go do not use up
+    what the step may lease."""
+    record = _record(state, event.lease, "open")
+    state = _with_leased(state, record, -record.lease.groups)
+    state = _with_lease(state, replace(record, status="released"))
+    key = record.lease.worker
+    return _with_standing(state, key, state.workers[key].standing.after_return())
+
+
+def _defer(state: State, event: SubmissionDeferred) -> State:
+    record = _record(state, event.lease, "open")
+    own_time = event.at < record.lease.expires
+    _require(own_time or event.submission == record.deferred, "another submission is deferred")
+    _require(event.at < record.expires < event.until, "a deferral that extends no lease")
+    _require(event.until - event.at <= LONGEST_DEFERRAL_S, "a deferral without end")
+    _require(state.lag(record) <= state.policy.async_level, "a deferral beyond the lag")
+    return _with_lease(
+        state, replace(record, deferred=event.submission, deferred_until=event.until)
+    )
+
+
+def _with_leased(state: State, record: LeaseRecord, change: int) -> State:
+    """Change the groups of a step that count as leased to known workers."""
+    step = state.steps.get(record.lease.step)
+    if step is None or record.rank is not Rank.KNOWN:
+        return state
+    step = replace(step, leased=max(0, step.leased + change))
+    return replace(state, steps={**state.steps, record.lease.step: step})
+
+
+def _judge(state: State, event: SubmissionJudged) -> State:
+    record = _record(state, event.lease, "submitted")
+    _require(record.submission == event.submission, "a verdict on another submission")
+    worker, tally, lease = state.workers[record.lease.worker], _tally(state, record), record.lease
+    recomputed = any(group.logprob_diff is not None for group in event.groups)
+    standing = worker.standing.after_verdict(
+        0 if record.overdue else lease.groups, accepted=event.accepted, recomputed=recomputed
+    )
+    worker = with_gaps(replace(worker, standing=standing), event.gap_excess, event.gap_noise)
+    if not event.accepted:
+        tally = replace(
+            tally,
+            rejected_submissions=tally.rejected_submissions + 1,
+            rejected_rollouts=tally.rejected_rollouts + lease.groups * state.policy.group_size,
+            last_rejection=event.reason[:300],
+        )
+        record = replace(record, status="rejected", verdict=event.verdict)
+    else:
+        earned = [g for g in event.groups if g.outcome != "dropped"]
+        worker = replace(
+            worker,
+            accepted_rollouts=worker.accepted_rollouts + sum(g.rollouts for g in earned),
+            accepted_tokens=worker.accepted_tokens + sum(g.tokens for g in earned),
+            pace=(worker.pace or Pace(0.0, 0.0)).after(record.took_s, lease.groups),
+        )
+        tally = replace(tally, grades=tally.grades + event.groups)
+        if dropped := len(event.groups) - len(earned):
+            dropped += state.dropped_groups
+            state = replace(state, dropped_groups=dropped, last_fault=event.fault)
+        usable = tuple(g.group for g in event.groups if g.outcome == "usable")
+        record = replace(
+            record,
+            status="accepted",
+            verdict=event.verdict,
+            usable=usable,
+            recomputed=recomputed,
+        )
+    state = _with_worker(_with_lease(state, record), lease.worker, worker)
+    state = _with_tally(state, record, tally)
+    if standing.quarantine is not None or lease.worker in state.bans:
+        state = _strike_unproven(state, lease.worker)  # it was claimed before the worker was caught
+    return _lapse(state)
+
+
+def _set_aside(state: State, event: SubmissionSetAside) -> State:
+    """Drop the groups of a submission, so that others are leased."""
+    record = _record(state, event.lease, "submitted")
+    _require(record.submission == event.submission, "another submission is set aside")
+    _require(len(event.attempts) > 0, "a submission is set aside that nobody failed at")
+    state = _with_lease(state, replace(record, status="set_aside", attempts=event.attempts))
+    key = record.lease.worker
+    state = _with_standing(state, key, state.workers[key].standing.after_set_aside())
+    tally = _tally(state, record)
+    groups = tally.set_aside_groups + record.lease.groups
+    return _with_tally(state, record, replace(tally, set_aside_groups=groups))
+
+
+def _close(state: State, event: StepClosed) -> State:
+    _require(event.step == state.next_close and event.step in state.steps, "steps close in order")
+    leases = dict(state.leases)
+    for group in event.trained:
+        record = leases.get(group.lease)
+        if record is None or group.group not in record.usable:
+            raise IllegalTransition(f"group {group.group} of {group.lease[:16]} cannot be trained")
+        _require(state.lag(record) <= state.policy.async_level, "a group beyond the lag")
+        usable = tuple(g for g in record.usable if g != group.group)
+        leases[group.lease] = replace(record, usable=usable)
+    state = replace(
+        state,
+        steps={n: s for n, s in state.steps.items() if n != event.step},
+        tallies={n: t for n, t in state.tallies.items() if n != event.step},
+        next_close=event.step + 1,
+        progress=event.at,
+    )
+    oldest = state.oldest_remembered
+    kept = {d: r for d, r in leases.items() if r.lease.step >= oldest or r.status == "submitted"}
+    return _lapse(replace(state, leases=kept))
+
+
+def _lapse(state: State) -> State:
+    """Strike the groups that no step still to close may train."""
+    lapsed = [
+        r for r in state.leases.values() if r.usable and state.lag(r) > state.policy.async_level
+    ]
+    for record in lapsed:
+        state = _without_usable(state, record)
+    return state
+
+
+def _without_usable(state: State, record: LeaseRecord) -> State:
+    """Strike what is left of a lease's groups."""
+    if not record.usable:
+        return state
+    tally = _tally(state, record)
+    expired = tally.expired_groups + len(record.usable)
+    state = _with_tally(state, record, replace(tally, expired_groups=expired))
+    return _with_lease(state, replace(record, usable=()))
+
+
+def _record(state: State, lease: str, *statuses: str) -> LeaseRecord:
+    record = state.leases.get(lease)
+    if record is None or record.status not in statuses:
+        raise IllegalTransition(f"lease {lease[:16]} is not {' or '.join(statuses)}")
+    return record
+
+
+def _tally(state: State, record: LeaseRecord) -> Tally:
+    return state.tallies.get(max(record.lease.step, state.next_close), Tally())
+
+
+def _with_tally(state: State, record: LeaseRecord, tally: Tally) -> State:
+    step = max(record.lease.step, state.next_close)
+    return replace(state, tallies={**state.tallies, step: tally})
+
+
+def _with_lease(state: State, record: LeaseRecord) -> State:
+    return replace(state, leases={**state.leases, record.digest: record})
+
+
+def _with_worker(state: State, key: str, worker: Worker) -> State:
+    before = state.workers.get(key)
+    unproven = state.unproven + worker.unproven - (before is not None and before.unproven)
+    workers = state.workers.insert(key, worker)
+    return replace(state, workers=workers, unproven=unproven)
+
+
+def _with_standing(state: State, key: str, standing: Standing) -> State:
+    return _with_worker(state, key, replace(_known(state, key), standing=standing))
+
+
+def _known(state: State, key: str) -> Worker:
+    _require(key in state.workers, "an event of a key that is no worker's")
+    return state.workers[key]
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise IllegalTransition(otherwise)

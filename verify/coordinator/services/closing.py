@@ -1,0 +1,179 @@
+"""What happens when time passes: new versions, leases that expire, steps that close or stall."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from runspec.core.errors import NotNow, UserError
+from runspec.core.files import write_atomic
+from runspec.core.keys import SigningKey
+from runspec.core.latest import Latest
+from runspec.core.process import RunStopped
+from runspec.core.run_files import STATE_FILE
+from verify.coordinator.journal import Journal
+from verify.coordinator.machine import filling
+from verify.coordinator.machine.events import (
+    CoordinatorStarted,
+    LeaseExpired,
+    StepClosed,
+    VersionPublished,
+)
+from verify.coordinator.machine.grading import batch_stats
+from verify.coordinator.machine.stalls import RUN_DIR, Stalled
+from verify.coordinator.machine.state import Tally
+from verify.coordinator.services.activity import Activity
+from verify.formats.batch import BatchGroup, BatchManifest, sign_batch
+
+_log = logging.getLogger(__name__)
+_AGAIN_S = 1.0
+"""Seconds between two tries to write to a full disk or a locked database."""
+_JUMP_S = 60.0
+"""Seconds by which the wall clock may move against a steady clock between two looks."""
+
+
+class Closing:
+    """Closes steps, each once.
+
+    Args:
+        journal: where events go.
+        run: the run's name.
+        key: signs the batch manifests.
+        workers: how busy the samplers are, for the manifests' statistics.
+        steady: seconds, by a clock that nobody sets and that stands while the machine sleeps.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        run: str,
+        key: SigningKey,
+        workers: Activity,
+        *,
+        steady: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._journal, self._run, self._key, self._workers = journal, run, key, workers
+        self._steady = steady
+        self._ahead = journal.clock() - steady()
+        self._unwritten: tuple[Path, bytes] | None = None
+
+    def published(self, latest: Latest) -> None:
+        """Records what the publisher's latest.json names.
+
+        Raises:
+            RunStopped: it names a version that cannot exist yet by this ledger.
+        """
+        newest = self._journal.state.newest
+        if latest.version > self._journal.state.next_close:
+            raise RunStopped(
+                f"version {latest.version} is published, but by the ledger only "
+                f"{self._journal.state.next_close} steps are closed",
+                place=str(self._journal.run_dir / STATE_FILE),
+                remedy="restore the ledger, or delete the run and its published weights",
+            )
+        if newest is None or latest.version > newest.version:
+            self._journal.record(
+                VersionPublished(self._journal.clock(), latest.version, latest.manifest_digest)
+            )
+            _log.info("version %d is published", latest.version)
+        elif latest.version == newest.version and latest.manifest_digest != newest.manifest_digest:
+            raise RunStopped(
+                f"version {latest.version} is published with manifest {latest.manifest_digest}, "
+                f"before it was {newest.manifest_digest}: a version is published once",
+                place=f"latest.json of {self._run}",
+                remedy="find out which publisher signed the second one",
+            )
+
+    async def keep_time(self) -> None:
+        """Expires leases and closes steps, at each change and when time alone makes it due.
+
+        Raises:
+            RunStopped: a step stalled.
+            UserError: nothing could be written for too long.
+        """
+        going_on = True
+        while going_on:
+            now = self._journal.clock()
+            try:
+                self._advance(now)
+                due = filling.next_due(self._journal.state, now)  # a later time would skip some
+            except NotNow as error:
+                self._journal.put_off(error)
+                due = self._journal.clock() + _AGAIN_S
+            going_on = await self._journal.change(None, due=due)
+
+    def _advance(self, now: float) -> None:
+        self._notice_jump(now)
+        self._write_batch()
+        for record in filling.expired_leases(self._journal.state, now):
+            self._journal.record(LeaseExpired(now, record.digest))
+            _log.warning(
+                "worker %s did not answer its lease %d of step %d in time",
+                *(record.lease.worker[:16], record.lease.index, record.lease.step),
+            )
+        while decision := filling.decide_close(self._journal.state, now):
+            if isinstance(decision, Stalled):
+                raise RunStopped(
+                    decision.reason,
+                    place=f"run {self._run}",
+                    remedy=decision.remedy.replace(RUN_DIR, str(self._journal.run_dir)),
+                )
+            self._close_step(decision, now)
+
+    def _notice_jump(self, now: float) -> None:
+        """Restarts the deadlines if the machine slept or its clock was set."""
+        ahead = now - self._steady()
+        if abs(ahead - self._ahead) > _JUMP_S:
+            _log.warning("the clock jumped by %.0f s: deadlines begin anew", ahead - self._ahead)
+            self._journal.record(CoordinatorStarted(now))
+        self._ahead = ahead
+
+    def _close_step(self, decision: filling.Close, now: float) -> None:
+        step, tally = decision.step, self._journal.state.tallies.get(decision.step, Tally())
+        opened = self._journal.state.steps[step].opened
+        groups = []
+        for group in decision.groups:
+            record = self._journal.state.leases[group.lease]
+            assert record.submission is not None and record.verdict is not None
+            lease = record.lease
+            groups.append(
+                BatchGroup(
+                    record.submission, record.verdict, group.group, lease.step, lease.version
+                )
+            )
+        busy = self._workers.busy_fraction(now)
+        stats = batch_stats(tally, opened=opened, closed=now, busy_fraction=busy)
+        stats |= self._journal.history.batch_stats(now, step, decision.groups)
+        rows, chain = self._journal.ledger.head
+        manifest = BatchManifest(self._run, step, groups, decision.complete, stats, rows, chain)
+        document = sign_batch(manifest, self._key)
+        # The ledger first, the file after it: the journal writes what a killed process had not.
+        self._journal.record(StepClosed(now, step, decision.groups, document.decode()))
+        self._unwritten = (self._journal.batch_path(step), document)
+        self._write_batch()
+        _log.info(
+            "step %d closed %.2f s after it opened: %d groups (%d leased, %d filtered), "
+            "task reward %s, %d submissions rejected",
+            *(step, now - opened, len(groups), tally.leased_groups, stats["filtered_groups"]),
+            *(stats["task_reward_mean"], tally.rejected_submissions),
+        )
+        if self._journal.state.finished:
+            _log.info("every step is closed; waiting to be stopped")
+
+    def _write_batch(self) -> None:
+        """Writes the batch manifest that the ledger has and the learner waits for, if there is one.
+
+        Raises:
+            NotNow: the disk is full; the next call tries again.
+        """
+        if self._unwritten is None:
+            return
+        path, document = self._unwritten
+        try:
+            write_atomic(path, document)
+        except UserError as error:
+            raise NotNow(error.thing, place=error.place, remedy=error.remedy) from error
+        self._unwritten = None
+        self._journal.written(str(path))

@@ -1,0 +1,261 @@
+"""The validators' service: hands out submissions to judge, receives verdicts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+from runspec.core.files import sync_folder
+from runspec.core.run_files import submission_files
+from verify.coordinator.intake import Refusal, received, write_small
+from verify.coordinator.journal import Finished, Journal
+from verify.coordinator.machine.duplicates import Seen, by_coordinator
+from verify.coordinator.machine.events import GroupGrade, SubmissionJudged, SubmissionSetAside
+from verify.coordinator.machine.gap_history import AnotherCalibration, excess_of
+from verify.coordinator.machine.gap_history import fault as gap_fault
+from verify.coordinator.machine.grading import VerdictMismatch, grade_groups
+from verify.coordinator.machine.state import LeaseRecord
+from verify.coordinator.services.claims import Claims
+from verify.formats.tables import MalformedTable
+from verify.formats.verdict import (
+    MAX_BYTES,
+    RolloutVerdict,
+    VerdictEnvelope,
+    decode_verdicts,
+)
+from verify.gap_noise import GapNoise
+
+_log = logging.getLogger(__name__)
+
+
+class Judging:
+    """Gives each submission that can still train one verdict, whatever happens to the validators.
+
+    Args:
+        journal: where events go.
+        run: the run's name.
+        gap_noise: of each calibrated pool.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        run: str,
+        gap_noise: Mapping[str, GapNoise] = MappingProxyType({}),
+    ) -> None:
+        self._journal, self._run, self._gap_noise = journal, run, gap_noise
+        self.claims = Claims()
+        self._seen = Seen.of(journal.run_dir, journal.state)
+
+    async def next_submission(
+        self, validator: str, holding: Collection[str], wait_s: float
+    ) -> tuple[LeaseRecord, bytes] | None:
+        """The next submission to judge, and its signed envelope; None when there was none.
+
+        Raises:
+            Finished: there will be none.
+        """
+        deadline = self._journal.clock() + wait_s
+        self.claims.keep(validator, holding, self._journal.clock())
+        while True:
+            if self._journal.state.finished:
+                raise Finished
+            waiting = {r.submission: r for r in self.submitted() if r.submission}
+            known = self._accepted()
+            judged = known.submission if known else None
+            submission = self.claims.claim(validator, waiting, self._journal.clock(), judged=judged)
+            if submission is not None:
+                record = waiting.get(submission) or known
+                assert record is not None
+                files = submission_files(self._journal.run_dir, record.lease.step, submission)
+                return record, files.submission_envelope.read_bytes()
+            due = self.claims.next_change(self._journal.clock())
+            if not await self._journal.change(deadline, due=due):
+                return None
+
+    def release(self, validator: str, submissions: Collection[str], fault: str) -> None:
+        """Takes claims back that will not be answered.
+
+        Args:
+            validator: the caller.
+            submissions: those of its claims.
+            fault: what went wrong with just these; empty where it is the validator's own.
+        """
+        for submission in submissions:
+            if fault:
+                self.claims.fail(validator, submission, fault, self._journal.clock())
+            else:
+                self.claims.give_back(validator, submission)
+
+    def submitted(self) -> Sequence[LeaseRecord]:
+        """Return the submissions that wait for a verdict, in lease order.
+
+        Submissions that no step can train any more are left out: their weights and files may be
+        gone, and a validator that waits for them judges nothing else.
+        """
+        return self._journal.state.to_judge
+
+    def share_of(self, record: LeaseRecord) -> float:
+        """How likely a submission is to be recomputed: one that is to show that a validator works,
+        always."""
+        if record.status == "accepted":
+            return 1.0
+        return self._journal.state.share_of(record.lease.worker)
+
+    def _accepted(self) -> LeaseRecord | None:
+        """Return the newest accepted submission whose weights and files are there."""
+        state = self._journal.state
+        for record in reversed(list(state.leases.values())):
+            if record.status == "accepted" and state.lag(record) <= state.policy.async_level:
+                return record
+        return None
+
+    def submission_file(self, submission: str) -> Path | None:
+        """Where a submission's table lies, while the run still needs them."""
+        for record in self._journal.state.leases.values():
+            if record.submission == submission:
+                return submission_files(
+                    self._journal.run_dir, record.lease.step, submission
+                ).submission
+        return None
+
+    async def judge(
+        self,
+        validator: str,
+        envelope: VerdictEnvelope,
+        signed: bytes,
+        chunks: AsyncIterator[bytes],
+    ) -> None:
+        """Takes a verdict in; the first on a submission counts, later ones change nothing.
+
+        Args:
+            validator: the caller, whose signature on the envelope is checked.
+            envelope: its statement.
+            signed: the envelope's bytes.
+            chunks: the body.
+        """
+        record = self._to_judge(envelope)
+        if record is None:  # judged already; it may have been asked to show that it works
+            self.claims.settle(validator, envelope.submission)
+            self._set_aside()
+            return
+        if envelope.bytes > MAX_BYTES:
+            raise Refusal(413, f"{envelope.bytes} bytes, more than the {MAX_BYTES} allowed")
+        files = submission_files(self._journal.run_dir, record.lease.step, envelope.submission)
+        async with received(
+            chunks, files.verdict.parent, digest=envelope.digest, size=envelope.bytes
+        ) as body:
+            rows = await asyncio.to_thread(_read_verdicts, body)
+            judged = self._judged(validator, envelope, record, rows)
+            if self._to_judge(envelope) is None:
+                return  # another validator was quicker
+            judged = self._against_its_past(record, self._against_others(judged, rows))
+            with self._journal.recording(files.verdict, files.verdict_envelope):
+                body.rename(files.verdict)
+                write_small(files.verdict_envelope, signed)
+                sync_folder(files.verdict.parent)
+                self._journal.record(judged)
+        if judged.accepted:
+            self._seen.add(record.lease.step, judged.submission, [r.fingerprints for r in rows])
+        else:
+            _log.warning(
+                "submission of worker %s for step %d rejected: %s",
+                *(record.lease.worker[:16], record.lease.step, judged.reason),
+            )
+        self.claims.settle(validator, envelope.submission)
+        self._set_aside()
+
+    def _set_aside(self) -> None:
+        """Sets aside submissions at which validators fail that judge others."""
+        waiting = {record.submission: record for record in self.submitted()}
+        for submission, attempts in self.claims.hopeless().items():
+            if record := waiting.get(submission):
+                event = SubmissionSetAside(
+                    self._journal.clock(), record.digest, submission, attempts
+                )
+                self._journal.record(event)
+                _log.error(
+                    "submission %s of worker %s for step %d is set aside, its groups are dropped: "
+                    "%d validators' attempts failed, the last one: %s; its file may be poison, or "
+                    "meet a fault of the validators",
+                    *(submission[:16], record.lease.worker[:16], record.lease.step),
+                    *(len(attempts), attempts[-1].reason),
+                )
+            self.claims.forget(submission)
+
+    def _to_judge(self, envelope: VerdictEnvelope) -> LeaseRecord | None:
+        record = next(
+            (r for r in self._journal.state.leases.values() if r.submission == envelope.submission),
+            None,
+        )
+        if record is None or record.status != "submitted":
+            return None
+        if (envelope.run, envelope.step) != (self._run, record.lease.step):
+            raise Refusal(400, "run or step are not the submission's")
+        return record
+
+    def _judged(
+        self,
+        validator: str,
+        envelope: VerdictEnvelope,
+        record: LeaseRecord,
+        rows: list[RolloutVerdict],
+    ) -> SubmissionJudged:
+        policy = self._journal.state.policy
+        groups: tuple[GroupGrade, ...] = ()
+        excess, noise = None, self._gap_noise.get(record.lease.pool)
+        if by_coordinator(envelope.reason):
+            raise Refusal(400, "verdict: the coordinator alone rejects for that")
+        if envelope.accepted:
+            try:
+                groups = grade_groups(
+                    rows,
+                    submission=envelope.submission,
+                    lease=record.lease,
+                    group_size=policy.group_size,
+                    dropped=envelope.dropped_groups,
+                    zero_variance_filter=policy.zero_variance_filter,
+                )
+                excess = excess_of(rows, noise)
+            except (VerdictMismatch, AnotherCalibration) as error:
+                raise Refusal(400, f"verdict: {error}") from error
+        return SubmissionJudged(
+            at=self._journal.clock(),
+            lease=record.digest,
+            submission=envelope.submission,
+            verdict=envelope.digest,
+            validator=validator,
+            accepted=envelope.accepted,
+            reason=envelope.reason,
+            groups=groups,
+            gap_excess=excess,
+            gap_noise=noise,
+            fault=envelope.fault,
+        )
+
+    def _against_others(
+        self, judged: SubmissionJudged, rows: list[RolloutVerdict]
+    ) -> SubmissionJudged:
+        """Reject an accepted submission if a row repeats one that was accepted before."""
+        self._seen.forget(self._journal.state.oldest_remembered)
+        reason = self._seen.fault(rows) if judged.accepted else ""
+        return replace(judged, accepted=False, reason=reason, groups=()) if reason else judged
+
+    def _against_its_past(self, record: LeaseRecord, judged: SubmissionJudged) -> SubmissionJudged:
+        """Reject an accepted submission if its worker's submissions together are not honest."""
+        if not judged.accepted:
+            return judged
+        worker = self._journal.state.workers[record.lease.worker]
+        reason = gap_fault(worker, judged.gap_excess, judged.gap_noise)
+        return replace(judged, accepted=False, reason=reason, groups=()) if reason else judged
+
+
+def _read_verdicts(path: Path) -> list[RolloutVerdict]:
+    try:
+        return decode_verdicts(path.read_bytes())
+    except MalformedTable as error:
+        raise Refusal(400, f"verdict: {error}") from error

@@ -1,0 +1,284 @@
+"""The workers' service: registers keys, grants leases, receives submissions."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from runspec.core.files import sync_folder
+from runspec.core.keys import SigningKey
+from runspec.core.roles import Roles
+from runspec.core.run_files import SubmissionFiles, submission_files
+from runspec.core.spec.schema import RunSpec
+from verify.coordinator.edge import Edge
+from verify.coordinator.intake import Refusal, received, to_the_end, write_small
+from verify.coordinator.journal import Finished, Journal
+from verify.coordinator.machine import filling
+from verify.coordinator.machine.events import (
+    LeaseGranted,
+    LeaseOverdue,
+    LeaseReleased,
+    NonceDrawn,
+    SubmissionReceived,
+    WorkerRegistered,
+)
+from verify.coordinator.machine.state import LeaseRecord, State
+from verify.coordinator.services.admission import Admission
+from verify.formats.lease import Lease, lease_digest, sign_lease
+from verify.formats.submission import SubmissionEnvelope
+from verify.limits import max_submission_bytes
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Question:
+    """A request for a lease that is waiting for its answer; two of one key are not the same."""
+
+    key: str
+    holding: Collection[str]
+    answer: LeaseRecord | None = None
+
+
+class Leasing:
+    """Tells workers what to sample and receives their submissions.
+
+    Args:
+        journal: where events go.
+        spec: the run's resolved spec.
+        key: signs the leases.
+        roles: whose keys cannot be workers'.
+        admission: decides who may register.
+        edge: says whether there is room for submissions.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        spec: RunSpec,
+        key: SigningKey,
+        roles: Roles,
+        admission: Admission,
+        edge: Edge,
+    ) -> None:
+        self._journal, self._spec, self._key = journal, spec, key
+        self._admission, self._backlog = admission, edge.backlog
+        self._staff = roles.publisher | roles.coordinator | roles.validator
+        self._pools = {pool.name: pool for pool in spec.samplers}
+        self._uploading: set[str] = set()
+        self._asking: list[_Question] = []
+        """Those who wait for a lease."""
+        self._settled: State | None = None
+        """The state in which there is no more work for those who wait."""
+        self._overdue_at: float | None = None
+        """When there may be more though nothing changes."""
+
+    def register(self, key: str, pool: str, invite: object = None, *, address: str) -> None:
+        """Makes a key a worker of a pool; doing it again changes nothing, and needs no invite.
+
+        Args:
+            key: the worker's.
+            pool: of the spec.
+            invite: what the worker sent with it, unchecked.
+            address: of the client.
+
+        Raises:
+            Refusal: no such pool, a key with a role, another pool's, not invited, or too many.
+        """
+        if pool not in self._pools:
+            raise Refusal(404, f"the run has no pool {pool!r}; it has {', '.join(self._pools)}")
+        if key in self._staff:
+            raise Refusal(403, "a key with a role cannot be a worker's")
+        known = self._journal.state.workers.get(key)
+        if known is not None and known.pool != pool:
+            raise Refusal(409, f"this key is a worker of pool {known.pool!r}")
+        if known is None:
+            now = self._journal.clock()
+            state = self._journal.state
+            by = self._admission.admit(state, key, pool, invite, now, address=address)
+            own = by is None and self._admission.is_own(key)
+            self._journal.record(WorkerRegistered(now, key, pool, by, own))
+            _log.info("worker %s of pool %s registered", key[:16], pool)
+
+    async def lease(self, key: str, holding: Collection[str], wait_s: float) -> bytes | None:
+        """A signed lease for a worker; None when there was none within `wait_s` seconds.
+
+        Args:
+            key: the worker's.
+            holding: digests of the leases that its process works on already.
+            wait_s: how long to wait for work.
+
+        Raises:
+            Refusal: the key is not registered.
+            Finished: there will be none.
+        """
+        if key not in self._journal.state.workers:
+            raise Refusal(403, "this key is not registered: POST /v1/workers first")
+        deadline = self._journal.clock() + wait_s
+        question = _Question(key, holding)
+        self._asking.append(question)
+        new = [question]
+        try:
+            while True:
+                if self._journal.state.finished:
+                    raise Finished
+                self._answer_in_turn(new)
+                new = []
+                if question.answer is not None:
+                    return question.answer.document.encode()
+                if not await self._journal.change(deadline, due=self._overdue_at):
+                    return None
+        finally:
+            self._asking.remove(question)
+
+    def _answer_in_turn(self, new: Sequence[_Question]) -> None:
+        """Answers the open questions for which there is work.
+
+        All who wait call it when something changes; the first answers everybody.
+
+        Args:
+            new: who asks since just now. Nobody else has to be heard if nothing changed.
+        """
+        due = self._overdue_at is not None and self._journal.clock() >= self._overdue_at
+        settled = self._settled is self._journal.state and not due
+        asking = new if settled else self._asking
+        while asking:
+            state, now = self._journal.state, self._journal.clock()
+            hopeful = set(filling.hopeful(state, {each.key for each in asking}, now))
+            for question in sorted(asking, key=lambda each: filling.turn(state, each.key)):
+                if question.answer is None and question.key in hopeful:
+                    question.answer = self._lease_now(question.key, question.holding)
+            keys = [question.key for question in self._asking]
+            self._overdue_at = filling.next_overdue(self._journal.state, keys, now)
+            self._settled = state
+            asking = self._asking if state is not self._journal.state else ()
+
+    def _lease_now(self, key: str, holding: Collection[str]) -> LeaseRecord | None:
+        while True:
+            now = self._journal.clock()
+            decision = filling.decide_lease(self._journal.state, key, now, holding=holding)
+            match decision:
+                case LeaseRecord():
+                    return decision
+                case None:
+                    return None
+                case _ if self._backlog.full() is not None:
+                    return None  # status says why
+                case filling.NonceNeeded(step):
+                    nonce = secrets.token_hex(32)
+                    self._journal.record(
+                        NonceDrawn(now, step, nonce, len(self._journal.state.workers))
+                    )
+                case LeaseOverdue():
+                    lease = self._journal.state.leases[decision.lease].lease
+                    self._journal.record(decision)
+                    _log.warning(
+                        "worker %s is silent: others are leased the groups of its lease %d of "
+                        "step %d too",
+                        *(lease.worker[:16], lease.index, lease.step),
+                    )
+                case Lease():
+                    document = sign_lease(decision, self._key)
+                    self._journal.record(
+                        LeaseGranted(now, decision, lease_digest(document), document.decode())
+                    )
+
+    def release(self, key: str, digests: Collection[str]) -> None:
+        """Takes back leases that their holder will not answer, so that others may have the groups.
+
+        Other leases stay as they are: not open, not the caller's, or being answered just now.
+
+        Args:
+            key: the worker's.
+            digests: of the leases.
+        """
+        for digest in digests:
+            record = self._journal.state.leases.get(digest)
+            if record is None or record.lease.worker != key or record.status != "open":
+                continue
+            if digest not in self._uploading:
+                self._journal.record(LeaseReleased(self._journal.clock(), digest))
+
+    async def submit(
+        self, envelope: SubmissionEnvelope, signed: bytes, chunks: AsyncIterator[bytes]
+    ) -> None:
+        """Receives a submission; the same bytes again change nothing.
+
+        If too much waits for a verdict, a refusal says when to come again before the body is read,
+        and the lease lasts until then.
+
+        Args:
+            envelope: checked to be signed by the caller.
+            signed: the envelope's bytes.
+            chunks: the body.
+        """
+        record, now = self._lease_of(envelope), self._journal.clock()
+        if record.submission == envelope.digest:
+            return
+        self._must_be_open(record, envelope, now)
+        if any(r.submission == envelope.digest for r in self._journal.state.leases.values()):
+            raise Refusal(409, "the same bytes were submitted for another lease")
+        limit = max_submission_bytes(self._spec, self._pools[record.lease.pool])
+        if envelope.bytes > limit:
+            raise Refusal(413, f"{envelope.bytes} bytes, more than the {limit} allowed")
+        names = {record.digest, envelope.digest}
+        if names & self._uploading:
+            raise Refusal(503, "this submission is being uploaded already")
+        self._uploading |= names
+        try:
+            with self._backlog.reserve(record, envelope, now):
+                await self._take_in(record, envelope, signed, chunks)
+        finally:
+            self._uploading -= names
+
+    async def _take_in(
+        self,
+        record: LeaseRecord,
+        envelope: SubmissionEnvelope,
+        signed: bytes,
+        chunks: AsyncIterator[bytes],
+    ) -> None:
+        files = submission_files(self._journal.run_dir, envelope.step, envelope.digest)
+        async with received(
+            chunks, files.submission.parent, digest=envelope.digest, size=envelope.bytes
+        ) as body:
+            with self._journal.recording(files.submission, files.submission_envelope):
+                await to_the_end(partial(_place, body, files, signed))
+                now = self._journal.clock()
+                self._must_be_open(self._lease_of(envelope), envelope, now)
+                self._journal.record(
+                    SubmissionReceived(now, record.digest, envelope.digest, envelope.bytes)
+                )
+
+    def _lease_of(self, envelope: SubmissionEnvelope) -> LeaseRecord:
+        record = self._journal.state.leases.get(envelope.lease)
+        if record is None:
+            raise Refusal(409, "no such lease, or its step is long closed")
+        lease = record.lease
+        if lease.worker != envelope.worker:
+            raise Refusal(403, "the lease is another worker's")
+        if (lease.run, lease.step, lease.index) != (envelope.run, envelope.step, envelope.index):
+            raise Refusal(400, "run, step or index are not the lease's")
+        return record
+
+    def _must_be_open(self, record: LeaseRecord, envelope: SubmissionEnvelope, now: float) -> None:
+        if self._journal.state.finished:
+            raise Finished
+        if record.status == "expired" or record.expires <= now:
+            raise Refusal(409, "the lease has expired")
+        if record.lease.expires <= now and record.deferred != envelope.digest:
+            raise Refusal(409, "the lease has expired for all but what was deferred")
+        if record.status == "released":
+            raise Refusal(409, "the lease was given back")
+        if record.status != "open":
+            raise Refusal(409, "the lease was answered already, with other bytes")
+
+
+def _place(body: Path, files: SubmissionFiles, signed: bytes) -> None:
+    write_small(files.submission_envelope, signed)
+    body.rename(files.submission)
+    sync_folder(files.submission.parent)

@@ -1,0 +1,227 @@
+"""The coordinator's status: JSON for people and commands, Prometheus metrics for monitors."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from verify.coordinator.edge import Edge
+from verify.coordinator.edge.cache import Cache
+from verify.coordinator.journal import Journal
+from verify.coordinator.machine.filling import needed_groups, tried_groups
+from verify.coordinator.machine.history import History
+from verify.coordinator.machine.reputation import reputation
+from verify.coordinator.machine.stalls import waited_for
+from verify.coordinator.machine.state import LeaseRecord, State
+from verify.coordinator.services.activity import Activity, Peer, Peers
+from verify.coordinator.services.judging import Judging
+
+
+class Status:
+    """Reports on the coordinator's parts, and changes none of them."""
+
+    def __init__(
+        self, run: str, journal: Journal, judging: Judging, edge: Edge, peers: Peers
+    ) -> None:
+        self._run, self._journal, self._judging, self._edge = run, journal, judging, edge
+        self._workers, self._validators = peers.workers, peers.validators
+        self._registry = CollectorRegistry()
+        self._registry.register(_Prometheus(self, journal.history))
+        self._report = Cache(self._of_now)
+        self._document = Cache(lambda: json.dumps(self.report()).encode())
+        self._metrics = Cache(lambda: generate_latest(self._registry))
+
+    def metrics(self) -> bytes:
+        """Answer of `GET /metrics`; some seconds old where there are thousands of workers."""
+        return self._metrics.get()
+
+    def document(self) -> bytes:
+        """`report` as JSON; some seconds old where there are thousands of workers."""
+        return self._document.get()
+
+    def report(self) -> dict[str, Any]:
+        """Answer of `GET /v1/status`; times are seconds since the epoch, ages seconds."""
+        return self._report.get()
+
+    def _of_now(self) -> dict[str, Any]:
+        state, now = self._journal.state, self._journal.clock()
+        waiting = len(self._judging.submitted())
+        return {
+            "run": self._run,
+            "state": "finished" if state.finished else "running",
+            "waiting_for": waited_for(state),
+            "newest_version": None if state.newest is None else state.newest.version,
+            "steps": state.policy.steps,
+            "steps_closed": state.next_close,
+            "open_steps": [_step(state, number, now) for number in state.steps],
+            **workers_report(state, self._workers, now),
+            "validators": [
+                {"key": key, **_peer(peer, now)} for key, peer in self._validators.peers.items()
+            ],
+            "queue": {
+                "to_judge": waiting,
+                "claimed": len(self._judging.claims),
+                "suspects": self._judging.claims.suspects,
+            },
+            "dropped_by_grader": {"groups": state.dropped_groups, "newest": state.last_fault},
+            "set_aside": [_set_aside(r) for r in state.leases.values() if r.attempts],
+            "backlog": self._edge.backlog.report(),
+            "latency": {
+                "verdict": self._journal.history.to_verdict.report(),
+                "manifest": self._journal.history.to_manifest.report(),
+            },
+            "rejected_submissions": sum(w.standing.rejected for w in state.workers.values()),
+        }
+
+
+def _step(state: State, number: int, now: float) -> dict[str, Any]:
+    step = state.steps[number]
+    return {
+        "step": number,
+        "opened": step.opened,
+        "needed_groups": needed_groups(state, number),
+        "leased_groups": step.leased,
+        "deadline": step.since + state.policy.deadline_s,
+        "newcomers": {
+            "may_hold": state.policy.newcomer_groups,
+            "hold": tried_groups(state, number, now),
+        },
+    }
+
+
+def _set_aside(record: LeaseRecord) -> dict[str, Any]:
+    """A submission that validators could not judge; its files stay for whoever looks into it."""
+    return {
+        "submission": record.submission,
+        "worker": record.lease.worker,
+        "step": record.lease.step,
+        "groups": record.lease.groups,
+        "attempts": [asdict(attempt) for attempt in record.attempts],
+    }
+
+
+def _invite(state: State, key: str) -> dict[str, Any]:
+    return {"key": key, "used": state.invited.get(key, 0), "revoked": state.revoked.get(key)}
+
+
+def workers_report(state: State, heard: Activity | None = None, now: float = 0.0) -> dict[str, Any]:
+    """`workers`, in the order in which they registered, `banned`: reasons by key, and `invites`.
+
+    Args:
+        state: of the run.
+        heard: who was heard of lately; None: nobody.
+        now: seconds since the epoch.
+    """
+    open_leases = Counter(r.lease.worker for r in state.leases.values() if r.status == "open")
+    known = heard.peers if heard else {}
+    workers = [
+        {**_worker(state, key, open_leases[key]), **_peer(known.get(key), now)}
+        for key in sorted(state.workers, key=lambda key: state.workers[key].number)
+    ]
+    return {
+        "workers": workers,
+        "banned": dict(sorted(state.bans.items())),
+        "invites": [_invite(state, key) for key in sorted({*state.invited, *state.revoked})],
+    }
+
+
+def _worker(state: State, key: str, open_leases: int) -> dict[str, Any]:
+    worker, ban = state.workers[key], state.bans.get(key)
+    standing = worker.standing
+    return {
+        "key": key,
+        "pool": worker.pool,
+        "invite": worker.invite,
+        "accepted_rollouts": worker.accepted_rollouts,
+        "accepted_tokens": worker.accepted_tokens,
+        "accepted_submissions": standing.accepted,
+        "rejected_submissions": standing.rejected,
+        "withheld_leases": standing.withheld,
+        "reputation": round(reputation(standing), 4),
+        "prefill_share": round(state.share_of(key), 4),
+        "gap_excess": round(worker.gap_excess, 4),
+        "standing": _standing(state, key),
+        "reason": ban or standing.quarantine or "",
+        "open_leases": open_leases,
+    }
+
+
+def _standing(state: State, key: str) -> str:
+    """`banned`, `quarantined`, or its rank: `known`, `recorded` or `new`."""
+    if key in state.bans:
+        return "banned"
+    quarantined = state.workers[key].standing.quarantine is not None
+    return "quarantined" if quarantined else state.workers[key].rank.name.lower()
+
+
+def _peer(peer: Peer | None, now: float) -> dict[str, Any]:
+    if peer is None:  # not heard of since the coordinator began
+        return {"alive": False, "silent_s": None, "info": {}, "state": {}}
+    return {
+        "alive": peer.alive(now),
+        "silent_s": round(now - peer.last_seen, 3),
+        "info": peer.info,
+        "state": peer.state,
+        "busy_fraction": peer.busy_fraction,
+        "tokens_per_s": peer.tokens_per_s,
+    }
+
+
+class _Prometheus(Collector):
+    """Gauges and counters made from the report at each scrape."""
+
+    def __init__(self, status: Status, history: History) -> None:
+        self._status, self._history = status, history
+
+    def collect(self) -> Iterator[Metric]:
+        report = self._status.report()
+        alive = {
+            role: sum(peer["alive"] for peer in report[role]) for role in ("workers", "validators")
+        }
+        gauges = {
+            "newest_version": ("Newest published policy version.", report["newest_version"]),
+            "open_steps": ("Steps that are being filled.", len(report["open_steps"])),
+            "workers_alive": ("Workers heard of lately.", alive["workers"]),
+            "validators_alive": ("Validators heard of lately.", alive["validators"]),
+            "to_judge": ("Submissions without a verdict.", report["queue"]["to_judge"]),
+            "suspects": ("Waiting; a validator failed at them.", report["queue"]["suspects"]),
+            "backlog_bytes": ("Of submissions without a verdict.", report["backlog"]["bytes"]),
+            "deferred": ("Submissions told to come again.", report["backlog"]["deferred"]),
+            "intake_open": ("1, or 0 where too much waits.", not report["backlog"]["withheld"]),
+        }
+        for name, (text, value) in gauges.items():
+            if value is not None:
+                yield GaugeMetricFamily(f"coordinator_{name}", text, value=value)
+        workers = report["workers"]
+        counters = {
+            "steps_closed": ("Batch manifests signed.", report["steps_closed"]),
+            "accepted_rollouts": ("Credited.", sum(w["accepted_rollouts"] for w in workers)),
+            "accepted_tokens": ("Credited.", sum(w["accepted_tokens"] for w in workers)),
+            "rejected_submissions": ("By verdict.", report["rejected_submissions"]),
+            "withheld_leases": ("Expired.", sum(w["withheld_leases"] for w in workers)),
+        }
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(f"coordinator_{name}", text, value=value)
+        for name, durations in (
+            ("verdict", self._history.to_verdict),
+            ("manifest", self._history.to_manifest),
+        ):
+            buckets, total = durations.histogram()
+            yield HistogramMetricFamily(
+                f"coordinator_{name}_latency_seconds",
+                f"From a submission to its {name}.",
+                buckets=buckets,
+                sum_value=total,
+            )
