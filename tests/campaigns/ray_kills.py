@@ -46,7 +46,7 @@ PROCESSES = {
 KILLS = (*NODES, *PROCESSES)
 RUNS, EACH = int(os.environ.get("RAY_RUNS", "10")), int(os.environ.get("RAY_KILLS", "10"))
 """Runs with kills at random times, and kills of each."""
-STEPS, GAP_S = 30, 30.0
+STEPS, GAP_S = 30, 12.0
 """Of a run with random kills, and the longest time between two of these."""
 BETWEEN = 6
 """Steps between two kills that are timed."""
