@@ -126,9 +126,10 @@ class Keeper:
         context = ray.get_runtime_context()
         self._run_dir, self._address = run_dir, context.gcs_address
         self._commands: list[_Command] = []
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-            # Ray was started in a shell's background. A command that inherits this hears no Ctrl-C.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        # Ray blocks SIGINT in its workers, and a shell's background ignores it. Commands that
+        # inherited either would hear no Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         if context.was_current_actor_reconstructed:
             self._go_on()
 
