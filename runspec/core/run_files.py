@@ -17,7 +17,7 @@ STATE_FILE = "state.db"
 PARAMS_NAME = "params"
 """The Orbax checkpoint in v<N>/."""
 PROBE_FILE = "probe.json"
-"""Log-probs of fixed tokens beside it, by which a replay is compared."""
+"""Beside it: log-probs of fixed tokens, which a sampler compares with its engine after a load."""
 
 FOLDERS = ("keys", "logs", "checkpoints", "weights", "store", "rollouts", "work")
 """Of a run directory; roles write there."""
