@@ -127,14 +127,6 @@ def test_whatever_a_pool_may_hand_in_is_read(run: Any, monkeypatch: pytest.Monke
     assert len(read(run).rollouts) == 16
 
 
-def test_a_run_of_an_older_version_is_refused(run: Any) -> None:
-    run.add_step(0, version=0)
-    (run.path / "rollouts" / "step_0" / "ab.parquet").touch()
-    with pytest.raises(UserError, match="made by an older version") as caught:
-        reader_of(run)
-    assert "start a new run" in caught.value.remedy
-
-
 def refile_verdict(run: Any, named: list[BatchGroup], table: bytes, **how: Any) -> None:
     """Files another verdict on the same submission and signs a manifest that names it."""
     run.file_verdict(0, named[0].submission, table, **how)

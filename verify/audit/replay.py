@@ -56,7 +56,7 @@ def audit(run_dir: Path, *, root_key: str | None, heads: Mapping[int, str] | Non
         heads: chains of rows as they were noted down before.
 
     Raises:
-        UserError: the ledger, the spec or roles.json cannot be read, or an older version made it.
+        UserError: the ledger, the spec or roles.json cannot be read.
     """
     spec, report = load_resolved(run_dir), Report()
     # Before the rows: a row comes before its manifest, so these have one.

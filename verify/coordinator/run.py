@@ -65,7 +65,7 @@ async def serve(
 
     Raises:
         UserError: unusable address or ledger.
-        RunStopped: unusable spec or keys, a run of an older version, a step stalled, or ledger and
+        RunStopped: unusable spec or keys, a step stalled, or ledger and
             files do not fit together.
     """
     with not_retried():
