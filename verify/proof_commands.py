@@ -19,8 +19,8 @@ from runspec.core.spec.profile_files import MAX_BYTES as MAX_PROFILE_BYTES
 from verify.activations import bf16_pieces, open_activations
 from verify.calibration.profile import open_profile
 from verify.checks.prefill import judge_proofs, nearest_to_failing
+from verify.commands import run_once, say
 from verify.formats.verdict import CheckResult
-from verify.one_shot import run_once, say
 from verify.thresholds import BFLOAT16, FLOAT32, Limits
 from verify.toploc import (
     CHUNK_ROWS,

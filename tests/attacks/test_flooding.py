@@ -28,7 +28,7 @@ from tests.verify.coordinator.over_http import post as requested
 from tests.waiting import eventually
 from verify.coordinator import server
 from verify.coordinator.edge import limiter
-from verify.coordinator.edge.cache import Cache
+from verify.coordinator.services.status import Cache
 from verify.ledger import Ledger
 from verify.request_auth import ENVELOPE, sign_request
 

@@ -211,7 +211,7 @@ PLANTED = [
     ),
     Planted(
         "audit follows the hash chain",
-        "verify/audit/chain.py",
+        "verify/audit/replay.py",
         'require(chain == expected, row.seq, "chain", chain, expected)',
         "pass",
         ("tests/verify/audit/test_audit.py",),

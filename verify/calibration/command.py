@@ -17,7 +17,7 @@ from runspec.core.files import read_bounded, write_atomic
 from runspec.core.keys import SigningKey
 from runspec.core.process import run_role
 from runspec.core.signed import BadSignature
-from verify.one_shot import INTERRUPTED, say
+from verify.commands import INTERRUPTED, say
 
 if TYPE_CHECKING:
     from verify.calibration.profile import Profile, SamplingSide
