@@ -36,7 +36,7 @@ DRIFT = math.expm1(_U) / _U
 
 @dataclass(frozen=True)
 class GapNoise:
-    """What a calibration says of the gaps of an honest pool (`verify.calibration.gaps`)."""
+    """What a calibration says of the gaps of an honest pool (`verify.calibration.derive`)."""
 
     cap: float
     """What of one token's gap counts, nats; above 0."""

@@ -20,19 +20,16 @@ from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from verify.calibration import profile as form
 from verify.calibration.derive import Derived, as_table, derive
-from verify.calibration.honest import Taken, submissions_of
-from verify.calibration.measure import PAIR, Measurements
-from verify.calibration.power import Rejections
-from verify.calibration.prefills import Prefills
-from verify.calibration.spoilt import Change
-from verify.calibration.weights import Version, find_version
+from verify.calibration.honest_run import Taken, Version, find_version, submissions_of
+from verify.calibration.measure import PAIR, Measurements, Rejections
+from verify.calibration.prefills import Change, Prefills
 from verify.thresholds import Limits, limits_for, precision_of
 
 _LIBRARIES = ("jax", "torch", "vllm", "transformers")
 _MAX_CONFIG_BYTES = 1024 * 1024
 _VALID_S = 365 * 86400.0
-SPOILT_SUBMISSIONS = 32
-"""Submissions that are judged with perturbed weights, spread over all."""
+PERTURBED_SUBMISSIONS = 32
+"""Submissions that are judged with perturbed weights, evenly from all."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ class Order:
     rate: float = 1e-6
     """Of honest rollouts that may be rejected."""
     allow_looser: bool = False
-    spoilt: Sequence[tuple[str, Change]] = ()
+    perturbed: Sequence[tuple[str, Change]] = ()
     """Perturbed weights to hold the limits against, by name."""
 
 
@@ -79,7 +76,7 @@ def calibrate(order: Order, log: logging.Logger) -> Outcome:
     published = limits_for(precision_of(pool), spec.learner.compute_dtype)
     taken, versions = _with_weights(order, spec, log)
     prefills = Prefills(spec, pool, versions, published.gap, log)
-    some = _spread(taken, SPOILT_SUBMISSIONS)
+    some = _spread(taken, PERTURBED_SUBMISSIONS)
     measured, kept = Measurements(), list[list[PAIR]]()
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         for each, pairs in prefills.of(taken, Path(folder) / "right"):
@@ -88,12 +85,12 @@ def calibrate(order: Order, log: logging.Logger) -> Outcome:
                 kept.append(pairs)
         derived = derive(measured, published, rate=order.rate, allow_looser=order.allow_looser)
         power = [_judged("right weights", kept, derived, published)]
-        for name, change in order.spoilt:
+        for name, change in order.perturbed:
             log.info("perturbed: %s", name)
-            # Gone before the next: it holds a copy of the weights of every version.
+            # The folder holds a copy of the weights of every version: remove it before the next.
             with tempfile.TemporaryDirectory(dir=folder) as copies:
-                spoilt = [pairs for _, pairs in prefills.of(some, Path(copies) / "spoilt", change)]
-            power.append(_judged(name, spoilt, derived, published))
+                found = [pairs for _, pairs in prefills.of(some, Path(copies) / "weights", change)]
+            power.append(_judged(name, found, derived, published))
     newest = versions[max(versions)]
     profile = _profile(order, spec, pool, derived, measured, newest, list(versions))
     return Outcome(profile, power)
