@@ -67,7 +67,7 @@ class Limits:
     """tau: how far below the recomputed maximum a seeded choice may lie, nats."""
     gap_share: float
     """Share of a rollout's tokens that may exceed `gap`, rounded down to whole tokens; where that
-    is none and the share is not 0, one up to `SHORT_TAUS` tau (`verify.checks.exceptions`)."""
+    is none and the share is not 0, one up to `SHORT_TAUS` tau (`verify.checks.base`)."""
     gap_max: float
     """What no token may exceed."""
     gap_mean: float

@@ -17,7 +17,7 @@ from scipy.stats import beta
 
 from verify.checks import Subject
 from verify.checks.prefill import ProofCheck, RolloutLogprobCheck, SeededSamplingCheck
-from verify.checks.values import TERMINATION
+from verify.checks.rows import TERMINATION
 from verify.gap_noise import DRIFT, GapNoise
 from verify.thresholds import Limits
 

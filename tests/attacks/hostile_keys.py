@@ -36,8 +36,8 @@ from tests.harness import ROOT
 from tests.waiting import eventually
 from verify.activations import round_to_bf16
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
-from verify.coordinator.machine.policy import Policy
 from verify.coordinator.machine.reputation import Standing
+from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission

@@ -12,11 +12,15 @@ from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
 from verify.audit.findings import Report
 from verify.audit.signers import Signers
-from verify.coordinator.machine.duplicates import by_coordinator, repeated_submission
 from verify.coordinator.machine.events import SubmissionJudged, SubmissionReceived
 from verify.coordinator.machine.gap_history import AnotherCalibration, excess_of
-from verify.coordinator.machine.grading import VerdictMismatch, grade_groups
-from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.state import Policy
+from verify.coordinator.machine.verdicts import (
+    VerdictMismatch,
+    by_coordinator,
+    grade_groups,
+    repeated_submission,
+)
 from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
 from verify.formats.lease import Lease

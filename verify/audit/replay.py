@@ -32,8 +32,7 @@ from verify.coordinator.machine.events import (
 )
 from verify.coordinator.machine.gap_history import fault, is_fault
 from verify.coordinator.machine.history import History
-from verify.coordinator.machine.policy import Policy
-from verify.coordinator.machine.state import State
+from verify.coordinator.machine.state import Policy, State
 from verify.coordinator.machine.transitions import IllegalTransition, apply
 from verify.formats.batch import BatchGroup
 from verify.formats.lease import Lease, lease_digest, open_lease

@@ -19,7 +19,7 @@ from runspec.core.hashing import digest_bytes, digest_file, is_digest
 from runspec.core.run_files import SubmissionFiles, submission_files, weights_folder
 from runspec.core.spec.schema import RunSpec
 from verify.audit.snapshot import open_snapshot
-from verify.checks.intake import Rejected, open_rows
+from verify.checks.rows import Rejected, open_rows
 from verify.coordinator.machine.events import LeaseGranted, SubmissionReceived
 from verify.formats.lease import Lease
 from verify.formats.submission import MAX_ENVELOPE_BYTES, Rollout

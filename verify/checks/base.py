@@ -1,4 +1,4 @@
-"""What every check is: a look at a submission that gives each row a number and a limit."""
+"""The interface of every check: examines a submission and gives each row a number and a limit."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from runspec.core.spec.schema import SamplerPool
 from verify.formats.lease import Assignment, Lease
 from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult
 from verify.plugins import Graded, TaskSet
 from verify.recompute import Recomputed
-from verify.thresholds import Limits
+from verify.thresholds import SHORT_TAUS, Limits
 
 
 @dataclass(frozen=True)
@@ -117,3 +119,31 @@ def at_most(name: str, value: float, limit: float, reason: str) -> CheckResult:
 def no_faults(name: str, faults: Sequence[str]) -> CheckResult:
     """Passes without faults; else the value is their number and the reason the first."""
     return CheckResult(name, not faults, float(len(faults)), 0.0, faults[0] if faults else "")
+
+
+def few_exceptions(
+    check: str, values: np.ndarray, limits: Limits, *, largest: str, over: str
+) -> CheckResult:
+    """Pass when at most floor(gap_share n) of n values exceed tau, and none exceeds `gap_max`.
+
+    Rounding keeps the values near 0, but for a few. A rollout too short for one exception may have
+    one all the same, up to `SHORT_TAUS` tau: a token of a short rollout meets the tails of rounding
+    as often as a token of a long one. No exception is allowed if `gap_share` is 0.
+
+    Args:
+        check: its name.
+        values: f32 [n], one a token.
+        limits: `gap` is tau.
+        largest: names the largest value, with {token} for its index.
+        over: names the number of exceptions.
+    """
+    allowed, worst = int(limits.gap_share * len(values)), int(np.argmax(values))
+    most = limits.gap_max
+    if not allowed:
+        taus = SHORT_TAUS if limits.gap_share else 1.0
+        most = min(taus * limits.gap, limits.gap_max)
+    found = at_most(check, float(values[worst]), most, largest.format(token=worst))
+    if not found.passed or not limits.gap_share:
+        return found
+    count = int((~(values <= limits.gap)).sum())
+    return at_most(check, count, max(1, allowed), f"{over} {limits.gap}")

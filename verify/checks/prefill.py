@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verify.checks.base import Subject, at_most
-from verify.checks.exceptions import few_exceptions
+from verify.checks.base import Subject, at_most, few_exceptions
 from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult
 from verify.recompute import Recomputed

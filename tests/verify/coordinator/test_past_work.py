@@ -18,7 +18,6 @@ from tests.verify.calibration.profiles import document as signed
 from tests.verify.calibration.profiles import made_profile
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from tests.verify.coordinator.over_http import check, sample
-from verify.coordinator.machine.duplicates import Seen, repeated_submission
 from verify.coordinator.machine.events import SubmissionJudged, WorkerQuarantined
 from verify.coordinator.machine.gap_history import (
     AnotherCalibration,
@@ -28,6 +27,7 @@ from verify.coordinator.machine.gap_history import (
     with_gaps,
 )
 from verify.coordinator.machine.state import Worker
+from verify.coordinator.machine.verdicts import Seen, repeated_submission
 from verify.formats.verdict import RolloutVerdict
 from verify.gap_noise import GapNoise
 from verify.ledger import Ledger

@@ -1,9 +1,12 @@
-"""One table of limits, and one object that counts what they limit. It knows no HTTP.
+"""Limits of requests and of new keys, and the object that counts them.
 
 A limit has a scope (each key, each address, all clients together) and a kind of request. `RATES`
 limits requests a second, `AT_ONCE` what goes on at the same time. Unregistered keys cost nothing to
 make, so their requests count by address, and for all addresses together. Registered workers count
 by key and are under no limit of all, so a flood of strangers does not keep them out.
+
+The ledger remembers a registered key as long as the run lasts. So keys without an invite are
+limited twice: those of one address in a day, and all that never had a submission accepted.
 
 A rate is kept as one number, the time at which the bucket is full again (the generic cell rate
 algorithm, ITU-T I.371). A full bucket is forgotten, so only names that asked lately use memory.
@@ -11,14 +14,20 @@ algorithm, ITU-T I.371). A full bucket is forgotten, so only names that asked la
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from verify.coordinator.intake import Refusal
+from verify.coordinator.machine.state import State
 
 MAX_BUCKETS = 100_000
 """Names remembered in each scope; beyond them a new name is refused."""
 _DAY_S = 86400.0
+MAX_UNPROVEN = 10_000
+"""Registered keys without an invite and without an accepted submission."""
 
 
 @dataclass(frozen=True)
@@ -129,3 +138,45 @@ class Limiter:
         ahead_s = max(buckets.get(name, now), now) + 1.0 / rate.per_s - now
         longest_s = rate.burst / rate.per_s
         return ahead_s - longest_s if ahead_s > longest_s * (1.0 + 1e-9) else 0.0
+
+
+class NewKeys:
+    """Counts keys that register without an invite.
+
+    Args:
+        limiter: counts the keys of each address.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        limiter: Limiter,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limiter, self._clock = limiter, clock
+
+    def take(self, state: State, address: str) -> None:
+        """Count a key that registers.
+
+        Args:
+            state: of the run.
+            address: of the client.
+
+        Raises:
+            Refusal: 403, there are `MAX_UNPROVEN`; 429, the address has registered too many.
+        """
+        if state.unproven >= MAX_UNPROVEN:
+            raise Refusal(
+                403,
+                f"{MAX_UNPROVEN} keys without accepted work are registered, as many as may be: ask "
+                "for a link with an invite",
+            )
+        wait_s = self._limiter.take(Name("address", "new key", address), now=self._clock())
+        if wait_s > 0.0:
+            raise Refusal(
+                429,
+                f"{RATES['address', 'new key'].burst} new keys of your address have registered, as "
+                f"many as may in a day: come again in {wait_s:.0f} s, or ask for a link with an "
+                "invite",
+                retry_after_s=wait_s,
+            )

@@ -27,10 +27,9 @@ from verify.coordinator.edge import Edge
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine.filling import needed_groups, tried_groups
 from verify.coordinator.machine.history import History
-from verify.coordinator.machine.policy import Policy
 from verify.coordinator.machine.reputation import reputation
 from verify.coordinator.machine.stalls import waited_for
-from verify.coordinator.machine.state import LeaseRecord, State
+from verify.coordinator.machine.state import LeaseRecord, Policy, State
 from verify.coordinator.machine.transitions import IllegalTransition, replay
 from verify.coordinator.services.activity import Activity, Peer, Peers
 from verify.coordinator.services.judging import Judging
