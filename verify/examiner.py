@@ -28,14 +28,13 @@ from verify.checks import (
     several_versions,
 )
 from verify.formats.lease import Lease, assignments
-from verify.formats.submission import Rollout
+from verify.formats.submission import Rollout, max_submission_bytes
 from verify.formats.verdict import MAX_FAULT, RolloutVerdict
-from verify.limits import max_submission_bytes
 from verify.plugins import Graded, PrefillEngine, TaskSet
 from verify.recompute import PrefillRequest, Recomputed, grade, prefill_request, recompute
-from verify.stages import Stages
 from verify.thresholds import Limits
 from verify.truncation import Truncation
+from verify.watchdog import Stages
 
 WEIGHTS_S = 600.0
 """For which submissions are held while their version comes."""

@@ -10,7 +10,7 @@ from runspec.core.process import not_retried
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import compare_data_digests, data_digest, file_digest
 from verify.client import CoordinatorClient
-from verify.formats.site import Site
+from verify.formats.joining import Site
 
 
 def problem_files(

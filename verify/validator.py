@@ -48,8 +48,7 @@ from verify.plugins import (
 )
 from verify.problem_files import problem_files
 from verify.recompute import PrefillNotFinite
-from verify.stages import Stages
-from verify.watchdog import heartbeats, leaving
+from verify.watchdog import Stages, heartbeats, leaving
 
 MAX_CLAIMS = 8
 """Submissions held at once: those of one policy version share a prefill."""

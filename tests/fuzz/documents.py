@@ -22,10 +22,8 @@ from tests.fuzz.mutate import Changer, damaged_json
 from tests.verify.coordinator.deployment import tiny_spec
 from verify.formats import batch, lease, site, submission, verdict
 from verify.formats.batch import BatchManifest
+from verify.formats.joining import SPEC_KIND, Site, is_inside, open_spec, sign_spec
 from verify.formats.lease import Lease
-from verify.formats.site import Site, is_inside
-from verify.formats.spec import KIND as SPEC_KIND
-from verify.formats.spec import open_spec, sign_spec
 from verify.formats.submission import SubmissionEnvelope, open_submission
 from verify.formats.verdict import VerdictEnvelope
 

@@ -39,9 +39,8 @@ from runspec.core.errors import UserError
 from verify.calibration.measure import SHORT_BELOW, Measurements, key_of
 from verify.calibration.profile import LimitTable, Number
 from verify.calibration.tails import Bound, samples_needed, tail_bound
-from verify.gap_noise import GapNoise
-from verify.thresholds import FLOAT32, SHORT_TAUS, ChunkLimits, Limits
-from verify.toploc.null import RADII
+from verify.thresholds import FLOAT32, SHORT_TAUS, ChunkLimits, GapNoise, Limits
+from verify.toploc.statistics import RADII
 
 ROOM = 1.5
 """Factor of the mean for versions and prompts that were not measured."""

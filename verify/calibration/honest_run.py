@@ -22,9 +22,13 @@ from verify.audit.snapshot import open_snapshot
 from verify.checks.rows import Rejected, open_rows
 from verify.coordinator.machine.events import LeaseGranted, SubmissionReceived
 from verify.formats.lease import Lease
-from verify.formats.submission import MAX_ENVELOPE_BYTES, Rollout
+from verify.formats.submission import (
+    MAX_ENVELOPE_BYTES,
+    Rollout,
+    max_submission_bytes,
+    max_submission_rows,
+)
 from verify.ledger import BadRow, decode_event
-from verify.limits import max_submission_bytes, max_submission_rows
 from verify.plugins import PrefillEngine, WeightsLocation, load_prefill_engine
 
 _KINDS = (b"LeaseGranted", b"SubmissionReceived")

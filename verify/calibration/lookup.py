@@ -10,8 +10,7 @@ from runspec.core.errors import UserError
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from verify.calibration.profile import Profile, open_profile
-from verify.gap_noise import GapNoise
-from verify.thresholds import Limits, limits_for, precision_of
+from verify.thresholds import GapNoise, Limits, limits_for, precision_of
 
 
 def profiles_of(spec: RunSpec, *, dated: bool = True) -> dict[str, Profile]:

@@ -20,7 +20,7 @@ from verify.formats.submission import Rollout
 from verify.recompute import Recomputed
 from verify.thresholds import Limits
 from verify.toploc import TOP_K, ChunkStatistics
-from verify.toploc.null import RADII
+from verify.toploc.statistics import RADII
 
 SHORT_BELOW = (128, 256, 1024)
 """Chunks of fewer activations than these have limits of their own: all, most, and much of a chunk

@@ -22,12 +22,12 @@ from runspec.core.canonical import parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import atomic_file
 from runspec.core.spec.schema import RunSpec, SamplerPool
-from verify.activations import round_to_bf16
 from verify.calibration.honest_run import Taken, Version, dishonest, engine_over, place, rollouts_of
 from verify.calibration.measure import PAIR
 from verify.plugins import PrefillEngine
 from verify.recompute import prefill_request, recompute
 from verify.toploc import MalformedProof
+from verify.toploc.selection import round_to_bf16
 from verify.truncation import Truncation
 
 AT_ONCE = 8

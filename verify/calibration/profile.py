@@ -18,8 +18,7 @@ from runspec.core.signed import BadSignature, open_document, sign_document
 from runspec.core.spec.profile_files import MAX_BYTES
 from runspec.core.spec.schema import FloatType, RunSpec, SamplerPool
 from verify.formats.payload import open_payload
-from verify.gap_noise import GapNoise
-from verify.thresholds import ChunkLimits, Limits, Precision, limits_for, precision_of
+from verify.thresholds import ChunkLimits, GapNoise, Limits, Precision, limits_for, precision_of
 
 KIND = "calibration"
 FORMULA: Literal["exponential-tail/2"] = "exponential-tail/2"
@@ -118,7 +117,7 @@ class ShortTable(_Part):
 
 
 class GapTable(_Part):
-    """See `verify.gap_noise.GapNoise`."""
+    """See `verify.thresholds.GapNoise`."""
 
     cap: Annotated[float, Field(gt=0.0)]
     mean: Annotated[float, Field(gt=0.0)]

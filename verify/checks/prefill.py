@@ -17,7 +17,7 @@ from verify.formats.verdict import CheckResult
 from verify.recompute import Recomputed
 from verify.thresholds import MODULUS_SLACK, NULL_BITS, RICH_BITS, TERMS_SLACK, Limits
 from verify.toploc import ChunkStatistics, MalformedProof
-from verify.toploc.null import RADII, NullTest, null_test
+from verify.toploc.statistics import RADII, NullTest, null_test
 
 
 def logprob_diff(row: Rollout, recomputed: Recomputed) -> float:
@@ -105,7 +105,7 @@ class SubmissionSamplingCheck:
 
     Weights a little off move few tokens, each by a little: the mean gap grows with the square of
     the distance in log-probs, which parts them from rounding where no single token does. Where the
-    pool was calibrated the gaps must also keep the budget of its rounding (`verify.gap_noise`).
+    pool was calibrated the gaps must also keep the budget of its rounding (`verify.thresholds`).
     """
 
     name = "seeded_sampling_submission"

@@ -25,7 +25,7 @@ from verify.coordinator.machine.state import Policy, State
 from verify.coordinator.machine.transitions import apply
 from verify.formats import batch as batch_format
 from verify.ledger import Ledger
-from verify.patience import STORAGE_S
+from verify.timeouts import STORAGE_S
 
 _log = logging.getLogger(__name__)
 _SHORTEST_WAIT_S = 0.001

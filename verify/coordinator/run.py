@@ -40,7 +40,7 @@ from verify.coordinator.services.judging import Judging
 from verify.coordinator.services.leasing import Admission, Leasing
 from verify.coordinator.services.operator import OperatorService
 from verify.coordinator.services.status import Status
-from verify.formats.spec import sign_spec
+from verify.formats.joining import sign_spec
 from verify.ledger import open_ledger
 
 MAX_CONNECTIONS = 8192

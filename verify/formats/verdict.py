@@ -85,7 +85,7 @@ class RolloutVerdict:
     """Hashes of runs of tokens that no other rollout can share by chance, which the coordinator
     compares across submissions (`verify.checks.duplicates`); empty where nothing was accepted."""
     gap_excess: float | None = None
-    """By how much its gaps exceed what a worker's may come to for ever, nats (`verify.gap_noise`);
+    """By how much its gaps exceed what a worker's may come to for ever, nats (`verify.thresholds`);
     None where the pool was not calibrated, or the rollout not recomputed."""
 
 

@@ -29,9 +29,8 @@ from verify.coordinator.machine.gap_history import (
 from verify.coordinator.machine.state import Worker
 from verify.coordinator.machine.verdicts import Seen, repeated_submission
 from verify.formats.verdict import RolloutVerdict
-from verify.gap_noise import GapNoise
 from verify.ledger import Ledger
-from verify.thresholds import FLOAT32
+from verify.thresholds import FLOAT32, GapNoise
 
 NOISE = GapNoise(cap=1e-3, mean=1e-4, probability=1e-3)
 LIMIT = NOISE.largest_excess

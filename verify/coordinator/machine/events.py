@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verify.formats.lease import Lease
-from verify.gap_noise import GapNoise
+from verify.thresholds import GapNoise
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from runspec.core.spec.schema import RunSpec
 from verify.coordinator.machine.events import FailedAttempt, GroupGrade, VersionPublished
 from verify.coordinator.machine.reputation import Standing, prefill_share
 from verify.formats.lease import Lease
-from verify.gap_noise import GapNoise
+from verify.thresholds import GapNoise
 
 
 @dataclass(frozen=True)

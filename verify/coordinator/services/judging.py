@@ -26,7 +26,7 @@ from verify.formats.verdict import (
     VerdictEnvelope,
     decode_verdicts,
 )
-from verify.gap_noise import GapNoise
+from verify.thresholds import GapNoise
 
 _log = logging.getLogger(__name__)
 

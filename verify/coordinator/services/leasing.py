@@ -35,8 +35,7 @@ from verify.coordinator.machine.events import (
 )
 from verify.coordinator.machine.state import LeaseRecord, State
 from verify.formats.lease import Lease, lease_digest, sign_lease
-from verify.formats.submission import SubmissionEnvelope
-from verify.limits import max_submission_bytes
+from verify.formats.submission import SubmissionEnvelope, max_submission_bytes
 
 _log = logging.getLogger(__name__)
 
