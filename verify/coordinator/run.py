@@ -54,6 +54,7 @@ _FILES_BESIDE = 1024
 """Open files beside the connections: ledger, uploads, connections about to be closed."""
 _WARN_EVERY_S = 10.0
 _SHUTDOWN_S = 0.5
+_log = logging.getLogger(__name__)
 
 
 class Connections:
@@ -119,9 +120,6 @@ def _listeners(host: str, port: int) -> list[socket.socket]:
             port = listener.getsockname()[1]
         on_error.pop_all()
     return listeners
-
-
-_log = logging.getLogger(__name__)
 
 
 async def serve(

@@ -21,7 +21,7 @@ from runspec.core.spec.resolved import dump_resolved, parse_resolved
 from runspec.core.spec.schema import RunSpec
 from verify.formats.payload import STRICT, Digest, open_payload
 
-_SITE_KIND = "site"
+SITE_KIND = "site"
 MAX_FILES = 4096
 MAX_SITE_BYTES = 2 * 1024 * 1024
 SPEC_KIND = "spec"
@@ -77,7 +77,7 @@ _CODEC = TypeAdapter(Site)
 
 
 def sign_site(site: Site, key: SigningKey) -> bytes:
-    return sign_document(_SITE_KIND, asdict(site), key)
+    return sign_document(SITE_KIND, asdict(site), key)
 
 
 def open_site(data: bytes, *, coordinators: frozenset[str], run: str) -> Site:
@@ -87,9 +87,9 @@ def open_site(data: bytes, *, coordinators: frozenset[str], run: str) -> Site:
         BadSignature: not signed by a coordinator of the run, or its fields are not a site's.
     """
     payload = open_document(
-        data, kind=_SITE_KIND, keys=coordinators, max_bytes=MAX_SITE_BYTES
+        data, kind=SITE_KIND, keys=coordinators, max_bytes=MAX_SITE_BYTES
     ).payload
-    site = open_payload(_CODEC, payload, _SITE_KIND)
+    site = open_payload(_CODEC, payload, SITE_KIND)
     if site.run != run:
         raise BadSignature(f"site: of run {site.run[:80]!r}, not {run!r}")
     return site
