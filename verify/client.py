@@ -186,7 +186,7 @@ class CoordinatorClient:
         lease = open_submission(envelope).lease
         try:
             self._http.call(
-                *("POST", "/v1/submissions"), body=table, envelope=envelope, patience_s=BACKLOG_S
+                *("POST", "/v1/submissions"), body=table, envelope=envelope, backlog_s=BACKLOG_S
             )
         except SubmissionRefused:
             self._forget(self._leases, lease)

@@ -32,6 +32,10 @@ from verify.ledger import BadRow, decode_event
 from verify.plugins import PrefillEngine, WeightsLocation, load_prefill_engine
 
 _KINDS = (b"LeaseGranted", b"SubmissionReceived")
+NO_SERVER = "http://127.0.0.1:1"
+"""Address of no server: the cache holds every version, so it is never asked."""
+_MANIFEST = "manifest.json"
+_MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -110,12 +114,6 @@ def dishonest(taken: Taken, reason: object) -> UserError:
         place=str(taken.files.submission),
         remedy="name the directory of a run whose workers were all your own",
     )
-
-
-NO_SERVER = "http://127.0.0.1:1"
-"""Address of no server: the cache holds every version, so it is never asked."""
-_MANIFEST = "manifest.json"
-_MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True)
