@@ -27,7 +27,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _MAX_WORDS = 1000
 """Characters of a refusal."""
 _LONGEST_RETRY_S = 60.0
-"""Of what a coordinator says with 429; it is asked again by then."""
+"""Longest wait after a 429, in seconds, whatever the coordinator asks for."""
 
 
 class RunFinished(Exception):
@@ -211,7 +211,7 @@ class CoordinatorHttp:
         )
 
     def not_believed(self, error: Exception) -> UserError:
-        """What to raise of an answer that is not what the coordinator would say."""
+        """Return the error of an answer that no coordinator sends."""
         return UserError(
             f"an answer that is not to be believed: {error}",
             place=f"coordinator {self.url}",
@@ -229,7 +229,7 @@ def _retry_after(answer: Answer) -> float:
 
 
 def _remedy(answered: int | None) -> str:
-    """What a person can do of a coordinator that was waited for in vain.
+    """Return what a person can do if the coordinator did not answer in time.
 
     Args:
         answered: the status of its last answer; None where there was none.

@@ -217,12 +217,11 @@ def limits_of(profile: str, hidden_size: int, *, root_public_key: str | None = N
 
 @dataclass(frozen=True)
 class ProofVerdict:
-    """What was found of the proofs of one rollout."""
+    """Result of the proofs of one rollout."""
 
     accepted: bool
     reason: str
-    """What decided, with its number and limit; of accepted proofs what came nearest to its limit.
-    """
+    """The deciding check with its number and limit; of accepted proofs the nearest to failing."""
     chunks: list[ChunkStatistics]
     """None where a proof is malformed, or they are too few or too many."""
     results: list[CheckResult]

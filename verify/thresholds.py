@@ -46,7 +46,7 @@ DRIFT = math.expm1(_U) / _U
 
 @dataclass(frozen=True)
 class GapNoise:
-    """What a calibration says of the gaps of an honest pool (`verify.calibration.derive`)."""
+    """Calibrated noise of the gaps of an honest pool (`verify.calibration.derive`)."""
 
     cap: float
     """Largest part of one token's gap that counts, nats; above 0."""
@@ -100,7 +100,7 @@ tokens in bfloat16 7 had a gap above tau (0.1), the largest of 0.2035 (`docs/att
 NULL_BITS = 40.0
 """Least bits that passing a chunk must be worth for it to count (`toploc.statistics`)."""
 RICH_BITS = 160.0
-"""What a more lenient test must be worth: the 20 bits of 1e-6, eight times over. The hits of
+"""Least bits of a more lenient test: the 20 bits of 1e-6, eight times over. The hits of
 forgeries that know no tokens vary up to 5.4 times as much as independent ones."""
 MODULUS_SLACK = 32
 """How far a proof's modulus may lie below that of the recomputed positions. Positions that differ
@@ -140,7 +140,7 @@ class Limits:
     """Share of a rollout's tokens that may exceed `gap`, rounded down to whole tokens; where that
     is none and the share is not 0, one up to `SHORT_TAUS` tau (`verify.checks.base`)."""
     gap_max: float
-    """What no token may exceed."""
+    """Largest gap of any token."""
     gap_mean: float
     """Mean gap over the tokens of a submission, beyond what one token at `gap` adds; nats."""
     mismatch_share: float
@@ -155,11 +155,11 @@ class Limits:
     constant_ratio: float
     """Median error over the least that a constant proof could reach; below 1, so none passes."""
     gap_noise: GapNoise | None = None
-    """Of calibrated seeded pools: what the gaps of a submission, and of all that a worker hands in,
-    may add up to besides `gap_mean`."""
+    """Budget of gaps in calibrated seeded pools, besides `gap_mean`: of a submission, and of all
+    submissions of a worker."""
     short: tuple[ChunkLimits, ...] = ()
-    """Of short chunks, by `below`, ascending. None were published: without them the limits above
-    hold, but for the mantissa mean, which is not judged below `SELECTIVE_ELEMENTS`."""
+    """Limits of short chunks, by `below`, ascending. Without them the limits above hold, but the
+    mantissa mean is not judged below `SELECTIVE_ELEMENTS`."""
 
     def for_chunk(self, elements: int) -> Limits:
         """The limits of a chunk of so many activations."""
@@ -221,7 +221,7 @@ CALIBRATED: frozenset[tuple[Precision, FloatType]] = frozenset(
 
 
 def precision_of(pool: SamplerPool) -> Precision:
-    """What a pool computes in: its quantisation, else its dtype."""
+    """Return the precision that a pool computes in: its quantisation, else its dtype."""
     return pool.quantization or pool.dtype
 
 

@@ -164,7 +164,7 @@ class FileAudit:
         return envelope.dropped_groups
 
     def _check_repetition(self, row: int, event: SubmissionJudged, copy: Path) -> None:
-        """What was rejected for repeating another submission shares fingerprints with it."""
+        """Check that a submission rejected as a duplicate shares fingerprints with the original."""
         name = None if event.accepted else repeated_submission(event.reason)
         if name is None:
             return
@@ -183,7 +183,7 @@ class FileAudit:
         self._report.require(bool(first & second), row, "duplicates", found, "one at least")
 
     def _check_excess(self, row: int, event: SubmissionJudged, table: bytes) -> None:
-        """By the noise that the row names: profiles may have changed since."""
+        """Check the excess by the noise of the row, because profiles may have changed since."""
         expected = None
         if event.accepted or by_coordinator(event.reason):
             try:

@@ -120,7 +120,7 @@ class ChainAudit:
 
 @dataclass(frozen=True)
 class _Answered:
-    """What the ledger says of a lease."""
+    """A lease with its answer, by the ledger."""
 
     lease: Lease
     submission: str | None = None

@@ -106,7 +106,7 @@ _MANY = 32_768
 
 @dataclass(frozen=True)
 class Derived:
-    """What a profile says of limits."""
+    """Limits of a profile, and the numbers that they come from."""
 
     limits: Limits
     numbers: dict[str, Number]
@@ -180,7 +180,7 @@ class _Work:
         return limit
 
     def logprobs(self) -> dict[str, Any]:
-        """Of a submission and of a rollout."""
+        """Return the limits of log-probs, of a submission and of a rollout."""
         rollout, submission = self.limit("logprob_rollout"), self.limit("logprob_submission")
         if submission > rollout:
             # A mean over a submission spreads less; few submissions may not show it.

@@ -47,7 +47,7 @@ def profiles_of(spec: RunSpec, *, dated: bool = True) -> dict[str, Profile]:
 
 
 def limits_by_pool(spec: RunSpec, *, dated: bool = True) -> dict[str, Limits]:
-    """What each pool is judged by; arguments and errors are those of `profiles_of`."""
+    """Return the limits of each pool; arguments and errors are those of `profiles_of`."""
     profiles = profiles_of(spec, dated=dated)
     return {pool.name: _limits(spec, pool, profiles) for pool in spec.samplers}
 

@@ -1,4 +1,4 @@
-"""Calibration of one pool: prefill what its run left behind, measure, derive, and say what of."""
+"""Calibrates one pool: recomputes the submissions of its run, measures, and derives a profile."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ PERTURBED_SUBMISSIONS = 32
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be calibrated."""
+    """The run and pool to calibrate, and how."""
 
     run_dir: Path
     pool: str
     fetched: Path | None = None
     """Folder of fetched versions; None: those of the run directory."""
     rate: float = 1e-6
-    """Of honest rollouts that may be rejected."""
+    """Share of honest rollouts that may be rejected."""
     allow_looser: bool = False
     perturbed: Sequence[tuple[str, Change]] = ()
     """Perturbed weights to hold the limits against, by name."""
@@ -49,7 +49,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Power:
-    """Of some weights, what limits reject."""
+    """Rejections of submissions under some weights, by published limits and by the profile."""
 
     weights: str
     published: Rejections
@@ -58,15 +58,15 @@ class Power:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A profile, and what its limits are worth."""
+    """A profile, and what its limits reject."""
 
     profile: form.Profile
     power: list[Power]
-    """Of the right weights first, and then of each perturbation."""
+    """Rejections under the right weights first, then under each perturbation."""
 
 
 def calibrate(order: Order, log: logging.Logger) -> Outcome:
-    """Measures a pool.
+    """Measure a pool and derive its profile.
 
     Raises:
         UserError: nothing honest to measure, or too little of it.
@@ -110,7 +110,7 @@ def _pool(spec: RunSpec, order: Order) -> SamplerPool:
 def _with_weights(
     order: Order, spec: RunSpec, log: logging.Logger
 ) -> tuple[list[Taken], dict[int, Version]]:
-    """The submissions whose version is still there, and those versions."""
+    """Return the submissions whose version is still there, and those versions."""
     found = submissions_of(order.run_dir, spec, order.pool)
     digests = {taken.lease.version: taken.lease.manifest_digest for taken in found}
     versions = {
@@ -137,7 +137,7 @@ def _with_weights(
 
 
 def _spread(taken: Sequence[Taken], most: int) -> list[Taken]:
-    """At most so many, evenly from all of them."""
+    """Return at most `most` submissions, evenly from all of them."""
     count = min(most, len(taken))
     return [taken[i * len(taken) // count] for i in range(count)]
 
@@ -212,7 +212,7 @@ def _model_side(path: Path) -> form.ModelSide:
 
 
 def _releases(engine: str) -> dict[str, str]:
-    """Of the engine's package, and of the libraries that it has loaded."""
+    """Return the releases of the engine's package and of the libraries that it has loaded."""
     points = [p for p in entry_points(group=PREFILL_GROUP) if p.name == engine and p.dist]
     found = {point.dist.name: point.dist.version for point in points if point.dist}
     sold_as = packages_distributions()  # vLLM's has another name on each kind of hardware

@@ -47,15 +47,15 @@ __all__ = [
 ]
 
 ROW_CHECKS: list[Check] = [AssignmentCheck(), BOUNDS, VERSIONS, TERMINATION, PROOF_FORMAT]
-"""What the rows alone must satisfy."""
+"""Checks that need the rows alone."""
 GRADE_CHECKS: list[Check] = [RewardCheck()]
-"""What needs the validator's grades."""
+"""Checks that need the validator's grades."""
 DUPLICATE_CHECKS: list[Check] = [DuplicateCheck()]
-"""What needs the rows' fingerprints, and so their log-probs."""
+"""Checks that need the rows' fingerprints, and so their log-probs."""
 
 
 def prefill_checks(pool: SamplerPool) -> list[Check]:
-    """What needs the prefill."""
+    """Return the checks that need the prefill."""
     seeded: list[Check] = [SeededSamplingCheck(), SubmissionSamplingCheck()]
     unseeded: list[Check] = [
         KeptTokensCheck(),

@@ -248,7 +248,7 @@ def _parse(chunks: list[np.ndarray], proofs: Sequence[bytes]) -> list[Proof] | M
 
 
 def _compare(chunks: list[np.ndarray], claims: list[tuple[Proof, int]]) -> list[ChunkStatistics]:
-    """Of chunks against their proofs, each with the hidden size."""
+    """Compare chunks with their proofs, each with the hidden size."""
     selection, claimed = _open_claims(chunks, [proof for proof, _ in claims])
     moduli = np.array([proof.modulus for proof, _ in claims])
     coefficients = np.stack([proof.coefficients for proof, _ in claims])
@@ -262,7 +262,7 @@ def _compare(chunks: list[np.ndarray], claims: list[tuple[Proof, int]]) -> list[
 
 @dataclass(frozen=True)
 class _Shape:
-    """Of C proofs and chunks, what does not depend on the claimed values: each i64 [C]."""
+    """Numbers of C proofs and chunks that do not depend on the claimed values: each i64 [C]."""
 
     modulus_gaps: np.ndarray
     missing_terms: np.ndarray
@@ -282,7 +282,7 @@ def _alike(selection: Selection) -> np.ndarray:
 
 
 def _statistics(selection: Selection, claimed: np.ndarray, shape: _Shape) -> list[ChunkStatistics]:
-    """Of bits at the selected positions against the bits that the proofs claim there: [C, 128]."""
+    """Compare the bits at the selected positions with those that the proofs claim: [C, 128]."""
     true, used, k = selection.bits, selection.used, selection.k
     differing = true ^ claimed
     agree = used & (differing & _EXPONENT == 0)

@@ -250,7 +250,7 @@ class State:
     dropped_groups: int = 0
     """Groups lost to faults of the grader, of all steps."""
     last_fault: str = ""
-    """What the grader failed with at the newest of them."""
+    """The grader's error at the newest of them."""
 
     @property
     def finished(self) -> bool:

@@ -59,7 +59,7 @@ class Failure:
 
 
 class Claims:
-    """Who works on what, and what failed; see the module."""
+    """Submissions that validators claim, and their failed attempts (see the module)."""
 
     def __init__(self) -> None:
         self._claims: dict[str, Claim] = {}
