@@ -74,7 +74,7 @@ def sign_request(
 class RequestChecker:
     """Checks the headers of signed requests and remembers them until they are stale.
 
-    The server's rates (`verify.coordinator.edge.limiter`) bound how many there are to remember.
+    The server's rates (`verify.coordinator.edge.limits`) bound how many there are to remember.
 
     The memory is lost with the process. What is replayed in the seconds after a restart meets a
     server whose transitions can be repeated without harm, so nothing is gained by it.

@@ -17,7 +17,7 @@ from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.filled import Filled, digest, key, policy, started
 from tests.verify.coordinator.in_process import edge_of, journal_of, leasing_of, roles_of
-from verify.coordinator.edge.limiter import AT_ONCE, MAX_UNPROVEN
+from verify.coordinator.edge.limits import AT_ONCE, MAX_UNPROVEN
 from verify.coordinator.machine import filling
 from verify.coordinator.machine.events import (
     CoordinatorStarted,

@@ -1,4 +1,4 @@
-"""The coordinator's defence against floods of requests, keys and submissions.
+"""The coordinator's defence against floods of requests, keys, submissions and connections.
 
 `Edge` is all that the coordinator's core uses. Its parts raise `Refusal` (429 with `Retry-After`,
 403 or 503), and the core neither counts nor times clients. `docs/public-runs.md` lists the limits.
@@ -13,7 +13,7 @@ from runspec.core.roles import Roles
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.edge.authentication import Authentication, networks
 from verify.coordinator.edge.backlog import Backlog
-from verify.coordinator.edge.limiter import Limiter, NewKeys
+from verify.coordinator.edge.limits import Limiter, NewKeys
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine.state import LeaseRecord
 from verify.request_auth import RequestChecker

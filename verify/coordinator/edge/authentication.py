@@ -17,7 +17,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 from aiohttp import web
 
 from runspec.core.roles import Roles
-from verify.coordinator.edge.limiter import AT_ONCE, Limiter, Name
+from verify.coordinator.edge.limits import AT_ONCE, Limiter, Name
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine.state import Rank

@@ -21,7 +21,7 @@ from runspec.core.run_files import SubmissionFiles, submission_files
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.edge import Edge
-from verify.coordinator.edge.limiter import NewKeys
+from verify.coordinator.edge.limits import NewKeys
 from verify.coordinator.intake import Refusal, received, to_the_end, write_small
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.machine import filling
