@@ -34,7 +34,7 @@ from verify.postgres_connection import (
 )
 
 _AGAIN_S = 1.0
-"""Between two attempts to connect."""
+"""Seconds between two attempts to connect."""
 _CREATE = """
 CREATE TABLE IF NOT EXISTS ledger (
     run TEXT NOT NULL,

@@ -88,7 +88,7 @@ class ChainAudit:
 
     Args:
         report: gets the findings.
-        heads: chains noted down before by row; each must still be that row's.
+        heads: chains that earlier audits printed, by row; each must still be that row's.
     """
 
     def __init__(self, report: Report, heads: dict[int, str]) -> None:
@@ -96,7 +96,7 @@ class ChainAudit:
         self.head, self.last = FIRST_CHAIN, 0
 
     def check(self, row: Row) -> None:
-        """Checks a row; afterwards `head` is its chain, `last` its number."""
+        """Check a row; afterwards `head` is its chain, `last` its number."""
         require = self._report.require
         if row.seq != self.last + 1:
             between = f"rows {self.last + 1} to {row.seq - 1}"
@@ -111,7 +111,7 @@ class ChainAudit:
             require(chain == noted, row.seq, "noted head", chain, noted)
 
     def end(self) -> None:
-        """All rows are read: nothing that was noted down may lie beyond."""
+        """Check, after the last row, that no noted head lies beyond it."""
         for rows in sorted(self._heads):
             self._report.add(
                 None, "noted head", f"{self.last} rows", f"{rows} rows, as were seen before"
@@ -128,12 +128,12 @@ class _Answered:
 
 
 def audit(run_dir: Path, *, root_key: str | None, heads: Mapping[int, str] | None = None) -> Report:
-    """Replays the ledger of a run directory, which may be at work or a copy.
+    """Replay the ledger of a run directory, which may be at work or a copy.
 
     Args:
         run_dir: the run directory.
         root_key: the root's public key (hex); None: the spec's, or the run's throw-away root.
-        heads: chains of rows as they were noted down before.
+        heads: chains of rows that earlier audits printed.
 
     Raises:
         UserError: the ledger, the spec or roles.json cannot be read, or an older version made it.
@@ -170,7 +170,7 @@ def audit(run_dir: Path, *, root_key: str | None, heads: Mapping[int, str] | Non
 
 
 def _closed_since(run_dir: Path, spec: RunSpec, last: int) -> int:
-    """The step that closes next by the rows after `last` of a run at work; 0 without any.
+    """Return the step that closes next by the rows after `last` of a run at work; 0 without any.
 
     Files that were needed when its rows were read may have been dropped since.
     """
@@ -184,7 +184,7 @@ def _closed_since(run_dir: Path, spec: RunSpec, last: int) -> int:
 
 
 class _Replay:
-    """One row after the other, each check by itself: what one misses, another may find."""
+    """Checks one row after the other; the checks are independent of each other."""
 
     def __init__(self, run_dir: Path, run: str, policy: Policy, report: Report) -> None:
         self._report = report
@@ -197,10 +197,10 @@ class _Replay:
         self._next_close = 0
         self._state, self._history = State(policy), History()
         self._broken = False
-        """The state machine has refused a row; what follows would be refused for that alone."""
+        """Whether the state machine refused a row; it would refuse all later rows for that."""
 
     def take(self, row: Row, chain_before: str, signers: Signers) -> None:
-        """Checks a row.
+        """Check a row.
 
         Args:
             row: as stored.
@@ -241,7 +241,7 @@ class _Replay:
                 self._rolled_back(event)
 
     def end(self, on_disk: dict[int, Path], closed_since: int) -> None:
-        """Every row is read: what only the whole ledger can say.
+        """Check, after the last row, what needs the whole ledger.
 
         Args:
             on_disk: the batch manifests, as they lay there before.
@@ -262,7 +262,7 @@ class _Replay:
             )
 
     def _apply(self, row: int, event: Event) -> State | None:
-        """The state before the event; None where it is not known."""
+        """Apply an event and return the state before it; None if that is not known."""
         if self._broken:
             return None
         before = self._state

@@ -151,14 +151,14 @@ class Leasing:
         self._pools = {pool.name: pool for pool in spec.samplers}
         self._uploading: set[str] = set()
         self._asking: list[_Question] = []
-        """Those who wait for a lease."""
+        """Questions that wait for a lease."""
         self._settled: State | None = None
-        """The state in which there is no more work for those who wait."""
+        """State in which there was no work for the waiting questions."""
         self._overdue_at: float | None = None
-        """When there may be more though nothing changes."""
+        """Time at which there may be work although the state does not change."""
 
     def register(self, key: str, pool: str, invite: object = None, *, address: str) -> None:
-        """Makes a key a worker of a pool; doing it again changes nothing, and needs no invite.
+        """Register a key as a worker of a pool; again, it changes nothing and needs no invite.
 
         Args:
             key: the worker's.
@@ -185,7 +185,7 @@ class Leasing:
             _log.info("worker %s of pool %s registered", key[:16], pool)
 
     async def lease(self, key: str, holding: Collection[str], wait_s: float) -> bytes | None:
-        """A signed lease for a worker; None when there was none within `wait_s` seconds.
+        """Return a signed lease for a worker; None if there was none within `wait_s` seconds.
 
         Args:
             key: the worker's.
@@ -216,7 +216,7 @@ class Leasing:
             self._asking.remove(question)
 
     def _answer_in_turn(self, new: Sequence[_Question]) -> None:
-        """Answers the open questions for which there is work.
+        """Answer the open questions for which there is work.
 
         All who wait call it when something changes; the first answers everybody.
 
@@ -268,7 +268,7 @@ class Leasing:
                     )
 
     def release(self, key: str, digests: Collection[str]) -> None:
-        """Takes back leases that their holder will not answer, so that others may have the groups.
+        """Take back leases that their holder will not answer, so that others may have the groups.
 
         Other leases stay as they are: not open, not the caller's, or being answered just now.
 
@@ -286,7 +286,7 @@ class Leasing:
     async def submit(
         self, envelope: SubmissionEnvelope, signed: bytes, chunks: AsyncIterator[bytes]
     ) -> None:
-        """Receives a submission; the same bytes again change nothing.
+        """Receive a submission; the same bytes again change nothing.
 
         If too much waits for a verdict, a refusal says when to come again before the body is read,
         and the lease lasts until then.

@@ -146,7 +146,7 @@ def _step(state: State, number: int, now: float) -> dict[str, Any]:
 
 
 def _set_aside(record: LeaseRecord) -> dict[str, Any]:
-    """A submission that validators could not judge; its files stay for whoever looks into it."""
+    """Report a submission that validators could not judge; its files stay for an operator."""
     return {
         "submission": record.submission,
         "worker": record.lease.worker,
