@@ -64,7 +64,7 @@ class TestFlooding:
     def test_requests_of_a_worker(
         self, site: Site, post: Post, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setitem(limits.RATES, ("key", "lease"), limiter.Rate(0.5, 20))
+        monkeypatch.setitem(limits.RATES, ("key", "lease"), limits.Rate(0.5, 20))
         (key, _), (other, _) = site.worker(), site.worker()
         answers = [post(key, "/v1/leases", ASK) for _ in range(40)]
         refused = [a for a in answers if a.status_code == 429]
