@@ -31,12 +31,10 @@ from runspec.core.models.decoder import hf_config
 from runspec.core.process import setup_logging
 from runspec.core.spec.schema import RunSpec
 from tests.verify.calibration.honest_run import WORKER, HonestRun
-from verify.calibration.honest import submissions_of
-from verify.calibration.power import Rejections
-from verify.calibration.prefills import Prefills
+from verify.calibration.honest_run import find_version, submissions_of
+from verify.calibration.measure import Rejections
+from verify.calibration.prefills import Change, Prefills, int8, noise
 from verify.calibration.run import Order, calibrate
-from verify.calibration.spoilt import Change, int8, noise
-from verify.calibration.weights import find_version
 from verify.formats.lease import Lease, lease_digest
 from verify.formats.submission import Rollout
 from verify.noise import gumbel, noise_key

@@ -28,8 +28,8 @@ from tests.verify.small_model import VOCAB, ParityTask
 from verify.checks.duplicates import fingerprints
 from verify.examiner import Examiner
 from verify.plugins import Graded, GradeItem, GraderFault
-from verify.stages import Stages
 from verify.toploc import build_proofs_batch, verify_proofs_batch
+from verify.watchdog import Stages
 
 
 def timed_ms(action: Callable[[], object]) -> float:

@@ -33,7 +33,7 @@ from benchmarks.null.summary import explained, summary
 from benchmarks.null.text_model import Size, read_text
 from runspec.core.hashing import hash_parts
 from verify.thresholds import BFLOAT16, NULL_BITS, RICH_BITS
-from verify.toploc.null import GRANTED_CELLS, RADII
+from verify.toploc.statistics import GRANTED_CELLS, RADII
 
 _PORTION = 256
 _PRETRAINED = (60, 400)

@@ -34,7 +34,13 @@ from verify.formats import batch as batch_format
 from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
 from verify.formats.batch import BatchGroup, BatchManifest, open_batch
-from verify.formats.submission import Rollout, decode_rollouts, open_submission
+from verify.formats.submission import (
+    Rollout,
+    decode_rollouts,
+    largest_accepted_bytes,
+    largest_submission_bytes,
+    open_submission,
+)
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import (
     RolloutVerdict,
@@ -42,7 +48,6 @@ from verify.formats.verdict import (
     decode_verdicts,
     open_verdict,
 )
-from verify.limits import largest_accepted_bytes, largest_submission_bytes
 
 POLL_S = 0.02
 REPORT_EVERY_S = 30.0

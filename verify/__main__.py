@@ -12,9 +12,9 @@ from pathlib import Path
 
 from runspec.core.address import parse_address
 from runspec.core.process import run_role, stop_event
-from verify import proof_commands, table_command
-from verify.audit import command as audit
+from verify import proof_commands
 from verify.calibration import command as calibration
+from verify.commands import add_audit_command, add_table_command, public_key
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument(
             "--public-key",
             required=True,
-            type=audit.public_key,
+            type=public_key,
             metavar="HEX",
             help="the root key",
         )
@@ -52,8 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
     validator.set_defaults(body=partial(_run, _validator))
     proof_commands.add_commands(commands)
     calibration.add_commands(commands)
-    audit.add_command(commands)
-    table_command.add_command(commands)
+    add_audit_command(commands)
+    add_table_command(commands)
     options = parser.parse_args(arguments)
     code: int = options.body(options)
     return code

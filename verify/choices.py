@@ -1,4 +1,4 @@
-"""What a policy's distributions say of tokens that no noise pins down.
+"""Numbers of a policy's distributions for tokens that were sampled without seeded noise.
 
 Where sampling is not seeded any one token may be honest, but not any row of them. With p the
 distribution at a position over the tokens kept, o the token chosen there, and e the end token, the
@@ -30,7 +30,7 @@ _TINY = 1e-38
 
 
 class Choices(NamedTuple):
-    """Of the n output tokens of a rollout, in nats, f32."""
+    """Numbers of the n output tokens of a rollout, in nats, f32."""
 
     logprobs: Any
     """[n]: log p_o, the token itself among those kept in any case."""

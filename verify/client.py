@@ -35,14 +35,18 @@ from verify.coordinator_http import (
     RunFinished,
     SubmissionRefused,
 )
-from verify.formats import site as site_format
-from verify.formats import spec as spec_format
+from verify.formats.joining import (
+    MAX_SIGNED_SPEC_BYTES,
+    MAX_SITE_BYTES,
+    Site,
+    SiteFile,
+    open_site,
+    open_spec,
+)
 from verify.formats.lease import lease_digest, open_lease
-from verify.formats.site import Site, SiteFile, open_site
-from verify.formats.submission import open_submission
+from verify.formats.submission import largest_submission_bytes, open_submission
 from verify.formats.verdict import open_verdict
-from verify.limits import largest_submission_bytes
-from verify.patience import BACKLOG_S, COORDINATOR_S
+from verify.timeouts import BACKLOG_S, COORDINATOR_S
 
 __all__ = ["CoordinatorClient", "RunFinished", "SubmissionRefused", "WorkItem"]
 
@@ -109,9 +113,9 @@ class CoordinatorClient:
     def spec(self) -> RunSpec:
         """The run's resolved spec, as the coordinator signed it."""
         if self._spec is None:
-            data = self._http.call("GET", "/v1/spec", max_bytes=spec_format.MAX_BYTES).content
+            data = self._http.call("GET", "/v1/spec", max_bytes=MAX_SIGNED_SPEC_BYTES).content
             try:
-                spec = spec_format.open_spec(
+                spec = open_spec(
                     data, coordinators=self.roles().coordinator, place=f"{self._http.url}/v1/spec"
                 )
             except BadSignature as error:
@@ -182,7 +186,7 @@ class CoordinatorClient:
         lease = open_submission(envelope).lease
         try:
             self._http.call(
-                *("POST", "/v1/submissions"), body=table, envelope=envelope, patience_s=BACKLOG_S
+                *("POST", "/v1/submissions"), body=table, envelope=envelope, backlog_s=BACKLOG_S
             )
         except SubmissionRefused:
             self._forget(self._leases, lease)
@@ -220,7 +224,7 @@ class CoordinatorClient:
 
     def site(self) -> Site:
         """Where weights are served, and the files of the data, as the coordinator signed it."""
-        data = self._http.call("GET", "/v1/site", max_bytes=site_format.MAX_BYTES).content
+        data = self._http.call("GET", "/v1/site", max_bytes=MAX_SITE_BYTES).content
         try:
             return open_site(data, coordinators=self.roles().coordinator, run=self._run)
         except BadSignature as error:

@@ -1,6 +1,6 @@
-"""Requests to a coordinator in the name of one key: signed, bounded, tried again.
+"""Requests to a coordinator with one key: signed, limited in size, retried.
 
-What an answer means is the client's (`verify.client`); here is only that there is one.
+`verify.client` interprets the answers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _MAX_WORDS = 1000
 """Characters of a refusal."""
 _LONGEST_RETRY_S = 60.0
-"""Of what a coordinator says with 429; it is asked again by then."""
+"""Longest wait after a 429, in seconds, whatever the coordinator asks for."""
 
 
 class RunFinished(Exception):
@@ -70,18 +70,18 @@ class CoordinatorHttp:
         body: bytes = b"",
         envelope: bytes | None = None,
         wait_s: float = 0.0,
-        patience_s: float = 0.0,
+        backlog_s: float = 0.0,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> Answer:
-        """One request, signed anew and tried again until it is answered or the deadline passes.
+        """Send a request, signed anew each time, until it is answered or the deadline passes.
 
         Args:
             method, path: of the request.
             body: what it carries.
             envelope: of a submission or verdict; goes into a header.
             wait_s: how long the coordinator may wait before it answers, beside the deadline.
-            patience_s: how long the deadline begins anew whenever the coordinator says when to come
-                again (429).
+            backlog_s: how long the deadline is reset whenever the coordinator says when to retry
+                (429).
             max_bytes: of the answer.
 
         Raises:
@@ -93,22 +93,22 @@ class CoordinatorHttp:
         deadline = began + self._deadline_s + wait_s
         pause, waiting = _FIRST_PAUSE_S, False
         while True:
-            told_s, answered = 0.0, None
+            retry_after_s, answered = 0.0, None
             try:
                 # An attempt that begins late still has the time that an answer needs.
                 ends = time.monotonic() + min(_TIMEOUT_S, self._deadline_s) + wait_s
                 answer = self._try(
                     method, path, body, envelope, wait_s, max_bytes, max(deadline, ends)
                 )
-                told_s, answered = _retry_after(answer), answer.status
-                if answer.status < 500 and not told_s:
+                retry_after_s, answered = _retry_after(answer), answer.status
+                if answer.status < 500 and not retry_after_s:
                     break
                 trouble = f"answers {answer.status}: {_words(answer)}"
             except NoAnswer as error:
                 trouble = f"cannot be reached: {error}"
-            pause = max(pause, told_s)
-            if told_s and time.monotonic() < began + patience_s:  # it is there, and has its reasons
-                deadline = time.monotonic() + told_s + self._deadline_s + wait_s
+            pause = max(pause, retry_after_s)
+            if retry_after_s and time.monotonic() < began + backlog_s:  # it is up, and overloaded
+                deadline = time.monotonic() + retry_after_s + self._deadline_s + wait_s
             if time.monotonic() + pause > deadline:
                 raise UserError(
                     f"{trouble} (tried {method} {path} for {self._deadline_s:.0f} s)",
@@ -119,7 +119,7 @@ class CoordinatorHttp:
                 _log.warning("waiting for the coordinator %s: %s", self.url, trouble)
                 waiting = True
             time.sleep(pause)
-            pause = _FIRST_PAUSE_S if told_s else min(2 * pause, _LONGEST_PAUSE_S)
+            pause = _FIRST_PAUSE_S if retry_after_s else min(2 * pause, _LONGEST_PAUSE_S)
         if waiting:
             _log.info("the coordinator %s answers again", self.url)
         return self._checked(answer, f"{method} {path}")
@@ -152,18 +152,18 @@ class CoordinatorHttp:
                 )
                 if answer.is_success:
                     return
-                trouble, told_s = f"answers {answer.status}", _retry_after(answer)
-                if 400 <= answer.status < 500 and not told_s:
+                trouble, retry_after_s = f"answers {answer.status}", _retry_after(answer)
+                if 400 <= answer.status < 500 and not retry_after_s:
                     raise UserError(
                         f"GET {path}: {trouble}",
                         place=f"coordinator {self.url}",
                         remedy="its data changed: start the same command again",
                     )
             except NoAnswer as error:
-                trouble, told_s = str(error), 0.0
+                trouble, retry_after_s = str(error), 0.0
             if came > furthest:
                 furthest, deadline = came, time.monotonic() + self._deadline_s
-            pause = max(pause, told_s)
+            pause = max(pause, retry_after_s)
             if time.monotonic() + pause > deadline:
                 raise UserError(
                     f"GET {path}: {trouble}",
@@ -211,7 +211,7 @@ class CoordinatorHttp:
         )
 
     def not_believed(self, error: Exception) -> UserError:
-        """What to raise of an answer that is not what the coordinator would say."""
+        """Return the error of an answer that no coordinator sends."""
         return UserError(
             f"an answer that is not to be believed: {error}",
             place=f"coordinator {self.url}",
@@ -220,17 +220,16 @@ class CoordinatorHttp:
 
 
 def _retry_after(answer: Answer) -> float:
-    """Seconds after which a coordinator that has too much to do (429) wants to be asked again;
-    0.0 where it does not say that it has."""
+    """Return the seconds after which to ask an overloaded coordinator (429) again; else 0.0."""
     if answer.status != HTTPStatus.TOO_MANY_REQUESTS:
         return 0.0
     text = answer.retry_after
-    told = float(text) if text.isascii() and text.isdigit() and len(text) < 10 else _LONGEST_PAUSE_S
-    return min(max(told, _FIRST_PAUSE_S), _LONGEST_RETRY_S)
+    known = text.isascii() and text.isdigit() and len(text) < 10
+    return min(max(float(text) if known else _LONGEST_PAUSE_S, _FIRST_PAUSE_S), _LONGEST_RETRY_S)
 
 
 def _remedy(answered: int | None) -> str:
-    """What a person can do of a coordinator that was waited for in vain.
+    """Return what a person can do if the coordinator did not answer in time.
 
     Args:
         answered: the status of its last answer; None where there was none.

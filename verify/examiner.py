@@ -28,19 +28,18 @@ from verify.checks import (
     several_versions,
 )
 from verify.formats.lease import Lease, assignments
-from verify.formats.submission import Rollout
+from verify.formats.submission import Rollout, max_submission_bytes
 from verify.formats.verdict import MAX_FAULT, RolloutVerdict
-from verify.limits import max_submission_bytes
 from verify.plugins import Graded, PrefillEngine, TaskSet
 from verify.recompute import PrefillRequest, Recomputed, grade, prefill_request, recompute
-from verify.stages import Stages
 from verify.thresholds import Limits
 from verify.truncation import Truncation
+from verify.watchdog import Stages
 
 WEIGHTS_S = 600.0
-"""For which submissions are held while their version comes."""
+"""Seconds that submissions are held while their version is fetched."""
 _MOST = 0.9
-"""Of them: who sees that the next attempt would end too late gives up a little earlier."""
+"""Share of that time: a validator whose next attempt would end too late gives up earlier."""
 _NOT_GRADED = Graded(0.0, 0.0, 0.0)
 
 
@@ -59,7 +58,7 @@ class SubmissionFile:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a validator says of a submission."""
+    """Verdict of a validator on a submission."""
 
     submission: str
     step: int
@@ -71,7 +70,7 @@ class Verdict:
     rows: list[RolloutVerdict]
     """Empty where not even the rows could be read."""
     fault: str = ""
-    """What the grader failed with at the last of those groups, as one line."""
+    """The grader's error at the last of those groups, as one line."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +250,7 @@ class Examiner:
 
 @dataclass(frozen=True)
 class _Prefill:
-    """What submissions that are recomputed together have in common."""
+    """Properties that submissions must share to be recomputed together."""
 
     version: int
     manifest_digest: str

@@ -1,7 +1,7 @@
-"""Where a ledger's rows lie: what a store must do, and the one in SQLite.
+"""Stores of a ledger's rows: the interface, and the store in SQLite.
 
-A store knows nothing of events and chains; it keeps rows of text, in order, all or none of what
-one call brings.
+A store does not interpret events and chains. It stores rows of text, in order; each call appends
+all of its rows or none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the validator loads by name: the run's task and the prefill engine.
+"""Interfaces that the validator loads by name: the run's task and the prefill engine.
 
 `verify` imports neither samplers nor learners. A package offers them as entry points:
 
@@ -43,7 +43,7 @@ class Problem:
     """Names the reward that grades it."""
     prompt: str
     verification: Mapping[str, Any]
-    """What the grader needs, and the policy never sees: plain JSON data, for it crosses a pipe."""
+    """Data for the grader that the policy never sees; plain JSON, because it crosses a pipe."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class TaskSet(Protocol):
     targets: list[int]
     """Target lengths of the run, empty where it has none."""
     data_digest: str
-    """Of what the problems are made from (`runspec.core.spec.source_files.data_digest`)."""
+    """Digest of the problems' files (`runspec.core.spec.source_files.data_digest`)."""
 
     def __len__(self) -> int:
         """Problems left after the filters (solve rate, over-long prompts)."""
@@ -124,7 +124,7 @@ class Trace:
 
 
 class WarmStartData(Protocol):
-    """What the warm start trains on, and the tokenizer of the model that it makes."""
+    """Data that the warm start trains on, and the tokenizer of the model that it makes."""
 
     def write_tokenizer(self, directory: Path) -> None:
         """Writes tokenizer.json and tokenizer_config.json into an existing directory."""
@@ -151,9 +151,9 @@ class PrefillInput:
     output_tokens: np.ndarray
     """i32 [n]."""
     noise_key: tuple[int, int] | None
-    """Of `verify.noise.noise_key`; None where sampling was not seeded."""
+    """Words of `verify.noise.noise_key`; None where sampling was not seeded."""
     end_token: int | None = None
-    """Where it was not: the end token, and `PrefillOutput.choices` is wanted."""
+    """The end token if sampling was not seeded and `PrefillOutput.choices` is wanted."""
 
 
 def by_prompt(inputs: Sequence[PrefillInput]) -> list[list[int]]:
@@ -185,7 +185,7 @@ def require_fits(inputs: Sequence[PrefillInput], row_tokens: int) -> None:
 
 @dataclass(frozen=True)
 class PrefillOutput:
-    """What the policy version says of each output token."""
+    """Numbers of each output token under the policy version."""
 
     logprobs: np.ndarray
     """f32 [n]: log_softmax(logits / T) at the output token, after top-k / top-p."""
@@ -194,7 +194,7 @@ class PrefillOutput:
     seeded_gap: np.ndarray | None
     """f32 [n]: max_v(logits_v / T + noise_v) - the same at the output token; 0 where it won."""
     choices: Choices | None = None
-    """What the distributions say of tokens that were not seeded (`verify.choices.describe`)."""
+    """Numbers of the distributions of unseeded tokens (`verify.choices.describe`)."""
 
 
 @dataclass(frozen=True)

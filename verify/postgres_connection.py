@@ -1,4 +1,4 @@
-"""Connections to a PostgreSQL server, none of which is waited for without end.
+"""Connections to a PostgreSQL server; every wait has a deadline.
 
 libpq bounds the way to one address, but neither the look-up of a name nor all addresses together,
 and the server's own timeouts end with the server. So whoever connects is a thread of its own, and
@@ -21,13 +21,13 @@ from psycopg.conninfo import conninfo_to_dict
 CONNECT_S = 10.0
 """Until a connection can be used, the look-up of the server's name included."""
 EXCHANGE_S = 30.0
-"""Of one transaction. Long, for one that is cut off may have been committed: then the coordinator
-has to start again."""
+"""Deadline of one transaction. It is long, because a transaction that is cut off may have been
+committed, and then the coordinator has to start again."""
 _CONNECT_ADDRESS_S = 4
-"""Of one of a name's addresses, so that there is time for another."""
+"""Deadline of one of a name's addresses, so that there is time for another."""
 _BATCH = 1000
 """Rows fetched at once."""
-# A server that hears nothing of a dead coordinator's machine gives its lock up within a minute.
+# The server releases the lock within a minute if the coordinator's machine is dead.
 _OPTIONS = (
     "-c statement_timeout=10s -c synchronous_commit=on "
     "-c tcp_keepalives_idle=30 -c tcp_keepalives_interval=10 -c tcp_keepalives_count=3"
@@ -99,7 +99,7 @@ def connect_unbounded(url: str) -> Connection:
         autocommit=True,
         connect_timeout=_CONNECT_ADDRESS_S,
         options=_OPTIONS,
-        client_encoding="UTF8",  # else that of the database, which may say nothing of letters
+        client_encoding="UTF8",  # the database's own encoding may lack characters
     )
 
 

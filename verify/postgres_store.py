@@ -1,12 +1,12 @@
-"""A ledger's rows in PostgreSQL: one table for all runs, one writer a run.
+"""The ledger's rows in PostgreSQL: one table for all runs, one writer for each run.
 
-The coordinator holds an advisory lock of its run for as long as its connection lasts. Where the
-connection breaks, nobody can say whether the last transaction was committed; so every append looks
-at the newest row first, and a ledger that went on without this process is an error that ends it:
-the next start folds what is there.
+The coordinator holds an advisory lock of its run for as long as its connection lasts. If the
+connection breaks, nobody knows whether the last transaction was committed. So every append reads
+the newest row first. If the ledger went on without this process, the append fails and the process
+ends; the next start reads what is there.
 
-A connection that broke is made again beside the caller, whose event loop has others to answer: an
-append that finds none sees to it that one is being made, and says at once that it has to wait.
+A broken connection is made again in a thread, because the caller's event loop serves others. An
+append without a connection starts the thread and fails at once with an error that may pass.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from contextlib import suppress
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
+from runspec.core.errors import UserError
+from verify.audit.snapshot import NoLedger, Row
 from verify.ledger_store import StoredRow, StoreError, another_writes, must_follow
 from verify.postgres_connection import (
     CONNECT_S,
     EXCHANGE_S,
     Connecting,
     Connection,
+    connect,
     connect_unbounded,
     fetched,
     server,
@@ -31,7 +34,7 @@ from verify.postgres_connection import (
 )
 
 _AGAIN_S = 1.0
-"""Between two attempts to connect."""
+"""Seconds between two attempts to connect."""
 _CREATE = """
 CREATE TABLE IF NOT EXISTS ledger (
     run TEXT NOT NULL,
@@ -49,7 +52,7 @@ _REMEDY = "see that the PostgreSQL server answers, has room, and knows this user
 
 
 class PostgresStore:
-    """The writer's.
+    """Store of the process that writes the ledger.
 
     Args:
         url: `postgresql://HOST/DATABASE`; the password comes from PGPASSWORD or a pgpass file.
@@ -72,7 +75,7 @@ class PostgresStore:
         self._url, self._run, self._exchange_s = url, run, exchange_s
         self._connecting: Connecting | None = None
         self._not_before, self._failed = 0.0, ""
-        """When it may be tried again, and why it could not be made."""
+        """When a connection may be tried again, and why the last attempt failed."""
         try:
             self._connection = Connecting(self._open).wait(url, connect_s)
         except psycopg.Error as error:
@@ -101,7 +104,7 @@ class PostgresStore:
         return row
 
     def own(self) -> None:
-        """It does since it was opened."""
+        """Do nothing: the store has had the lock since it was opened."""
 
     def append(self, rows: Sequence[StoredRow]) -> None:
         if not rows:
@@ -143,7 +146,7 @@ class PostgresStore:
             raise store_error(error) from error
 
     def _reconnect(self) -> None:
-        """Takes up the connection that is being made, once it is there.
+        """Use the connection that is being made, once it is there.
 
         Raises:
             StoreError: it is not, or could not be made; the next call tries again.
@@ -202,13 +205,13 @@ def _must_hold_every_letter(connection: Connection) -> None:
 
 
 def place(url: str, run: str) -> str:
-    """A ledger's place for people, without what a URL may hold besides."""
+    """Return a ledger's location for messages, without the user or options of its URL."""
     parts = conninfo_to_dict(url)
     return f"postgresql://{parts.get('host', '')}/{parts.get('dbname', '')}, run {run}"
 
 
 def store_error(error: psycopg.Error, *, in_doubt: bool = False) -> StoreError:
-    """What went wrong; a server that is away, or has no room, may come back."""
+    """Return the error of a store; one of a server that is away or full may pass."""
     # A standby reads only: it may be promoted, or its name lead elsewhere.
     passing = isinstance(error, psycopg.OperationalError | psycopg.errors.ReadOnlySqlTransaction)
     return StoreError(
@@ -217,3 +220,50 @@ def store_error(error: psycopg.Error, *, in_doubt: bool = False) -> StoreError:
         remedy=_REMEDY,
         in_doubt=in_doubt,
     )
+
+
+_ROWS = (
+    "SELECT seq, convert_to(kind, 'UTF8'), convert_to(body, 'UTF8'), convert_to(chain, 'UTF8') "
+    "FROM ledger WHERE run = %s AND kind = coalesce(%s, kind) ORDER BY seq"
+)
+
+
+class PostgresSnapshot:
+    """One read transaction; it needs no lock.
+
+    Args:
+        url: of the database.
+        run: the run's name.
+
+    Raises:
+        UserError: from every method, when the database cannot be read as a ledger.
+    """
+
+    def __init__(self, url: str, run: str) -> None:
+        self._place, self._run, self._read = place(url, run), run, 0
+        try:
+            self._connection = connect(url)
+            with within(EXCHANGE_S, self._connection):
+                self._connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        except psycopg.Error as error:
+            raise self._unreadable(error) from error
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def rows(self, kind: str | None = None) -> Iterator[Row]:
+        try:
+            for seq, *texts in fetched(self._connection, _ROWS, (self._run, kind), EXCHANGE_S):
+                yield Row(seq, *map(bytes, texts))
+                self._read += 1
+        except psycopg.errors.UndefinedTable as error:
+            raise NoLedger(self._place) from error
+        except psycopg.Error as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: psycopg.Error) -> UserError:
+        return UserError(
+            f"the ledger cannot be read: {str(error).strip()} (after {self._read} rows)",
+            place=self._place,
+            remedy="check verify.ledger, PGPASSWORD and that the server runs",
+        )

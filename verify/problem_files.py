@@ -1,4 +1,4 @@
-"""Where a role that draws problems reads the files of the spec's sources."""
+"""Fetches the files of the spec's sources for a role that draws problems."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from runspec.core.process import not_retried
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import compare_data_digests, data_digest, file_digest
 from verify.client import CoordinatorClient
-from verify.formats.site import Site
+from verify.formats.joining import Site
 
 
 def problem_files(
     client: CoordinatorClient, spec: RunSpec, folder: Path, log: logging.Logger
 ) -> Path | None:
-    """Makes sure that this machine has the files that the coordinator makes problems from.
+    """Make sure that this machine has the coordinator's files of problems.
 
     Files of the same contents at the spec's own paths are used where they are; others are fetched.
 
@@ -35,7 +35,7 @@ def problem_files(
     """
     site = client.site()
     if not site.data or _equal_here(spec, site):
-        return None  # a coordinator that cannot read them says none
+        return None  # the coordinator cannot read its files
     with not_retried():
         if not site.files:
             compare_data_digests(data_digest(spec), site.data, whose="the coordinator")
@@ -48,7 +48,7 @@ def problem_files(
 def _equal_here(spec: RunSpec, site: Site) -> bool:
     try:
         return data_digest(spec) == site.data
-    except UserError:  # a file is not here
+    except UserError:  # a file is missing
         return False
 
 

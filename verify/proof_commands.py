@@ -1,4 +1,7 @@
-"""`python -m verify prove` and `check`: TOPLOC proofs of activations in a file, without a run."""
+"""`python -m verify prove` and `check`: TOPLOC proofs of activations in a file, without a run.
+
+The file holds final hidden states as .npy; it is mapped, never unpickled.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,21 @@ import binascii
 import json
 import math
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import numpy as np
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.hashing import is_digest
 from runspec.core.spec.profile_files import MAX_BYTES as MAX_PROFILE_BYTES
-from verify.activations import bf16_pieces, open_activations
 from verify.calibration.profile import open_profile
 from verify.checks.prefill import judge_proofs, nearest_to_failing
+from verify.commands import run_once, say
 from verify.formats.verdict import CheckResult
-from verify.one_shot import run_once, say
 from verify.thresholds import BFLOAT16, FLOAT32, Limits
 from verify.toploc import (
     CHUNK_ROWS,
@@ -31,6 +36,80 @@ from verify.toploc import (
     parse_proof,
     verify_proofs,
 )
+from verify.toploc.selection import INFINITY, MAGNITUDE, round_to_bf16
+
+MAX_TOKENS = 1 << 20
+MAX_HIDDEN = 1 << 16
+_PIECE_ELEMENTS = 1 << 22
+_MAGIC = b"\x93NUMPY\x01\x00"
+_DTYPES = {"<u2", ">u2", "<f4", ">f4"}
+_SAVE = "save it with numpy.save as uint16 (bf16 bits) or float32, [tokens, hidden]"
+
+
+def open_activations(path: Path) -> np.ndarray:
+    """Map the activations of one rollout.
+
+    Args:
+        path: an .npy file of version 1.0: uint16 (bf16 bits) or float32, [n, D], either order.
+
+    Returns:
+        The array in the file, read-only; nothing of it is in memory yet.
+
+    Raises:
+        UserError: no such file, or its kind, dtype, shape or size is wrong.
+    """
+    if not path.is_file():  # a pipe without a writer would block
+        raise UserError("is not a file that can be read", place=str(path), remedy=_SAVE)
+    try:
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:  # later versions may announce a header of 4 GB
+                raise ValueError("does not begin as an .npy file of version 1.0")
+        found = np.lib.format.open_memmap(path, mode="r")
+        found_bytes = found.offset + found.nbytes
+        if found_bytes != path.stat().st_size:
+            raise ValueError(f"its header gives {found_bytes} bytes")
+        if found.dtype.str not in _DTYPES:
+            raise ValueError(f"has elements of dtype {found.dtype.str}")
+        most = MAX_TOKENS, MAX_HIDDEN
+        if found.ndim != 2 or not all(0 < n <= m for n, m in zip(found.shape, most, strict=True)):
+            raise ValueError(
+                f"has the shape {list(found.shape)}; 1 to {MAX_TOKENS} tokens of 1 to {MAX_HIDDEN} "
+                "activations are taken"
+            )
+    except Exception as error:  # numpy raises many kinds at a damaged header
+        raise UserError(
+            f"cannot be used: {getattr(error, 'strerror', None) or str(error)[:200]}",
+            place=str(path),
+            remedy=_SAVE,
+        ) from error
+    return found
+
+
+def bf16_pieces(activations: np.ndarray, *, place: str) -> Iterator[np.ndarray]:
+    """Yield the bf16 bits, u16 [rows, D], some whole chunks at a time, so that memory is bounded.
+
+    Args:
+        activations: of `open_activations`; float32 is rounded to the nearest, ties to even.
+        place: names the file in errors.
+
+    Raises:
+        UserError: an activation is not finite, or not once rounded.
+    """
+    chunk = CHUNK_ROWS * activations.shape[1]
+    rows = CHUNK_ROWS * max(1, _PIECE_ELEMENTS // chunk)
+    for start in range(0, len(activations), rows):
+        piece = np.ascontiguousarray(activations[start : start + rows])
+        bits = piece.astype(np.uint16) if piece.dtype.kind == "u" else round_to_bf16(piece)
+        wrong = (bits & MAGNITUDE) >= INFINITY
+        if wrong.any():
+            row, column = np.argwhere(wrong)[0]
+            raise UserError(
+                f"row {start + row}, column {column} is not finite in bf16: {piece[row, column]}",
+                place=place,
+                remedy="no proof is made of a forward pass that overflowed: find out why it did",
+            )
+        yield bits
+
 
 ACCEPTED, REJECTED = 0, 1
 PROFILES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
@@ -138,12 +217,11 @@ def limits_of(profile: str, hidden_size: int, *, root_public_key: str | None = N
 
 @dataclass(frozen=True)
 class ProofVerdict:
-    """What was found of the proofs of one rollout."""
+    """Result of the proofs of one rollout."""
 
     accepted: bool
     reason: str
-    """What decided, with its number and limit; of accepted proofs what came nearest to its limit.
-    """
+    """The deciding check with its number and limit; of accepted proofs the nearest to failing."""
     chunks: list[ChunkStatistics]
     """None where a proof is malformed, or they are too few or too many."""
     results: list[CheckResult]

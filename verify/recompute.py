@@ -1,4 +1,4 @@
-"""What the validator computes for itself of a rollout: rewards, log-probs, choices, activations."""
+"""Recomputes a rollout for the validator: rewards, log-probs, choices, activations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from verify.truncation import Truncation
 PORTION_TOKENS = 1 << 16
 """Tokens whose hidden states are held at once (671 MB at a hidden size of 5120)."""
 _BF16_EXPONENT = np.uint16(0x7F80)
-"""All ones in an infinity or a NaN."""
+"""Mask of the exponent, which is all ones in an infinity or a NaN."""
 
 
 class PrefillNotFinite(UserError):
@@ -44,9 +44,9 @@ class Recomputed:
     seeded_gap: np.ndarray | None
     """f32 [n]: how far the token lay below the recomputed maximum; None where not seeded."""
     proof: list[ChunkStatistics] | MalformedProof
-    """Of each chunk; or why the proofs are none."""
+    """Statistics of each chunk, or why the proofs are malformed."""
     choices: Choices | None = None
-    """Of each output token; None where seeded."""
+    """Numbers of each output token; None where seeded."""
 
 
 @dataclass(frozen=True)

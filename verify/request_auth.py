@@ -1,10 +1,9 @@
-"""Signed HTTP requests: who asks, for what, when, and never twice.
+"""Signed HTTP requests: authentication of the caller, and refusal of replays.
 
-A request carries four headers. The signature (ed25519) covers the run, the method, the path with
-its query, the BLAKE3 of the body, the time and the nonce, each length-prefixed, so that a captured
-request fits no other run, no other path and no other body, goes stale within `CLOCK_SKEW_S`, and
-within that time is refused as a replay. The body's digest is a header, so that a server can refuse
-a stranger before it has read a byte of the body.
+The signature (ed25519) covers the run, the method, the path with its query, the BLAKE3 of the body,
+the time and the nonce, each length-prefixed. So a captured request is valid for no other run, path
+or body. It expires after `CLOCK_SKEW_S`, and until then it is refused as a replay. The body's
+digest is a header, so a server can refuse a stranger before it reads the body.
 
     Runspec-Key         the signer's public key, 64 hex characters
     Runspec-Time        seconds since the epoch, a decimal integer
@@ -41,7 +40,7 @@ class Unauthorised(Exception):
 
 @dataclass(frozen=True)
 class SignedRequest:
-    """Who asks, and the digest that the body must have."""
+    """Key that signed a request, and the digest that the body must have."""
 
     key: str
     body_digest: str
@@ -75,7 +74,7 @@ def sign_request(
 class RequestChecker:
     """Checks the headers of signed requests and remembers them until they are stale.
 
-    The server's rates (`verify.coordinator.edge.limiter`) bound how many there are to remember.
+    The server's rates (`verify.coordinator.edge.limits`) bound how many there are to remember.
 
     The memory is lost with the process. What is replayed in the seconds after a restart meets a
     server whose transitions can be repeated without harm, so nothing is gained by it.
@@ -100,7 +99,7 @@ class RequestChecker:
         now: float | None = None,
         admit: Callable[[str], None] = lambda key: None,
     ) -> SignedRequest:
-        """Who signed the request; the caller still compares the body with `body_digest`.
+        """Return who signed the request; the caller still compares the body with `body_digest`.
 
         Args:
             headers: of the request.

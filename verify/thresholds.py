@@ -3,6 +3,25 @@
 The figures are chosen from measurements (see `docs/verify.md`): between what honest rollouts of a
 pair of precisions show and what the attacks show, nearer to the former. A profile that was measured
 for a pool (`verify.calibration`) takes their place, the spec's `verify.thresholds` that of either.
+
+`GapNoise` limits how far rounding may move the seeded choice: a budget of gaps for each token,
+which falls with the number of tokens. The gap g_t of a token (`SeededSamplingCheck`) is 0 unless
+rounding changed the choice. It counts up to a cap, x_t = min(g_t, cap). The one assumption is:
+given prompt and tokens before, honest x_t have means that are mu at most on average over the tokens
+of a submission. exp is convex, so for theta > 0, whatever the distribution is,
+
+    E exp(theta x_t) <= 1 + mu_t (exp(theta cap) - 1) / cap <= exp(mu_t (exp(theta cap) - 1) / cap)
+
+Nothing is assumed of variance, tail or independence. Of N tokens, with the best theta (Chernoff),
+
+    P( (1/N) sum_t x_t >= r mu ) <= p      where   r log r - r + 1 = log(1 / p) cap / (mu N)
+
+Over all submissions of a worker: exp(theta sum_t (x_t - `drift` mu)), drift = (exp(u) - 1) / u and
+theta = u / cap, is a supermartingale that starts at 1, so by Ville's inequality the sum exceeds
+log(1 / p) / theta at any time with a chance of p. The sum starts again whenever it falls below 0
+(Page's CUSUM), so a worker cannot offset later gaps by earlier honest work. An alarm then is one of
+a sum that started at one of its submissions: `SUBMISSIONS` of them raise a false one with a chance
+of p.
 """
 
 from __future__ import annotations
@@ -10,10 +29,62 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from runspec.core.spec.schema import FloatType, SamplerPool, Thresholds
-from verify.gap_noise import GapNoise
+
+if TYPE_CHECKING:  # the state machine and commands read limits without arrays
+    import numpy as np
+
+
+SUBMISSIONS = 10_000
+"""Submissions of one worker, among which a false alarm has the chance p."""
+_U = 0.4314
+DRIFT = math.expm1(_U) / _U
+"""1.25: largest mean that a worker may have in the long run, in honest means."""
+
+
+@dataclass(frozen=True)
+class GapNoise:
+    """Calibrated noise of the gaps of an honest pool (`verify.calibration.derive`)."""
+
+    cap: float
+    """Largest part of one token's gap that counts, nats; above 0."""
+    mean: float
+    """mu: mean of honest gaps so counted, nats a token; above 0."""
+    probability: float
+    """p: chance of a false alarm, in (0, 1)."""
+
+    def counted(self, gaps: np.ndarray) -> float:
+        """Return sum_t min(g_t, cap) of f32 [n] gaps, nats."""
+        return float(gaps.clip(max=self.cap).sum(dtype="float64"))
+
+    def largest_mean(self, tokens: int) -> float:
+        """Return the largest mean of so many counted gaps, nats."""
+        spread = -math.log(self.probability) * self.cap / (self.mean * tokens)
+        return min(self.cap, self.mean * _ratio(spread))
+
+    def excess(self, gaps: np.ndarray) -> float:
+        """Return by how much f32 [n] gaps exceed a worker's long-run budget, nats."""
+        return self.counted(gaps) - DRIFT * self.mean * len(gaps)
+
+    @property
+    def largest_excess(self) -> float:
+        """Largest sum of the excesses of a worker's submissions, nats."""
+        return math.log(SUBMISSIONS / self.probability) * self.cap / _U
+
+
+def _ratio(spread: float) -> float:
+    """Return r >= 1 with r log r - r + 1 = spread, by bisection."""
+    low, high = 1.0, math.e**2 + spread
+    for _ in range(80):
+        middle = (low + high) / 2.0
+        if middle * math.log(middle) - middle + 1.0 < spread:
+            low = middle
+        else:
+            high = middle
+    return high
+
 
 REWARD_TOLERANCE = 1e-4
 """Largest |claimed - re-graded| reward: float32 rounding, nothing more."""
@@ -27,9 +98,9 @@ SHORT_TAUS = 3.0
 """Gap of the one exception in a rollout too short for a share of them, in tau. Of 1,086,372 honest
 tokens in bfloat16 7 had a gap above tau (0.1), the largest of 0.2035 (`docs/attacks.md`)."""
 NULL_BITS = 40.0
-"""Least that passing a chunk must be worth against guesses (`toploc.null`) for it to count."""
+"""Least bits that passing a chunk must be worth for it to count (`toploc.statistics`)."""
 RICH_BITS = 160.0
-"""What a more lenient test must be worth: the 20 bits of 1e-6, eight times over. The hits of
+"""Least bits of a more lenient test: the 20 bits of 1e-6, eight times over. The hits of
 forgeries that know no tokens vary up to 5.4 times as much as independent ones."""
 MODULUS_SLACK = 32
 """How far a proof's modulus may lie below that of the recomputed positions. Positions that differ
@@ -67,9 +138,9 @@ class Limits:
     """tau: how far below the recomputed maximum a seeded choice may lie, nats."""
     gap_share: float
     """Share of a rollout's tokens that may exceed `gap`, rounded down to whole tokens; where that
-    is none and the share is not 0, one up to `SHORT_TAUS` tau (`verify.checks.exceptions`)."""
+    is none and the share is not 0, one up to `SHORT_TAUS` tau (`verify.checks.base`)."""
     gap_max: float
-    """What no token may exceed."""
+    """Largest gap of any token."""
     gap_mean: float
     """Mean gap over the tokens of a submission, beyond what one token at `gap` adds; nats."""
     mismatch_share: float
@@ -84,11 +155,11 @@ class Limits:
     constant_ratio: float
     """Median error over the least that a constant proof could reach; below 1, so none passes."""
     gap_noise: GapNoise | None = None
-    """Of calibrated seeded pools: what the gaps of a submission, and of all that a worker hands in,
-    may add up to besides `gap_mean`."""
+    """Budget of gaps in calibrated seeded pools, besides `gap_mean`: of a submission, and of all
+    submissions of a worker."""
     short: tuple[ChunkLimits, ...] = ()
-    """Of short chunks, by `below`, ascending. None were published: without them the limits above
-    hold, but for the mantissa mean, which is not judged below `SELECTIVE_ELEMENTS`."""
+    """Limits of short chunks, by `below`, ascending. Without them the limits above hold, but the
+    mantissa mean is not judged below `SELECTIVE_ELEMENTS`."""
 
     def for_chunk(self, elements: int) -> Limits:
         """The limits of a chunk of so many activations."""
@@ -150,7 +221,7 @@ CALIBRATED: frozenset[tuple[Precision, FloatType]] = frozenset(
 
 
 def precision_of(pool: SamplerPool) -> Precision:
-    """What a pool computes in: its quantisation, else its dtype."""
+    """Return the precision that a pool computes in: its quantisation, else its dtype."""
     return pool.quantization or pool.dtype
 
 

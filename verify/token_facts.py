@@ -1,4 +1,4 @@
-"""What a prefill engine says of output tokens, from their logits: one definition for every engine.
+"""Computes a prefill engine's numbers of output tokens from their logits, for every engine.
 
 The same code runs on numpy, jax.numpy and torch. Engines make the logits, a chunk of positions at a
 time, and the noise of seeded tokens; what follows from those is here.
@@ -17,7 +17,7 @@ from verify.truncation import Repeat, Truncation, judged, repeated
 
 
 class TokenFacts(NamedTuple):
-    """Of N output tokens; arrays of whichever library."""
+    """Numbers of N output tokens; arrays of any library."""
 
     logprobs: Any
     """f32 [N]."""
@@ -31,7 +31,7 @@ class TokenFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is computed besides log-probs and hidden states."""
+    """Numbers that are wanted besides log-probs and hidden states."""
 
     gaps: bool
     choices: bool
@@ -40,7 +40,7 @@ class Wanted:
 
     @classmethod
     def of(cls, inputs: Sequence[PrefillInput], truncation: Truncation | None) -> Wanted:
-        """What rollouts that are prefilled together ask for."""
+        """Return what rollouts that are prefilled together ask for."""
         return cls(
             gaps=any(each.noise_key is not None for each in inputs),
             choices=any(each.end_token is not None for each in inputs),
@@ -49,15 +49,15 @@ class Wanted:
 
 
 class Vocabulary(NamedTuple):
-    """What depends on nothing but the number of tokens V: i32 [1, V] each."""
+    """Arrays that depend only on the number of tokens V: i32 [1, V] each."""
 
     ids: Any
     words: Any
-    """Of `verify.noise.token_words`."""
+    """Words of `verify.noise.token_words`."""
 
     @classmethod
     def of(cls, ids: Any) -> Vocabulary:
-        """Of 0 .. V - 1, i32 [1, V]."""
+        """Return the arrays of token ids 0 to V - 1, i32 [1, V]."""
         return cls(ids, token_words(ids))
 
 
@@ -66,7 +66,7 @@ class Drawn(NamedTuple):
 
     token: Any
     position: Any
-    """Of the token in its output."""
+    """Position of the token in its output."""
     key_0: Any
     key_1: Any
     """The words of `verify.noise.noise_key`; anything where not seeded."""
@@ -107,7 +107,7 @@ def facts_of(
 
 
 def _raced(xp: Any, scaled: Any, drawn: Drawn, vocabulary: Vocabulary) -> TokenFacts:
-    """Of seeded tokens where nothing is cut: one logarithm a logit, and no mask.
+    """Compute the numbers of seeded tokens where nothing is cut: one logarithm a logit, no mask.
 
     With z = logits / T, Gumbel noise g = -log e and e exponential, z_v + g_v is the logarithm of
     exp(z_v) / e_v: the noise of the maximum alone needs one. Both sides of a gap are read from one
@@ -135,7 +135,7 @@ def token_facts(
     *,
     repeat: Repeat = repeated,
 ) -> TokenFacts:
-    """Of each token log_softmax(logits / T), and max_v(logits_v / T + noise_v) minus its own.
+    """Compute log_softmax(logits / T) and max_v(logits_v / T + noise_v) minus the token's own.
 
     Where top-k or top-p cut the distribution, both as `verify.truncation.judged` has them. Of
     tokens that were not seeded `verify.choices.describe` says the rest.

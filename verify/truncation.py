@@ -6,8 +6,8 @@ Top-k goes first, top-p (Holtzman et al. 2020) works on what it leaves, as in vL
     kept by top-p: those of them with sum of p_u over {u kept : z_u > z_v} < top_p
 
 with z = logits / T and p = softmax(z) over the tokens kept by top-k. Both are of the form z_v >=
-threshold, at least the largest token is kept, and equals share their fate, where vLLM cuts equals
-by the order of its sort. The same code runs on numpy, torch and jax.numpy.
+threshold, and at least the largest token is kept. Equal tokens are kept or cut together, while vLLM
+cuts them by the order of its sort. The same code runs on numpy, torch and jax.numpy.
 
 No sort: a threshold is found among the 2**32 floats by 32 halvings, each a pass over the logits.
 
@@ -46,7 +46,7 @@ TAIL = 5.0
 
 @dataclass(frozen=True)
 class Truncation:
-    """What `samplers[].sampling` cuts off."""
+    """The cuts of `samplers[].sampling`: top-k and top-p."""
 
     top_p: float = 1.0
     """In (0, 1]; 1 keeps all."""
@@ -62,15 +62,15 @@ class Truncation:
 
 
 class Thresholds(NamedTuple):
-    """Of each row, f32 [..., 1], as z = logits / T."""
+    """Thresholds of each row, f32 [..., 1], on z = logits / T."""
 
     kept: Any
-    """What is at least as large is kept."""
+    """Tokens at least as large are kept."""
     allowed: Any
-    """What is smaller nobody kept whose z differ by the margin at most."""
+    """No sampler whose z differ by at most the margin kept a smaller token."""
     sure: Any
-    """What is at least as large everybody kept. It may be nothing: of two that are all but equal
-    either may be the one that is kept."""
+    """Every sampler kept a token at least as large. There may be none: of two almost equal
+    tokens, either may be the one that is kept."""
 
 
 def repeated(count: int, step: Callable[[Any], Any], state: Any) -> Any:
@@ -115,7 +115,7 @@ def thresholds(xp: Any, scaled: Any, rule: Truncation, *, repeat: Repeat = repea
 def judged(
     xp: Any, scaled: Any, noise: Any, own: Any, rule: Truncation, *, repeat: Repeat = repeated
 ) -> tuple[Any, Any]:
-    """What a validator says of tokens that a truncated distribution gave.
+    """Return the log-probs and gaps of tokens that a truncated distribution gave.
 
     Args:
         xp, scaled, repeat: as for `kept_from`.

@@ -48,8 +48,7 @@ from verify.plugins import (
 )
 from verify.problem_files import problem_files
 from verify.recompute import PrefillNotFinite
-from verify.stages import Stages
-from verify.watchdog import heartbeats, leaving
+from verify.watchdog import Stages, heartbeats, leaving
 
 MAX_CLAIMS = 8
 """Submissions held at once: those of one policy version share a prefill."""
@@ -91,7 +90,7 @@ class Validator:
         self._examiner: Examiner | None = None
         self._task_set: TaskSet | None = None
         self._shares: dict[str, float] = {}
-        """Of the submissions in hand: how likely each is recomputed."""
+        """For each claimed submission, the chance that it is recomputed."""
         self._faults_in_a_row = 0
         self._late_since: float | None = None
         """When weights were first asked for that have not come."""
@@ -190,12 +189,15 @@ class Validator:
 
     def _give_back(self, submissions: Sequence[str]) -> None:
         """Others may take them, and nothing speaks against them."""
-        with suppress(UserError):  # what ends this process is said already
+        with suppress(UserError):  # the error that ends this process is logged already
             self._coordinator.release_claims(submissions)
 
     def _files(self, items: Sequence[WorkItem]) -> list[SubmissionFile]:
-        """What was claimed. One that cannot be had stays claimed, so that its attempts are counted:
-        where nobody can have it, it is set aside."""
+        """Download the claimed submissions.
+
+        A submission that cannot be downloaded stays claimed, so the attempt is counted. If no
+        validator can download it, it is set aside.
+        """
         files = []
         for number, item in enumerate(items):
             try:

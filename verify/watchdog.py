@@ -1,7 +1,8 @@
-"""What goes on beside a validator's work: it says that it lives, and it ends whatever it is at.
+"""Watchdog of a validator: heartbeats, and the end of a process that hangs or stops late.
 
-Nothing ends a thread that computes or waits. So where a check does not end, or the process is told
-to end and its work outlasts the grace, another thread gives back what was claimed and ends all.
+No thread can end another that computes or hangs in C. So a check's stages are timed (`Stages`), and
+another thread looks at them. If a stage is overdue, or the work outlasts the grace after SIGTERM,
+that thread gives claimed submissions back to the coordinator and ends the process.
 """
 
 from __future__ import annotations
@@ -10,31 +11,79 @@ import logging
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_INTERNAL
 from verify.client import CoordinatorClient, RunFinished
-from verify.stages import Stage
+from verify.timeouts import STAGE_DEADLINES_S
 
 if TYPE_CHECKING:
     from verify.validator import Validator
 
 HEARTBEAT_S = 10.0
 GRACE_S = 8.0
-"""After SIGTERM; what is judged until then is handed in. A supervisor kills after 20 s."""
+"""Seconds after SIGTERM in which finished verdicts are handed in. A supervisor kills after 20 s."""
 RELEASE_S = 2.0
-"""For giving back what is claimed: whoever is killed before has a failed attempt at each."""
+"""Seconds for giving back claims. A claim that is not given back counts as a failed attempt."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a check that is under way."""
+
+    name: str
+    """Key of `STAGE_DEADLINES_S`."""
+    submissions: tuple[str, ...]
+    """Digests of the submissions; more than one if they share a prefill."""
+    begun: float
+    """`time.monotonic()`."""
+
+
+class Stages:
+    """The stages of one thread's checks; any thread may read them."""
+
+    def __init__(self) -> None:
+        self._current: Stage | None = None
+        self.spent_s: dict[str, float] = defaultdict(float)
+        """Seconds spent in each stage, in all."""
+
+    @contextmanager
+    def of(self, name: str, *submissions: str) -> Iterator[None]:
+        """Time the block as a stage."""
+        begun = time.monotonic()
+        self._current = Stage(name, submissions, begun)
+        try:
+            yield
+        finally:
+            self._current = None
+            self.spent_s[name] += time.monotonic() - begun
+
+    @property
+    def current(self) -> Stage | None:
+        """The stage that is under way; None between stages."""
+        return self._current
+
+    def overdue(self) -> Stage | None:
+        """Return the current stage if its deadline has passed."""
+        stage = self._current
+        if stage is None or time.monotonic() < stage.begun + STAGE_DEADLINES_S[stage.name]:
+            return None
+        return stage
 
 
 @contextmanager
 def heartbeats(
     client: CoordinatorClient, validator: Validator, log: logging.Logger
 ) -> Iterator[None]:
-    """Tells the coordinator every few seconds that this process lives, long prefills included, and
-    ends it where a check does not."""
+    """Send a heartbeat every few seconds, long prefills included.
+
+    Ends the process if a stage of a check is overdue.
+    """
     ended = threading.Event()
 
     def beat() -> None:
@@ -44,7 +93,7 @@ def heartbeats(
             try:
                 client.heartbeat({"busy_s": validator.busy_s, "checked": validator.checked})
             except RunFinished:
-                pass  # the main thread hears of it too, unless a check hangs
+                pass  # the main thread receives this too, unless a check hangs
             except UserError as error:  # the main thread meets it too, and ends the process
                 log.warning("no heartbeat: %s", error)
             ended.wait(HEARTBEAT_S)
@@ -60,8 +109,10 @@ def heartbeats(
 def leaving(
     stop: threading.Event, client: CoordinatorClient, log: logging.Logger
 ) -> Iterator[None]:
-    """Ends the process, exit code 0, where the block goes on for longer than the grace after `stop`
-    was set: it waits for a coordinator that is away or for weights, or is at a long prefill."""
+    """End the process, exit code 0, if the block outlasts the grace after `stop` is set.
+
+    The block may wait for a coordinator that is away or for weights, or be at a long prefill.
+    """
     ended = threading.Event()
 
     def leave() -> None:
@@ -89,7 +140,7 @@ def _give_back(client: CoordinatorClient) -> None:
 
 
 def _end_stalled(client: CoordinatorClient, stage: Stage, log: logging.Logger) -> None:
-    """Names what a check hangs at, and ends the process."""
+    """Log and report the stage that hangs, then end the process."""
     seconds = time.monotonic() - stage.begun
     log.error(
         "%s has taken %.0f s at submission %s: this process ends, and is to be started again",

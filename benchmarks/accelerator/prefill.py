@@ -20,8 +20,7 @@ from runspec.core.models.config import load_config
 from runspec.core.models.flops import matrix_parameters
 from runspec.core.spec import schema
 from tests.verify.one_version import OneVersion
-from verify.calibration.measure import PAIR, Measurements
-from verify.calibration.power import Rejections
+from verify.calibration.measure import PAIR, Measurements, Rejections
 from verify.formats.submission import Rollout
 from verify.plugins import PrefillInput, PrefillOutput
 from verify.recompute import PrefillRequest, recompute

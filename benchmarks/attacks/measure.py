@@ -17,9 +17,8 @@ from scipy.stats import beta
 
 from verify.checks import Subject
 from verify.checks.prefill import ProofCheck, RolloutLogprobCheck, SeededSamplingCheck
-from verify.checks.values import TERMINATION
-from verify.gap_noise import DRIFT, GapNoise
-from verify.thresholds import Limits
+from verify.checks.rows import TERMINATION
+from verify.thresholds import DRIFT, GapNoise, Limits
 
 ROW_CHECKS = (TERMINATION, RolloutLogprobCheck(), SeededSamplingCheck(), ProofCheck())
 SUBMISSION_CHECKS = ("logprobs_submission", "seeded_sampling_submission")

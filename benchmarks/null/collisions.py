@@ -31,7 +31,7 @@ from benchmarks.null.judging import NullTests, compared
 from benchmarks.null.summary import upper_bound
 from verify.thresholds import NULL_BITS
 from verify.toploc import TOP_K, build_proofs_batch
-from verify.toploc.null import GRANTED_CELLS, RADII
+from verify.toploc.statistics import GRANTED_CELLS, RADII
 
 _PAIRED = 2000
 _FEWEST = 20

@@ -20,7 +20,7 @@ from verify.toploc import (
     verify_proofs_batch,
 )
 from verify.toploc.field import PRIME
-from verify.toploc.null import GRANTED_CELLS, RADII, NullTest
+from verify.toploc.statistics import GRANTED_CELLS, RADII, NullTest
 
 BEFORE = 11
 """Tokens before a chunk that forgers look at: contexts of 12."""

@@ -13,13 +13,15 @@ from benchmarks.unseeded.rollouts import Row
 from verify.checks.distribution import (
     CHOSEN_TOKENS,
     CHOSEN_TOKENS_SUBMISSION,
+    ENDS,
+    ENDS_SUBMISSION,
     KeptTokensCheck,
+    end_sums,
     evidence,
     log_ratios,
     sums,
 )
 from verify.checks.duplicates import fingerprints
-from verify.checks.termination import ENDS, ENDS_SUBMISSION, end_sums
 from verify.formats.verdict import CheckResult
 from verify.thresholds import Limits
 

@@ -79,7 +79,7 @@ class _StoppedDesk(Desk):
     run_dir: Path
 
     def status(self) -> dict[str, Any]:
-        from verify.audit.workers import read_workers
+        from verify.coordinator.services.status import read_workers
 
         return read_workers(self.run_dir, load_resolved(self.run_dir))
 

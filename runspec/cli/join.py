@@ -27,7 +27,7 @@ from runspec.local.volunteer import LEAVE_S, Running, Worker
 
 if TYPE_CHECKING:
     from verify.client import CoordinatorClient
-    from verify.formats.site import Site
+    from verify.formats.joining import Site
 
 PROGRESS_S = 5.0
 """Between two looks at what the coordinator says of us."""
@@ -251,7 +251,7 @@ def _require_modules() -> None:
 
 def _client(link: JoinLink, key: SigningKey) -> CoordinatorClient:
     from verify.client import CoordinatorClient
-    from verify.patience import PERSON_S
+    from verify.timeouts import PERSON_S
 
     assert link.run is not None
     assert link.root is not None

@@ -25,7 +25,7 @@ from runspec.local.snapshot import REMEDY
 from runspec.local.state import RunState
 from runspec.local.storage import StorageWait
 from runspec.local.supervisor import Progress, Session, Supervisor, Watcher, describe_exit
-from verify.patience import STORAGE_S
+from verify.timeouts import STORAGE_S
 
 LOG_LINES = 20
 

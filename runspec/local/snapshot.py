@@ -17,7 +17,7 @@ from runspec.local.metrics import Row, read_rows
 from runspec.local.run_dir import holder
 from runspec.local.stages import stages
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
-from verify.audit.dropped import Dropped, read_dropped
+from verify.audit.snapshot import Dropped, read_dropped
 
 EVENTS = 10
 REMEDY = "; remedy: "

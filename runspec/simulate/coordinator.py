@@ -23,9 +23,8 @@ from verify.coordinator.machine.events import (
     VersionPublished,
     WorkerRegistered,
 )
-from verify.coordinator.machine.policy import Policy
 from verify.coordinator.machine.stalls import Stalled
-from verify.coordinator.machine.state import LeaseRecord, State
+from verify.coordinator.machine.state import LeaseRecord, Policy, State
 from verify.formats.lease import Lease
 
 

@@ -13,7 +13,7 @@ from runspec.simulate.fleet import members, planned_swarm
 from runspec.simulate.population import Swarm
 from runspec.simulate.result import Result
 from runspec.simulate.world import World
-from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.state import Policy
 
 LONGEST_H = 1000.0
 """Hours that a run without `budget.max_hours` is simulated at most."""

@@ -23,8 +23,7 @@ from runspec.simulate.strategies import Content
 from runspec.simulate.workers import Worker
 from verify.coordinator.machine import filling
 from verify.coordinator.machine.events import Event, LeaseGranted, StepClosed, SubmissionJudged
-from verify.coordinator.machine.policy import Policy
-from verify.coordinator.machine.state import State
+from verify.coordinator.machine.state import Policy, State
 
 _LOOKS = 60
 """Looks at waiting workers within one `lease_timeout`, where time alone may give them work."""

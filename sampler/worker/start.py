@@ -20,7 +20,7 @@ from sampler.worker.outbox import Outbox
 from sampler.worker.versions import Versions
 from sampler.worker.worker import Registration, Worker
 from verify.client import CoordinatorClient, RunFinished
-from verify.limits import max_submission_bytes
+from verify.formats.submission import max_submission_bytes
 from verify.plugins import load_task_set, require_graders
 from verify.problem_files import problem_files
 

@@ -15,7 +15,7 @@ from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import Backlog
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, tiny_spec
 from verify.coordinator import intake, server
-from verify.coordinator.edge import connections
+from verify.coordinator.edge import limits
 from verify.request_auth import ENVELOPE, sign_request
 
 WAITING = 2
@@ -25,10 +25,10 @@ WAITING = 2
 @contextmanager
 def impatient_site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """The coordinator at work."""
-    monkeypatch.setattr(connections, "IDLE_S", 1.0)
-    monkeypatch.setattr(connections, "HEAD_S", 1.0)
-    monkeypatch.setattr(connections, "LINGER_S", 0.2)
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 24)
+    monkeypatch.setattr(limits, "IDLE_S", 1.0)
+    monkeypatch.setattr(limits, "HEAD_S", 1.0)
+    monkeypatch.setattr(limits, "LINGER_S", 0.2)
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 24)
     monkeypatch.setattr(server, "BODY_S", 1.5)
     monkeypatch.setattr(intake, "UPLOAD_TIMEOUT_S", 1.5)
     spec = tiny_spec()

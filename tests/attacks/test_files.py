@@ -27,9 +27,9 @@ from tests.attacks.setting import refused
 from tests.verify.bench import Bench
 from tests.verify.coordinator.deployment import RUN, Site, submission
 from tests.verify.small_model import fixed_key, small_spec
+from verify.formats.joining import Site as SiteDocument
+from verify.formats.joining import SiteFile, open_site, sign_site
 from verify.formats.lease import lease_digest, open_lease
-from verify.formats.site import Site as SiteDocument
-from verify.formats.site import SiteFile, open_site, sign_site
 from verify.formats.submission import KIND as SUBMISSION
 from verify.formats.submission import (
     SCHEMA,

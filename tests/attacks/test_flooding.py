@@ -27,8 +27,8 @@ from tests.verify.coordinator.over_http import granted
 from tests.verify.coordinator.over_http import post as requested
 from tests.waiting import eventually
 from verify.coordinator import server
-from verify.coordinator.edge import limiter
-from verify.coordinator.edge.cache import Cache
+from verify.coordinator.edge import limits
+from verify.coordinator.services.status import Cache
 from verify.ledger import Ledger
 from verify.request_auth import ENVELOPE, sign_request
 
@@ -64,7 +64,7 @@ class TestFlooding:
     def test_requests_of_a_worker(
         self, site: Site, post: Post, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setitem(limiter.RATES, ("key", "lease"), limiter.Rate(0.5, 20))
+        monkeypatch.setitem(limits.RATES, ("key", "lease"), limits.Rate(0.5, 20))
         (key, _), (other, _) = site.worker(), site.worker()
         answers = [post(key, "/v1/leases", ASK) for _ in range(40)]
         refused = [a for a in answers if a.status_code == 429]
@@ -85,7 +85,7 @@ class TestFlooding:
         self, site: Site, post: Post, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Each event wakes all who wait: of keys without accepted work not thousands may."""
-        monkeypatch.setitem(limiter.AT_ONCE, ("all", "newcomer poll"), 2)
+        monkeypatch.setitem(limits.AT_ONCE, ("all", "newcomer poll"), 2)
         holders = [site.worker(invited=False) for _ in range(2)]
         while any(client.lease(0.0) for _, client in holders):
             pass  # nothing is left to lease to new keys
@@ -109,7 +109,7 @@ class TestFlooding:
     ) -> None:
         """At a run's start nobody has accepted work: then a few strangers' keys were all who may
         ask."""
-        monkeypatch.setitem(limiter.AT_ONCE, ("all", "newcomer poll"), 0)
+        monkeypatch.setitem(limits.AT_ONCE, ("all", "newcomer poll"), 0)
         site, own = Site(tmp_path, tiny_spec()), SigningKey.generate()
         site.own_worker(next(iter(worker_names(tiny_spec()))), own)
         site.publish(0)
@@ -155,7 +155,7 @@ class TestFlooding:
         key, _ = site.worker()
         ask = lambda: httpx.get(f"{site.url}/v1/status", verify=False)  # noqa: E731
         assert [each["key"] for each in ask().json()["workers"]] == [key.public_hex]
-        monkeypatch.setitem(limiter.AT_ONCE, ("all", "download"), 0)
+        monkeypatch.setitem(limits.AT_ONCE, ("all", "download"), 0)
         assert (ask().status_code, ask().headers["Retry-After"]) == (503, "5")
         assert post(key, "/v1/leases", ASK).status_code == 200
 
@@ -163,7 +163,7 @@ class TestFlooding:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """They are being answered, and so make no room: there are few of them."""
-        monkeypatch.setitem(limiter.AT_ONCE, ("address", "download"), 2)
+        monkeypatch.setitem(limits.AT_ONCE, ("address", "download"), 2)
         file = tmp_path / "rows.parquet"
         file.write_bytes(bytes(32 << 20))
         spec = tiny_spec()

@@ -1,4 +1,4 @@
-"""Forgers who know the model's statistics and not the activations (`verify.toploc.null`)."""
+"""Forgers who know the model's statistics and not the activations (`verify.toploc.statistics`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from verify.toploc import (
     verify_proofs_batch,
 )
 from verify.toploc.field import PRIME
-from verify.toploc.null import bits_against_guessing
+from verify.toploc.statistics import bits_against_guessing
 
 WIDTH, CHUNKS, KNOWN = 128, 200, 300
 MODEL = SmallModel.random(seed=3)

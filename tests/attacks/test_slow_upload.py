@@ -25,7 +25,7 @@ from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission
 from tests.verify.coordinator.over_http import granted
 from tests.waiting import eventually
 from verify.coordinator import intake, server
-from verify.coordinator.edge import connections
+from verify.coordinator.edge import limits
 from verify.coordinator.services import leasing
 
 
@@ -96,7 +96,7 @@ class TestSlowUpload:
         (key, _), worker = site.worker(), site.worker()[1]
         body = b"{" + b" " * 100
         with ExitStack() as held:
-            for _ in range(connections.MAX_CONNECTIONS + 8):
+            for _ in range(limits.MAX_CONNECTIONS + 8):
                 stream = held.enter_context(connected(site))
                 stream.sendall(head(site, key, "/v1/leases", body) + b"{")
             began = time.monotonic()
@@ -105,12 +105,12 @@ class TestSlowUpload:
 
     async def test_of_an_answer_that_is_not_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Asks for more than sockets hold, and reads none of it."""
-        monkeypatch.setattr(connections, "IDLE_S", 0.3)
+        monkeypatch.setattr(limits, "IDLE_S", 0.3)
 
         async def large(request: web.Request) -> web.Response:
             return web.Response(body=bytes(32 << 20))
 
-        callers = connections.Connections()
+        callers = limits.Connections()
         application = web.Application(middlewares=[answering])
         application.router.add_get("/", large)
         runner = web.AppRunner(application)

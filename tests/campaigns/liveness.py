@@ -23,7 +23,7 @@ from runspec.core.spec.resolved import load_resolved
 from tests.attacks.hostile_keys import hostile
 from verify.coordinator.machine.events import KeyBanned, LeaseGranted, LeaseOverdue, StepClosed
 from verify.coordinator.machine.events import WorkerQuarantined as Quarantined
-from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
 from verify.ledger import Ledger
 

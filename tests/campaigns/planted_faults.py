@@ -197,7 +197,7 @@ PLANTED = [
     ),
     Planted(
         "only groups without variance are filtered",
-        "verify/coordinator/machine/grading.py",
+        "verify/coordinator/machine/verdicts.py",
         "filtered = zero_variance_filter and equal",
         "filtered = zero_variance_filter and not equal",
         ("tests/verify/coordinator/test_grading.py",),
@@ -211,7 +211,7 @@ PLANTED = [
     ),
     Planted(
         "audit follows the hash chain",
-        "verify/audit/chain.py",
+        "verify/audit/replay.py",
         'require(chain == expected, row.seq, "chain", chain, expected)',
         "pass",
         ("tests/verify/audit/test_audit.py",),

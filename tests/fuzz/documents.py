@@ -20,12 +20,10 @@ from runspec.core.signed import BadSignature, sign_document
 from tests.fuzz.bounds import bounded
 from tests.fuzz.mutate import Changer, damaged_json
 from tests.verify.coordinator.deployment import tiny_spec
-from verify.formats import batch, lease, site, submission, verdict
+from verify.formats import batch, joining, lease, submission, verdict
 from verify.formats.batch import BatchManifest
+from verify.formats.joining import SPEC_KIND, Site, is_inside, open_spec, sign_spec
 from verify.formats.lease import Lease
-from verify.formats.site import Site, is_inside
-from verify.formats.spec import KIND as SPEC_KIND
-from verify.formats.spec import open_spec, sign_spec
 from verify.formats.submission import SubmissionEnvelope, open_submission
 from verify.formats.verdict import VerdictEnvelope
 
@@ -185,14 +183,14 @@ KINDS = [
         lambda data: batch.open_batch(data, coordinators=KEYS, run="demo", step=3),
     ),
     Kind(
-        site.KIND,
+        joining.SITE_KIND,
         {
             "run": "demo",
             "weights": ["http://127.0.0.1:8000", "https://relay.example.org"],
             "files": [{"source": "sums", "path": "a/b.parquet", "bytes": 7, "digest": DIGEST}],
             "data": OTHER,
         },
-        lambda data: site.open_site(data, coordinators=KEYS, run="demo"),
+        lambda data: joining.open_site(data, coordinators=KEYS, run="demo"),
     ),
     Kind(
         latest.KIND,

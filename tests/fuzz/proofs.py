@@ -15,8 +15,13 @@ import numpy as np
 from runspec.core.errors import UserError
 from tests.fuzz.bounds import OPEN, bounded
 from tests.fuzz.mutate import damaged
-from verify.activations import MAX_HIDDEN, MAX_TOKENS, bf16_pieces, open_activations, round_to_bf16
-from verify.proof_commands import check_proofs
+from verify.proof_commands import (
+    MAX_HIDDEN,
+    MAX_TOKENS,
+    bf16_pieces,
+    check_proofs,
+    open_activations,
+)
 from verify.thresholds import BFLOAT16
 from verify.toploc import (
     PROOF_BYTES,
@@ -28,6 +33,7 @@ from verify.toploc import (
     verify_proofs,
 )
 from verify.toploc.field import PRIME
+from verify.toploc.selection import round_to_bf16
 
 MEMORY = 16 << 20
 VALUES = np.random.default_rng(0).normal(size=(37, 16)).astype(np.float32)

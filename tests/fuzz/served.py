@@ -25,12 +25,12 @@ from tests.fuzz.mutate import Changer, damaged, damaged_json
 from tests.fuzz.requests import BODIES, DIGEST, ODD, OURS
 from tests.fuzz.text import TEXT_PIECES
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec
-from verify.coordinator.edge import limiter
+from verify.coordinator.edge import limits
 from verify.formats.lease import open_lease
 from verify.formats.verdict import VerdictEnvelope
 from verify.request_auth import ENVELOPE, sign_request
 
-PATIENT = limiter.Rate(1e9, 10**9)
+PATIENT = limits.Rate(1e9, 10**9)
 NO_WAIT: list[Any] = [0, 0.0, -1, -(10**400), 1e-9, True, "0", None, [], 1e-300]
 SUBMISSIONS, VERDICTS = "/v1/submissions", "/v1/verdicts"
 
@@ -68,7 +68,7 @@ def _served() -> Iterator[Served]:
         site.serving() as task,
         httpx.Client(trust_env=False, timeout=60) as http,
     ):
-        patch.setattr(limiter, "RATES", dict.fromkeys(limiter.RATES, PATIENT))
+        patch.setattr(limits, "RATES", dict.fromkeys(limits.RATES, PATIENT))
         key, client = site.worker()
         made = []
         for _ in range(2):

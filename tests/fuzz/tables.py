@@ -14,8 +14,12 @@ import numpy as np
 
 from tests.fuzz.bounds import OPEN, bounded
 from tests.fuzz.mutate import damaged
-from verify.coordinator.machine.duplicates import Seen, repeated_submission
-from verify.coordinator.machine.grading import VerdictMismatch, grade_groups
+from verify.coordinator.machine.verdicts import (
+    Seen,
+    VerdictMismatch,
+    grade_groups,
+    repeated_submission,
+)
 from verify.formats import submission, verdict
 from verify.formats.lease import Lease
 from verify.formats.submission import Rollout, decode_rollouts, encode_rollouts

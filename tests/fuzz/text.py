@@ -20,7 +20,7 @@ from runspec.core.hashing import is_digest
 from runspec.core.join_link import parse_join_link
 from tests.fuzz.bounds import bounded
 from tests.fuzz.mutate import EDGES, damaged
-from verify.coordinator.edge.addresses import UNKNOWN, client_address
+from verify.coordinator.edge.authentication import UNKNOWN, client_address
 
 Case = Callable[[Random], bool]
 MEMORY = 4 << 20

@@ -19,9 +19,13 @@ from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.run_files import submission_files
 from verify.formats.batch import BatchGroup
-from verify.formats.submission import decode_rollouts, encode_rollouts, sign_submission
+from verify.formats.submission import (
+    decode_rollouts,
+    encode_rollouts,
+    largest_submission_bytes,
+    sign_submission,
+)
 from verify.formats.verdict import decode_verdicts, encode_verdicts
-from verify.limits import largest_submission_bytes
 
 LOG = logging.getLogger("test")
 

@@ -7,9 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from verify.checks.distribution import ALPHA, NAMES, evidence, log_ratios
-from verify.checks.termination import NAMES as END_NAMES
-from verify.checks.termination import end_sums
+from verify.checks.distribution import ALPHA, END_NAMES, NAMES, end_sums, evidence, log_ratios
 from verify.choices import HEADS, POWERS, Choices, describe
 from verify.truncation import Truncation, thresholds
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from verify.checks.exceptions import few_exceptions
+from verify.checks.base import few_exceptions
 from verify.checks.prefill import judge_proofs
 from verify.formats.verdict import CheckResult
 from verify.thresholds import BFLOAT16, Limits

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from verify.gap_noise import DRIFT, SUBMISSIONS, GapNoise
+from verify.thresholds import DRIFT, SUBMISSIONS, GapNoise
 
 CAP, MEAN = 0.02, 5e-5
 

@@ -1,4 +1,4 @@
-"""`python -m verify audit`: a run's ledger replayed by somebody who trusts nobody.
+"""`python -m verify audit`: replays a run's ledger without trusting anybody.
 
-Reads the run directory, and changes nothing of the run (docs/audit.md).
+It reads the run directory only (docs/audit.md).
 """

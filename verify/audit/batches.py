@@ -14,9 +14,9 @@ from verify.audit.findings import Report
 from verify.audit.signers import Signers
 from verify.coordinator.machine import filling
 from verify.coordinator.machine.events import StepClosed
-from verify.coordinator.machine.grading import batch_stats
 from verify.coordinator.machine.stalls import Stalled
 from verify.coordinator.machine.state import State, Tally
+from verify.coordinator.machine.verdicts import batch_stats
 from verify.formats.batch import FILE_NAME, MAX_BYTES, BatchGroup, BatchManifest, open_batch
 
 _OF_HEARTBEATS = "sampler_busy_fraction"

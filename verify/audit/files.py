@@ -12,11 +12,15 @@ from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
 from verify.audit.findings import Report
 from verify.audit.signers import Signers
-from verify.coordinator.machine.duplicates import by_coordinator, repeated_submission
 from verify.coordinator.machine.events import SubmissionJudged, SubmissionReceived
 from verify.coordinator.machine.gap_history import AnotherCalibration, excess_of
-from verify.coordinator.machine.grading import VerdictMismatch, grade_groups
-from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.state import Policy
+from verify.coordinator.machine.verdicts import (
+    VerdictMismatch,
+    by_coordinator,
+    grade_groups,
+    repeated_submission,
+)
 from verify.formats import submission as submission_format
 from verify.formats import verdict as verdict_format
 from verify.formats.lease import Lease
@@ -160,7 +164,7 @@ class FileAudit:
         return envelope.dropped_groups
 
     def _check_repetition(self, row: int, event: SubmissionJudged, copy: Path) -> None:
-        """What was rejected for repeating another submission shares fingerprints with it."""
+        """Check that a submission rejected as a duplicate shares fingerprints with the original."""
         name = None if event.accepted else repeated_submission(event.reason)
         if name is None:
             return
@@ -179,7 +183,7 @@ class FileAudit:
         self._report.require(bool(first & second), row, "duplicates", found, "one at least")
 
     def _check_excess(self, row: int, event: SubmissionJudged, table: bytes) -> None:
-        """By the noise that the row names: profiles may have changed since."""
+        """Check the excess by the noise of the row, because profiles may have changed since."""
         expected = None
         if event.accepted or by_coordinator(event.reason):
             try:

@@ -1,4 +1,4 @@
-"""What an audit finds: plain data, and its form for people and for programs."""
+"""Findings of an audit: plain data, and their text and JSON forms."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _LONGEST = 200
 @dataclass(frozen=True)
 class Finding:
     row: int | None
-    """Of the ledger; None where no row speaks of it."""
+    """Row of the ledger; None if the finding is about no row."""
     what: str
-    """What was checked, a word or two (docs/audit.md lists them)."""
+    """The check, in a word or two (docs/audit.md lists them)."""
     found: str
     expected: str
 
@@ -26,7 +26,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Credit:
-    """What a worker has earned by the ledger."""
+    """Credit of a worker by the ledger."""
 
     rollouts: int = 0
     tokens: int = 0
@@ -40,10 +40,10 @@ class Report:
     head: str = ""
     """Chain of the last row."""
     anchored_rows: int = 0
-    """How many of them the newest manifest's signature covers."""
+    """Rows that the newest manifest's signature covers."""
     steps_closed: int = 0
     files_read: int = 0
-    """Of submissions and verdicts, envelopes included."""
+    """Files of submissions and verdicts, envelopes included."""
     files_gone: int = 0
     findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Report:
     def require(
         self, holds: bool, row: int | None, what: str, found: object, expected: object
     ) -> bool:
-        """Adds a finding unless `holds`; returns it."""
+        """Add a finding unless `holds`; return `holds`."""
         if not holds:
             self.add(row, what, found, expected)
         return holds
@@ -64,7 +64,7 @@ class Report:
         return asdict(self)
 
     def lines(self) -> Iterator[str]:
-        """For people. What a ledger holds may be anything; it writes no line of its own."""
+        """Return the report as text; characters that cannot be printed are replaced."""
         return ("".join(c if c.isprintable() else "?" for c in line) for line in self._lines())
 
     def _lines(self) -> Iterator[str]:

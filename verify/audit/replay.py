@@ -1,4 +1,7 @@
-"""The whole audit: every row read, believed in nothing, and played again."""
+"""The whole audit: reads every row of a ledger, checks it, and replays the state machine.
+
+An audit trusts nothing in the ledger: hash chain, leases, files and batch manifests are checked.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from runspec.core.hashing import hash_parts, is_digest
 from runspec.core.roles import CLOCK_SKEW_S
+from runspec.core.signed import BadSignature
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
 from verify.audit.batches import BatchAudit, batches_on_disk
-from verify.audit.chain import ChainAudit
 from verify.audit.files import FileAudit
 from verify.audit.findings import Credit, Report
-from verify.audit.leases import LeaseAudit
-from verify.audit.ledger_rows import Row
 from verify.audit.signers import Signers, read_roles
-from verify.audit.snapshot import open_snapshot
+from verify.audit.snapshot import Row, open_snapshot
 from verify.coordinator.machine.events import (
     Event,
     LeaseGranted,
@@ -30,17 +32,95 @@ from verify.coordinator.machine.events import (
 )
 from verify.coordinator.machine.gap_history import fault, is_fault
 from verify.coordinator.machine.history import History
-from verify.coordinator.machine.policy import Policy
-from verify.coordinator.machine.state import State
+from verify.coordinator.machine.state import Policy, State
 from verify.coordinator.machine.transitions import IllegalTransition, apply
 from verify.formats.batch import BatchGroup
-from verify.formats.lease import Lease
-from verify.ledger import BadRow, decode_event
+from verify.formats.lease import Lease, lease_digest, open_lease
+from verify.ledger import FIRST_CHAIN, BadRow, decode_event
+
+
+class LeaseAudit:
+    """Checks leases beyond the state machine: signatures, fresh nonces, seeds that nobody shares.
+
+    Args:
+        run: the run's name.
+        report: gets the findings.
+    """
+
+    def __init__(self, run: str, report: Report) -> None:
+        self._run, self._report = run, report
+        self._seeds: dict[bytes, int] = {}
+        self._nonces: set[str] = set()
+
+    def drawn(self, row: int, event: NonceDrawn) -> None:
+        fresh = event.nonce not in self._nonces
+        self._report.require(fresh, row, "nonce", "one drawn before", "32 fresh bytes")
+        self._nonces.add(event.nonce)
+
+    def granted(self, row: int, event: LeaseGranted, signers: Signers) -> None:
+        lease, require = event.lease, self._report.require
+        self._check_document(row, event, signers)
+        require(lease.run == self._run, row, "lease", f"run {lease.run}", f"run {self._run}")
+        try:
+            seed = lease.seed
+        except (ValueError, OverflowError):
+            self._report.add(row, "lease", "fields that give no seed", "a lease's")
+            return
+        before = self._seeds.setdefault(seed, row)
+        require(before == row, row, "lease seed", f"that of row {before}", "a seed of its own")
+
+    def _check_document(self, row: int, event: LeaseGranted, signers: Signers) -> None:
+        data = event.document.encode("utf-8", "replace")
+        digest = lease_digest(data)
+        self._report.require(event.digest == digest, row, "lease digest", event.digest, digest)
+        try:
+            signed = open_lease(data, coordinators=signers.coordinators(data))
+        except BadSignature as error:
+            self._report.add(row, "lease signature", error, "the coordinator's signature")
+            return
+        self._report.require(
+            signed == event.lease, row, "lease", f"{event.lease}", f"as it was signed, {signed}"
+        )
+
+
+class ChainAudit:
+    """Follows the hash chain; after a break it goes on from the broken row, so each break is named.
+
+    Args:
+        report: gets the findings.
+        heads: chains that earlier audits printed, by row; each must still be that row's.
+    """
+
+    def __init__(self, report: Report, heads: dict[int, str]) -> None:
+        self._report, self._heads = report, heads
+        self.head, self.last = FIRST_CHAIN, 0
+
+    def check(self, row: Row) -> None:
+        """Check a row; afterwards `head` is its chain, `last` its number."""
+        require = self._report.require
+        if row.seq != self.last + 1:
+            between = f"rows {self.last + 1} to {row.seq - 1}"
+            self._report.add(row.seq, "rows", f"row {row.seq} after {self.last}", between)
+        # A row number below zero, which only a tampered file has, is part of no chain.
+        expected = hash_parts(bytes.fromhex(self.head), max(row.seq, 0), row.kind, row.body).hex()
+        chain = row.chain.decode("ascii", "replace")
+        require(chain == expected, row.seq, "chain", chain, expected)
+        self.head, self.last = chain if is_digest(chain) else expected, row.seq
+        if row.seq in self._heads:
+            noted = self._heads.pop(row.seq)
+            require(chain == noted, row.seq, "noted head", chain, noted)
+
+    def end(self) -> None:
+        """Check, after the last row, that no noted head lies beyond it."""
+        for rows in sorted(self._heads):
+            self._report.add(
+                None, "noted head", f"{self.last} rows", f"{rows} rows, as were seen before"
+            )
 
 
 @dataclass(frozen=True)
 class _Answered:
-    """What the ledger says of a lease."""
+    """A lease with its answer, by the ledger."""
 
     lease: Lease
     submission: str | None = None
@@ -48,12 +128,12 @@ class _Answered:
 
 
 def audit(run_dir: Path, *, root_key: str | None, heads: Mapping[int, str] | None = None) -> Report:
-    """Replays the ledger of a run directory, which may be at work or a copy.
+    """Replay the ledger of a run directory, which may be at work or a copy.
 
     Args:
         run_dir: the run directory.
         root_key: the root's public key (hex); None: the spec's, or the run's throw-away root.
-        heads: chains of rows as they were noted down before.
+        heads: chains of rows that earlier audits printed.
 
     Raises:
         UserError: the ledger, the spec or roles.json cannot be read.
@@ -90,7 +170,7 @@ def audit(run_dir: Path, *, root_key: str | None, heads: Mapping[int, str] | Non
 
 
 def _closed_since(run_dir: Path, spec: RunSpec, last: int) -> int:
-    """The step that closes next by the rows after `last` of a run at work; 0 without any.
+    """Return the step that closes next by the rows after `last` of a run at work; 0 without any.
 
     Files that were needed when its rows were read may have been dropped since.
     """
@@ -104,7 +184,7 @@ def _closed_since(run_dir: Path, spec: RunSpec, last: int) -> int:
 
 
 class _Replay:
-    """One row after the other, each check by itself: what one misses, another may find."""
+    """Checks one row after the other; the checks are independent of each other."""
 
     def __init__(self, run_dir: Path, run: str, policy: Policy, report: Report) -> None:
         self._report = report
@@ -117,10 +197,10 @@ class _Replay:
         self._next_close = 0
         self._state, self._history = State(policy), History()
         self._broken = False
-        """The state machine has refused a row; what follows would be refused for that alone."""
+        """Whether the state machine refused a row; it would refuse all later rows for that."""
 
     def take(self, row: Row, chain_before: str, signers: Signers) -> None:
-        """Checks a row.
+        """Check a row.
 
         Args:
             row: as stored.
@@ -161,7 +241,7 @@ class _Replay:
                 self._rolled_back(event)
 
     def end(self, on_disk: dict[int, Path], closed_since: int) -> None:
-        """Every row is read: what only the whole ledger can say.
+        """Check, after the last row, what needs the whole ledger.
 
         Args:
             on_disk: the batch manifests, as they lay there before.
@@ -182,7 +262,7 @@ class _Replay:
             )
 
     def _apply(self, row: int, event: Event) -> State | None:
-        """The state before the event; None where it is not known."""
+        """Apply an event and return the state before it; None if that is not known."""
         if self._broken:
             return None
         before = self._state

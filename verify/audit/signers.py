@@ -1,4 +1,4 @@
-"""Whose signatures count, before and after a rollback made the run's keys anew."""
+"""Keys whose signatures are valid, before and after a rollback replaced the run's keys."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _ROOT_KEY = "root.key"
 
 
 def read_roles(run_dir: Path, spec: RunSpec, root_key: str | None, report: Report) -> Roles:
-    """The run's roles.json, believed for the root key, whatever the time is now.
+    """Return the run's roles.json, verified by the root key, whether or not it has expired.
 
     Args:
         run_dir: the run directory.
         spec: its resolved spec.
-        root_key: public, hex; None: the spec's, or the throw-away root of `keys/`.
-        report: is told where the root came from.
+        root_key: public, hex; None: the spec's, or the run's own root in `keys/`.
+        report: gets a note if the root is the run's own.
 
     Raises:
-        UserError: there is no root to believe, or roles.json is not signed by it.
+        UserError: there is no root key, or roles.json is not signed by it.
     """
     path = run_dir / "keys" / "roles.json"
     root = root_key or spec.identity.root_public_key
@@ -64,10 +64,10 @@ def _throw_away_root(run_dir: Path) -> str:
 
 @dataclass
 class Signers:
-    """Who may sign the documents of the rows between two rollbacks.
+    """Keys that may sign the documents of the rows between two rollbacks.
 
-    Before the last rollback the keys were others, and roles.json names them no more: then
-    documents must be signed by one coordinator throughout, which is none of today's.
+    Before the last rollback the run had other keys, which roles.json does not name. Documents of
+    that time must all be signed by one coordinator, which is none of the current ones.
     """
 
     roles: Roles
@@ -76,7 +76,7 @@ class Signers:
     _earlier: str | None = None
 
     def coordinators(self, document: bytes) -> frozenset[str]:
-        """The keys that may have signed a lease or a batch."""
+        """Return the keys that may have signed a lease or a batch."""
         if self.current:
             return self.roles.coordinator
         if self._earlier is None:

@@ -1,17 +1,20 @@
-"""The rows of a ledger as they stand at one moment, read without a lock on whoever writes."""
+"""The rows of a ledger at one moment, read without a lock, and the losses that they record."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import quote
 
 from runspec.core.errors import UserError
 from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.schema import RunSpec
-from verify.audit.ledger_rows import NoLedger, Row, Snapshot
-from verify.ledger import import_postgres_store
+from verify.coordinator.machine.events import Event, SubmissionJudged, SubmissionSetAside
+from verify.ledger import BadRow, decode_event, import_postgres_store
 
 _BUSY_TIMEOUT_S = 10.0
 # As bytes: a damaged row need not be text.
@@ -19,14 +22,49 @@ _ROWS = (
     "SELECT seq, CAST(kind AS BLOB), CAST(body AS BLOB), CAST(chain AS BLOB) "
     "FROM ledger WHERE :kind IS NULL OR kind = :kind ORDER BY seq"
 )
+_DROPPED = b'"outcome":"dropped"'
+"""Part of the row of a verdict that has a dropped group; other rows need not be decoded."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row as stored; nothing is checked."""
+
+    seq: int
+    kind: bytes
+    body: bytes
+    chain: bytes
+
+
+class NoLedger(UserError):
+    """No ledger was written yet, or it lies elsewhere."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(
+            "there is no ledger", place=place, remedy="name the run directory that has it"
+        )
+
+
+class Snapshot(Protocol):
+    """The rows of a run at one moment.
+
+    Raises:
+        UserError: from every method, when they cannot be read as a ledger.
+    """
+
+    def rows(self, kind: str | None = None) -> Iterator[Row]:
+        """The rows of a kind, in order; all rows if None."""
+        ...
+
+    def close(self) -> None: ...
 
 
 def open_snapshot(run_dir: Path, spec: RunSpec) -> Snapshot:
-    """The ledger of a run as it stands now."""
+    """Open the ledger of a run as it stands now."""
     if spec.verify.ledger is None:
         return SqliteSnapshot(run_dir / STATE_FILE)
     import_postgres_store()  # says what to install
-    from verify.audit.postgres_snapshot import PostgresSnapshot
+    from verify.postgres_store import PostgresSnapshot
 
     return PostgresSnapshot(spec.verify.ledger, spec.name)
 
@@ -71,8 +109,11 @@ class SqliteSnapshot:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Opens for reading alone. A copy without a write-ahead log, where none can be made beside it
-    (a folder that is not ours to write), is read as a file that nobody changes."""
+    """Open a database for reading only.
+
+    A copy without a write-ahead log may lie in a folder that cannot be written, where SQLite cannot
+    make one. It is read as a file that nobody changes.
+    """
     name = f"file:{quote(str(path.resolve()))}"
     try:
         return _begin(f"{name}?mode=ro")
@@ -91,3 +132,59 @@ def _begin(uri: str) -> sqlite3.Connection:
         database.close()
         raise
     return database
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Groups that a run lost without a worker's fault (`docs/coordinator.md`).
+
+    Times are in seconds since the epoch.
+    """
+
+    set_aside: int = 0
+    """Submissions that were set aside, because validators failed at them."""
+    set_aside_at: float | None = None
+    """When the last submission was set aside."""
+    by_grader: int = 0
+    """Groups at which the grader failed."""
+    fault: str = ""
+    """The grader's error at the newest of these groups."""
+    by_grader_at: float | None = None
+    """When the newest of these groups was judged."""
+
+
+def read_dropped(run_dir: Path, spec: RunSpec) -> Dropped:
+    """Return what the ledger of a run, which may be at work, says was lost.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        with closing(open_snapshot(run_dir, spec)) as snapshot:
+            return _read(snapshot)
+    except NoLedger:  # nobody has started a coordinator
+        return Dropped()
+    except BadRow as error:
+        raise UserError(
+            f"a row of the ledger cannot be read: {error}",
+            place=str(run_dir),
+            remedy=f"`python -m verify audit {run_dir}` says what is wrong with it",
+        ) from error
+
+
+def _read(snapshot: Snapshot) -> Dropped:
+    set_aside = [_event(row) for row in snapshot.rows(SubmissionSetAside.__name__)]
+    rows = (row for row in snapshot.rows(SubmissionJudged.__name__) if _DROPPED in row.body)
+    judged = [event for row in rows if isinstance(event := _event(row), SubmissionJudged)]
+    groups = [grade for event in judged for grade in event.groups]
+    return Dropped(
+        set_aside=len(set_aside),
+        set_aside_at=set_aside[-1].at if set_aside else None,
+        by_grader=sum(grade.outcome == "dropped" for grade in groups),
+        fault=judged[-1].fault if judged else "",
+        by_grader_at=judged[-1].at if judged else None,
+    )
+
+
+def _event(row: Row) -> Event:
+    return decode_event(row.kind, row.body)

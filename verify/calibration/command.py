@@ -17,7 +17,7 @@ from runspec.core.files import read_bounded, write_atomic
 from runspec.core.keys import SigningKey
 from runspec.core.process import run_role
 from runspec.core.signed import BadSignature
-from verify.one_shot import INTERRUPTED, say
+from verify.commands import INTERRUPTED, say
 
 if TYPE_CHECKING:
     from verify.calibration.profile import Profile, SamplingSide
@@ -87,13 +87,13 @@ def _run(body: Callable[[argparse.Namespace, Logger], None], options: argparse.N
 
 
 def _calibrate(options: argparse.Namespace, log: Logger) -> None:
+    from verify.calibration.prefills import int8, noise
     from verify.calibration.profile import sign_profile
     from verify.calibration.run import Order, calibrate
-    from verify.calibration.spoilt import int8, noise
 
     key = SigningKey.load(options.key)
     _require_writable(options.out)
-    spoilt = [(f"weights off by {100 * share:g}%", noise(share)) for share in _NOISES]
+    perturbed = [(f"weights off by {100 * share:g}%", noise(share)) for share in _NOISES]
     outcome = calibrate(
         Order(
             run_dir=options.run_dir,
@@ -101,7 +101,7 @@ def _calibrate(options: argparse.Namespace, log: Logger) -> None:
             fetched=options.weights,
             rate=options.rate,
             allow_looser=options.allow_looser,
-            spoilt=[*spoilt, ("weights in int8", int8)] if options.perturbed else [],
+            perturbed=[*perturbed, ("weights in int8", int8)] if options.perturbed else [],
         ),
         log,
     )

@@ -1,6 +1,7 @@
-"""From measurements to limits: `tails` for each number, never looser than published unasked.
+"""Derives limits from measurements; no limit is looser than published unless that is allowed.
 
-The rate is of rollouts that are rejected by any number, so each of J numbers gets rate / J.
+The rate is of rollouts that are rejected by any number, so each of J numbers gets rate / J. `tails`
+gives the bound of each number.
 
     limit = min(published, max(bound, floor))
 
@@ -8,28 +9,94 @@ Where the published limit is the lower, the rate is not kept, unless looser limi
 The floor is what no measurement may undercut: float32's limits of TOPLOC (ties between the 128th
 and the 129th magnitude alone cost up to 4 positions), 1e-4 nats of log-prob and 1e-6 of mean gap,
 some hundred times what float32 rounds. tau (`gap`) is never lowered: it is also how far logits may
-differ at the edge of top-p and at the end token, which gaps do not measure. Nor is the share of
-tokens above it, or the largest gap below what the one exception of a short rollout may have: the
-tail of gaps is met by so few tokens that no rollouts at hand may show it. What gaps may come to
-together is a budget of its own (`gaps`), besides the published limit of their mean.
+differ at the edge of top-p and at the end token, which gaps do not measure. Two more limits are not
+lowered: the share of tokens above tau, and the largest gap below what the one exception of a short
+rollout may have. So few tokens reach the tail of gaps that the measured rollouts may not show it.
+
+The sum of gaps has a budget of its own (`noise_of`, `verify.thresholds.GapNoise`), besides the
+published limit of their mean. The budget needs the mean of honest gaps,
+
+    mu = ROOM (mean + 3 standard errors + 7 cap / N)
+
+over the N tokens of the part of the run where that is largest, because rounding changes as the
+policy does (by 1.6 within 20 updates that moved log-probs by 0.1, `docs/verify.md`). The standard
+error is of groups, whose tokens share a prompt. With the last term, a gap that was never seen is
+missed with a chance of exp(-7). Prompts differ, so mu is raised until every measured group would
+keep its budget by itself. Most gaps end below the cap. A lower cap hides the difference between
+other weights and rounding; with a higher cap a few tokens decide.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from runspec.core.errors import UserError
-from verify.calibration.gaps import ROOM, noise_of
 from verify.calibration.measure import SHORT_BELOW, Measurements, key_of
 from verify.calibration.profile import LimitTable, Number
 from verify.calibration.tails import Bound, samples_needed, tail_bound
-from verify.gap_noise import GapNoise
-from verify.thresholds import FLOAT32, SHORT_TAUS, ChunkLimits, Limits
-from verify.toploc.null import RADII
+from verify.thresholds import FLOAT32, SHORT_TAUS, ChunkLimits, GapNoise, Limits
+from verify.toploc.statistics import RADII
+
+ROOM = 1.5
+"""Factor of the mean for versions and prompts that were not measured."""
+SMALLEST_CAP = 1.0 / 32.0
+"""Smallest cap, in tau."""
+PARTS = 8
+"""Largest number of parts that a run is divided into."""
+LEAST_GAPS = 400
+"""Fewest gaps of a part, on average, if there are two or more parts. Three standard errors then are
+a fifth of its mean."""
+_RAISE = 1.05
+_CAP_QUANTILE = 0.9
+_SIGMAS = 3.0
+_UNSEEN = 7.0
+
+
+def noise_of(
+    gaps: Sequence[np.ndarray], *, tau: float, least: float, probability: float
+) -> GapNoise:
+    """Return the noise of the gaps of an honest pool.
+
+    Args:
+        gaps: of each group f32 [n], nats, in the order of their versions; more than one group,
+            none empty.
+        tau: the largest cap.
+        least: the least mean that is set, nats.
+        probability: how often an honest submission, or an honest worker, may be rejected.
+    """
+    together = np.concatenate(gaps)
+    above = together[together > 0.0]
+    typical = float(np.quantile(above, _CAP_QUANTILE)) if len(above) else 0.0
+    cap = float(f"{min(max(typical, SMALLEST_CAP * tau), tau):.3g}")
+    sums = np.array([np.minimum(each, cap).sum(dtype=np.float64) for each in gaps])
+    lengths = np.array([len(each) for each in gaps])
+    parts = max(1, min(PARTS, len(above) // LEAST_GAPS, len(gaps) // 2))
+    each_part = zip(np.array_split(sums, parts), np.array_split(lengths, parts), strict=True)
+    upper = max(_upper(*part, cap) for part in each_part)
+    noise = GapNoise(cap, max(least, ROOM * upper), probability)
+    while noise.mean < cap and not _kept(noise, sums, lengths):
+        noise = replace(noise, mean=_RAISE * noise.mean)
+    return noise
+
+
+def _kept(noise: GapNoise, sums: np.ndarray, lengths: np.ndarray) -> bool:
+    """Whether every group keeps the budget of its tokens."""
+    pairs = zip((sums / lengths).tolist(), lengths.tolist(), strict=True)
+    return all(mean <= noise.largest_mean(tokens) for mean, tokens in pairs)
+
+
+def _upper(sums: np.ndarray, lengths: np.ndarray, cap: float) -> float:
+    """Return the upper bound of a token's mean, from f64 [G] sums over i64 [G] tokens."""
+    tokens, groups = int(lengths.sum()), len(sums)
+    mean = float(sums.sum()) / tokens
+    squares = float(((sums - mean * lengths) ** 2).sum()) * groups / (groups - 1)
+    return mean + (_SIGMAS * math.sqrt(squares) + _UNSEEN * cap) / tokens
+
 
 FLOOR = replace(FLOAT32, logprob_submission=1e-4, logprob_rollout=1e-4, gap_mean=1e-6)
 _QUANTILES = (0.5, 0.9, 0.99, 1.0)
@@ -39,7 +106,7 @@ _MANY = 32_768
 
 @dataclass(frozen=True)
 class Derived:
-    """What a profile says of limits."""
+    """Limits of a profile, and the numbers that they come from."""
 
     limits: Limits
     numbers: dict[str, Number]
@@ -113,7 +180,7 @@ class _Work:
         return limit
 
     def logprobs(self) -> dict[str, Any]:
-        """Of a submission and of a rollout."""
+        """Return the limits of log-probs, of a submission and of a rollout."""
         rollout, submission = self.limit("logprob_rollout"), self.limit("logprob_submission")
         if submission > rollout:
             # A mean over a submission spreads less; few submissions may not show it.

@@ -10,8 +10,7 @@ from runspec.core.errors import UserError
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from verify.calibration.profile import Profile, open_profile
-from verify.gap_noise import GapNoise
-from verify.thresholds import Limits, limits_for, precision_of
+from verify.thresholds import GapNoise, Limits, limits_for, precision_of
 
 
 def profiles_of(spec: RunSpec, *, dated: bool = True) -> dict[str, Profile]:
@@ -48,7 +47,7 @@ def profiles_of(spec: RunSpec, *, dated: bool = True) -> dict[str, Profile]:
 
 
 def limits_by_pool(spec: RunSpec, *, dated: bool = True) -> dict[str, Limits]:
-    """What each pool is judged by; arguments and errors are those of `profiles_of`."""
+    """Return the limits of each pool; arguments and errors are those of `profiles_of`."""
     profiles = profiles_of(spec, dated=dated)
     return {pool.name: _limits(spec, pool, profiles) for pool in spec.samplers}
 

@@ -1,4 +1,4 @@
-"""The numbers that limits speak of, of submissions that were recomputed."""
+"""Measures recomputed submissions: the numbers that limits bound, and what limits reject."""
 
 from __future__ import annotations
 
@@ -8,32 +8,40 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from verify.checks.prefill import logprob_diff
+from verify.checks.base import at_most
+from verify.checks.prefill import (
+    judge_all_gaps,
+    judge_gaps,
+    judge_proofs,
+    logprob_diff,
+    logprob_limit,
+)
 from verify.formats.submission import Rollout
 from verify.recompute import Recomputed
 from verify.thresholds import Limits
 from verify.toploc import TOP_K, ChunkStatistics
-from verify.toploc.null import RADII
+from verify.toploc.statistics import RADII
 
 SHORT_BELOW = (128, 256, 1024)
 """Chunks of fewer activations than these have limits of their own: all, most, and much of a chunk
 is among its k largest."""
+CHECKS = ("log-probs", "seeded choice", "TOPLOC")
 PAIR = tuple[Rollout, Recomputed]
 
 
 def chunk_class(elements: int) -> int | None:
-    """The bound of `SHORT_BELOW` that a chunk is judged by; None for one that is not short."""
+    """Return the bound of `SHORT_BELOW` for a chunk; None for a chunk that is not short."""
     return next((below for below in SHORT_BELOW if elements < below), None)
 
 
 def key_of(name: str, below: int | None) -> str:
-    """How a number of a class of chunks is called in a profile."""
+    """Return the name of a number of a class of chunks in a profile."""
     return name if below is None else f"{name} < {below}"
 
 
 @dataclass
 class Measurements:
-    """Values by number, one for each rollout or submission that has it."""
+    """Values of each number, one for each rollout or submission that has it."""
 
     values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     gaps: list[np.ndarray] = field(default_factory=list)
@@ -46,7 +54,7 @@ class Measurements:
     """k of the smallest chunk."""
 
     def take(self, pairs: Sequence[PAIR], limits: Limits) -> None:
-        """Adds a submission.
+        """Add a submission.
 
         Args:
             pairs: its rollouts, each with what was recomputed and well-formed proofs.
@@ -83,7 +91,7 @@ class Measurements:
         return 1.0 if name == "mantissa_median" else None
 
     def _take_proof(self, proof: object) -> None:
-        """The worst chunk of a rollout in each class, by each number."""
+        """Add the worst chunk of a rollout in each class, by each number."""
         assert isinstance(proof, list), "malformed proofs were refused before"
         classes: dict[int | None, list[ChunkStatistics]] = defaultdict(list)
         for chunk in proof:
@@ -109,3 +117,55 @@ def _of_chunk(chunk: ChunkStatistics) -> Iterator[tuple[str, float]]:
         yield f"miss_share {radius}", misses / chunk.k
     yield "mantissa_mean", chunk.mantissa_error_mean
     yield "mantissa_median", chunk.mantissa_error_median
+
+
+@dataclass
+class Rejections:
+    """Counts of the rollouts and submissions that some limits reject."""
+
+    limits: Limits
+    rollouts: int = 0
+    submissions: int = 0
+    rejected_rollouts: int = 0
+    """Rollouts that a number of their own rejects."""
+    rejected_submissions: int = 0
+    """Submissions that any number rejects."""
+    by: tuple[int, ...] = (0, 0, 0)
+    """Submissions that each of `CHECKS` rejects by itself."""
+
+    def named(self) -> dict[str, int]:
+        """Return `by`, with the names of the checks."""
+        return dict(zip(CHECKS, self.by, strict=True))
+
+    def take(self, pairs: Sequence[PAIR]) -> None:
+        """Judge a submission and count what is rejected."""
+        each = [_failed(pair, self.limits) for pair in pairs]
+        together = _failed_together(pairs, self.limits)
+        failed = np.logical_or.reduce([*each, together])
+        self.rollouts += len(pairs)
+        self.submissions += 1
+        self.rejected_rollouts += sum(map(any, each))
+        self.rejected_submissions += bool(failed.any())
+        self.by = tuple(int(n) for n in np.add(self.by, failed))
+
+
+def _failed(pair: PAIR, limits: Limits) -> list[bool]:
+    """Return which of `CHECKS` reject one rollout."""
+    row, found = pair
+    most = logprob_limit(limits.logprob_rollout, [row])
+    logprobs = at_most("", logprob_diff(*pair), most, "").passed
+    gaps = found.seeded_gap is None or judge_gaps(found.seeded_gap, limits).passed
+    assert isinstance(found.proof, list), "malformed proofs were refused before"
+    proofs = all(result.passed for result in judge_proofs(found.proof, limits))
+    return [not logprobs, not gaps, not proofs]
+
+
+def _failed_together(pairs: Sequence[PAIR], limits: Limits) -> list[bool]:
+    """Return which of `CHECKS` reject the submission as a whole."""
+    lengths = [len(row.output_tokens) for row, _ in pairs]
+    mean = float(np.average([logprob_diff(*pair) for pair in pairs], weights=lengths))
+    most = logprob_limit(limits.logprob_submission, [row for row, _ in pairs])
+    logprobs = at_most("", mean, most, "").passed
+    gaps = [found.seeded_gap for _, found in pairs if found.seeded_gap is not None]
+    choices = not gaps or judge_all_gaps(np.concatenate(gaps), limits).passed
+    return [not logprobs, not choices, False]

@@ -18,8 +18,7 @@ from runspec.core.signed import BadSignature, open_document, sign_document
 from runspec.core.spec.profile_files import MAX_BYTES
 from runspec.core.spec.schema import FloatType, RunSpec, SamplerPool
 from verify.formats.payload import open_payload
-from verify.gap_noise import GapNoise
-from verify.thresholds import ChunkLimits, Limits, Precision, limits_for, precision_of
+from verify.thresholds import ChunkLimits, GapNoise, Limits, Precision, limits_for, precision_of
 
 KIND = "calibration"
 FORMULA: Literal["exponential-tail/2"] = "exponential-tail/2"
@@ -49,7 +48,7 @@ class SamplingSide(_Part):
 
 
 class SamplerSide(_Part):
-    """Who sampled, as the spec says of the pool."""
+    """The sampler, as the spec describes the pool."""
 
     engine: Name
     precision: Precision
@@ -58,7 +57,7 @@ class SamplerSide(_Part):
 
 
 class ValidatorSide(_Part):
-    """Who recomputed."""
+    """The validator that recomputed."""
 
     engine: Name
     """An entry point of `runspec.prefill`."""
@@ -66,7 +65,7 @@ class ValidatorSide(_Part):
     hardware: Name
     """By `verify.hardware`, else `learner.hardware`."""
     releases: Annotated[dict[Name, Name], Field(max_length=16)]
-    """Of the engine and of the libraries that it had loaded, for people."""
+    """Releases of the engine and of the libraries that it had loaded, for people."""
 
 
 class ModelSide(_Part):
@@ -78,7 +77,7 @@ class ModelSide(_Part):
 
 
 class Measured(_Part):
-    """What the numbers were measured on."""
+    """The run and the samples that the numbers were measured on."""
 
     run: Name
     oldest_version: Natural
@@ -98,10 +97,10 @@ class Number(_Part):
     quantiles: Annotated[dict[Name, float], Field(max_length=8)]
     """Keys `0.5`, `0.9`, `0.99` and `1`, the largest."""
     bound: NonNegative | None
-    """What the tail formula gives."""
+    """Bound that the tail formula gives."""
     published: NonNegative | None
     limit: NonNegative | None
-    """What is judged by."""
+    """The limit that the checks use."""
     note: Annotated[str, Field(max_length=200)]
     """Why the limit is not the bound."""
 
@@ -118,7 +117,7 @@ class ShortTable(_Part):
 
 
 class GapTable(_Part):
-    """See `verify.gap_noise.GapNoise`."""
+    """See `verify.thresholds.GapNoise`."""
 
     cap: Annotated[float, Field(gt=0.0)]
     mean: Annotated[float, Field(gt=0.0)]
@@ -152,8 +151,8 @@ class Profile(_Part):
     issued: Time
     expires: Time
     rate: Annotated[float, Field(gt=0.0, lt=1.0)]
-    """Of honest rollouts, at most this share is to be rejected by all the numbers together whose
-    limit is not below their bound."""
+    """Largest share of honest rollouts that may be rejected by all numbers together whose limit is
+    not below their bound."""
     sampler: SamplerSide
     validator: ValidatorSide
     model: ModelSide

@@ -1,4 +1,4 @@
-"""Calibration of one pool: prefill what its run left behind, measure, derive, and say what of."""
+"""Calibrates one pool: recomputes the submissions of its run, measures, and derives a profile."""
 
 from __future__ import annotations
 
@@ -20,39 +20,36 @@ from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from verify.calibration import profile as form
 from verify.calibration.derive import Derived, as_table, derive
-from verify.calibration.honest import Taken, submissions_of
-from verify.calibration.measure import PAIR, Measurements
-from verify.calibration.power import Rejections
-from verify.calibration.prefills import Prefills
-from verify.calibration.spoilt import Change
-from verify.calibration.weights import Version, find_version
+from verify.calibration.honest_run import Taken, Version, find_version, submissions_of
+from verify.calibration.measure import PAIR, Measurements, Rejections
+from verify.calibration.prefills import Change, Prefills
 from verify.thresholds import Limits, limits_for, precision_of
 
 _LIBRARIES = ("jax", "torch", "vllm", "transformers")
 _MAX_CONFIG_BYTES = 1024 * 1024
 _VALID_S = 365 * 86400.0
-SPOILT_SUBMISSIONS = 32
-"""Submissions that are judged with perturbed weights, spread over all."""
+PERTURBED_SUBMISSIONS = 32
+"""Submissions that are judged with perturbed weights, evenly from all."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be calibrated."""
+    """The run and pool to calibrate, and how."""
 
     run_dir: Path
     pool: str
     fetched: Path | None = None
     """Folder of fetched versions; None: those of the run directory."""
     rate: float = 1e-6
-    """Of honest rollouts that may be rejected."""
+    """Share of honest rollouts that may be rejected."""
     allow_looser: bool = False
-    spoilt: Sequence[tuple[str, Change]] = ()
+    perturbed: Sequence[tuple[str, Change]] = ()
     """Perturbed weights to hold the limits against, by name."""
 
 
 @dataclass(frozen=True)
 class Power:
-    """Of some weights, what limits reject."""
+    """Rejections of submissions under some weights, by published limits and by the profile."""
 
     weights: str
     published: Rejections
@@ -61,15 +58,15 @@ class Power:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A profile, and what its limits are worth."""
+    """A profile, and what its limits reject."""
 
     profile: form.Profile
     power: list[Power]
-    """Of the right weights first, and then of each perturbation."""
+    """Rejections under the right weights first, then under each perturbation."""
 
 
 def calibrate(order: Order, log: logging.Logger) -> Outcome:
-    """Measures a pool.
+    """Measure a pool and derive its profile.
 
     Raises:
         UserError: nothing honest to measure, or too little of it.
@@ -79,7 +76,7 @@ def calibrate(order: Order, log: logging.Logger) -> Outcome:
     published = limits_for(precision_of(pool), spec.learner.compute_dtype)
     taken, versions = _with_weights(order, spec, log)
     prefills = Prefills(spec, pool, versions, published.gap, log)
-    some = _spread(taken, SPOILT_SUBMISSIONS)
+    some = _spread(taken, PERTURBED_SUBMISSIONS)
     measured, kept = Measurements(), list[list[PAIR]]()
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         for each, pairs in prefills.of(taken, Path(folder) / "right"):
@@ -88,12 +85,12 @@ def calibrate(order: Order, log: logging.Logger) -> Outcome:
                 kept.append(pairs)
         derived = derive(measured, published, rate=order.rate, allow_looser=order.allow_looser)
         power = [_judged("right weights", kept, derived, published)]
-        for name, change in order.spoilt:
+        for name, change in order.perturbed:
             log.info("perturbed: %s", name)
-            # Gone before the next: it holds a copy of the weights of every version.
+            # The folder holds a copy of the weights of every version: remove it before the next.
             with tempfile.TemporaryDirectory(dir=folder) as copies:
-                spoilt = [pairs for _, pairs in prefills.of(some, Path(copies) / "spoilt", change)]
-            power.append(_judged(name, spoilt, derived, published))
+                found = [pairs for _, pairs in prefills.of(some, Path(copies) / "weights", change)]
+            power.append(_judged(name, found, derived, published))
     newest = versions[max(versions)]
     profile = _profile(order, spec, pool, derived, measured, newest, list(versions))
     return Outcome(profile, power)
@@ -113,7 +110,7 @@ def _pool(spec: RunSpec, order: Order) -> SamplerPool:
 def _with_weights(
     order: Order, spec: RunSpec, log: logging.Logger
 ) -> tuple[list[Taken], dict[int, Version]]:
-    """The submissions whose version is still there, and those versions."""
+    """Return the submissions whose version is still there, and those versions."""
     found = submissions_of(order.run_dir, spec, order.pool)
     digests = {taken.lease.version: taken.lease.manifest_digest for taken in found}
     versions = {
@@ -140,7 +137,7 @@ def _with_weights(
 
 
 def _spread(taken: Sequence[Taken], most: int) -> list[Taken]:
-    """At most so many, evenly from all of them."""
+    """Return at most `most` submissions, evenly from all of them."""
     count = min(most, len(taken))
     return [taken[i * len(taken) // count] for i in range(count)]
 
@@ -215,7 +212,7 @@ def _model_side(path: Path) -> form.ModelSide:
 
 
 def _releases(engine: str) -> dict[str, str]:
-    """Of the engine's package, and of the libraries that it has loaded."""
+    """Return the releases of the engine's package and of the libraries that it has loaded."""
     points = [p for p in entry_points(group=PREFILL_GROUP) if p.name == engine and p.dist]
     found = {point.dist.name: point.dist.version for point in points if point.dist}
     sold_as = packages_distributions()  # vLLM's has another name on each kind of hardware

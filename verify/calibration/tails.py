@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MIN_SAMPLES = 40
-"""Fewer tell nothing of a tail."""
+"""Fewest samples from which a tail can be estimated."""
 FURTHEST = 14.0
 """A bound lies at most exp(14), a million, times rarer than the rarest of the samples."""
 _LEAST_EXCESSES = 20
@@ -32,7 +32,7 @@ _SPREAD_SIGMAS = 3.0
 
 @dataclass(frozen=True)
 class Bound:
-    """Of one number."""
+    """Upper bound of one number."""
 
     value: float | None
     """Exceeded by an honest one with a probability of p at most; None where `why` says why not."""

@@ -1,15 +1,15 @@
 """Every check of a submission, cheap ones first, behind one interface."""
 
 from runspec.core.spec.schema import SamplerPool
-from verify.checks.assignment import AssignmentCheck
 from verify.checks.base import Check, Examination, Subject, examine
 from verify.checks.distribution import (
     CHOSEN_TOKENS,
     CHOSEN_TOKENS_SUBMISSION,
+    ENDS,
+    ENDS_SUBMISSION,
     KeptTokensCheck,
 )
 from verify.checks.duplicates import DuplicateCheck, fingerprints
-from verify.checks.intake import Rejected, open_rows
 from verify.checks.prefill import (
     ProofCheck,
     RolloutLogprobCheck,
@@ -19,9 +19,16 @@ from verify.checks.prefill import (
     logprob_diff,
     several_versions,
 )
-from verify.checks.rewards import RewardCheck
-from verify.checks.termination import ENDS, ENDS_SUBMISSION
-from verify.checks.values import BOUNDS, PROOF_FORMAT, TERMINATION, VERSIONS
+from verify.checks.rows import (
+    BOUNDS,
+    PROOF_FORMAT,
+    TERMINATION,
+    VERSIONS,
+    AssignmentCheck,
+    Rejected,
+    RewardCheck,
+    open_rows,
+)
 
 __all__ = [
     "DUPLICATE_CHECKS",
@@ -40,15 +47,15 @@ __all__ = [
 ]
 
 ROW_CHECKS: list[Check] = [AssignmentCheck(), BOUNDS, VERSIONS, TERMINATION, PROOF_FORMAT]
-"""What the rows alone must satisfy."""
+"""Checks that need the rows alone."""
 GRADE_CHECKS: list[Check] = [RewardCheck()]
-"""What needs the validator's grades."""
+"""Checks that need the validator's grades."""
 DUPLICATE_CHECKS: list[Check] = [DuplicateCheck()]
-"""What needs the rows' fingerprints, and so their log-probs."""
+"""Checks that need the rows' fingerprints, and so their log-probs."""
 
 
 def prefill_checks(pool: SamplerPool) -> list[Check]:
-    """What needs the prefill."""
+    """Return the checks that need the prefill."""
     seeded: list[Check] = [SeededSamplingCheck(), SubmissionSamplingCheck()]
     unseeded: list[Check] = [
         KeptTokensCheck(),

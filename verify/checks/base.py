@@ -1,4 +1,4 @@
-"""What every check is: a look at a submission that gives each row a number and a limit."""
+"""The interface of every check: examines a submission and gives each row a number and a limit."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from runspec.core.spec.schema import SamplerPool
 from verify.formats.lease import Assignment, Lease
 from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult
 from verify.plugins import Graded, TaskSet
 from verify.recompute import Recomputed
-from verify.thresholds import Limits
+from verify.thresholds import SHORT_TAUS, Limits
 
 
 @dataclass(frozen=True)
@@ -29,25 +31,25 @@ class Subject:
     vocab_size: int
     task_set: TaskSet
     assignments: list[Assignment]
-    """Of the lease's groups, in order."""
+    """Assignments of the lease's groups, in order."""
     limits: Limits
     last_version: int
-    """The newest that the run will ever publish."""
+    """The newest version that the run will ever publish."""
     grades: list[Graded | None] = field(default_factory=list)
-    """Of each row, once graded; None in dropped groups."""
+    """Grade of each row, once graded; None in dropped groups."""
     recomputed: list[Recomputed | None] = field(default_factory=list)
-    """Of each row, once prefilled; None where no prefill can reproduce it."""
+    """Numbers of each row, once prefilled; None where no prefill can reproduce it."""
     fingerprints: list[list[int]] = field(default_factory=list)
-    """Of each row, once all else has passed (`verify.checks.duplicates`)."""
+    """Hashes of each row, once all else has passed (`verify.checks.duplicates`)."""
 
     @property
     def prefilled(self) -> list[tuple[Rollout, Recomputed]]:
-        """The rows that were recomputed."""
+        """Rows that were recomputed."""
         pairs = zip(self.rollouts, self.recomputed, strict=True)
         return [(rollout, found) for rollout, found in pairs if found is not None]
 
     def max_output(self, rollout: Rollout) -> int:
-        """Output tokens after which sampling had to stop."""
+        """Return the number of output tokens after which sampling had to stop."""
         room = self.pool.max_model_len - len(rollout.prompt_tokens)
         return min(self.pool.max_new_tokens, room)
 
@@ -57,18 +59,18 @@ class Check(Protocol):
 
     @property
     def name(self) -> str:
-        """For verdicts and reasons."""
+        """Name of the check in verdicts and reasons."""
 
     def run(self, subject: Subject) -> list[CheckResult]:
-        """A result for each row, in order."""
+        """Return a result for each row, in order."""
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What a sequence of checks found."""
+    """Result of a sequence of checks."""
 
     results: list[list[CheckResult]]
-    """Of each row."""
+    """Results of each row."""
     reason: str
     """The first failure: check, row, number, limit; empty when all passed."""
 
@@ -79,13 +81,13 @@ def examine(
     before: Examination | None = None,
     rows: Sequence[int] | None = None,
 ) -> Examination:
-    """Runs checks in order, up to the first that fails a row.
+    """Run checks in order, up to the first that fails a row.
 
     Args:
         checks: what to run.
         subject: the submission.
         before: what earlier checks found; where one failed already, nothing is run.
-        rows: those that these checks speak of; None for all.
+        rows: the rows that these checks examine; None for all.
     """
     if before is None:
         before = Examination([[] for _ in subject.rollouts], "")
@@ -102,7 +104,7 @@ def examine(
 
 
 def failure(result: CheckResult, row: int) -> str:
-    """One line that says what failed, where, and by how much."""
+    """Return one line that says what failed, where, and by how much."""
     return (
         f"{result.name}: row {row}: {result.reason} "
         f"(measured {result.value:.6g}, limit {result.limit:.6g})"
@@ -110,10 +112,38 @@ def failure(result: CheckResult, row: int) -> str:
 
 
 def at_most(name: str, value: float, limit: float, reason: str) -> CheckResult:
-    """Passes when value <= limit; NaN does not."""
+    """Return a result that passes when value <= limit; NaN fails."""
     return CheckResult(name, bool(value <= limit), float(value), float(limit), reason)
 
 
 def no_faults(name: str, faults: Sequence[str]) -> CheckResult:
-    """Passes without faults; else the value is their number and the reason the first."""
+    """Return a result that passes without faults; else its value is their number."""
     return CheckResult(name, not faults, float(len(faults)), 0.0, faults[0] if faults else "")
+
+
+def few_exceptions(
+    check: str, values: np.ndarray, limits: Limits, *, largest: str, over: str
+) -> CheckResult:
+    """Pass when at most floor(gap_share n) of n values exceed tau, and none exceeds `gap_max`.
+
+    Rounding keeps the values near 0, but for a few. A rollout too short for one exception may have
+    one all the same, up to `SHORT_TAUS` tau: a token of a short rollout meets the tails of rounding
+    as often as a token of a long one. No exception is allowed if `gap_share` is 0.
+
+    Args:
+        check: its name.
+        values: f32 [n], one a token.
+        limits: `gap` is tau.
+        largest: names the largest value, with {token} for its index.
+        over: names the number of exceptions.
+    """
+    allowed, worst = int(limits.gap_share * len(values)), int(np.argmax(values))
+    most = limits.gap_max
+    if not allowed:
+        taus = SHORT_TAUS if limits.gap_share else 1.0
+        most = min(taus * limits.gap, limits.gap_max)
+    found = at_most(check, float(values[worst]), most, largest.format(token=worst))
+    if not found.passed or not limits.gap_share:
+        return found
+    count = int((~(values <= limits.gap)).sum())
+    return at_most(check, count, max(1, allowed), f"{over} {limits.gap}")

@@ -1,4 +1,4 @@
-"""Checks of the tokens of unseeded pools: whether the policy's own distributions gave them.
+"""Checks of unseeded pools: whether the policy's distributions gave the tokens and the ends.
 
 A product of likelihood ratios is a martingale: if o_t is drawn from p_t, and q_t is any other
 distribution that depends on the past alone, then E[ prod_t q_t(o_t) / p_t(o_t) ] = 1, and by Markov
@@ -12,7 +12,21 @@ products. The alternatives q_t are those that attacks resemble:
 The sampler's p differs by rounding. E[q / p] then exceeds 1 by a term of second order in the
 distance of the log-probs (the first cancels), as the mean gap of seeded sampling does; so
 `gap_mean` nats a token are taken off. A token at the edge of top-k or top-p, which not every
-sampler keeps, speaks against nobody.
+sampler keeps, is no evidence.
+
+`ENDS` checks where rollouts end, by the same products for the end token alone. With h_t its
+probability at position t and a_t that of another policy, a position adds log a_t / h_t where the
+rollout ends and log (1 - a_t) / (1 - h_t) where it goes on. The a_t are:
+
+    odds times c     for c above 1 ends come too early, below 1 too late, c near 0 is padding
+    r besides        a = h + (1 - h) r: an end anywhere, however improbable, at a rate of r a token
+
+Honest sampling ends at h = 0.1 at times, and that counts as the chance that it is. Outputs that are
+cut at the longest count for the positions at which they went on.
+
+Rounding may move the log-odds of the end token by tau. Alternatives with earlier ends are compared
+with h at odds larger by a factor of exp(tau), those with later ones at smaller odds; a_t lies
+beyond, so the mean of each ratio is at most 1 for every h between.
 """
 
 from __future__ import annotations
@@ -24,8 +38,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from runspec.core.errors import UserError
-from verify.checks.base import Subject, at_most
-from verify.checks.exceptions import few_exceptions
+from verify.checks.base import Subject, at_most, few_exceptions
 from verify.choices import HEADS, POWERS, Choices
 from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult
@@ -41,7 +54,15 @@ NAMES = (
     f"temperatures / {POWERS[0]:g} and {POWERS[-1]:g}",
     *(f"nothing below {c:g} of the largest probability" for c in HEADS),
 )
-"""Of the alternatives, in order."""
+"""Names of the alternatives of tokens, in order."""
+_MORE, _FEWER, _RATES = (2.0, 5.0, 20.0), (0.5, 0.2, 0.02), (1e-2, 1e-3, 1e-4)
+END_NAMES = (
+    *(f"odds of the end token times {c:g}" for c in (*_MORE, *_FEWER)),
+    *(f"ends anywhere, {r:g} a token" for r in _RATES),
+)
+"""Names of the alternatives of ends, in order."""
+_CERTAIN, _IMPOSSIBLE = -1e-6, -80.0
+"""Log-probs of the end token are clipped to these, nats."""
 
 
 def choices_of(recomputed: Recomputed) -> Choices:
@@ -149,3 +170,38 @@ class KeptTokensCheck:
             )
             for outside in rows
         ]
+
+
+def end_sums(choices: Choices, *, ended: bool, tau: float) -> np.ndarray:
+    """Return the log of each alternative's product of ratios over a rollout, f64 [len(END_NAMES)].
+
+    Args:
+        choices: of its output tokens.
+        ended: whether it ended by the end token, not at the longest output.
+        tau: what rounding may do to log-odds.
+    """
+    most, least = _log_odds(choices.end_most) + tau, _log_odds(choices.end_least) - tau
+    odds = [(most, math.log(c)) for c in _MORE] + [(least, math.log(c)) for c in _FEWER]
+    went_on = len(most) - ended
+    found = [
+        float((np.logaddexp(0.0, x) - np.logaddexp(0.0, x + log_c)).sum()) + ended * log_c
+        for x, log_c in odds
+    ]
+    for rate in _RATES:
+        end = float(np.logaddexp(0.0, math.log(rate) - most[-1])) if ended else 0.0
+        found.append(end + went_on * math.log1p(-rate))
+    return np.array(found)
+
+
+def _log_odds(log_end: np.ndarray) -> np.ndarray:
+    """Return log-odds, f64 [n], from log-probs of the end token."""
+    log_end = np.clip(log_end.astype(np.float64), _IMPOSSIBLE, _CERTAIN)
+    return log_end - np.log(-np.expm1(log_end))
+
+
+def _end_sums(row: Rollout, choices: Choices, limits: Limits) -> np.ndarray:
+    return end_sums(choices, ended=row.finish_reason == "stop", tau=limits.gap)
+
+
+ENDS = EvidenceCheck("ends", END_NAMES, _end_sums)
+ENDS_SUBMISSION = SubmissionEvidenceCheck("ends_submission", END_NAMES, _end_sums)

@@ -1,15 +1,15 @@
-"""Outputs that are too alike to be samples of their own: what is compared, and within a submission.
+"""Duplicate outputs: fingerprints of runs of tokens, and their comparison within a submission.
 
 A run of output tokens whose own information, - sum log p, is at least I nats is sampled at a given
-place with a probability of at most exp(-I), whatever came before. So an honest rollout of n tokens
-shares one of M runs that others had before it with a probability of at most n M exp(-I): with
-I = 48, n = 32,768 and M = 2,000,000 that is below 1e-10. Text that the policy would write anyway (a
-restated problem, a short answer) carries little information, and is no run.
+place with a probability of at most exp(-I), whatever came before. An honest rollout of n tokens
+shares one of M earlier runs with a probability of at most n M exp(-I). With I = 48, n = 32,768 and
+M = 2,000,000 that is below 1e-10. Text that the policy would write anyway (a restated problem, a
+short answer) carries little information, and is no run.
 
-Of each rollout a few runs are kept, the same in a copy as in its original: they start where the
-hash of 8 tokens is among the lowest (once, where the same 8 come again), and end with the multiple
-of 8 tokens at which they carry I nats. An edit changes the runs that it lies in, no others. The
-whole output is one more.
+A few runs of each rollout are remembered, the same in a copy as in its original. They start where
+the hash of 8 tokens is among the lowest (once, if the same 8 come again). They end with the
+multiple of 8 tokens at which they carry I nats. An edit changes only the
+runs that it lies in. The whole output is one more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verify.checks.base import Subject, no_faults
 from verify.formats.verdict import MAX_FINGERPRINTS, CheckResult
 
 OUTPUT_NATS = 64.0
-"""Outputs of less information are compared with nothing."""
+"""Outputs with less information are not compared."""
 RUN_NATS = 48.0
 _ANCHOR = 8
 """Tokens that a start is chosen by, and to whose multiple a run is rounded up."""

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from verify.checks.base import Subject, at_most
-from verify.checks.exceptions import few_exceptions
+from verify.checks.base import Subject, at_most, few_exceptions
 from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult
 from verify.recompute import Recomputed
 from verify.thresholds import MODULUS_SLACK, NULL_BITS, RICH_BITS, TERMS_SLACK, Limits
 from verify.toploc import ChunkStatistics, MalformedProof
-from verify.toploc.null import RADII, NullTest, null_test
+from verify.toploc.statistics import RADII, NullTest, null_test
 
 
 def logprob_diff(row: Rollout, recomputed: Recomputed) -> float:
@@ -27,7 +26,7 @@ def logprob_diff(row: Rollout, recomputed: Recomputed) -> float:
 
 
 def logprob_limit(limit: float, rows: Sequence[Rollout]) -> float:
-    """What the mean |claimed - recomputed| log-prob over some rollouts of a submission may be.
+    """Return the largest mean |claimed - recomputed| log-prob over some rollouts of a submission.
 
     Where rounding moves the edge of top-p, sampler and validator keep other sets. Each has top_p of
     the probability at least and all of it at most, so that log-probs differ by -log top_p at most
@@ -106,7 +105,7 @@ class SubmissionSamplingCheck:
 
     Weights a little off move few tokens, each by a little: the mean gap grows with the square of
     the distance in log-probs, which parts them from rounding where no single token does. Where the
-    pool was calibrated the gaps must also keep the budget of its rounding (`verify.gap_noise`).
+    pool was calibrated the gaps must also keep the budget of its rounding (`verify.thresholds`).
     """
 
     name = "seeded_sampling_submission"
@@ -134,7 +133,7 @@ class ProofCheck:
 
 
 def judge_gaps(gaps: np.ndarray, limits: Limits) -> CheckResult:
-    """Of the gaps of one rollout, f32 [n]: the largest, or how many exceed tau."""
+    """Judge the gaps of one rollout, f32 [n]: the largest, or how many exceed tau."""
     return few_exceptions(
         SeededSamplingCheck.name,
         gaps,
@@ -145,7 +144,7 @@ def judge_gaps(gaps: np.ndarray, limits: Limits) -> CheckResult:
 
 
 def judge_all_gaps(gaps: np.ndarray, limits: Limits) -> CheckResult:
-    """Of the gaps of all tokens of a submission, f32 [N]: the number nearest to failing."""
+    """Judge the gaps of all tokens of a submission, f32 [N], by the number nearest to failing."""
     name, tokens, noise = SubmissionSamplingCheck.name, len(gaps), limits.gap_noise
     mean, most = float(gaps.mean(dtype=np.float64)), limits.gap_mean + limits.gap / tokens
     results = [at_most(name, mean, most, "mean gap over the submission")]
@@ -157,14 +156,14 @@ def judge_all_gaps(gaps: np.ndarray, limits: Limits) -> CheckResult:
 
 
 def judge_proofs(chunks: Sequence[ChunkStatistics], limits: Limits) -> list[CheckResult]:
-    """Everything that must hold of the proofs of one rollout, each number with its limit.
+    """Judge the proofs of one rollout: return each number with its limit.
 
-    Of each chunk: a modulus and a degree that only an honest interpolation has; positions that
-    differ in exponent or sign (limit scaled with k); mean and median mantissa error where exponents
-    agree; the median error against what a constant proof could reach, where that is more than
-    rounding explains (a constant itself lacks terms). Where a guess would be found out
-    (`NULL_BITS`), also the positions that are off by more than the null test's radius. The chunks
-    where it would not, short or predictable, are counted last; that count never fails.
+    The numbers of each chunk are: a modulus and a degree that only an honest interpolation has;
+    positions that differ in exponent or sign (limit scaled with k); mean and median mantissa error
+    where exponents agree; the median error against what a constant proof could reach, where that is
+    more than rounding explains (a constant itself lacks terms). If a guess would be detected
+    (`NULL_BITS`), the positions that are off by more than the null test's radius count too. Chunks
+    that are too short or predictable for that are counted last; their count never fails.
     """
     results, weak = [], []
     for number, chunk in enumerate(chunks):

@@ -21,12 +21,11 @@ from runspec.core.run_files import STATE_FILE, SubmissionFiles, step_folder, sub
 from verify.coordinator.machine.consequences import recorded
 from verify.coordinator.machine.events import CoordinatorStarted, Event, RolledBack, StepClosed
 from verify.coordinator.machine.history import History
-from verify.coordinator.machine.policy import Policy
-from verify.coordinator.machine.state import State
+from verify.coordinator.machine.state import Policy, State
 from verify.coordinator.machine.transitions import apply
 from verify.formats import batch as batch_format
 from verify.ledger import Ledger
-from verify.patience import STORAGE_S
+from verify.timeouts import STORAGE_S
 
 _log = logging.getLogger(__name__)
 _SHORTEST_WAIT_S = 0.001

@@ -23,24 +23,22 @@ from runspec.core.spec.role_names import worker_names
 from runspec.core.spec.schema import RunSpec
 from verify.calibration.lookup import gap_noise_by_pool
 from verify.coordinator.edge import Edge
-from verify.coordinator.edge.connections import Connections
+from verify.coordinator.edge.limits import Connections
 from verify.coordinator.journal import Journal
-from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.state import Policy
 from verify.coordinator.server import Api, Documents, Services
 from verify.coordinator.services.activity import Peers
-from verify.coordinator.services.admission import Admission
-from verify.coordinator.services.closing import Closing
+from verify.coordinator.services.closing import Closing, watch_latest
 from verify.coordinator.services.data import SiteService
 from verify.coordinator.services.judging import Judging
-from verify.coordinator.services.leasing import Leasing
+from verify.coordinator.services.leasing import Admission, Leasing
 from verify.coordinator.services.operator import OperatorService
 from verify.coordinator.services.status import Status
-from verify.coordinator.services.watch import watch_latest
-from verify.formats.spec import sign_spec
+from verify.formats.joining import sign_spec
 from verify.ledger import open_ledger
 
-_log = logging.getLogger(__name__)
 _SHUTDOWN_S = 0.5
+_log = logging.getLogger(__name__)
 
 
 async def serve(

@@ -43,7 +43,7 @@ class BatchManifest:
     complete: bool
     """False when the step closed with fewer groups than asked for."""
     stats: dict[str, Any]
-    """What the coordinator saw of the step, for the metrics (see `docs/coordinator.md`)."""
+    """Statistics of the step, for the metrics (see `docs/coordinator.md`)."""
     ledger_rows: Annotated[int, Field(gt=0)]
     """How many rows the ledger had when the step closed."""
     ledger_chain: Digest

@@ -51,7 +51,7 @@ _CODEC = TypeAdapter(Lease)
 
 @dataclass(frozen=True)
 class Assignment:
-    """What one group of a lease samples."""
+    """Assignment of one group of a lease."""
 
     group: int
     problem: int

@@ -1,4 +1,4 @@
-"""A submission: one worker's rollouts for one lease, a signed table, one row a rollout."""
+"""A submission: one worker's rollouts for one lease, in a signed table with one row a rollout."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pydantic import TypeAdapter
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, open_document, sign_document
+from runspec.core.spec.schema import RunSpec, SamplerPool
 from verify.formats.payload import STRICT, Digest, Natural, open_payload
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
-from verify.toploc.proof import PROOF_BYTES
+from verify.toploc import CHUNK_ROWS, PROOF_BYTES
 
 KIND = "submission"
 MAX_ENVELOPE_BYTES = 8 * 1024
@@ -41,6 +42,10 @@ SCHEMA = Schema(
         Column("versions", "I32", ("valid", "offsets")),
     ),
 )
+_ROW_BYTES = 4 * 1024
+"""Bytes granted to texts, numbers and list offsets of a row."""
+_HEADER_BYTES = 16 * 1024
+"""Bytes granted to the header and the counts of a file."""
 
 
 @dataclass(frozen=True)
@@ -151,3 +156,45 @@ def open_submission(data: bytes) -> SubmissionEnvelope:
     if envelope.worker != document.key:
         raise BadSignature("submission: signed by another key than its worker's")
     return envelope
+
+
+def max_submission_rows(spec: RunSpec, pool: SamplerPool) -> int:
+    """Return the rows of the largest submission from `pool`."""
+    return min(pool.groups_per_submission, spec.algorithm.prompts_per_step) * (
+        spec.algorithm.group_size
+    )
+
+
+def max_submission_bytes(spec: RunSpec, pool: SamplerPool) -> int:
+    """Return the bytes of the largest submission from `pool`.
+
+    A row holds less than `max_model_len` prompt tokens as i32, and at most `max_new_tokens` of i32
+    token, f32 log-prob, i32 version (in a pool with `in_flight_updates`) and their share of a
+    proof.
+    """
+    return _bytes_of(max_submission_rows(spec, pool), pool.max_model_len, pool)
+
+
+def largest_submission_bytes(spec: RunSpec) -> int:
+    """Return the bytes of the largest submission from any pool."""
+    return max(max_submission_bytes(spec, pool) for pool in spec.samplers)
+
+
+def largest_accepted_bytes(spec: RunSpec) -> int:
+    """Return the bytes of the largest submission that the run may hold.
+
+    A restart may have changed `groups_per_submission` and `max_model_len` since a submission was
+    judged. No submission has more groups than a step, and no prompt is longer than the model's
+    context.
+    """
+    rows = spec.algorithm.prompts_per_step * spec.algorithm.group_size
+    context = spec.model.max_context
+    return max(_bytes_of(rows, max(context, p.max_model_len), p) for p in spec.samplers)
+
+
+def _bytes_of(rows: int, longest_prompt: int, pool: SamplerPool) -> int:
+    prompt = 4 * longest_prompt
+    proofs = (pool.max_new_tokens // CHUNK_ROWS + 1) * PROOF_BYTES
+    token = 12 if pool.in_flight_updates else 8
+    row = _ROW_BYTES + prompt + token * pool.max_new_tokens + proofs
+    return _HEADER_BYTES + rows * row

@@ -50,9 +50,9 @@ class Column:
 
     name: str
     dtype: str
-    """Of the values, as safetensors names it."""
+    """Dtype of the values, by its name in safetensors."""
     steps: tuple[str, ...] = ()
-    """What leads from a row to its values, in this order."""
+    """Steps that lead from a row to its values, in this order."""
     width: int = 1
     """Values of an entry: more than 1 for byte strings of a fixed length."""
     most: int | None = None
@@ -227,7 +227,7 @@ def _tensor(data: bytes, layout: _Layout, name: str, dtype: str) -> np.ndarray:
 
 
 def _step_read(step: str, entries: np.ndarray, values: Any, column: Column) -> Any:
-    """What a step leads to: one value for each of its entries.
+    """Return the values that a step leads to, one for each of its entries.
 
     Raises:
         ValueError: an entry leads nowhere.

@@ -21,12 +21,12 @@ MAX_ENVELOPE_BYTES = 16 * 1024
 MAX_BYTES = 256 * 1024 * 1024
 MAX_ROWS = 65536
 MAX_FINGERPRINTS = 17
-"""Of a row: its output, and 16 runs of tokens."""
+"""Largest number of fingerprints of a row: its output, and 16 runs of tokens."""
 
 MAX_FAULT = 400
 """Characters of a fault of the grader."""
 MAX_CHECKS = 64
-"""Of a row."""
+"""Largest number of checks of a row."""
 SCHEMA = Schema(
     "runspec verdict 1",
     (
@@ -64,7 +64,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class RolloutVerdict:
-    """What the validator computed for one row of a submission."""
+    """Numbers that the validator computed for one row of a submission."""
 
     submission: str
     row: int
@@ -85,8 +85,8 @@ class RolloutVerdict:
     """Hashes of runs of tokens that no other rollout can share by chance, which the coordinator
     compares across submissions (`verify.checks.duplicates`); empty where nothing was accepted."""
     gap_excess: float | None = None
-    """By how much its gaps exceed what a worker's may come to for ever, nats (`verify.gap_noise`);
-    None where the pool was not calibrated, or the rollout not recomputed."""
+    """Excess of its gaps over a worker's long-run budget, nats (`verify.thresholds.GapNoise`); None
+    where the pool was not calibrated, or the rollout not recomputed."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class VerdictEnvelope:
     dropped_groups: list[Natural]
     """Groups lost to a fault of the grader, without blame."""
     fault: str
-    """What the grader failed with at the last of them, as one printable line."""
+    """The grader's error at the last of them, as one printable line."""
     digest: Digest
     bytes: Natural
 
@@ -150,7 +150,7 @@ def decode_verdicts(data: bytes) -> list[RolloutVerdict]:
 
 
 def read_fingerprints(path: Path) -> list[list[int]]:
-    """Of each row of a verdict file that was accepted once: that column alone is read.
+    """Return the fingerprints of each row of an accepted verdict file; it reads that column alone.
 
     Raises:
         OSError: the file cannot be read.

@@ -1,13 +1,13 @@
-"""Building proofs."""
+"""Builds proofs, and reads their bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from verify.toploc.field import canonical, interpolate
-from verify.toploc.proof import Proof
+from verify.toploc.field import PRIME, canonical, interpolate
 from verify.toploc.selection import (
     INFINITY,
     MAGNITUDE,
@@ -19,11 +19,55 @@ from verify.toploc.selection import (
     split,
 )
 
+PROOF_BYTES = 2 + 2 * TOP_K
+
+
+class MalformedProof(ValueError):
+    """Raised for bytes that no honest prover writes, or a wrong number of proofs."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A polynomial over GF(65497) and the modulus that keeps its positions distinct."""
+
+    modulus: int
+    coefficients: np.ndarray
+    """i64 [128], ascending, each in [0, 65497); zero beyond the positions that the chunk has."""
+
+    def to_bytes(self) -> bytes:
+        """Return the modulus, then the coefficients, as big-endian uint16; 258 bytes."""
+        return np.append(self.modulus, self.coefficients).astype(">u2").tobytes()
+
+
+def parse_proof(data: bytes, *, k: int = TOP_K) -> Proof:
+    """Read a proof from outside.
+
+    Args:
+        data: the bytes.
+        k: positions that the chunk has: min(128, elements).
+
+    Raises:
+        MalformedProof: wrong length, modulus outside [128, 65497] (it is 65497 if a chunk has fewer
+            than 128 positions), a coefficient of 65497 or more, or one beyond the kth.
+    """
+    if len(data) != PROOF_BYTES:
+        raise MalformedProof(f"{len(data)} bytes instead of {PROOF_BYTES}")
+    words = np.frombuffer(data, dtype=">u2").astype(np.int64)
+    modulus, coefficients = int(words[0]), words[1:]
+    if not TOP_K <= modulus <= PRIME:
+        raise MalformedProof(f"modulus {modulus} outside [{TOP_K}, {PRIME}]")
+    if (coefficients >= PRIME).any():
+        raise MalformedProof(f"coefficient {coefficients.max()} is not below {PRIME}")
+    if coefficients[k:].any():
+        raise MalformedProof(f"a coefficient beyond the {k} that the chunk has")
+    return Proof(modulus, coefficients)
+
+
 _CHUNKS_AT_ONCE = 32
 
 
 def build_proofs(hidden_bits: np.ndarray) -> list[bytes]:
-    """The proofs of one rollout.
+    """Build the proofs of one rollout.
 
     Args:
         hidden_bits: u16 [n, D], bits of the bf16 final hidden states that produced the n output
@@ -39,7 +83,7 @@ def build_proofs(hidden_bits: np.ndarray) -> list[bytes]:
 
 
 def build_proofs_batch(rollouts: Sequence[np.ndarray]) -> list[list[bytes]]:
-    """`build_proofs` of many rollouts at once, which is cheaper than one by one."""
+    """Build proofs of many rollouts at once, which is cheaper than one by one."""
     chunks = [split(hidden) for hidden in rollouts]
     flat = [chunk for rollout in chunks for chunk in rollout]
     proofs = iter([proof for block in blocks(flat) for proof in _build(block)])
@@ -47,11 +91,11 @@ def build_proofs_batch(rollouts: Sequence[np.ndarray]) -> list[list[bytes]]:
 
 
 def build_proofs_of(selections: Sequence[Selection]) -> list[list[bytes]]:
-    """Proofs of rollouts whose largest activations were selected elsewhere, as on a sampler's GPU.
+    """Build proofs from largest activations that were selected elsewhere, as on a sampler's GPU.
 
     The bytes are those of `build_proofs` wherever the same positions were selected. The order of a
-    selection does not matter; among equal magnitudes devices take what they like (`select` the
-    earliest), so that agreement is judged by `verify_proofs`, not by bytes.
+    selection does not matter. Among equal magnitudes `select` takes the earliest, a device
+    any, so agreement is judged by `verify_proofs`, not by bytes.
 
     Args:
         selections: of each rollout; C chunks each, and C may differ.
@@ -87,7 +131,7 @@ def _build(chunks: list[np.ndarray]) -> list[bytes]:
 
 
 def _checked(selection: Selection) -> Selection:
-    """The same with positions that are not used as `select` has them: those after the chunk."""
+    """Return the selection with unused positions as `select` has them: those after the chunk."""
     indices = np.where(selection.used, selection.indices, np.arange(TOP_K))
     if (selection.used & ((indices < 0) | (indices >= selection.sizes[:, None]))).any():
         raise ValueError("a selected position lies outside its chunk")

@@ -48,6 +48,14 @@ class Selection:
         return Selection(self.indices[chunks], self.bits[chunks], self.sizes[chunks])
 
 
+def round_to_bf16(values: np.ndarray) -> np.ndarray:
+    """Return the bits, u16, of the nearest bf16, ties to even; of a NaN the bits of a NaN."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    even = (bits >> 16) & 1
+    rounded = (bits + (np.uint32(0x7FFF) + even)) >> 16
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
+
+
 def split(hidden: np.ndarray) -> list[np.ndarray]:
     """The chunks of u16 [n, D], flattened: views of at most 32 x D elements."""
     if hidden.dtype != np.uint16 or hidden.ndim != 2:

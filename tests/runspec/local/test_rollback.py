@@ -38,7 +38,7 @@ from verify.coordinator.machine.events import (
     VersionPublished,
     WorkerRegistered,
 )
-from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.state import Policy
 from verify.ledger import Ledger
 
 STEPS = 6

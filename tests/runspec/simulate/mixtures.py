@@ -17,7 +17,7 @@ from runspec.simulate.population import Swarm
 from runspec.simulate.result import Result
 from runspec.simulate.run import simulate
 from tests.runspec.core.spec.spec_files import SPECS
-from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.state import Policy
 
 Group = dict[str, Any]
 """Workers as a swarm file has them."""

@@ -14,7 +14,7 @@ from sampler.worker import start
 from sampler.worker.meter import Meter
 from tests.waiting import eventually
 from verify.client import RunFinished
-from verify.coordinator.edge.limiter import RATES
+from verify.coordinator.edge.limits import RATES
 from verify.coordinator.services.activity import DEAD_AFTER_S
 
 LOG = logging.getLogger("worker")

@@ -386,7 +386,7 @@ def test_what_keeps_an_audit_from_its_report_is_no_finding(
     words = f"{sys.executable} -m verify audit {run.run_dir} --root-key {root}"
     gone = subprocess.run(["bash", "-c", f"{words} | true; exit ${{PIPESTATUS[0]}}"], timeout=120)
     full = subprocess.run(["bash", "-c", f"{words} > /dev/full"], timeout=120)
-    monkeypatch.setattr("verify.audit.command.audit", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr("verify.commands.audit", lambda *_, **__: 1 // 0)
     broken = main(["audit", str(run.run_dir)])
 
     assert (gone.returncode, full.returncode, broken) == (141, 2, 3)

@@ -17,7 +17,7 @@ from runspec.local.snapshot import look_at
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.filled import digest, key
 from tests.verify.postgres import postgres_server
-from verify.audit.dropped import Dropped, read_dropped
+from verify.audit.snapshot import Dropped, read_dropped
 from verify.coordinator.machine.events import (
     CoordinatorStarted,
     Event,

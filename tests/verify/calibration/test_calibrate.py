@@ -19,8 +19,8 @@ from tests.verify.small_model import ParityTask, SmallModel, Worker, small_spec
 from verify import plugins
 from verify.__main__ import main
 from verify.calibration import run
+from verify.calibration.prefills import noise
 from verify.calibration.profile import Profile, open_profile
-from verify.calibration.spoilt import noise
 from verify.thresholds import BFLOAT16
 
 MODEL = SmallModel.random(seed=3)
@@ -82,9 +82,9 @@ def test_a_pool_is_measured_and_held_against_perturbed_weights(
     weights = run_dir / "weights" / "v0" / "model.safetensors"
     before = digest_file(weights)
     # when the pool is calibrated, and held against perturbed weights
-    monkeypatch.setattr(run, "SPOILT_SUBMISSIONS", 6)
-    spoilt = [("off by 1%", noise(0.01)), ("off by 4%", noise(0.04))]
-    outcome = run.calibrate(run.Order(run_dir, "home", spoilt=spoilt), logging.getLogger())
+    monkeypatch.setattr(run, "PERTURBED_SUBMISSIONS", 6)
+    perturbed = [("off by 1%", noise(0.01)), ("off by 4%", noise(0.04))]
+    outcome = run.calibrate(run.Order(run_dir, "home", perturbed=perturbed), logging.getLogger())
     # then the profile says what of
     profile = outcome.profile
     assert (profile.sampler.precision, profile.validator.precision) == ("bfloat16", "float32")
@@ -170,7 +170,7 @@ def test_whoever_ends_it_finds_no_copies_of_weights(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(
-        "verify.calibration.prefills.spoil", lambda *_: os.kill(os.getpid(), number)
+        "verify.calibration.prefills.perturb", lambda *_: os.kill(os.getpid(), number)
     )
     # when it is told to end
     code, out = calibrated(run_dir, key, "--perturbed")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from verify.calibration.gaps import ROOM, noise_of
+from verify.calibration.derive import ROOM, noise_of
 
 TAU, LEAST = 0.1, 1e-6
 

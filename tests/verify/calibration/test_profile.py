@@ -22,8 +22,7 @@ from verify.calibration.lookup import (
 )
 from verify.calibration.profile import open_profile
 from verify.coordinator.machine.gap_history import excess_of
-from verify.gap_noise import GapNoise
-from verify.thresholds import BFLOAT16, FLOAT32, ChunkLimits, Limits
+from verify.thresholds import BFLOAT16, FLOAT32, ChunkLimits, GapNoise, Limits
 
 PROFILE = made_profile()
 TABLE = PROFILE.limits.model_dump()

@@ -17,8 +17,7 @@ from tests.verify.small_model import NumpyEngine, ParityTask, Worker, small_spec
 from tests.verify.test_validator import COORDINATOR, VALIDATOR, WORKER, QueueCoordinator
 from verify import validator
 from verify.coordinator.machine.gap_history import excess_of
-from verify.gap_noise import DRIFT, GapNoise
-from verify.thresholds import FLOAT32
+from verify.thresholds import DRIFT, FLOAT32, GapNoise
 
 LOG = logging.getLogger("test")
 

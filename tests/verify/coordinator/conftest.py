@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from tests.verify.coordinator.deployment import Site, tiny_spec
-from verify.coordinator.edge import cache
+from verify.coordinator.services import status
 
 
 @pytest.fixture(autouse=True)
 def fresh_status(monkeypatch: pytest.MonkeyPatch) -> None:
     """A status is computed for each request, however slow the machine."""
-    monkeypatch.setattr(cache, "LONG_S", float("inf"))
+    monkeypatch.setattr(status, "LONG_S", float("inf"))
 
 
 @pytest.fixture

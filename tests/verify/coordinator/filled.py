@@ -24,9 +24,8 @@ from verify.coordinator.machine.events import (
     WorkerRegistered,
 )
 from verify.coordinator.machine.filling import Close, NonceNeeded
-from verify.coordinator.machine.policy import Policy
 from verify.coordinator.machine.stalls import Stalled
-from verify.coordinator.machine.state import LeaseRecord, State
+from verify.coordinator.machine.state import LeaseRecord, Policy, State
 from verify.coordinator.machine.transitions import apply
 from verify.formats.lease import Lease
 

@@ -15,8 +15,7 @@ from tests.verify.coordinator.filled import Filled
 from verify.coordinator.edge import Edge
 from verify.coordinator.edge.backlog import Backlog
 from verify.coordinator.journal import Journal
-from verify.coordinator.services.admission import Admission
-from verify.coordinator.services.leasing import Leasing
+from verify.coordinator.services.leasing import Admission, Leasing
 from verify.ledger_store import SqliteStore, StoredRow, StoreError
 
 NOBODY = frozenset[str]()

@@ -27,7 +27,7 @@ from tests.verify.coordinator.in_process import (
 from verify.audit.replay import audit
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Finished, Journal
-from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
 from verify.coordinator.services.activity import Activity
 from verify.coordinator.services.closing import Closing

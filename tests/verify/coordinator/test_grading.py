@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.verify.coordinator.filled import digest, key
-from verify.coordinator.machine.grading import VerdictMismatch, batch_stats, grade_groups
 from verify.coordinator.machine.state import Tally
+from verify.coordinator.machine.verdicts import VerdictMismatch, batch_stats, grade_groups
 from verify.coordinator.services.activity import Activity
 from verify.formats.lease import Lease
 from verify.formats.verdict import RolloutVerdict

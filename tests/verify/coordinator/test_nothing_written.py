@@ -28,7 +28,7 @@ from verify.coordinator.machine.events import CoordinatorStarted, StepClosed
 from verify.coordinator.services import closing as closing_module
 from verify.coordinator.services.activity import Activity
 from verify.coordinator.services.closing import Closing
-from verify.patience import STORAGE_S
+from verify.timeouts import STORAGE_S
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,6 @@ from tests.verify.calibration.profiles import document as signed
 from tests.verify.calibration.profiles import made_profile
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from tests.verify.coordinator.over_http import check, sample
-from verify.coordinator.machine.duplicates import Seen, repeated_submission
 from verify.coordinator.machine.events import SubmissionJudged, WorkerQuarantined
 from verify.coordinator.machine.gap_history import (
     AnotherCalibration,
@@ -28,10 +27,10 @@ from verify.coordinator.machine.gap_history import (
     with_gaps,
 )
 from verify.coordinator.machine.state import Worker
+from verify.coordinator.machine.verdicts import Seen, repeated_submission
 from verify.formats.verdict import RolloutVerdict
-from verify.gap_noise import GapNoise
 from verify.ledger import Ledger
-from verify.thresholds import FLOAT32
+from verify.thresholds import FLOAT32, GapNoise
 
 NOISE = GapNoise(cap=1e-3, mean=1e-4, probability=1e-3)
 LIMIT = NOISE.largest_excess

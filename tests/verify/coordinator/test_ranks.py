@@ -17,8 +17,7 @@ from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.filled import Filled, digest, key, policy, started
 from tests.verify.coordinator.in_process import edge_of, journal_of, leasing_of, roles_of
-from verify.coordinator.edge.limiter import AT_ONCE
-from verify.coordinator.edge.new_keys import MAX_UNPROVEN
+from verify.coordinator.edge.limits import AT_ONCE, MAX_UNPROVEN
 from verify.coordinator.machine import filling
 from verify.coordinator.machine.events import (
     CoordinatorStarted,
@@ -192,7 +191,7 @@ class TestOverdue:
         run, silent = self.run()
         asking = map(key, [*STRANGERS, "x"])
         due = filling.next_overdue(run.state, asking, run.now)
-        assert due == silent.lease.issued + filling.PATIENCE * 10.0
+        assert due == silent.lease.issued + filling.OVERDUE_AFTER * 10.0
         run.now = due - 0.1
         assert run.lease("x") is None
         run.now = due
@@ -354,7 +353,7 @@ def test_a_step_fills_by_one_known_worker_whatever_strangers_did_and_do(
         run.advance()
 
     # then the step is closed within its own time, and the patience that it has with them
-    assert run.now - begun <= groups + filling.PATIENCE * per_submission
+    assert run.now - begun <= groups + filling.OVERDUE_AFTER * per_submission
 
 
 LEASES = 6000
@@ -392,6 +391,6 @@ def test_as_many_new_keys_as_may_wait_keys_as_may_register_and_leases_that_nobod
         filling.decide_lease(state, name, run.now)
     assert (
         filling.next_overdue(state, asking, run.now)
-        == run.now + filling.PATIENCE_AMONG_EQUALS * 9.0
+        == run.now + filling.OVERDUE_AFTER_AMONG_EQUALS * 9.0
     )
     assert time.process_time() - begun < LONG_S

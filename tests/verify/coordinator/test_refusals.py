@@ -16,8 +16,7 @@ from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec
 from tests.verify.coordinator.over_http import granted, post, status
 from verify.client import SubmissionRefused
 from verify.formats.lease import lease_digest
-from verify.formats.submission import KIND, open_submission, sign_submission
-from verify.limits import max_submission_bytes
+from verify.formats.submission import KIND, max_submission_bytes, open_submission, sign_submission
 from verify.request_auth import ENVELOPE, sign_request
 
 

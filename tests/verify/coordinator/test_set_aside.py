@@ -11,8 +11,8 @@ from runspec.core.spec.resolved import load_resolved
 from tests.verify.coordinator.deployment import DEADLINE_S, Site
 from tests.verify.coordinator.filled import Filled, digest, key
 from tests.verify.coordinator.over_http import check, sample, status
-from verify.audit.dropped import read_dropped
 from verify.audit.replay import audit
+from verify.audit.snapshot import read_dropped
 from verify.coordinator.machine.events import FailedAttempt, KeyBanned, SubmissionSetAside
 from verify.coordinator.machine.reputation import BAN_AFTER
 from verify.coordinator.machine.state import LeaseRecord

@@ -17,8 +17,8 @@ from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, sign_document
 from tests.verify.coordinator.deployment import RUN, Site, tiny_spec
 from tests.verify.coordinator.over_http import post
+from verify.formats.joining import SiteFile, open_site
 from verify.formats.lease import lease_digest
-from verify.formats.site import SiteFile, open_site
 
 ROWS = b'{"problem_id": "p"}\n' * 1000
 

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 
 from runspec.core.roles import Roles
 from runspec.core.spec.schema import RunSpec
-from verify.coordinator.edge.addresses import networks
-from verify.coordinator.edge.authentication import Authentication
+from verify.coordinator.edge.authentication import Authentication, networks
 from verify.coordinator.edge.backlog import Backlog
-from verify.coordinator.edge.limiter import Limiter
-from verify.coordinator.edge.new_keys import NewKeys
+from verify.coordinator.edge.limits import Limiter, NewKeys
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine.state import LeaseRecord
 from verify.request_auth import RequestChecker

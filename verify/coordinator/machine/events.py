@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verify.formats.lease import Lease
-from verify.gap_noise import GapNoise
+from verify.thresholds import GapNoise
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class SubmissionJudged:
     gap_noise: GapNoise | None = None
     """The noise by which the excess was found, of the profile of that time."""
     fault: str = ""
-    """What the grader failed with at the last of the dropped groups, by the validator."""
+    """The grader's error at the last of the dropped groups, by the validator."""
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ The rules (docs/public-runs.md has the promise that they keep):
 - A recorded worker holds no more groups than it delivered since it last failed, divided by one more
   than its failures (`Standing.trust`). So a key wastes at most what it gave.
 - A lease becomes overdue while a worker of a better or the same rank waits without other work. Its
-  own worker has then been silent for `PATIENCE` times what the waiting one takes for as much, or
-  `PATIENCE_AMONG_EQUALS` times where the ranks are equal. Others are then leased its groups too.
-  Its worker may still answer, and what comes in time is trained.
+  own worker has then been silent for `OVERDUE_AFTER` times what the waiting one takes for as much,
+  or `OVERDUE_AFTER_AMONG_EQUALS` times where the ranks are equal. Others are then leased its groups
+  too. Its worker may still answer, and what comes in time is trained.
 - Groups train in lease order within a rank, not in order of arrival, which would favour short
   outputs. So a lease without a verdict holds back those of its rank that were leased after it,
   until it is decided, overdue or expired. It holds back no better rank.
@@ -48,9 +48,9 @@ from verify.formats.lease import MAX_OPEN_LEASES, Lease
 
 IDLE_DEADLINE_S = 900.0
 """Least time in seconds that a run waits for its next version."""
-PATIENCE = 2.0
+OVERDUE_AFTER = 2.0
 """A lease is overdue after this many times what a waiting worker of a better rank takes."""
-PATIENCE_AMONG_EQUALS = 4.0
+OVERDUE_AFTER_AMONG_EQUALS = 4.0
 """The same where the rank is the same: among honest workers some are so much slower."""
 
 
@@ -120,7 +120,7 @@ def hopeful(state: State, asking: Iterable[str], now: float) -> list[str]:
         if worker.rank in served:
             return True
         pace = worker.pace
-        late = pace is not None and now >= oldest + PATIENCE * pace.lease_s
+        late = pace is not None and now >= oldest + OVERDUE_AFTER * pace.lease_s
         if late and any(at <= now for at, _ in _overdue_at(state, key)):
             return True
         return any(record.status == "open" for record in state.unsettled.get(key, ()))
@@ -158,8 +158,8 @@ def _waits(state: State, rank: Rank, pace: Pace) -> Iterator[tuple[float, LeaseR
     """For how long a worker of a rank and pace waits for leases."""
     for record in state.silent:
         if rank <= record.rank:
-            patience = PATIENCE if rank < record.rank else PATIENCE_AMONG_EQUALS
-            yield record.since + patience * pace.seconds(record.lease.groups), record
+            times = OVERDUE_AFTER if rank < record.rank else OVERDUE_AFTER_AMONG_EQUALS
+            yield record.since + times * pace.seconds(record.lease.groups), record
 
 
 def _most_groups(state: State, key: str) -> int:

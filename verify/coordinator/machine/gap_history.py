@@ -2,7 +2,7 @@
 
 Slightly different weights, or another temperature, may hide in one submission and not in a hundred.
 A verdict tells the gaps of each rollout. Only the coordinator sees all verdicts, and adds up by how
-much the gaps exceed what they may be in the long run in a calibrated pool (`verify.gap_noise`). A
+much the gaps exceed what they may be in the long run in a calibrated pool (`verify.thresholds`). A
 submission that takes the sum beyond its limit is rejected. The sum then stays at the limit, so that
 a later submission that lowers it is accepted. A sum belongs to one calibration.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from verify.coordinator.machine.reputation import WORKERS_GAPS
 from verify.coordinator.machine.state import Worker
-from verify.gap_noise import GapNoise
+from verify.thresholds import GapNoise
 
 if TYPE_CHECKING:  # the state machine is read by commands that need no arrays
     from verify.formats.verdict import RolloutVerdict

@@ -1,5 +1,7 @@
 """The state of a run: plain frozen data, which `transitions.apply` makes from events.
 
+`Policy` has the parts of the spec that the state machine needs.
+
 Maps with an entry for each key are `HashTrieMap`s: a map with one more entry shares the others,
 while copies of a `dict` would make a start take time quadratic in the keys. An event wakes all who
 wait for a lease, so what each of them needs of all keys or leases is counted once.
@@ -7,6 +9,7 @@ wait for a lease, so what each of them needs of all keys or leases is counted on
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +19,60 @@ from typing import Literal
 
 from rpds import HashTrieMap
 
+from runspec.core.spec.schema import RunSpec
 from verify.coordinator.machine.events import FailedAttempt, GroupGrade, VersionPublished
-from verify.coordinator.machine.policy import Policy
 from verify.coordinator.machine.reputation import Standing, prefill_share
 from verify.formats.lease import Lease
-from verify.gap_noise import GapNoise
+from verify.thresholds import GapNoise
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How steps fill, and how far workers are trusted; durations in seconds."""
+
+    run: str
+    """Its name, which leases carry."""
+    steps: int
+    groups: int
+    """Groups a step asks for (`prompts_per_step`)."""
+    group_size: int
+    async_level: int
+    zero_variance_filter: bool
+    max_groups: int
+    """Groups of a step that known workers are leased at most."""
+    min_groups: int
+    """Fewer than these are no batch."""
+    deadline_s: float
+    lease_timeout_s: float
+    groups_per_submission: Mapping[str, int]
+    """For each pool."""
+    prefill_share: float
+    """Share of a new key's submissions to recompute."""
+    prefill_floor: float
+    """The share with the best reputation."""
+    newcomer_groups: int
+    """Groups of a step that new workers may hold together."""
+
+    @classmethod
+    def of(cls, spec: RunSpec) -> Policy:
+        algorithm, fill = spec.algorithm, spec.algorithm.fill
+        groups = algorithm.prompts_per_step
+        return cls(
+            run=spec.name,
+            steps=spec.steps,
+            groups=groups,
+            group_size=algorithm.group_size,
+            async_level=algorithm.async_level,
+            zero_variance_filter=algorithm.filters.zero_variance,
+            max_groups=int(fill.max_groups * groups),
+            min_groups=max(1, math.ceil(fill.min_share * groups - 1e-9)),
+            deadline_s=fill.deadline,
+            lease_timeout_s=spec.verify.lease_timeout,
+            groups_per_submission={p.name: p.groups_per_submission for p in spec.samplers},
+            prefill_share=spec.verify.prefill_share,
+            prefill_floor=spec.verify.lowest_prefill_share,
+            newcomer_groups=max(1, int(spec.verify.newcomer_share * groups + 1e-9)),
+        )
 
 
 class Rank(IntEnum):
@@ -198,7 +250,7 @@ class State:
     dropped_groups: int = 0
     """Groups lost to faults of the grader, of all steps."""
     last_fault: str = ""
-    """What the grader failed with at the newest of them."""
+    """The grader's error at the newest of them."""
 
     @property
     def finished(self) -> bool:

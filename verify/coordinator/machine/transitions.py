@@ -35,13 +35,13 @@ from verify.coordinator.machine.events import (
     WorkerRegistered,
 )
 from verify.coordinator.machine.gap_history import with_gaps
-from verify.coordinator.machine.policy import Policy
 from verify.coordinator.machine.reputation import Standing
 from verify.coordinator.machine.state import (
     Draw,
     LeaseRecord,
     OpenStep,
     Pace,
+    Policy,
     Rank,
     State,
     Tally,

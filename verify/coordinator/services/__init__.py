@@ -1,1 +1,1 @@
-"""What the coordinator does for workers, validators and the operator, and when time passes."""
+"""Services of the coordinator for workers, validators and the operator, and its timed actions."""

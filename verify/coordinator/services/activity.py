@@ -26,7 +26,7 @@ class Peer:
 
     last_seen: float
     info: Scalars = field(default_factory=dict)
-    """What the peer sent when it registered."""
+    """Information that the peer sent when it registered."""
     state: Scalars = field(default_factory=dict)
     """The last heartbeat."""
     busy_fraction: float | None = None

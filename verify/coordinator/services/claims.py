@@ -26,11 +26,11 @@ from dataclasses import dataclass, replace
 
 from runspec.core.errors import one_line
 from verify.coordinator.machine.events import FailedAttempt
-from verify.stages import DEADLINES_S
+from verify.timeouts import STAGE_DEADLINES_S
 
 CLAIM_TIMEOUT_S = 300.0
 """A claim is offered to the next validator if its own was silent for this long."""
-LONGEST_CLAIM_S = sum(DEADLINES_S.values())
+LONGEST_CLAIM_S = sum(STAGE_DEADLINES_S.values())
 """A claim is offered to the next validator after this time, even if its own sends heartbeats."""
 ATTEMPTS = 3
 """The first is beside other submissions, which may be at fault; the second and third are alone."""
@@ -59,7 +59,7 @@ class Failure:
 
 
 class Claims:
-    """Who works on what, and what failed; see the module."""
+    """Submissions that validators claim, and their failed attempts (see the module)."""
 
     def __init__(self) -> None:
         self._claims: dict[str, Claim] = {}

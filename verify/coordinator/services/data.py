@@ -21,7 +21,7 @@ from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import data_digest, file_digest, source_files
 from verify.coordinator.intake import Refusal
-from verify.formats.site import MAX_FILES, Site, SiteFile, sign_site
+from verify.formats.joining import MAX_FILES, Site, SiteFile, sign_site
 
 _log = logging.getLogger(__name__)
 

@@ -13,12 +13,11 @@ from runspec.core.files import sync_folder
 from runspec.core.run_files import submission_files
 from verify.coordinator.intake import Refusal, received, write_small
 from verify.coordinator.journal import Finished, Journal
-from verify.coordinator.machine.duplicates import Seen, by_coordinator
 from verify.coordinator.machine.events import GroupGrade, SubmissionJudged, SubmissionSetAside
 from verify.coordinator.machine.gap_history import AnotherCalibration, excess_of
 from verify.coordinator.machine.gap_history import fault as gap_fault
-from verify.coordinator.machine.grading import VerdictMismatch, grade_groups
 from verify.coordinator.machine.state import LeaseRecord
+from verify.coordinator.machine.verdicts import Seen, VerdictMismatch, by_coordinator, grade_groups
 from verify.coordinator.services.claims import Claims
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import (
@@ -27,7 +26,7 @@ from verify.formats.verdict import (
     VerdictEnvelope,
     decode_verdicts,
 )
-from verify.gap_noise import GapNoise
+from verify.thresholds import GapNoise
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,8 @@
-"""The workers' service: registers keys, grants leases, receives submissions."""
+"""The workers' service: decides who may register, grants leases, receives submissions.
+
+Work from trusted pools is checked less, so they take only keys that the operator named: the run's
+own, and those with an invite for that pool.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,14 @@ from functools import partial
 from pathlib import Path
 
 from runspec.core.files import sync_folder
+from runspec.core.invite import Invite, open_invite
 from runspec.core.keys import SigningKey
 from runspec.core.roles import Roles
 from runspec.core.run_files import SubmissionFiles, submission_files
+from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.edge import Edge
+from verify.coordinator.edge.limits import NewKeys
 from verify.coordinator.intake import Refusal, received, to_the_end, write_small
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.machine import filling
@@ -27,17 +34,90 @@ from verify.coordinator.machine.events import (
     WorkerRegistered,
 )
 from verify.coordinator.machine.state import LeaseRecord, State
-from verify.coordinator.services.admission import Admission
 from verify.formats.lease import Lease, lease_digest, sign_lease
-from verify.formats.submission import SubmissionEnvelope
-from verify.limits import max_submission_bytes
+from verify.formats.submission import SubmissionEnvelope, max_submission_bytes
 
 _log = logging.getLogger(__name__)
 
 
+class Admission:
+    """Decides on a key that registers for the first time.
+
+    Args:
+        spec: the run's resolved spec.
+        roles: keys that may sign invites.
+        own: public keys of the run's own workers.
+        new_keys: limits keys without an invite.
+    """
+
+    def __init__(
+        self, spec: RunSpec, roles: Roles, own: Collection[str], new_keys: NewKeys
+    ) -> None:
+        self._spec, self._roles, self._own = spec, roles, frozenset(own)
+        self._new_keys = new_keys
+        self._trusted = frozenset(pool.name for pool in spec.samplers if pool.trust == "trusted")
+
+    def is_own(self, key: str) -> bool:
+        """Whether it is one of the run's own workers."""
+        return key in self._own
+
+    def admit(
+        self, state: State, key: str, pool: str, used: object, now: float, *, address: str
+    ) -> str | None:
+        """Return the public key of the invite that admits a new key; None if it needs none.
+
+        Args:
+            state: of the run; counts the uses of invites.
+            key: the worker's.
+            pool: which it wants to serve.
+            used: the invite that it sent, None without one.
+            now: seconds since the epoch.
+            address: of the client.
+
+        Raises:
+            Refusal: 403 with the reason, or 429.
+        """
+        if used is None:
+            if key in self._own:
+                return None
+            if pool in self._trusted:
+                raise Refusal(
+                    403,
+                    f"pool {pool!r} is trusted: it takes the run's own workers, and keys with an "
+                    "invite for this pool",
+                )
+            if self._spec.verify.admission == "open":
+                self._new_keys.take(state, address)
+                return None
+            raise Refusal(403, "this run takes invited workers only: ask for a link with an invite")
+        try:
+            invite = open_invite(
+                used,
+                run=self._spec.name,
+                worker=key,
+                coordinators=self._roles.coordinator,
+                now=now,
+            )
+        except BadSignature as error:
+            raise Refusal(403, str(error)) from error
+        if invite.key in state.revoked:
+            raise Refusal(403, f"the invite was revoked: {state.revoked[invite.key]}")
+        _check_fits(invite, pool, state.invited.get(invite.key, 0))
+        if pool in self._trusted and invite.pool is None:
+            raise Refusal(403, f"pool {pool!r} is trusted, and the invite does not name it")
+        return invite.key
+
+
+def _check_fits(invite: Invite, pool: str, used: int) -> None:
+    if invite.pool is not None and invite.pool != pool:
+        raise Refusal(403, f"the invite is for pool {invite.pool!r}")
+    if used >= invite.uses:
+        raise Refusal(403, f"the invite was used {used} times, as often as it may be")
+
+
 @dataclass(eq=False)
 class _Question:
-    """A request for a lease that is waiting for its answer; two of one key are not the same."""
+    """A request for a lease that is waiting for its answer; two of one key are different."""
 
     key: str
     holding: Collection[str]
@@ -71,14 +151,14 @@ class Leasing:
         self._pools = {pool.name: pool for pool in spec.samplers}
         self._uploading: set[str] = set()
         self._asking: list[_Question] = []
-        """Those who wait for a lease."""
+        """Questions that wait for a lease."""
         self._settled: State | None = None
-        """The state in which there is no more work for those who wait."""
+        """State in which there was no work for the waiting questions."""
         self._overdue_at: float | None = None
-        """When there may be more though nothing changes."""
+        """Time at which there may be work although the state does not change."""
 
     def register(self, key: str, pool: str, invite: object = None, *, address: str) -> None:
-        """Makes a key a worker of a pool; doing it again changes nothing, and needs no invite.
+        """Register a key as a worker of a pool; again, it changes nothing and needs no invite.
 
         Args:
             key: the worker's.
@@ -105,7 +185,7 @@ class Leasing:
             _log.info("worker %s of pool %s registered", key[:16], pool)
 
     async def lease(self, key: str, holding: Collection[str], wait_s: float) -> bytes | None:
-        """A signed lease for a worker; None when there was none within `wait_s` seconds.
+        """Return a signed lease for a worker; None if there was none within `wait_s` seconds.
 
         Args:
             key: the worker's.
@@ -136,7 +216,7 @@ class Leasing:
             self._asking.remove(question)
 
     def _answer_in_turn(self, new: Sequence[_Question]) -> None:
-        """Answers the open questions for which there is work.
+        """Answer the open questions for which there is work.
 
         All who wait call it when something changes; the first answers everybody.
 
@@ -188,7 +268,7 @@ class Leasing:
                     )
 
     def release(self, key: str, digests: Collection[str]) -> None:
-        """Takes back leases that their holder will not answer, so that others may have the groups.
+        """Take back leases that their holder will not answer, so that others may have the groups.
 
         Other leases stay as they are: not open, not the caller's, or being answered just now.
 
@@ -206,7 +286,7 @@ class Leasing:
     async def submit(
         self, envelope: SubmissionEnvelope, signed: bytes, chunks: AsyncIterator[bytes]
     ) -> None:
-        """Receives a submission; the same bytes again change nothing.
+        """Receive a submission; the same bytes again change nothing.
 
         If too much waits for a verdict, a refusal says when to come again before the body is read,
         and the lease lasts until then.

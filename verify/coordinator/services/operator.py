@@ -26,7 +26,7 @@ from verify.coordinator.machine.events import (
     KeyBanned,
     RolledBack,
 )
-from verify.coordinator.machine.policy import Policy
+from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
 from verify.ledger import open_ledger
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -17,16 +20,57 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from runspec.core.errors import UserError
+from runspec.core.spec.schema import RunSpec
+from verify.audit.snapshot import NoLedger, open_snapshot
 from verify.coordinator.edge import Edge
-from verify.coordinator.edge.cache import Cache
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine.filling import needed_groups, tried_groups
 from verify.coordinator.machine.history import History
 from verify.coordinator.machine.reputation import reputation
 from verify.coordinator.machine.stalls import waited_for
-from verify.coordinator.machine.state import LeaseRecord, State
+from verify.coordinator.machine.state import LeaseRecord, Policy, State
+from verify.coordinator.machine.transitions import IllegalTransition, replay
 from verify.coordinator.services.activity import Activity, Peer, Peers
 from verify.coordinator.services.judging import Judging
+from verify.ledger import BadRow, decode_event
+
+T = TypeVar("T")
+
+LONG_S = 0.02
+"""A value that takes less time to compute is not cached."""
+SHARE = 0.05
+"""Largest share of the time that computing may take, however often the value is requested."""
+
+
+class Cache(Generic[T]):
+    """Cache for an expensive response that many clients request.
+
+    It repeats the last value until computing the next one would take more than `SHARE`.
+
+    Args:
+        compute: returns a new value.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self, compute: Callable[[], T], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._compute, self._clock = compute, clock
+        self._last: tuple[float, T] | None = None
+        """Time until which the value is repeated, and the value."""
+
+    def get(self) -> T:
+        """Return the last value, or a new one."""
+        started = self._clock()
+        if self._last is not None and started < self._last[0]:
+            return self._last[1]
+        self._last = None
+        value = self._compute()
+        took = self._clock() - started
+        if took > LONG_S:
+            self._last = started + took / SHARE, value
+        return value
 
 
 class Status:
@@ -102,7 +146,7 @@ def _step(state: State, number: int, now: float) -> dict[str, Any]:
 
 
 def _set_aside(record: LeaseRecord) -> dict[str, Any]:
-    """A submission that validators could not judge; its files stay for whoever looks into it."""
+    """Report a submission that validators could not judge; its files stay for an operator."""
     return {
         "submission": record.submission,
         "worker": record.lease.worker,
@@ -177,6 +221,27 @@ def _peer(peer: Peer | None, now: float) -> dict[str, Any]:
         "busy_fraction": peer.busy_fraction,
         "tokens_per_s": peer.tokens_per_s,
     }
+
+
+def read_workers(run_dir: Path, spec: RunSpec) -> dict[str, Any]:
+    """Return `workers` and `banned` of `GET /v1/status` from the ledger, without a coordinator.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    policy = Policy.of(spec)
+    try:
+        with closing(open_snapshot(run_dir, spec)) as snapshot:
+            events = (decode_event(row.kind, row.body) for row in snapshot.rows())
+            return workers_report(replay(policy, events))
+    except NoLedger:  # nobody has started a coordinator
+        return workers_report(State(policy))
+    except (BadRow, IllegalTransition) as error:
+        raise UserError(
+            f"the ledger cannot be replayed: {error}",
+            place=str(run_dir),
+            remedy=f"`python -m verify audit {run_dir}` says what is wrong with it",
+        ) from error
 
 
 class _Prometheus(Collector):

@@ -15,14 +15,13 @@ from runspec.core.spec.schema import Verify
 from tests.verify.coordinator.deployment import RUN, tiny_spec
 from tests.verify.coordinator.filled import Filled, key
 from tests.verify.coordinator.in_process import roles_of
-from verify.coordinator.edge import new_keys
-from verify.coordinator.edge.addresses import UNKNOWN, client_address, networks
-from verify.coordinator.edge.limiter import AT_ONCE, RATES, Limiter, Name, Rate
-from verify.coordinator.edge.new_keys import NewKeys
+from verify.coordinator.edge import limits
+from verify.coordinator.edge.authentication import UNKNOWN, client_address, networks
+from verify.coordinator.edge.limits import AT_ONCE, RATES, Limiter, Name, NewKeys, Rate
 from verify.coordinator.intake import Refusal
 from verify.coordinator.machine.events import BY_OPERATOR, KeyBanned, WorkerRegistered
 from verify.coordinator.machine.transitions import replay
-from verify.coordinator.services.admission import Admission
+from verify.coordinator.services.leasing import Admission
 
 COORDINATOR = SigningKey.generate()
 DAY_S = 86400.0
@@ -133,7 +132,7 @@ class TestNewKeys:
         assert keys.come("honest", "there") is None
 
     def test_keys_that_never_worked_are_bounded_and_work_makes_room(self, monkeypatch) -> None:
-        monkeypatch.setattr(new_keys, "MAX_UNPROVEN", 3)
+        monkeypatch.setattr(limits, "MAX_UNPROVEN", 3)
         run = Filled()
         keys = Registering(run)
         run.publish(0)

@@ -14,7 +14,7 @@ from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, tiny_spec
 from tests.verify.coordinator.over_http import post
 from tests.waiting import eventually
-from verify.coordinator.edge.limiter import AT_ONCE, RATES, Rate
+from verify.coordinator.edge.limits import AT_ONCE, RATES, Rate
 
 BEAT = canonical_json({"state": {}})
 

@@ -13,7 +13,7 @@ from runspec.cli.desk import _MAX_STATUS_BYTES
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.filled import POLICY, Filled, key, policy
 from tests.verify.coordinator.in_process import edge_of, journal_of
-from verify.coordinator.edge.new_keys import MAX_UNPROVEN
+from verify.coordinator.edge.limits import MAX_UNPROVEN
 from verify.coordinator.machine.events import StepClosed
 from verify.coordinator.machine.history import History
 from verify.coordinator.machine.state import State

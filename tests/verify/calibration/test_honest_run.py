@@ -13,8 +13,8 @@ from broadcast.client import WeightsClient
 from tests.verify.calibration.file_engine import save_small_model
 from tests.verify.calibration.honest_run import HonestRun
 from tests.verify.small_model import RUN, SmallModel, small_spec
-from verify.calibration.spoilt import noise, spoil
-from verify.calibration.weights import NOBODY, Version, find_version, place
+from verify.calibration.honest_run import NO_SERVER, Version, find_version, place
+from verify.calibration.prefills import noise, perturb
 from verify.formats.lease import Lease
 
 MODEL = SmallModel.random(seed=5)
@@ -37,7 +37,7 @@ def found(run: HonestRun, lease: Lease, fetched: Path | None = None) -> Version:
 
 def fetched_by_client(cache: Path, digest: str) -> Path:
     with closing(
-        WeightsClient([NOBODY], run=RUN, root_public_key="0" * 64, cache_dir=cache)
+        WeightsClient([NO_SERVER], run=RUN, root_public_key="0" * 64, cache_dir=cache)
     ) as client:
         return client.fetch(0, manifest_digest=digest, deadline_s=2.0)
 
@@ -62,7 +62,7 @@ def test_perturbed_weights_take_the_place_of_a_link_and_not_of_the_file(
     run: tuple[HonestRun, Lease], tmp_path: Path
 ) -> None:
     made, lease = run
-    spoil(place(found(made, lease), tmp_path / "cache"), noise(0.01))
+    perturb(place(found(made, lease), tmp_path / "cache"), noise(0.01))
     folder = fetched_by_client(tmp_path / "cache", lease.manifest_digest)
     ratio = mix_in(folder) / MODEL.mix - 1
     assert 0.009 < ratio.std() < 0.011 and abs(ratio.mean()) < 1e-3

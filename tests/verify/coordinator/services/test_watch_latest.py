@@ -13,7 +13,7 @@ from runspec.core.latest import Latest, sign_latest
 from runspec.core.roles import Roles
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN
 from tests.verify.coordinator.filled import digest
-from verify.coordinator.services import watch
+from verify.coordinator.services import closing
 
 PLACES = ["http://a..b/", "http://[fe80::1%25eth\x91]/", "/\x18", "http://127.0.0.1:1/", "//", ""]
 ANSWERS = [
@@ -60,7 +60,7 @@ class Relay:
         async with await asyncio.start_server(serve, "127.0.0.1") as server:
             url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             watching = asyncio.create_task(
-                watch.watch_latest(
+                closing.watch_latest(
                     url, run=RUN, roles=self.roles, newest=newest, published=published
                 )
             )
@@ -73,7 +73,7 @@ class Relay:
 
 @pytest.mark.parametrize("answer", ANSWERS)
 async def test_what_it_says_ends_nothing(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_LEAST_PERIOD_S", 0.01)
+    monkeypatch.setattr(closing, "_LEAST_PERIOD_S", 0.01)
     relay, found = Relay(), asyncio.get_running_loop().create_future()
     async with relay.watched(
         answer.encode("latin-1"),
@@ -90,7 +90,7 @@ async def test_what_it_says_ends_nothing(answer: str, monkeypatch: pytest.Monkey
 async def test_one_that_shows_an_older_version_is_not_asked_without_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watch, "_LEAST_PERIOD_S", 0.1)
+    monkeypatch.setattr(closing, "_LEAST_PERIOD_S", 0.1)
     relay, seen = Relay(), list[Latest]()
     async with relay.watched(relay.latest(3), newest=lambda: 5, published=seen.append):
         await asyncio.sleep(0.35)

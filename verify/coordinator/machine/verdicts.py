@@ -1,20 +1,43 @@
-"""Grades of groups from a verdict's rows, and statistics of a batch from grades."""
+"""What follows from verdicts: grades of groups, statistics of a batch, rejection of duplicates.
+
+Only the coordinator sees what every validator judged, so it compares submissions with each other.
+Validators put hashes of runs of tokens into their verdicts, runs that no two honest rollouts share
+(`verify.checks.duplicates` has the bound). The coordinator remembers the hashes of accepted
+rollouts that may still train. A submission that shares a run with one of them is rejected, even if
+its own verdict accepts it.
+
+The submission that is judged first stays. Only the coordinator and the validators see outputs, so
+a worker that holds another's output got it from that worker. Nobody can be framed by a guess: it
+would have to contain 48 nats of what the other worker samples later.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+from runspec.core.run_files import submission_files
 from verify.coordinator.machine.events import GroupGrade
-from verify.coordinator.machine.state import Tally
+from verify.coordinator.machine.gap_history import is_fault
+from verify.coordinator.machine.state import State, Tally
 from verify.formats.lease import Lease
-from verify.formats.verdict import RolloutVerdict
+from verify.formats.tables import MalformedTable
+from verify.formats.verdict import RolloutVerdict, read_fingerprints
+
+_log = logging.getLogger(__name__)
+_REASON = re.compile(
+    r"duplicates: row \d+: \d+ runs of tokens of submission (?P<submission>[0-9a-f]{64}), "
+    r"which was judged before"
+)
 
 
 class VerdictMismatch(ValueError):
-    """A verdict file whose rows are not exactly the rollouts of its submission."""
+    """Raised for a verdict file whose rows are not exactly the rollouts of its submission."""
 
 
 def grade_groups(
@@ -26,7 +49,7 @@ def grade_groups(
     dropped: Collection[int],
     zero_variance_filter: bool,
 ) -> tuple[GroupGrade, ...]:
-    """Grades of an accepted submission, a group each, in order.
+    """Return the grade of each group of an accepted submission, in order.
 
     Args:
         rows: of the verdict file.
@@ -91,10 +114,10 @@ def batch_stats(
     closed: float,
     busy_fraction: float | None,
 ) -> dict[str, Any]:
-    """`stats` of a batch manifest; means are over the rollouts of all graded groups.
+    """Return `stats` of a batch manifest; means are over the rollouts of all graded groups.
 
-    A mean of nothing (no group was graded, none had a target) is None, and so is a share of time
-    that no worker has told of yet.
+    A mean of nothing (no group was graded, none had a target) is None. So is the busy fraction if
+    no worker has reported it yet.
     """
     graded = [g for g in tally.grades if g.outcome != "dropped"]
     by_target: dict[int, list[GroupGrade]] = defaultdict(list)
@@ -134,7 +157,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _weighted(grades: Sequence[GroupGrade], means: Iterable[float | None]) -> float | None:
-    """Mean over rollouts of what is a mean over each group's; groups without it are left out."""
+    """Return the mean over rollouts from means of groups; groups without one are left out."""
     pairs = [(g.rollouts, m) for g, m in zip(grades, means, strict=True) if m is not None]
     rollouts = sum(n for n, _ in pairs)
     return sum(n * m for n, m in pairs) / rollouts if rollouts else None
@@ -143,3 +166,61 @@ def _weighted(grades: Sequence[GroupGrade], means: Iterable[float | None]) -> fl
 def _length(grades: Sequence[GroupGrade]) -> float | None:
     rollouts = sum(g.rollouts for g in grades)
     return sum(g.tokens for g in grades) / rollouts if rollouts else None
+
+
+def repeated_submission(reason: str) -> str | None:
+    """Return the submission that `Seen.fault` named; None for a rejection of another kind."""
+    found = _REASON.fullmatch(reason)
+    return found["submission"] if found else None
+
+
+def by_coordinator(reason: str) -> bool:
+    """Whether only the coordinator, and no validator, rejects for this reason."""
+    return repeated_submission(reason) is not None or is_fault(reason)
+
+
+class Seen:
+    """Fingerprints of accepted rollouts, at most `MAX_FINGERPRINTS` of each."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, dict[int, str]] = {}
+        """For each step and fingerprint, the submission that contained it first."""
+
+    @classmethod
+    def of(cls, run_dir: Path, state: State) -> Seen:
+        """Read the fingerprints of accepted submissions from the verdict files, after a restart."""
+        seen = cls()
+        for record in state.leases.values():
+            if record.status != "accepted" or record.submission is None:
+                continue
+            step = record.lease.step
+            path = submission_files(run_dir, step, record.submission).verdict
+            try:
+                seen.add(step, record.submission, read_fingerprints(path))
+            except (OSError, MalformedTable) as error:
+                _log.warning("new rollouts are not compared with those of %s: %s", path, error)
+        return seen
+
+    def add(self, step: int, submission: str, prints: Sequence[Sequence[int]]) -> None:
+        """Remember the rows of an accepted submission."""
+        known = self._steps.setdefault(step, {})
+        for row in prints:
+            for fingerprint in row:
+                known.setdefault(fingerprint, submission)
+
+    def fault(self, rows: Sequence[RolloutVerdict]) -> str:
+        """Describe the first row that shares a run of tokens with an accepted one, or return ''."""
+        for number, row in enumerate(rows):
+            for known in self._steps.values():
+                shared = [known[f] for f in row.fingerprints if f in known]
+                if shared:
+                    return (
+                        f"duplicates: row {number}: {len(shared)} runs of tokens of submission "
+                        f"{shared[0]}, which was judged before"
+                    )
+        return ""
+
+    def forget(self, oldest: int) -> None:
+        """Forget steps below `oldest`, which can train no more."""
+        for step in [step for step in self._steps if step < oldest]:
+            del self._steps[step]

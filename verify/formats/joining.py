@@ -1,7 +1,8 @@
-"""What a volunteer needs besides the spec: where weights are, and the data's files by digest.
+"""Documents that a joining worker gets from the coordinator: the resolved spec, and the site.
 
-Signed by the coordinator. The addresses are a convenience (weights are believed by the publisher's
-signature, wherever they come from); the files are believed by the digests that are listed here.
+Both are signed by the coordinator. The site has the addresses of weights, and the digests of the
+data's files. The addresses are a convenience, because weights are verified by the publisher's
+signature, wherever they come from. The files are verified by the listed digests.
 """
 
 from __future__ import annotations
@@ -12,17 +13,23 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
+from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, open_document, sign_document
+from runspec.core.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
+from runspec.core.spec.resolved import dump_resolved, parse_resolved
+from runspec.core.spec.schema import RunSpec
 from verify.formats.payload import STRICT, Digest, open_payload
 
-KIND = "site"
+SITE_KIND = "site"
 MAX_FILES = 4096
-MAX_BYTES = 2 * 1024 * 1024
+MAX_SITE_BYTES = 2 * 1024 * 1024
+SPEC_KIND = "spec"
+MAX_SIGNED_SPEC_BYTES = MAX_SPEC_BYTES + 4 * 1024
 
 
 def is_inside(path: str) -> bool:
-    """Whether a relative path names something below where it starts, however it is read."""
+    """Whether a relative path stays below its start, however it is read."""
     parts = PurePosixPath(path).parts
     plain = "\\" not in path and "\0" not in path
     return plain and len(parts) > 0 and not path.startswith("/") and ".." not in parts
@@ -54,7 +61,7 @@ class SiteFile:
 
 @dataclass(frozen=True)
 class Site:
-    """Payload of the document."""
+    """Payload of the site document."""
 
     __pydantic_config__ = STRICT
 
@@ -70,17 +77,43 @@ _CODEC = TypeAdapter(Site)
 
 
 def sign_site(site: Site, key: SigningKey) -> bytes:
-    return sign_document(KIND, asdict(site), key)
+    return sign_document(SITE_KIND, asdict(site), key)
 
 
 def open_site(data: bytes, *, coordinators: frozenset[str], run: str) -> Site:
-    """Checks a site document and returns it; no path in it leads out of its source's directory.
+    """Check a site document and return it; no path in it leads out of its source's directory.
 
     Raises:
         BadSignature: not signed by a coordinator of the run, or its fields are not a site's.
     """
-    payload = open_document(data, kind=KIND, keys=coordinators, max_bytes=MAX_BYTES).payload
-    site = open_payload(_CODEC, payload, KIND)
+    payload = open_document(
+        data, kind=SITE_KIND, keys=coordinators, max_bytes=MAX_SITE_BYTES
+    ).payload
+    site = open_payload(_CODEC, payload, SITE_KIND)
     if site.run != run:
         raise BadSignature(f"site: of run {site.run[:80]!r}, not {run!r}")
     return site
+
+
+def sign_spec(spec: RunSpec, key: SigningKey) -> bytes:
+    return sign_document(
+        SPEC_KIND, parse_object(dump_resolved(spec), max_bytes=MAX_SPEC_BYTES), key
+    )
+
+
+def open_spec(data: bytes, *, coordinators: frozenset[str], place: str) -> RunSpec:
+    """Check and read a signed spec.
+
+    Args:
+        data: the document.
+        coordinators: public keys that may sign it.
+        place: where it came from, for the message.
+
+    Raises:
+        BadSignature: not signed by a coordinator.
+        UserError: signed, but this release cannot read the spec.
+    """
+    payload = open_document(
+        data, kind=SPEC_KIND, keys=coordinators, max_bytes=MAX_SIGNED_SPEC_BYTES
+    ).payload
+    return parse_resolved(canonical_json(payload), place=place)

@@ -8,30 +8,32 @@ import sys
 import pytest
 
 from runspec.core.process import EXIT_INTERNAL
-from verify import stages
-from verify.stages import Stages
+from verify import watchdog
+from verify.timeouts import STAGE_DEADLINES_S
+from verify.watchdog import Stages
 
 
 def test_a_stage_is_overdue_after_its_deadline_and_not_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = [100.0]
-    monkeypatch.setattr(stages.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
     watched = Stages()
     assert watched.overdue() is None
     with watched.of("rows", "ab", "cd"):
-        clock[0] += stages.DEADLINES_S["rows"] - 1
+        clock[0] += STAGE_DEADLINES_S["rows"] - 1
         assert watched.overdue() is None
         clock[0] += 2
         found = watched.overdue()
         assert found is not None and (found.name, found.submissions) == ("rows", ("ab", "cd"))
     assert watched.overdue() is None
-    assert watched.spent_s == {"rows": stages.DEADLINES_S["rows"] + 1}
+    assert watched.spent_s == {"rows": STAGE_DEADLINES_S["rows"] + 1}
 
 
 HANGS = """
 import logging, sys, time
-from verify import stages, watchdog
+from verify import watchdog
+from verify.timeouts import STAGE_DEADLINES_S
 from verify.client import RunFinished
 
 class Client:
@@ -41,10 +43,10 @@ class Client:
     def release_claims(self, submissions, fault=""): print(*submissions, fault, flush=True)
 
 class Hanging:
-    busy_s, checked, stages = 0.0, 0, stages.Stages()
+    busy_s, checked, stages = 0.0, 0, watchdog.Stages()
 
 logging.basicConfig()
-stages.DEADLINES_S["prefill checks"], watchdog.HEARTBEAT_S = 0.2, 0.05
+STAGE_DEADLINES_S["prefill checks"], watchdog.HEARTBEAT_S = 0.2, 0.05
 with watchdog.heartbeats(Client(), Hanging, logging.getLogger("validator")):
     with Hanging.stages.of("prefill checks", "ab" * 32):
         time.sleep(600)

@@ -1,0 +1,276 @@
+"""Opens the rows of a submission, and checks each row without a prefill.
+
+`open_rows` checks signature, digest, lease and format. The checks compare rows with what the lease
+assigned, with bounds that every honest row keeps, and with the validator's own rewards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from runspec.core.hashing import digest_bytes
+from runspec.core.signed import BadSignature
+from verify.checks.base import Subject, at_most, no_faults
+from verify.formats.lease import Assignment, Lease
+from verify.formats.submission import Rollout, decode_rollouts, open_submission
+from verify.formats.tables import MalformedTable
+from verify.formats.verdict import CheckResult
+from verify.thresholds import LOGPROB_CEILING, LOGPROB_FLOOR, REWARD_TOLERANCE
+from verify.toploc import CHUNK_ROWS, MalformedProof, parse_proof
+
+_SHOWN = 40  # characters of a hostile string that a reason repeats
+
+
+class Rejected(Exception):
+    """Raised for a submission of which no row can be examined.
+
+    Args:
+        check: the check that failed.
+        reason: why.
+    """
+
+    def __init__(self, check: str, reason: str) -> None:
+        self.check, self.reason = check, reason
+        super().__init__(f"{check}: {reason}")
+
+
+def open_rows(
+    envelope: bytes,
+    table: bytes,
+    *,
+    lease: Lease,
+    lease_digest: str,
+    max_rows: int,
+    max_bytes: int,
+) -> list[Rollout]:
+    """Return the rows of a submission that is signed for this lease.
+
+    Args:
+        envelope: the signed submission envelope.
+        table: the table's bytes.
+        lease: the lease, whose signature has been checked.
+        lease_digest: of the signed lease.
+        max_rows: rows that an honest submission of the pool may have.
+        max_bytes: bytes that it may have.
+
+    Raises:
+        Rejected: `signature`, `lease` or `format`.
+    """
+    try:
+        signed = open_submission(envelope)
+    except BadSignature as error:
+        raise Rejected("signature", str(error)) from error
+    if signed.digest != digest_bytes(table) or signed.bytes != len(table):
+        raise Rejected("signature", "the file is not the one that was signed")
+    claimed = (signed.run, signed.step, signed.worker, signed.index, signed.lease)
+    if claimed != (lease.run, lease.step, lease.worker, lease.index, lease_digest):
+        raise Rejected("lease", "the envelope names another run, step, worker, index or lease")
+    try:
+        rollouts = decode_rollouts(table, max_rows=max_rows, max_bytes=max_bytes)
+    except MalformedTable as error:
+        raise Rejected("format", str(error)) from error
+    if not rollouts:
+        raise Rejected("format", "no rows")
+    return rollouts
+
+
+@dataclass(frozen=True)
+class ValuesCheck:
+    """Checks each row by itself. The value counts the row's faults."""
+
+    name: str
+    faults: Callable[[Rollout, Subject], Iterator[str]]
+    """Yields what is wrong with a row."""
+
+    def run(self, subject: Subject) -> list[CheckResult]:
+        return [no_faults(self.name, list(self.faults(r, subject))) for r in subject.rollouts]
+
+
+def _bounds(row: Rollout, subject: Subject) -> Iterator[str]:
+    """Lengths that agree, tokens of the vocabulary, finite numbers."""
+    tokens, logprobs = row.output_tokens, row.logprobs
+    longest = subject.max_output(row)
+    if not 1 <= len(tokens) <= longest:
+        yield f"{len(tokens)} output tokens, outside [1, {longest}]"
+    if len(logprobs) != len(tokens):
+        yield f"{len(logprobs)} log-probs for {len(tokens)} output tokens"
+    outside = tokens[(tokens < 0) | (tokens >= subject.vocab_size)]
+    if outside.size:
+        yield f"token {outside[0]} outside the vocabulary of {subject.vocab_size}"
+    impossible = logprobs[~((logprobs >= LOGPROB_FLOOR) & (logprobs <= LOGPROB_CEILING))]
+    if impossible.size:
+        yield f"log-prob {impossible[0]}"
+    for name, value in (("task_reward", row.task_reward), ("length_penalty", row.length_penalty)):
+        if not math.isfinite(value):
+            yield f"{name} {value}"
+
+
+def _termination(row: Rollout, subject: Subject) -> Iterator[str]:
+    """`stop` with the end token last and nowhere else, or `length` at the longest output."""
+    ends = np.flatnonzero(row.output_tokens == subject.task_set.eos_token_id)
+    length, longest = len(row.output_tokens), subject.max_output(row)
+    if row.finish_reason == "stop":
+        if ends.tolist() != [length - 1]:
+            yield f"stopped, with end tokens at {ends[:4].tolist()} of {length}"
+    elif row.finish_reason == "length":
+        if ends.size:
+            yield f"went on after the end token at {ends[0]}"
+        if length != longest:
+            yield f"cut at {length} tokens, not at {longest}"
+    else:
+        yield f"finish reason {row.finish_reason[:40]!r}"
+
+
+def _versions(row: Rollout, subject: Subject) -> Iterator[str]:
+    """Versions of single tokens, in trusted pools with `in_flight_updates` and nowhere else.
+
+    One a token, never going back, none before the lease's version, none after the last that the run
+    publishes. A nearer bound would take the clock, or the word of others: a slow worker may hand in
+    what it sampled under versions that were not there when its lease was granted.
+    """
+    pool, versions = subject.pool, row.versions
+    expected = pool.in_flight_updates and pool.trust == "trusted"
+    if versions is None:
+        if expected:
+            yield "no versions of tokens, from a pool that updates in flight"
+        return
+    if not expected:
+        yield "versions of tokens, from a pool that does not update in flight"
+    if len(versions) != len(row.output_tokens):
+        yield f"{len(versions)} versions for {len(row.output_tokens)} output tokens"
+    if (np.diff(versions) < 0).any():
+        yield "a token of an older version than the one before it"
+    oldest, newest = subject.lease.version, subject.last_version
+    outside = versions[(versions < oldest) | (versions > newest)]
+    if outside.size:
+        yield f"a token of version {outside[0]}, outside [{oldest}, {newest}]"
+
+
+def _proof_format(row: Rollout, subject: Subject) -> Iterator[str]:
+    """As many well-formed proofs as the output has chunks."""
+    chunks = -(-len(row.output_tokens) // CHUNK_ROWS)
+    if len(row.proofs) != chunks:
+        yield f"{len(row.proofs)} proofs for {chunks} chunks"
+        return
+    for number, proof in enumerate(row.proofs):
+        try:
+            parse_proof(proof)
+        except MalformedProof as error:
+            yield f"proof {number}: {error}"
+
+
+BOUNDS = ValuesCheck("bounds", _bounds)
+VERSIONS = ValuesCheck("versions", _versions)
+TERMINATION = ValuesCheck("termination", _termination)
+PROOF_FORMAT = ValuesCheck("proof_format", _proof_format)
+
+
+class AssignmentCheck:
+    """Compares rows with the lease: each (group, sample) once, with the group's problem and prompt.
+
+    The value is the number of fields that differ.
+    """
+
+    name = "assignment"
+
+    def run(self, subject: Subject) -> list[CheckResult]:
+        tasks = [_assigned(given, subject) for given in subject.assignments]
+        times = Counter((r.group, r.sample) for r in subject.rollouts)
+        expected = len(tasks) * subject.group_size
+        count = len(subject.rollouts)
+        missing = [f"{count} rows, the lease asks for {expected}"] if count != expected else []
+        return [
+            no_faults(
+                self.name,
+                [*missing, *_faults(row, times[row.group, row.sample], subject, tasks)],
+            )
+            for row in subject.rollouts
+        ]
+
+
+@dataclass(frozen=True)
+class _Assigned:
+    problem_id: str
+    target: int | None
+    prompt: list[int]
+
+
+def _assigned(given: Assignment, subject: Subject) -> _Assigned:
+    problem_id = subject.task_set.problem(given.problem).problem_id
+    prompt = subject.task_set.prompt_tokens(given.problem, given.target)
+    return _Assigned(problem_id, given.target, list(prompt))
+
+
+def _faults(row: Rollout, times: int, subject: Subject, tasks: list[_Assigned]) -> Iterator[str]:
+    lease, sampling = subject.lease, subject.pool.sampling
+    yield from _differing(
+        [
+            ("run", row.run, lease.run),
+            ("step", row.step, lease.step),
+            ("worker", row.worker, lease.worker),
+            ("lease", row.lease, subject.lease_digest),
+            ("version", row.version, lease.version),
+            ("temperature", row.temperature, float(np.float32(sampling.temperature))),
+            ("top_p", row.top_p, float(np.float32(sampling.top_p))),
+            ("top_k", row.top_k, sampling.top_k),
+        ]
+    )
+    if times > 1:
+        yield f"group {row.group} sample {row.sample} appears {times} times"
+    if not (0 <= row.group < len(tasks) and 0 <= row.sample < subject.group_size):
+        yield f"group {row.group} sample {row.sample} is not of the lease"
+        return
+    task = tasks[row.group]
+    yield from _differing(
+        [("problem_id", row.problem_id, task.problem_id), ("target", row.target, task.target)]
+    )
+    same_length = len(row.prompt_tokens) == len(task.prompt)  # before a long list is made
+    if not same_length or row.prompt_tokens.tolist() != task.prompt:
+        yield "the prompt is not the assigned problem's"
+
+
+def _differing(fields: list[tuple[str, object, object]]) -> Iterator[str]:
+    for name, claimed, assigned in fields:
+        if claimed != assigned:
+            yield f"{name} is {str(claimed)[:_SHOWN]!r}, assigned {str(assigned)[:_SHOWN]!r}"
+
+
+class RewardCheck:
+    """Compares claimed and re-graded rewards: task reward T and length penalty P.
+
+    The value is max(|T - T'|, |P - P'|). A false claim rejects the submission.
+
+    T is not compared where a grade is not repeatable: a slower machine may run out of time on the
+    same program. P is then compared only where the two agree on T, because some forms of P depend
+    on T. Training always uses the re-graded rewards.
+    """
+
+    name = "reward"
+
+    def run(self, subject: Subject) -> list[CheckResult]:
+        results = []
+        for row, graded in zip(subject.rollouts, subject.grades, strict=True):
+            if graded is None:  # the grader's fault, not the worker's
+                results.append(no_faults(self.name, []))
+                continue
+            task = _distance(row.task_reward, graded.task_reward)
+            length = _distance(row.length_penalty, graded.length_penalty)
+            if not graded.repeatable and task > REWARD_TOLERANCE:
+                results.append(
+                    CheckResult(self.name, True, 0.0, REWARD_TOLERANCE, "not repeatable")
+                )
+                continue
+            results.append(
+                at_most(self.name, max(task, length), REWARD_TOLERANCE, "claimed against re-graded")
+            )
+        return results
+
+
+def _distance(claimed: float, graded: float) -> float:
+    """Return the distance in float32, in which claims are written."""
+    return abs(claimed - float(np.float32(graded)))

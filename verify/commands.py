@@ -1,0 +1,180 @@
+"""Commands of `python -m verify` that run once: `audit` and `table`, exit codes and printing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from runspec.core.errors import UserError
+from runspec.core.files import atomic_file, read_bounded
+from runspec.core.hashing import is_digest
+from runspec.core.process import EXIT_INTERNAL
+from verify.audit.replay import audit
+from verify.formats import submission, verdict
+from verify.formats.tables import DTYPES, Column, MalformedTable, Schema
+
+UNREADABLE, INTERRUPTED, NOBODY_READS = 2, 130, 141
+"""Exit codes: a UserError; SIGINT and SIGPIPE, as a shell reports them."""
+
+
+def run_once(body: Callable[[], int]) -> int:
+    """Run a command whose exit code is a verdict; errors have codes of their own.
+
+    Returns:
+        The body's code; 2 on a UserError, 3 on an internal error, 130 on Ctrl-C, 141 if the
+        reader of the output has gone.
+    """
+    try:
+        return body()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return UNREADABLE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        return NOBODY_READS
+    except Exception:
+        logging.getLogger("verify").exception("internal error")
+        return EXIT_INTERNAL
+
+
+def say(text: str) -> None:
+    """Print a text and a line's end, all of it.
+
+    Raises:
+        UserError: standard output cannot be written; its disk is full.
+        BrokenPipeError: the reader has gone.
+    """
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        # Otherwise Python reports the error again when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise UserError(
+            f"cannot be written: {error.strerror or error}",
+            place="standard output",
+            remedy="name a file with room, or a command that reads",
+        ) from error
+
+
+CLEAN, FINDINGS = 0, 1
+
+
+def add_audit_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `audit` to the commands of `python -m verify`."""
+    parser = commands.add_parser("audit", help="replay a run's ledger; exit 0 clean, 1 findings")
+    parser.add_argument("run_dir", type=Path, help="run directory, at work or a copy")
+    parser.add_argument(
+        "--root-key",
+        type=public_key,
+        metavar="HEX",
+        help="the root's public key; else the spec's, else the run's own throw-away root",
+    )
+    parser.add_argument(
+        "--head",
+        type=_head,
+        action="append",
+        default=[],
+        metavar="ROWS:CHAIN",
+        help="a head that an earlier audit printed, which must still be there; may be repeated",
+    )
+    parser.add_argument("--json", action="store_true", help="the report as one JSON object")
+    parser.set_defaults(body=lambda options: run_once(lambda: _audit(options)))
+
+
+def _audit(options: argparse.Namespace) -> int:
+    report = audit(options.run_dir, root_key=options.root_key, heads=dict(options.head))
+    lines = [json.dumps(report.as_json(), sort_keys=True)] if options.json else report.lines()
+    say("\n".join(lines))
+    return FINDINGS if report.findings else CLEAN
+
+
+def public_key(text: str) -> str:
+    """Parse a public key of a command line: 64 hex characters."""
+    if not is_digest(text):
+        raise argparse.ArgumentTypeError("64 hex characters are needed")
+    return text
+
+
+def _head(text: str) -> tuple[int, str]:
+    rows, _, chain = text.partition(":")
+    if not (rows.isascii() and rows.isdigit() and is_digest(chain)):
+        raise argparse.ArgumentTypeError("ROWS:CHAIN is needed, as an audit prints it")
+    return int(rows), chain
+
+
+_MAX_BYTES = 2**31
+_CHECKS = "checks."
+
+
+def add_table_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `table` to the commands of `python -m verify`."""
+    parser = commands.add_parser("table", help="write a submission or verdict file as Parquet")
+    parser.add_argument("file", type=Path, metavar="FILE", help="of rollouts/step_<s>/")
+    parser.add_argument("-o", dest="out", type=Path, required=True, metavar="FILE.parquet")
+    parser.set_defaults(body=lambda options: run_once(lambda: _convert(options.file, options.out)))
+
+
+def _convert(path: Path, out: Path) -> int:
+    try:
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise UserError("needs pyarrow", place="table", remedy="pip install pyarrow") from error
+    try:
+        data = read_bounded(path, _MAX_BYTES)
+        table = _verdicts(data) if ".verdict." in path.name else _rollouts(data)
+    except (OSError, MalformedTable) as error:
+        raise UserError(
+            f"neither a submission nor a verdict file: {error}",
+            place=str(path),
+            remedy="name a file `<digest>.safetensors` or `<digest>.verdict.safetensors` of a run",
+        ) from error
+    with atomic_file(out) as file:
+        pq.write_table(table, file, compression="zstd")
+    say(f"{out}: {len(table)} rows")
+    return 0
+
+
+def _rollouts(data: bytes) -> Any:
+    rows = submission.decode_rollouts(data, max_rows=len(data), max_bytes=_MAX_BYTES)
+    return _table(rows, submission.SCHEMA)
+
+
+def _verdicts(data: bytes) -> Any:
+    """Return the table of verdicts, with the checks of a row as a list of structures."""
+    import pyarrow as pa
+
+    rows = verdict.decode_verdicts(data)
+    parts = [c for c in verdict.SCHEMA.columns if c.name.startswith(_CHECKS)]
+    kind = pa.list_(pa.struct([(c.name.removeprefix(_CHECKS), _value_type(c)) for c in parts]))
+    checks = pa.array([[vars(check) for check in row.checks] for row in rows], type=kind)
+    return _table(rows, verdict.SCHEMA).append_column("checks", checks)
+
+
+def _table(rows: Sequence[Any], schema: Schema) -> Any:
+    import pyarrow as pa
+
+    arrays = {}
+    for column in schema.columns:
+        if not column.name.startswith(_CHECKS):
+            value = _value_type(column)
+            kind = pa.list_(value) if "offsets" in column.steps else value
+            arrays[column.name] = pa.array([getattr(r, column.name) for r in rows], type=kind)
+    return pa.table(arrays)
+
+
+def _value_type(column: Column) -> Any:
+    import pyarrow as pa
+
+    if "text" in column.steps:
+        return pa.string()
+    return pa.binary() if column.width > 1 else pa.from_numpy_dtype(DTYPES[column.dtype])

@@ -1,0 +1,265 @@
+"""Limits of requests, new keys and connections, and the objects that count them.
+
+A limit has a scope (each key, each address, all clients together) and a kind of request. `RATES`
+limits requests a second, `AT_ONCE` what goes on at the same time. Unregistered keys cost nothing to
+make, so their requests count by address, and for all addresses together. Registered workers count
+by key and are under no limit of all, so a flood of strangers does not keep them out.
+
+The ledger remembers a registered key as long as the run lasts. So keys without an invite are
+limited twice: those of one address in a day, and all that never had a submission accepted.
+
+A rate is kept as one number, the time at which the bucket is full again (the generic cell rate
+algorithm, ITU-T I.371). A full bucket is forgotten, so only names that asked lately use memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from runspec.core.connection_limits import ConnectionLimiter, ConnectionLimits, possible_connections
+from verify.coordinator.intake import Refusal
+from verify.coordinator.machine.state import State
+
+_log = logging.getLogger(__name__)
+
+MAX_BUCKETS = 100_000
+"""Names remembered in each scope; beyond them a new name is refused."""
+_DAY_S = 86400.0
+MAX_UNPROVEN = 10_000
+"""Registered keys without an invite and without an accepted submission."""
+MAX_CONNECTIONS = 8192
+IDLE_S = 75.0
+"""Longer than a reverse proxy (60 s) keeps a connection for its next request."""
+HEAD_S = 30.0
+LINGER_S = 10.0
+MAX_HEADER_BYTES = 32 * 1024
+"""The largest header is a verdict's envelope, at most 16 KiB before base64."""
+_FILES_BESIDE = 1024
+"""Open files beside the connections: ledger, uploads, connections about to be closed."""
+_WARN_EVERY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Rate:
+    """`per_s` requests a second in the long run, and `burst` at once."""
+
+    per_s: float
+    burst: int
+
+
+@dataclass(frozen=True)
+class Name:
+    """Name of a counter: requests of a kind by one key, one address, or all."""
+
+    scope: str
+    """key, address or all."""
+    kind: str
+    of: str = ""
+    """The key or the address."""
+
+
+RATES = {
+    ("key", "lease"): Rate(20.0, 100),
+    ("key", "submission"): Rate(20.0, 100),
+    ("key", "heartbeat"): Rate(1.0, 10),
+    ("key", "release"): Rate(1.0, 10),
+    ("key", "registration"): Rate(1.0, 10),
+    ("address", "registration"): Rate(0.2, 64),
+    ("all", "registration"): Rate(10.0, 1000),
+    ("address", "new key"): Rate(256 / _DAY_S, 256),
+    ("address", "stranger"): Rate(5.0, 50),
+    ("all", "stranger"): Rate(100.0, 1000),
+    ("address", "public"): Rate(50.0, 500),
+    ("all", "public"): Rate(200.0, 2000),
+    ("address", "unbelieved"): Rate(20.0, 200),
+}
+"""Rates by scope and kind. "key" holds for registered workers, each kind of request apart.
+"registration" by address: keys that are new. "new key": keys that register without an invite.
+"stranger": other signed requests of unregistered keys. "public": requests without a signature.
+"unbelieved": wrong signatures; a limit of all would keep out honest callers."""
+
+AT_ONCE = {
+    ("key", "poll"): 4,
+    ("address", "newcomer poll"): 64,
+    ("all", "newcomer poll"): 256,
+    ("address", "download"): 32,
+    ("all", "download"): 256,
+}
+"""Limits by scope and kind. "poll": requests for a lease that wait. An event wakes all of them, so
+those of new workers (`Rank`) are limited together.
+"download": files and large answers that are being sent."""
+
+
+class Limiter:
+    """Counts requests against `RATES` and `AT_ONCE`.
+
+    Args:
+        max_buckets: names remembered in each scope.
+    """
+
+    def __init__(self, max_buckets: int = MAX_BUCKETS) -> None:
+        self._max = max_buckets
+        self._full_at: dict[str, dict[Name, float]] = {"key": {}, "address": {}, "all": {}}
+        """Tables by scope, so that many addresses do not crowd out keys."""
+        self._at_once: Counter[Name] = Counter()
+
+    def wait_s(self, *names: Name, now: float) -> float:
+        """Return the seconds until one more request may come; 0.0: now.
+
+        Args:
+            names: what the request counts for.
+            now: seconds on a clock that never goes back.
+        """
+        return max(self._wait_s(name, now) for name in names)
+
+    def take(self, *names: Name, now: float) -> float:
+        """Count a request for all names, if each of them allows it.
+
+        Returns:
+            0.0 when it is counted; else the seconds until it may come, and nothing is counted.
+        """
+        wait_s = self.wait_s(*names, now=now)
+        if wait_s == 0.0:
+            for name in names:
+                buckets, rate = self._full_at[name.scope], RATES[name.scope, name.kind]
+                buckets[name] = max(buckets.get(name, now), now) + 1.0 / rate.per_s
+        return wait_s
+
+    @contextmanager
+    def at_once(self, *names: Name) -> Iterator[bool]:
+        """Count something for all names within the block; yields whether each of them allows it."""
+        self._at_once.update(names)
+        try:
+            yield all(self._at_once[name] <= AT_ONCE[name.scope, name.kind] for name in names)
+        finally:
+            for name in names:
+                self._at_once[name] -= 1
+                if not self._at_once[name]:
+                    del self._at_once[name]
+
+    def _wait_s(self, name: Name, now: float) -> float:
+        buckets, rate = self._full_at[name.scope], RATES[name.scope, name.kind]
+        if name not in buckets and len(buckets) >= self._max:
+            buckets = {n: at for n, at in buckets.items() if at > now}
+            self._full_at[name.scope] = buckets
+            if len(buckets) >= self._max:
+                return min(buckets.values()) - now
+        ahead_s = max(buckets.get(name, now), now) + 1.0 / rate.per_s - now
+        longest_s = rate.burst / rate.per_s
+        return ahead_s - longest_s if ahead_s > longest_s * (1.0 + 1e-9) else 0.0
+
+
+class NewKeys:
+    """Counts keys that register without an invite.
+
+    Args:
+        limiter: counts the keys of each address.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self,
+        limiter: Limiter,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limiter, self._clock = limiter, clock
+
+    def take(self, state: State, address: str) -> None:
+        """Count a key that registers.
+
+        Args:
+            state: of the run.
+            address: of the client.
+
+        Raises:
+            Refusal: 403, there are `MAX_UNPROVEN`; 429, the address has registered too many.
+        """
+        if state.unproven >= MAX_UNPROVEN:
+            raise Refusal(
+                403,
+                f"{MAX_UNPROVEN} keys without accepted work are registered, as many as may be: ask "
+                "for a link with an invite",
+            )
+        wait_s = self._limiter.take(Name("address", "new key", address), now=self._clock())
+        if wait_s > 0.0:
+            raise Refusal(
+                429,
+                f"{RATES['address', 'new key'].burst} new keys of your address have registered, as "
+                f"many as may in a day: come again in {wait_s:.0f} s, or ask for a link with an "
+                "invite",
+                retry_after_s=wait_s,
+            )
+
+
+class Connections:
+    """Listening sockets and connections of one server (`runspec.core.connection_limits`).
+
+    The server's outermost middleware is `answering`.
+    """
+
+    def __init__(self) -> None:
+        self._limiter: ConnectionLimiter | None = None
+        self._listeners: list[socket.socket] = []
+        self._warned = -_WARN_EVERY_S
+
+    def __len__(self) -> int:
+        return 0 if self._limiter is None else len(self._limiter)
+
+    def listen(self, server: web.Server, host: str, port: int) -> int:
+        """Accept connections from now on; returns the port.
+
+        Args:
+            server: aiohttp's.
+            host, port: where to listen, at every address of the host; port 0 picks a free one.
+
+        Raises:
+            OSError: the address cannot be used.
+        """
+        most = possible_connections(MAX_CONNECTIONS, _log, files_each=1, files_beside=_FILES_BESIDE)
+        limits = ConnectionLimits(most, IDLE_S, HEAD_S, MAX_HEADER_BYTES, linger_s=LINGER_S)
+        self._listeners = _listeners(host, port)
+        self._limiter = ConnectionLimiter(server, limits, self, _log)
+        for listener in self._listeners:
+            self._limiter.open(listener)
+        bound: int = self._listeners[0].getsockname()[1]
+        return bound
+
+    async def close(self) -> None:
+        """Stop accepting."""
+        if self._limiter is not None:
+            await self._limiter.close()
+        for listener in self._listeners:
+            listener.close()
+
+    def dropped(self, why: str) -> None:
+        """Warn when the limit is reached, at most every `_WARN_EVERY_S`."""
+        now = asyncio.get_running_loop().time()
+        if why in ("room", "full") and now >= self._warned + _WARN_EVERY_S:
+            self._warned = now
+            _log.warning("%d connections are open: the longest idle are closed", len(self))
+
+    def malformed(self, status: int) -> None:
+        """Nothing: anybody can cause any number of them."""
+
+
+def _listeners(host: str, port: int) -> list[socket.socket]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    listeners: list[socket.socket] = []
+    with ExitStack() as on_error:
+        for family, address in dict.fromkeys((each[0], each[4][0]) for each in found):
+            listener = socket.create_server((str(address), port), family=family, backlog=128)
+            on_error.callback(listener.close)
+            listener.setblocking(False)
+            listeners.append(listener)
+            port = listener.getsockname()[1]
+        on_error.pop_all()
+    return listeners
