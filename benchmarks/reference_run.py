@@ -21,7 +21,7 @@ from typing import Any
 
 from runspec.core.models.flops import forward_flops, step_flops
 from runspec.core.models.hardware import DEVICES
-from runspec.core.models.of_spec import model_config
+from runspec.core.models.spec_model import model_config
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.assumed import Assumed

@@ -18,7 +18,7 @@ from runspec.cli.spec_files import sound_spec
 from runspec.cli.where import role_groups, where_lines
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.of_spec import model_config
+from runspec.core.models.spec_model import model_config
 from runspec.core.spec.fields import CHANGE_CLASSES
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import spec_digest

@@ -32,7 +32,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.logits import KEPT_LOGITS, device_positions, logits_chunk
+from runspec.core.models.memory import KEPT_LOGITS, device_positions, logits_chunk
 from runspec.core.models.parameters import (
     WIDTH,
     Tree,

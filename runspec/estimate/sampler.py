@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_of
-from runspec.core.models.kv_cache import MAX_SEQUENCES, cpu_kv_bytes, kv_token_bytes
+from runspec.core.models.memory import MAX_SEQUENCES, cpu_kv_bytes, kv_token_bytes
 from runspec.core.models.parameters import WIDTH, leaves, parameters
 from runspec.core.spec.schema import RunSpec, SamplerPool
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.flops import forward_flops, matrix_parameters, step_flops
 from runspec.core.models.hardware import device_count, device_of
-from runspec.core.models.kv_cache import MAX_SEQUENCES, kv_token_bytes
+from runspec.core.models.memory import MAX_SEQUENCES, kv_token_bytes
 from runspec.core.spec.schema import Hardware, RunSpec, SamplerPool
 from runspec.estimate import assumed
 from runspec.estimate.sampler import sampler_memory, weight_bytes

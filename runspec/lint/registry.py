@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.of_spec import model_config
+from runspec.core.models.spec_model import model_config
 from runspec.core.spec.findings import Number, Severity
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec

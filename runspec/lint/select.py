@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import get_args
 
 from runspec.core.errors import UserError
-from runspec.core.spec.schema_keys import close_match
+from runspec.core.spec.schema_fields import close_match
 from runspec.lint.registry import RULES, Group
 
 

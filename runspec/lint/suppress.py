@@ -1,6 +1,6 @@
 """`# runspec: ignore[CODE, ...] reason="..."`: findings that somebody has looked at and accepted.
 
-A suppression is about the lines that `runspec.core.spec.comments` says, in the file that it stands
+A suppression is about the lines that `runspec.core.spec.findings` says, in the file that it stands
 in; it takes away the findings of its codes there. Without a reason it counts for nothing, and what
 keeps the layers from making a spec at all cannot be suppressed.
 """
@@ -11,9 +11,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from runspec.core.spec.comments import Comment
-from runspec.core.spec.findings import Edit, Finding, Place, replacing
-from runspec.core.spec.schema_keys import close_match
+from runspec.core.spec.findings import Comment, Edit, Finding, Place, replacing
+from runspec.core.spec.schema_fields import close_match
 from runspec.lint.registry import RULES
 
 MALFORMED, REASON = "malformed-suppression", "suppression-reason"

@@ -13,8 +13,8 @@ from runspec.core.distribution import list_command, machine_kind
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig, load_config
 from runspec.core.models.hardware import device_count
-from runspec.core.models.of_spec import model_config
 from runspec.core.models.parameters import WIDTH, trained_count, trained_parameters
+from runspec.core.models.spec_model import model_config
 from runspec.core.run_files import checkpoints_folder, numbered, versions_in
 from runspec.core.spec.plugins import PREFILL_GROUP, installed_kinds, missing_plugins
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE

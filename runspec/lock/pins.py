@@ -8,8 +8,17 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
 from runspec.core.files import expand_user
-from runspec.core.spec.file_pins import TOKENIZER_FILES, pin_data, pin_model, pin_named
-from runspec.core.spec.lock_file import DATA, MODEL, TOKENIZER, FilePin, Pin
+from runspec.core.spec.lock_file import (
+    DATA,
+    MODEL,
+    TOKENIZER,
+    TOKENIZER_FILES,
+    FilePin,
+    Pin,
+    pin_data,
+    pin_model,
+    pin_named,
+)
 from runspec.core.spec.plugins import SOURCE_GROUP
 from runspec.core.spec.schema import RunSpec, Source
 from runspec.lock.cache import COMMIT, Repository, is_repository, snapshot

@@ -78,7 +78,7 @@ def compile_step(
 
     Args:
         spec: of the run, without errors of the linter.
-        config: shape of its model (`runspec.core.models.of_spec.model_config`).
+        config: shape of its model (`runspec.core.models.spec_model.model_config`).
         deadline_s: for the whole process.
 
     Raises:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from runspec.core.spec.field_docs import block_doc, field_doc
-from runspec.core.spec.field_types import default_value, value_schema
+from runspec.core.spec.field_docs import block_doc, default_value, field_doc, value_schema
 from runspec.core.spec.fields import CHANGE_CLASSES
 from runspec.core.spec.placement_file import KIND
 from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.schema_fields import SchemaField, fields_in
-from runspec.core.spec.schema_keys import block_in, named_item
+from runspec.core.spec.schema_fields import SchemaField, block_in, fields_in, named_item
 
 Draft = Literal["07", "2020-12"]
 DRAFTS: dict[Draft, str] = {

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.spec.comments import Comment
-from runspec.core.spec.findings import SET_FILE, Finding, Place
+from runspec.core.spec.findings import SET_FILE, Comment, Finding, Place
 from runspec.core.spec.placement_file import site_layers
-from runspec.core.spec.schema_keys import close_match
+from runspec.core.spec.schema_fields import close_match
 from runspec.core.spec.yaml_nodes import (
     MAX_CHARACTERS,
     Document,

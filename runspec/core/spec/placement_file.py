@@ -11,8 +11,13 @@ from dataclasses import replace
 
 from runspec.core.spec.findings import Finding, Place
 from runspec.core.spec.schema import VERSION
-from runspec.core.spec.schema_fields import SchemaField, schema_fields
-from runspec.core.spec.schema_keys import block_in, close_match, named_item
+from runspec.core.spec.schema_fields import (
+    SchemaField,
+    block_in,
+    close_match,
+    named_item,
+    schema_fields,
+)
 from runspec.core.spec.yaml_nodes import Entry, ListNode, MapNode, Node, ScalarNode, object_name
 
 KIND = "Placement"

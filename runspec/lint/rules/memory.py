@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from math import ceil, sqrt
 
 from runspec.core.models.hardware import DEVICES, device_count, device_of
-from runspec.core.models.logits import MAX_LOGITS, logits_chunk
-from runspec.core.models.prefill import prefill_bytes
+from runspec.core.models.memory import MAX_LOGITS, logits_chunk, prefill_bytes
 from runspec.core.spec.schema import Hardware, RunSpec
-from runspec.core.spec.schema_keys import close_match
+from runspec.core.spec.schema_fields import close_match
 from runspec.estimate.assumed import weight_move
 from runspec.estimate.learner import learner_memory
 from runspec.estimate.sampler import MEMORY_UTILIZATION, sampler_memory

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from runspec.core.errors import UserError
-from runspec.core.models.named_models import model_names, named_model
 from runspec.core.models.parameters import matrix_shapes
+from runspec.core.models.spec_model import model_names, named_model
 from runspec.lint.divisors import divisors
 from runspec.lint.registry import Context, Violation, rule
 from runspec.lint.tokenizer_files import TokenizerFiles

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from runspec.core.errors import UserError
-from runspec.core.spec.profile_files import profile_text
+from runspec.core.spec.resolved import profile_text
 from runspec.lint.registry import Context, Violation, rule
 from verify.thresholds import CALIBRATED, precision_of
 

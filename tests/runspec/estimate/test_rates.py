@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runspec.core.models.of_spec import model_config
+from runspec.core.models.spec_model import model_config
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.rates import (
     rollouts_per_step,

@@ -10,7 +10,7 @@ import pytest
 from runspec.cli.spec_files import located
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
-from runspec.core.spec import file_pins as lock_files
+from runspec.core.spec import lock_file
 from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.lock_file import LOCK_VERSION, Lock, lock_path, read_lock, write_lock
 from runspec.core.spec.schema import RunSpec
@@ -79,7 +79,7 @@ def test_a_file_that_changed_is_named(tmp_path: Path, change: object, said: str)
 def test_large_weights_are_pinned_by_their_header(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock_files, "WHOLE_BYTES", 10)
+    monkeypatch.setattr(lock_file, "WHOLE_BYTES", 10)
     folder = write_model(tmp_path / "policy")
     path = small_spec(tmp_path, LOCAL)
     made = lock(path)

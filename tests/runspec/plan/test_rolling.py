@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runspec.core.spec.schema_fields import schema_fields
-from runspec.core.spec.schema_keys import block_in
+from runspec.core.spec.schema_fields import block_in, schema_fields
 from runspec.plan.changes import Change
 from runspec.plan.rolling import READERS, renewed
 
