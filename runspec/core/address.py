@@ -10,15 +10,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, quote, urlsplit
 
 from runspec.core.errors import UserError
 from runspec.core.hashing import is_digest
 
+if TYPE_CHECKING:
+    from runspec.core.spec.schema import RunSpec
+
 _PRINTABLE = re.compile(r"[!-~]+")
 _LONGEST_LINK = 3000
 """Characters of a join link."""
 _LINK_FORM = "http://HOST:PORT/#run=NAME&root=HEX"
+_PORTS = {"http": 80, "https": 443}
+_HOST = re.compile(r"[A-Za-z0-9._:%-]{1,253}")
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -123,3 +130,49 @@ def _no_link(what: str) -> UserError:
         place="URL",
         remedy=f"a link is {_LINK_FORM}; `runspec status RUN` prints it where the run is",
     )
+
+
+@dataclass(frozen=True)
+class Url:
+    """Parts of an http or https URL."""
+
+    scheme: str
+    host: str
+    port: int
+
+    @property
+    def shown(self) -> str:
+        """URL for messages, without path and password."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        port = "" if self.port == _PORTS[self.scheme] else f":{self.port}"
+        return f"{self.scheme}://{host}{port}"
+
+
+def parse_url(text: str) -> Url | None:
+    """Return the parts of an http or https URL; None for other text."""
+    try:
+        parts = urlsplit(text)
+        host, port = parts.hostname or "", parts.port  # raises ValueError if it is no port
+    except ValueError:
+        return None
+    if parts.scheme not in _PORTS or not _HOST.fullmatch(host) or port == 0:
+        return None
+    return Url(parts.scheme, host, port or _PORTS[parts.scheme])
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether traffic to a host stays on the machine."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def server_urls(spec: RunSpec) -> dict[tuple[str, ...], str]:
+    """Return the URLs of coordinator, origin and relays, by the location of `url` in the spec."""
+    given: list[tuple[tuple[str, ...], str | None]] = [
+        (("placement",), spec.placement.url),
+        (("broadcast", "origin"), spec.broadcast.origin.url),
+    ]
+    given += [(("broadcast", "relays", r.name), r.url) for r in spec.broadcast.relays]
+    return {where: url for where, url in given if url is not None}

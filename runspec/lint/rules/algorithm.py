@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runspec.lint.divisors import divisors
-from runspec.lint.registry import Context, Violation, rule
+from runspec.lint.registry import Context, Violation, divisors, rule
 
 
 @rule("updates-divide-batch", "algorithm")

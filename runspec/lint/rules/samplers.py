@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_count
 from runspec.core.models.rope_scaling import Dynamic, Linear, Yarn
-from runspec.lint.divisors import divisors
-from runspec.lint.registry import Context, Violation, rule
+from runspec.lint.registry import Context, Violation, divisors, rule
 
 
 @rule("context-fits", "samplers")

@@ -8,8 +8,7 @@ from math import lcm
 
 from runspec.core.models.hardware import DEVICES
 from runspec.core.spec.schema import RunSpec
-from runspec.lint.divisors import divisors
-from runspec.lint.registry import Context, Violation, rule
+from runspec.lint.registry import Context, Violation, divisors, rule
 
 
 def longest_sequence(spec: RunSpec) -> int:

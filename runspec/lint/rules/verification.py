@@ -8,8 +8,8 @@ from math import ceil
 from runspec.core.spec.role_names import elsewhere, validator_names
 from runspec.estimate.rates import step_seconds, tokens_to_check
 from runspec.estimate.speed import validator_tokens_per_s
-from runspec.lint.pools import untrusted_pools
 from runspec.lint.registry import Context, Violation, rule
+from runspec.lint.rules.security import untrusted_pools
 
 EXECUTING_KINDS = ("code",)
 """Kinds of reward that execute what the model wrote."""
