@@ -37,7 +37,7 @@ def lock_command(files: SpecFiles, check: bool) -> int:
 
 def _check(spec: RunSpec, files: SpecFiles) -> int:
     from runspec.core.spec.lock_file import lock_path
-    from runspec.lock.check import check_lock
+    from runspec.lock.pins import check_lock
 
     path = lock_path(files.path, files.profile)
     if not path.is_file():

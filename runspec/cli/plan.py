@@ -30,8 +30,7 @@ from runspec.local.planning import RunPlan, make_plan
 from runspec.local.run_dir import run_directory
 from runspec.local.text import size
 from runspec.plan.aot import AotReport, compile_step
-from runspec.plan.changes import LIVE, Change, of_class, severest, shown
-from runspec.plan.rolling import renewed
+from runspec.plan.changes import LIVE, Change, of_class, renewed, severest, shown
 from runspec.plan.saved import SavedPlan, save_plan
 
 EXIT_CHANGES = 6

@@ -15,7 +15,7 @@ from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import whole_uri
 from runspec.lint.check import check_spec
 from runspec.lock.cache import is_repository
-from runspec.lock.check import require_lock
+from runspec.lock.pins import require_lock
 from runspec.plan.saved import read_plan
 
 

@@ -16,7 +16,7 @@ from runspec.core.models.parameters import parameter_count
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate import assumed
 from runspec.estimate.assumed import Assumed
-from runspec.estimate.broadcast import Arrival, arrivals, broadcast_times
+from runspec.estimate.broadcast import Arrival, VersionSize, arrivals, broadcast_times, version_size
 from runspec.estimate.inputs import check_tokens_per_s, inputs
 from runspec.estimate.learner import LearnerMemory, learner_memory
 from runspec.estimate.price import Cost, cost
@@ -29,7 +29,6 @@ from runspec.estimate.speed import (
 )
 from runspec.estimate.steady import Timeline, start_and_step, timeline
 from runspec.estimate.timeline import Lengths, Model, Replica
-from runspec.estimate.version_size import VersionSize, version_size
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from runspec.core.models.hardware import device_count, device_of
 from runspec.core.models.memory import MAX_SEQUENCES, kv_token_bytes
 from runspec.core.spec.schema import Hardware, RunSpec, SamplerPool
 from runspec.estimate import assumed
-from runspec.estimate.sampler import sampler_memory, weight_bytes
+from runspec.estimate.sampler import lease_groups, sampler_memory, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -130,3 +130,44 @@ def learner_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
 def mean_tokens(spec: RunSpec) -> float:
     """Of a rollout, prompt and output."""
     return assumed.mean_prompt_tokens(spec).value + assumed.mean_new_tokens(spec).value
+
+
+def step_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
+    """The shortest that a step can be; None where the learner's or a pool's speed is not known.
+
+    Args:
+        spec: of the run.
+        config: the model's shape, where it is known.
+    """
+    learner, sampling = learner_seconds(spec, config), sampling_seconds(spec, config)
+    return None if learner is None or sampling is None else max(learner, sampling)
+
+
+def sampling_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
+    """Time of all pools together for a step's rollouts; None where a speed is unknown, or nil."""
+    mean, prompt = assumed.mean_new_tokens(spec).value, assumed.mean_prompt_tokens(spec).value
+    total = 0.0
+    for pool in spec.samplers:
+        speed = decode_speed(pool, spec, config)
+        if speed is None:
+            return None
+        lease = lease_groups(pool, spec) * spec.algorithm.group_size
+        together = [mean] * min(lease, speed.sequences)
+        seconds = speed.lease_seconds(together, prompt)
+        if seconds <= 0.0:
+            return None
+        total += pool.replicas * sum(together) / seconds
+    return rollouts_per_step(spec) * mean / total if total > 0.0 else None
+
+
+def rollouts_per_step(spec: RunSpec) -> float:
+    """Rollouts that are sampled and checked for a step, those of filtered groups included."""
+    trained = spec.algorithm.prompts_per_step * spec.algorithm.group_size
+    kept = 1.0 - assumed.filtered_share(spec).value
+    most = trained * spec.algorithm.fill.max_groups
+    return min(trained / kept, most) if kept > 0.0 else most
+
+
+def tokens_to_check(spec: RunSpec) -> float:
+    """Tokens that validators prefill for a step."""
+    return rollouts_per_step(spec) * mean_tokens(spec) * spec.verify.prefill_share

@@ -26,8 +26,7 @@ from runspec.local.prepared import PreparedRun
 from runspec.local.processes import RoleSpec
 from runspec.local.run_dir import EXIT_LOCKED, holder
 from runspec.local.state import RequestRow, RunState
-from runspec.plan.changes import LIVE, Change, difference
-from runspec.plan.rolling import Readers, renewed
+from runspec.plan.changes import LIVE, Change, Readers, difference, renewed
 
 CHANGE, PAUSE = "change", "pause"
 TAKE_PATIENCE_S = 30.0

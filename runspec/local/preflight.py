@@ -28,8 +28,8 @@ from runspec.core.spec.role_names import (
 )
 from runspec.core.spec.schema import Hardware, Mesh, RunSpec
 from runspec.core.spec.source_files import source_files
+from runspec.estimate.broadcast import version_size
 from runspec.estimate.learner import moment_elements
-from runspec.estimate.version_size import version_size
 from runspec.local.backend import LOCAL
 from runspec.local.identity import pinned_root_problem
 from runspec.local.machine import (
@@ -44,7 +44,7 @@ from runspec.local.machine import (
     tpu_chips,
 )
 from runspec.local.starting_model import require_fitting
-from runspec.lock.model_files import TOKENIZER, WEIGHTS, require_files
+from runspec.lock.cache import TOKENIZER, WEIGHTS, require_files
 
 GIB = 2**30
 _ROOM_BYTES = GIB // 2

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from runspec.core.errors import UserError
+from runspec.core.files import expand_user
+
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
 _REF = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}", re.ASCII)
+
+WEIGHTS = ("config.json", "*.safetensors")
+TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -56,3 +62,37 @@ def snapshot(repository: Repository, revision: str | None, env: Mapping[str, str
         commit = reference.read_text(encoding="utf-8", errors="replace")[:64].strip()
     found = folder / "snapshots" / commit
     return found if COMMIT.fullmatch(commit) and found.is_dir() else None
+
+
+def require_files(name: str, folder: Path, patterns: Sequence[str] = ()) -> None:
+    """Makes sure that a name is a directory with certain files, or has a repository's form.
+
+    Args:
+        name: of a model or a tokenizer: a path, or org/name.
+        folder: where a relative path starts from.
+        patterns: of the files; each must match one.
+
+    Raises:
+        UserError: no directory, a file in its place, or files that are missing.
+    """
+    path = folder / expand_user(Path(name))
+    try:
+        if path.is_dir():
+            absent = [pattern for pattern in patterns if not any(path.glob(pattern))]
+            if absent:
+                raise UserError(
+                    f"the directory {path} has no {', no '.join(absent)}",
+                    remedy="name a Hugging Face directory: `save_pretrained` of the model and of "
+                    "its tokenizer writes one",
+                )
+            return
+        there = path.exists()
+    except OSError:  # a name that can be no path
+        there = False
+    if is_repository(name) and not there:
+        return
+    base = "" if Path(name).is_absolute() else f" (relative to {folder.absolute()})"
+    raise UserError(
+        f"{name[:200]} is no directory{base}" if there else f"no directory {name[:200]}{base}",
+        remedy="mend the path, or name a repository of Hugging Face as org/name",
+    )

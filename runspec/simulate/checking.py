@@ -15,7 +15,7 @@ from verify.coordinator.machine.state import LeaseRecord
 from verify.coordinator.services.claims import Claims
 
 if TYPE_CHECKING:
-    from runspec.simulate.world import World
+    from runspec.simulate.run import World
 
 UNRECOMPUTED_S_TOKEN = 15e-6
 """Seconds an output token of a submission that is not recomputed: parsing, grading, checks and

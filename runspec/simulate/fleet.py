@@ -10,11 +10,11 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate import assumed
+from runspec.estimate.broadcast import VersionSize
 from runspec.estimate.run import rebuild_seconds
 from runspec.estimate.sampler import lease_groups
 from runspec.estimate.speed import decode_speed
 from runspec.estimate.timeline import Lengths, Model, Replica
-from runspec.estimate.version_size import VersionSize
 from runspec.simulate.population import Group, Swarm
 from runspec.simulate.strategies import Strategy, strategies
 

@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from runspec.simulate.coordinator import Coordinator
+from runspec.simulate.workers import Worker
+from verify.coordinator.machine.events import (
+    Event,
+    KeyBanned,
+    LeaseExpired,
+    LeaseGranted,
+    QuarantineEnded,
+    StepClosed,
+    SubmissionJudged,
+    WorkerQuarantined,
+)
+from verify.coordinator.machine.stalls import waited_for
+from verify.coordinator.machine.state import State, Tally
 
 
 @dataclass(frozen=True)
@@ -104,3 +121,153 @@ class Result:
             "steps_per_hour": self.steps_per_hour,
             "wasted_share": self.wasted_share,
         }
+
+
+@dataclass
+class Record:
+    """Everything that a result is made of.
+
+    Args:
+        group_size: rollouts of a group.
+    """
+
+    group_size: int
+    steps: dict[int, StepResult] = field(default_factory=dict)
+    trained_at: dict[int, float] = field(default_factory=dict)
+    learner_s: list[float] = field(default_factory=list)
+    sanctions: list[Sanction] = field(default_factory=list)
+    waited: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """Counts of leases (accepted, rejected, withheld) and of groups, by worker and name."""
+    _waits: tuple[float, str] = (0.0, "the publisher")
+
+    def take(self, before: State, event: Event) -> None:
+        """Counts an event.
+
+        Args:
+            before: the state that it changed.
+            event: that was recorded.
+        """
+        match event:
+            case LeaseGranted(lease=lease):
+                self._counts[lease.worker]["leases"] += 1
+            case LeaseExpired(lease=digest):
+                self._counts[before.leases[digest].lease.worker]["withheld"] += 1
+            case SubmissionJudged(lease=digest, accepted=accepted, groups=groups):
+                counts = self._counts[before.leases[digest].lease.worker]
+                counts["accepted" if accepted else "rejected"] += 1
+                counts["filtered"] += sum(group.outcome == "filtered" for group in groups)
+            case StepClosed():
+                self._close(before, event)
+            case WorkerQuarantined(at=at, worker=worker, reason=reason):
+                self.sanctions.append(Sanction(at, worker, "quarantined", reason))
+            case QuarantineEnded(at=at, worker=worker):
+                self.sanctions.append(Sanction(at, worker, "free", ""))
+            case KeyBanned(at=at, key=worker, reason=reason):
+                self.sanctions.append(Sanction(at, worker, "banned", reason))
+            case _:
+                pass
+
+    def trained(self, step: int, now: float, seconds: float) -> None:
+        """Takes note of the end of a training step."""
+        self.trained_at[step] = now
+        self.learner_s.append(seconds)
+
+    def waits(self, now: float, state: State) -> None:
+        """Adds the time since the last call to what the next step to close waited for."""
+        since, what = self._waits
+        self.waited[what] += now - since
+        self._waits = now, _waits_for(state)
+
+    def result(
+        self,
+        seed: int,
+        ended: str,
+        now: float,
+        coordinator: Coordinator,
+        workers: Sequence[Worker],
+        validators_s: Sequence[float],
+    ) -> Result:
+        """Sums up a run that ended."""
+        self.waits(now, coordinator.state)
+        stalled, times = coordinator.stalled, list(self.trained_at.values())
+        span = times[-1] - times[0] if len(times) > 1 else 0.0
+        busy = [seconds / now for seconds in validators_s] if now else []
+        return Result(
+            seed=seed,
+            ended=ended,
+            reason=stalled.reason if stalled else waited_for(coordinator.state),
+            remedy=stalled.remedy if stalled else "",
+            seconds=now,
+            steps=tuple(
+                StepResult(**{**vars(step), "trained_at": self.trained_at.get(number)})
+                for number, step in self.steps.items()
+            ),
+            groups=tuple(self._groups(coordinator.state, workers)),
+            sanctions=tuple(self.sanctions),
+            idle_learner=1.0 - sum(self.learner_s[1:]) / span if span else 1.0,
+            idle_validators=1.0 - sum(busy) / len(busy) if busy else None,
+            waits={what: seconds for what, seconds in self.waited.items() if seconds},
+        )
+
+    def _groups(self, state: State, workers: Sequence[Worker]) -> list[GroupResult]:
+        pending: Counter[str] = Counter()
+        for record in state.leases.values():
+            if state.lag(record) <= state.policy.async_level:  # else nobody judges it any more
+                judged = record.status != "submitted"
+                pending[record.lease.worker] += (
+                    len(record.usable) if judged else record.lease.groups
+                )
+        by_group: dict[str, list[Worker]] = {}
+        for worker in workers:
+            by_group.setdefault(worker.member.group.name, []).append(worker)
+        found = []
+        for name, group in by_group.items():
+            counts: Counter[str] = Counter()
+            for worker in group:
+                counts.update(self._counts[worker.key])
+                counts["pending"] += pending[worker.key]
+                counts["sampled"] += worker.sampled_groups
+            used = counts["trained"] + counts["filtered"] + counts["pending"]
+            present = sum(worker.present_s for worker in group)
+            found.append(
+                GroupResult(
+                    name=name,
+                    strategy=group[0].member.group.strategy.kind,
+                    workers=len(group),
+                    leases=counts["leases"],
+                    accepted=counts["accepted"],
+                    rejected=counts["rejected"],
+                    withheld=counts["withheld"],
+                    sampled=counts["sampled"] * self.group_size,
+                    trained=counts["trained"] * self.group_size,
+                    wasted=max(0, counts["sampled"] - used) * self.group_size,
+                    idle=1.0 - sum(w.busy_s for w in group) / present if present else None,
+                )
+            )
+        return found
+
+    def _close(self, before: State, event: StepClosed) -> None:
+        for group in event.trained:
+            self._counts[before.leases[group.lease].lease.worker]["trained"] += 1
+        tally = before.tallies.get(event.step, Tally())
+        self.steps[event.step] = StepResult(
+            number=event.step,
+            opened=before.steps[event.step].opened,
+            closed=event.at,
+            trained_at=None,
+            groups=len(event.trained),
+            leased=tally.leased_groups,
+            withheld=tally.expired_groups,
+            rejected=tally.rejected_rollouts // self.group_size,
+            filtered=sum(grade.outcome == "filtered" for grade in tally.grades),
+        )
+
+
+def _waits_for(state: State) -> str:
+    """In a word, for whom the next step to close waits."""
+    if state.finished:
+        return "the learner"
+    said = waited_for(state).partition(" ")[0]
+    names = {"worker": "workers", "validators": "validators", "the": "the publisher"}
+    return names.get(said, "a lease request")

@@ -13,7 +13,7 @@ from verify.coordinator.machine.state import LeaseRecord
 from verify.formats.lease import Lease
 
 if TYPE_CHECKING:
-    from runspec.simulate.world import World
+    from runspec.simulate.run import World
 
 
 class Worker:

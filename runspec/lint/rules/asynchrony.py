@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from runspec.estimate.assumed import changed_share
-from runspec.estimate.broadcast import arrivals
-from runspec.estimate.rates import step_seconds
-from runspec.estimate.version_size import version_size
+from runspec.estimate.broadcast import arrivals, version_size
+from runspec.estimate.speed import step_seconds
 from runspec.lint.registry import Context, Violation, rule
 from runspec.lint.rules.relays import graph_is_sound
 
@@ -68,9 +67,9 @@ def broadcast_time(context: Context) -> Iterator[Violation]:
     a version travels longer than that many steps last, the worker at the end of the slowest
     declared path always samples too late: its rollouts expire, or the learner waits. A version of
     P parameters has 2 P bytes (4 P in float32), its delta as many as changed elements take
-    (`runspec.estimate.version_size`), sent over the links that `download` and `upload` declare,
+    (`runspec.estimate.broadcast`), sent over the links that `download` and `upload` declare,
     cut-through and shared (`runspec.estimate.broadcast`); step_s is the longer of training and
-    sampling, neither waiting (`runspec.estimate.rates`). INTELLECT-2
+    sampling, neither waiting (`runspec.estimate.speed`). INTELLECT-2
     (arXiv 2505.07291): 14 minutes for 62 GB, steps of 22, async level 2. Silent where no link is
     declared, a speed is not known, or async_level is 0 and every step waits by intent.
     """
@@ -175,7 +174,7 @@ def whole_versions(context: Context) -> Iterator[Violation]:
     A version that travels longer than a step takes is not the newest any more when it arrives:
     rollouts are as old as the lag allows, or the learner waits for them. The times are those of
     `broadcast-time`, with all bytes of a version and with those of a delta
-    (`runspec.estimate.version_size`). Samplers rebuild a version from what they hold, and check
+    (`runspec.estimate.broadcast`). Samplers rebuild a version from what they hold, and check
     every tensor of it. Silent where `broadcast-time` speaks.
     """
     spec, config = context.spec, context.config

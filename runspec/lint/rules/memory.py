@@ -15,9 +15,9 @@ from runspec.core.models.memory import MAX_LOGITS, logits_chunk, prefill_bytes
 from runspec.core.spec.schema import Hardware, RunSpec
 from runspec.core.spec.schema_fields import close_match
 from runspec.estimate.assumed import weight_move
+from runspec.estimate.broadcast import version_size
 from runspec.estimate.learner import learner_memory
 from runspec.estimate.sampler import MEMORY_UTILIZATION, sampler_memory
-from runspec.estimate.version_size import version_size
 from runspec.lint.registry import Context, Violation, rule
 
 STATE_SHARE = 0.9

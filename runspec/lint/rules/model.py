@@ -9,8 +9,7 @@ from runspec.core.models.parameters import matrix_shapes
 from runspec.core.models.spec_model import model_names, named_model
 from runspec.lint.registry import Context, Violation, divisors, rule
 from runspec.lint.tokenizer_files import TokenizerFiles
-from runspec.lock.cache import is_on_hub
-from runspec.lock.model_files import require_files
+from runspec.lock.cache import is_on_hub, require_files
 
 PADDING = 0.01
 """Share of a vocabulary by which models of a family differ: rows that no token has."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runspec.core.spec.schema_fields import block_in, schema_fields
-from runspec.plan.changes import Change
-from runspec.plan.rolling import READERS, renewed
+from runspec.plan.changes import READERS, Change, renewed
 
 
 def change(path: str, change_class: str = "rolling") -> Change:
