@@ -30,7 +30,7 @@ from runspec.local.planning import RunPlan, make_plan
 from runspec.local.run_dir import run_directory
 from runspec.local.text import size
 from runspec.plan.aot import AotReport, compile_step
-from runspec.plan.changes import LIVE, Change, of_class, renewed, severest, shown
+from runspec.plan.changes import LIVE, Change, of_class, roles_to_restart, severest, shown
 from runspec.plan.saved import SavedPlan, save_plan
 
 EXIT_CHANGES = 6
@@ -154,7 +154,7 @@ def _effect(plan: RunPlan, changes: Sequence[Change], meaning: str) -> str:
         return "taken over when the run goes on"
     if change_class not in LIVE:
         return f"{meaning}; apply refuses them until `runspec pause {plan.run_dir}`"
-    turns = ", ".join(readers_names(renewed(changes), plan.spec))
+    turns = ", ".join(readers_names(roles_to_restart(changes), plan.spec))
     return f"{meaning}: {turns}" if turns else meaning
 
 

@@ -1,12 +1,21 @@
-"""When everybody has a policy version, over the links that are declared.
+"""Estimates the bytes of a policy version, and its arrival times over the declared links.
 
-A node forwards a chunk once it has it whole and checked (cut-through), so along a path
+A node forwards a chunk once the chunk is complete and checked (cut-through), so along a path
 
     seconds = size / rate + sum over the forwarding nodes of chunk / rate of their link
 
-where a node's rate is the least of what its parent gets, its share of its parent's upload and its
-own download. A parent's upload is shared max-min: whom something else limits leaves the rest of
-its share to the others. Nobody begins before its parent has its first chunk.
+A node's rate is the least of its parent's rate, its share of the parent's upload and its own
+download. A parent's upload is shared max-min: a node that another link limits leaves the rest of
+its share to the others. A node starts when its parent has its first chunk.
+
+A delta is smaller than a version. Of n published elements of b bytes, a share s changes from one
+version to the next. Their positions take at least n H(s) bits,
+H(s) = -s log2 s - (1 - s) log2 (1 - s), which gap codes come close to; their values s n b bytes:
+
+    delta = n (H(s) / 8 + s b)              0.030 bytes an element for s = 0.01 in bfloat16
+
+If that is no less than the whole version, the publisher sends the whole version. Headers count as
+elements.
 """
 
 from __future__ import annotations
@@ -22,23 +31,22 @@ from runspec.core.spec.schema import RunSpec
 from runspec.estimate.assumed import changed_share
 
 ORIGIN = "origin"
-
 _TYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """When a node has the whole of a version, counted from its publication."""
+    """Time at which a node has a whole version, counted from its publication."""
 
     name: str
-    """`relay-<name>`, or `<pool>-<i>`: the role's name in `status`."""
+    """Name of the role in `status`: `relay-<name>` or `<pool>-<i>`."""
     path: tuple[str, ...]
-    """From the origin to the node."""
+    """Nodes from the origin to this one."""
     seconds: float
     rate: float
     """Bytes/s."""
     limit: str
-    """The declared link that bounds the rate: a field of the spec."""
+    """Field of the spec: the declared link that limits the rate."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class _Reached:
     path: tuple[str, ...]
     rate: float
     delay: float
-    """Until its first chunk comes."""
+    """Seconds until its first chunk arrives."""
     limit: str
 
 
@@ -55,20 +63,20 @@ class _Child:
     name: str
     parent: str
     download: float
-    """Bytes/s; infinite where nothing is declared."""
+    """Bytes/s; infinite if not declared."""
     field: str
 
 
 def arrivals(spec: RunSpec, size: float) -> list[Arrival]:
-    """Every relay and replica that a declared link stands before, the slowest last.
+    """Return the relays and replicas with a declared link on their path, the slowest last.
 
-    A node takes the first of its upstreams; workers take relays in turn, as the local backend deals
-    them out. Nodes without a declared link on their path are left out: nothing is known of them.
-    So are nodes without a path to the origin, which is a finding of its own.
+    A node uses the first of its upstreams; workers use relays in turn, as the local backend assigns
+    them. Nodes without a declared link on their path are left out: their rate is unknown. So are
+    nodes without a path to the origin, which the linter reports.
 
     Args:
-        spec: links, relays and pools.
-        size: bytes that travel for a version.
+        spec: names links, relays and pools.
+        size: bytes to send for a version.
     """
     chunk = min(float(spec.broadcast.chunk_bytes), size)
     reached = {ORIGIN: _Reached((ORIGIN,), inf, 0.0, "")}
@@ -96,16 +104,16 @@ def arrivals(spec: RunSpec, size: float) -> list[Arrival]:
 
 
 def broadcast_times(spec: RunSpec, size: float) -> dict[str, float]:
-    """Seconds from publication until a relay or replica has a version; see `arrivals`."""
+    """Return the seconds from publication until each relay or replica has a version."""
     return {arrival.name: arrival.seconds for arrival in arrivals(spec, size)}
 
 
 def _children(spec: RunSpec) -> Iterator[_Child]:
-    """Who fetches from whom."""
+    """Return each node with its parent."""
     relays = [relay.name for relay in spec.broadcast.relays]
     for relay in spec.broadcast.relays:
         if not relay.upstream:
-            continue  # no path to the origin, which may have been accepted
+            continue  # no path to the origin; the finding may be suppressed
         field = f"broadcast.relays.{relay.name}.download"
         yield _Child(f"relay-{relay.name}", _node(relay.upstream[0]), _rate(relay.download), field)
     for pool in spec.samplers:
@@ -147,24 +155,24 @@ def _rate(bits_s: float | None) -> float:
 
 @dataclass(frozen=True)
 class VersionSize:
-    """What travels for one version, in bytes."""
+    """Sizes of one version, in bytes."""
 
     whole: int
-    """Its safetensors files."""
+    """Bytes of its safetensors files."""
     delta: float
-    """What turns the version before into it; `whole` where deltas are smaller by nothing."""
+    """Bytes of the delta from the version before; `whole` if a delta is no smaller."""
     follower: float
-    """Fetched by whoever holds the version before."""
+    """Bytes that a node with the version before fetches."""
     joiner: float
-    """Fetched at most by whoever holds none: an anchor, and the deltas after it."""
+    """Most bytes that a node without any version fetches: an anchor and the deltas after it."""
 
 
 def version_size(spec: RunSpec, config: ModelConfig) -> VersionSize:
-    """What travels for a version of a run.
+    """Return the sizes of a version of a run.
 
     Args:
-        spec: format, type and learning rate.
-        config: the model's shape.
+        spec: names format, type and learning rate.
+        config: shape of the model.
     """
     broadcast = spec.broadcast
     whole = version_bytes(config, broadcast.dtype)
@@ -176,9 +184,10 @@ def version_size(spec: RunSpec, config: ModelConfig) -> VersionSize:
 
 
 def version_bytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes of a version's safetensors files, headers included, exactly as the bridge writes them.
+    """Return the bytes of a version's safetensors files, as the bridge writes them.
 
-    Left out: config.json, the tokenizer's files and manifest.json, some megabytes.
+    Headers are included. It leaves out config.json, the tokenizer's files and manifest.json,
+    which are some megabytes.
     """
     code, width = _TYPES[dtype]
     shards = plan_shards(dict(hf_shapes(config)), width)
@@ -187,7 +196,7 @@ def version_bytes(config: ModelConfig, dtype: str) -> int:
 
 
 def delta_bytes(config: ModelConfig, dtype: str, share: float) -> float:
-    """Bytes of a delta in which `share` of the elements changed."""
+    """Return the bytes of a delta in which `share` of the elements changed."""
     width = _TYPES[dtype][1]
     unsure = 0.0 if share in (0.0, 1.0) else -sum(p * log2(p) for p in (share, 1.0 - share))
     return version_bytes(config, dtype) * (unsure / 8 + share * width) / width

@@ -1,4 +1,4 @@
-"""Everything that a spec names, as it is on this machine."""
+"""Pins of the files that a spec names on this machine, and their comparison with its lock."""
 
 from __future__ import annotations
 
@@ -29,49 +29,49 @@ from runspec.lock.cache import COMMIT, Repository, is_repository, snapshot
 
 HUB_DATA = "hf://datasets/"
 GENERATORS = {"reasoning_gym": "reasoning-gym"}
-"""The package that makes a kind's problems, where it is not the one that offers the kind."""
+"""Package that makes a kind's problems, if another package offers the kind."""
 
 
 @dataclass
-class Seen:
-    """What is here, and what could not be pinned from here; by path of the spec."""
+class FoundPins:
+    """Pins and failures by path of the spec."""
 
     pins: dict[str, Pin] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
-    """Repositories whose commit neither the spec nor the cache knows."""
+    """Message for each repository whose commit is in neither the spec nor the cache."""
     absent: dict[str, str] = field(default_factory=dict)
-    """What is missing."""
+    """Message for each missing file or package."""
     open: dict[str, str] = field(default_factory=dict)
-    """What cannot be pinned at all."""
+    """Message for each source that cannot be pinned."""
 
 
-def look(spec: RunSpec, folder: Path, env: Mapping[str, str]) -> Seen:
-    """Pins of the model, its tokenizer and the data, without a network.
+def find_pins(spec: RunSpec, folder: Path, env: Mapping[str, str]) -> FoundPins:
+    """Pin the model, its tokenizer and the data, without a network.
 
     Args:
-        spec: as its layers make it.
-        folder: of the spec's file, where relative names of models start from. Relative names of
-            data start from the working directory first.
-        env: HF_HUB_CACHE and HF_HOME say where the Hugging Face cache lies.
+        spec: the resolved spec.
+        folder: folder of the spec's file, base of relative model names. Relative data paths are
+            looked up in the working directory first.
+        env: HF_HUB_CACHE and HF_HOME name the Hugging Face cache.
 
     Raises:
-        UserError: a file that is not what it should be.
+        UserError: a file is malformed.
     """
-    looker = _Looker(folder, env)
+    finder = _PinFinder(folder, env)
     if spec.model.hf is not None:
-        looker.model(spec.model.hf, spec.model.revision)
+        finder.model(spec.model.hf, spec.model.revision)
     if (tokenizer := spec.model.tokenizer) is not None:
-        looker.tokenizer(tokenizer.hf, tokenizer.revision)
+        finder.tokenizer(tokenizer.hf, tokenizer.revision)
     for source in spec.data.sources:
-        looker.data(source)
-    return looker.seen
+        finder.data(source)
+    return finder.seen
 
 
-class _Looker:
-    """Goes from name to name and notes what it sees."""
+class _PinFinder:
+    """Collects the pins of a spec's names."""
 
     def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
-        self.seen = Seen()
+        self.seen = FoundPins()
         self._folder, self._env = folder, env
 
     def model(self, hf: str, revision: str | None) -> None:
@@ -107,7 +107,7 @@ class _Looker:
     def _directory(
         self, path: str, name: str, revision: str | None, marker: str
     ) -> tuple[Path | None, str | None]:
-        """The folder of a name and its commit; a local directory has none."""
+        """Return the folder of a name and its commit; a local directory has no commit."""
         beside = self._folder / name  # as `runspec.cli.spec_files.located` takes it
         local = beside if _is_there(beside) else expand_user(Path(name))
         if _is_there(local / marker):
@@ -118,7 +118,7 @@ class _Looker:
         return self._cached(path, Repository("model", name), revision)
 
     def _rows(self, uri: str) -> Path:
-        """Local data: from where the process runs, as plug-ins take it, else beside the spec."""
+        """Return the path of local data: in the working directory, else beside the spec."""
         path = expand_user(Path(uri))
         return path if _is_there(path) else self._folder / path
 
@@ -147,12 +147,12 @@ class _Looker:
 def _is_there(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # names that are too long, folders that are not ours
+    except OSError:  # too long a name, or no permission
         return False
 
 
 def _package(kind: str) -> str | None:
-    """Name and version of the package behind a kind of source; None where none is installed."""
+    """Return name and version of the package of a kind of source; None if none is installed."""
     offered = [point.dist for point in entry_points(group=SOURCE_GROUP) if point.name == kind]
     name = GENERATORS.get(kind) or (offered[0].name if offered and offered[0] else None)
     if name is None:
@@ -169,32 +169,32 @@ def check_lock(
     profile: str | None = None,
     env: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """What differs from the lock beside a spec, a sentence each; empty where there is no lock.
+    """Return a sentence for each difference from the lock beside a spec; empty without a lock.
 
-    What is not on this machine is compared by name and commit alone. Nothing is asked of a network.
+    Files that are not on this machine are compared by name and commit alone, without a network.
 
     Args:
-        spec: as its layers make it.
-        path: of its file.
-        profile: the one that it was resolved with.
-        env: says where the Hugging Face cache lies; the process's environment when None.
+        spec: the resolved spec.
+        path: the spec's file.
+        profile: the profile that it was resolved with.
+        env: names the Hugging Face cache; the process's environment if None.
 
     Raises:
-        UserError: the lock cannot be read, or a file that it pins.
+        UserError: the lock, or a file that it pins, cannot be read.
     """
     lock = read_lock(path, profile)
     if lock is None:
         return []
-    seen = look(spec, path.parent, os.environ if env is None else env)
+    seen = find_pins(spec, path.parent, os.environ if env is None else env)
     absent = [f"{where}: {what}" for where, what in seen.absent.items()]
     return [*absent, *differences(lock.pins, seen.pins)]
 
 
 def require_lock(spec: RunSpec, path: Path, profile: str | None = None) -> None:
-    """Holds a spec to the lock beside it, where there is one.
+    """Require that a spec matches the lock beside it, if there is one.
 
     Raises:
-        UserError: listing everything that differs.
+        UserError: it lists every difference.
     """
     stale = check_lock(spec, path, profile)
     if stale:
@@ -207,7 +207,7 @@ def require_lock(spec: RunSpec, path: Path, profile: str | None = None) -> None:
 
 
 def differences(locked: Mapping[str, Pin], here: Mapping[str, Pin]) -> list[str]:
-    """What differs between a lock's pins and those that were seen, a sentence each."""
+    """Return a sentence for each difference between a lock's pins and those of this machine."""
     found = []
     for where in [*here, *(where for where in locked if where not in here)]:
         if where not in locked:
@@ -238,7 +238,7 @@ def _file_differences(locked: Pin, here: Pin) -> Iterator[str]:
             yield f"{name} is in the lock, and not here"
         elif pin != here.files[name]:
             yield f"{name} is not the file of the lock: {_how(pin, here.files[name])}"
-    # A repository may have been on the machine in part, or not at all, when it was locked.
+    # A repository may have been incomplete on the machine that wrote the lock.
     if locked.commit is None:
         yield from (
             f"{name} is not in the lock" for name in here.files.keys() - locked.files.keys()

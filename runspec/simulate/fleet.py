@@ -30,7 +30,7 @@ class Member:
     first_fetch_s: float
     """Until it has its first version, where it joins a run that has begun."""
     strategy: Strategy
-    dice: Random
+    rng: Random
 
     @property
     def honest(self) -> bool:
@@ -87,8 +87,8 @@ def members(
             )
             first_fetch_s = fetch_s * size.joiner / size.follower
             key = f"{group.name}-{index}"
-            dice = Random(f"{seed}/{key}")
-            found.append(Member(key, group, name, replica, first_fetch_s, make(), dice))
+            rng = Random(f"{seed}/{key}")
+            found.append(Member(key, group, name, replica, first_fetch_s, make(), rng))
     return found
 
 

@@ -1,4 +1,4 @@
-"""The result of a simulated run, as plain data."""
+"""Result of a simulated run as plain data, and the record that counts its events."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class StepResult:
     opened: float
     closed: float
     trained_at: float | None
-    """When its training ended; None: the run ended before."""
+    """Time at which its training ended; None if the run ended before."""
     groups: int
-    """That it trains."""
+    """Groups that it trains."""
     leased: int
     withheld: int
-    """Withheld, late, or struck."""
+    """Groups withheld, late, or of banned workers."""
     rejected: int
     filtered: int
 
@@ -50,17 +50,17 @@ class GroupResult:
     workers: int
     leases: int
     accepted: int
-    """Submissions; so are the next two."""
+    """Accepted submissions."""
     rejected: int
     withheld: int
     """Leases without a submission."""
     sampled: int
-    """Rollouts; so are the next two."""
+    """Sampled rollouts; `trained` and `wasted` count rollouts too."""
     trained: int
     wasted: int
-    """Sampled, and neither trained nor filtered nor still of use when the run ended."""
+    """Rollouts neither trained nor filtered, and of no more use when the run ended."""
     idle: float | None
-    """Share of its presence in which the engines did nothing; None where nobody came."""
+    """Share of its presence in which its engines were idle; None if no worker came."""
 
 
 @dataclass(frozen=True)
@@ -80,42 +80,42 @@ class Result:
 
     seed: int
     ended: str
-    """`finished`, `stalled`, or `max_hours`: `budget.max_hours`, or `run.LONGEST_H`, is over."""
+    """`finished`, `stalled`, or `max_hours`: `budget.max_hours` or `run.LONGEST_H` has passed."""
     reason: str
-    """Why the run stalled, with what the step waited for; else, what the next step waits for."""
+    """Why the run stalled; else what the next step waits for."""
     remedy: str
     seconds: float
     steps: tuple[StepResult, ...]
-    """The closed ones."""
+    """Closed steps."""
     groups: tuple[GroupResult, ...]
     sanctions: tuple[Sanction, ...]
     idle_learner: float
-    """Share of the time between the first and the last end of a training step."""
+    """Idle share of the learner, between the first and the last end of a training step."""
     idle_validators: float | None
-    """Share of the whole time, a mean over the validators; None without one."""
+    """Idle share of the whole time, a mean over the validators; None without any."""
     waits: dict[str, float]
-    """Seconds in which the next step to close waited for workers, validators or the publisher."""
+    """Seconds in which the next step to close waited, by the role that it waited for."""
 
     @property
     def trained(self) -> list[float]:
-        """When each trained step ended."""
+        """Times at which the training steps ended."""
         return [step.trained_at for step in self.steps if step.trained_at is not None]
 
     @property
     def steps_per_hour(self) -> float | None:
-        """Between the first and the last end of a training step; None with fewer than two."""
+        """Steps an hour between the first and the last trained step; None with fewer than two."""
         times = self.trained
         return 3600.0 * (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
 
     @property
     def wasted_share(self) -> float | None:
-        """Share of the rollouts of honest workers that was wasted; None where they made none."""
+        """Wasted share of honest workers' rollouts; None if they made none."""
         honest = [group for group in self.groups if group.strategy == "honest"]
         sampled = sum(group.sampled for group in honest)
         return sum(group.wasted for group in honest) / sampled if sampled else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data under stable keys, properties that people read included."""
+        """Return plain data under stable keys, derived figures included."""
         return {
             **asdict(self),
             "steps_per_hour": self.steps_per_hour,
@@ -125,7 +125,7 @@ class Result:
 
 @dataclass
 class Record:
-    """Everything that a result is made of.
+    """Counters of a simulated run's events, from which `result` is made.
 
     Args:
         group_size: rollouts of a group.
@@ -142,11 +142,11 @@ class Record:
     _waits: tuple[float, str] = (0.0, "the publisher")
 
     def take(self, before: State, event: Event) -> None:
-        """Counts an event.
+        """Count an event.
 
         Args:
-            before: the state that it changed.
-            event: that was recorded.
+            before: the state before the event.
+            event: the recorded event.
         """
         match event:
             case LeaseGranted(lease=lease):
@@ -169,12 +169,12 @@ class Record:
                 pass
 
     def trained(self, step: int, now: float, seconds: float) -> None:
-        """Takes note of the end of a training step."""
+        """Record the end of a training step."""
         self.trained_at[step] = now
         self.learner_s.append(seconds)
 
     def waits(self, now: float, state: State) -> None:
-        """Adds the time since the last call to what the next step to close waited for."""
+        """Add the time since the last call to the role that the next step to close waited for."""
         since, what = self._waits
         self.waited[what] += now - since
         self._waits = now, _waits_for(state)
@@ -188,7 +188,7 @@ class Record:
         workers: Sequence[Worker],
         validators_s: Sequence[float],
     ) -> Result:
-        """Sums up a run that ended."""
+        """Return the result of a run that ended."""
         self.waits(now, coordinator.state)
         stalled, times = coordinator.stalled, list(self.trained_at.values())
         span = times[-1] - times[0] if len(times) > 1 else 0.0
@@ -213,7 +213,9 @@ class Record:
     def _groups(self, state: State, workers: Sequence[Worker]) -> list[GroupResult]:
         pending: Counter[str] = Counter()
         for record in state.leases.values():
-            if state.lag(record) <= state.policy.async_level:  # else nobody judges it any more
+            if (
+                state.lag(record) <= state.policy.async_level
+            ):  # older submissions are not judged any more
                 judged = record.status != "submitted"
                 pending[record.lease.worker] += (
                     len(record.usable) if judged else record.lease.groups
@@ -265,7 +267,7 @@ class Record:
 
 
 def _waits_for(state: State) -> str:
-    """In a word, for whom the next step to close waits."""
+    """Return the role that the next step to close waits for."""
     if state.finished:
         return "the learner"
     said = waited_for(state).partition(" ")[0]

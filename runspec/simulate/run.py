@@ -1,4 +1,8 @@
-"""Simulates the run of a spec with a population."""
+"""Simulates a run: the event loop of learner, publisher, workers and validators.
+
+Each action may change the coordinator's state. Then leases expire, steps close, validators take
+submissions, and waiting workers get leases, in the order of the real server.
+"""
 
 from __future__ import annotations
 
@@ -14,35 +18,34 @@ from runspec.core.spec.schema import RunSpec
 from runspec.estimate.broadcast import version_size
 from runspec.estimate.run import run_model, unknown_speeds
 from runspec.estimate.timeline import Lengths, Model
-from runspec.simulate.checking import Checking, Checks
 from runspec.simulate.coordinator import Clock, Coordinator
 from runspec.simulate.fleet import Member, members, planned_swarm
 from runspec.simulate.population import Swarm
 from runspec.simulate.result import Record, Result
 from runspec.simulate.strategies import Content
+from runspec.simulate.validators import Validators, ValidatorTimes
 from runspec.simulate.workers import Worker
 from verify.coordinator.machine import filling
 from verify.coordinator.machine.events import Event, LeaseGranted, StepClosed, SubmissionJudged
 from verify.coordinator.machine.policy import Policy
 from verify.coordinator.machine.state import State
 
-_LOOKS = 60
-"""Looks at waiting workers within one `lease_timeout`, where time alone may give them work."""
-
+_RETRIES = 60
+"""Retries for waiting workers within one `lease_timeout`, when time alone may give them work."""
 LONGEST_H = 1000.0
-"""Hours that a run without `budget.max_hours` is simulated at most."""
+"""Most hours of a run without `budget.max_hours`."""
 
 
-class World:
-    """A run.
+class Simulation:
+    """A simulated run.
 
     Args:
-        model: times of learner, publisher and links, and what is drawn, as `runspec plan` has them.
-        policy: of the spec.
+        model: times of learner, publisher and links, and drawn lengths, as in `runspec plan`.
+        policy: policy of the spec.
         members: the population.
-        checks: the validators.
+        checks: times of the validators.
         backlog: `verify.backlog.submissions`.
-        seed: of all that is drawn.
+        seed: seed of all random numbers.
         horizon_s: the run ends after this time.
     """
 
@@ -51,7 +54,7 @@ class World:
         model: Model,
         policy: Policy,
         members: Sequence[Member],
-        checks: Checks,
+        checks: ValidatorTimes,
         *,
         backlog: int,
         seed: int,
@@ -64,23 +67,23 @@ class World:
         self._leased: dict[int, int] = {}
         self._waiting: dict[str, Worker] = {}
         self._touched = True
-        self._look_at = inf
+        self._retry_at = inf
         self._to_train: deque[tuple[int, int]] = deque()
         self._training = False
         self._publisher_free = 0.0
         self.coordinator = Coordinator(policy, backlog, self.clock, self._observe)
         self._workers = {member.key: Worker(member, self) for member in members}
-        self._checking = Checking(self, checks, seed)
+        self._validators = Validators(self, checks, seed)
 
     def run(self) -> Result:
-        """Runs to the last trained step, to a stall, or to the horizon."""
+        """Run to the last trained step, to a stall, or to the horizon."""
         for worker in self._workers.values():
             worker.plan_presence()
         self.clock.at(0.0, partial(self._published, 0))
         ended = ""
         while not ended:
             due = filling.next_due(self.coordinator.state, self.clock.now) or inf
-            due = min(due if due > self.clock.now else inf, self._look_at)
+            due = min(due if due > self.clock.now else inf, self._retry_at)
             if min(due, self.clock.next) > self._horizon_s:
                 ended, self.clock.now = "max_hours", self._horizon_s
             elif self.clock.next <= due:
@@ -101,37 +104,37 @@ class World:
             self.clock.now,
             self.coordinator,
             list(self._workers.values()),
-            self._checking.busy_s,
+            self._validators.busy_s,
         )
 
-    # What workers and validators ask of it.
+    # Calls of workers and validators.
 
     def ask(self, worker: Worker) -> None:
-        """Puts a worker among those that wait for a lease."""
+        """Add a worker to those that wait for a lease."""
         if not self.coordinator.state.finished:
             self._waiting[worker.key] = worker
             self._touched = True
 
-    def hang_up(self, worker: Worker) -> None:
-        """Takes a worker out of those that wait."""
+    def stop_waiting(self, worker: Worker) -> None:
+        """Remove a worker from those that wait for a lease."""
         self._waiting.pop(worker.key, None)
 
     def lengths(self, digest: str) -> Lengths:
-        """Output tokens of each rollout of a lease."""
+        """Return the output tokens of each rollout of a lease."""
         step, groups = self._first[digest]
         return tuple(chain.from_iterable(self._model.lengths(step, group) for group in groups))
 
-    def hand_in(self, digest: str, content: Content) -> None:
-        """Hands in the answer to a lease; one whose time is over is refused."""
+    def submit(self, digest: str, content: Content) -> None:
+        """Submit the answer to a lease; it is refused after the lease's end."""
         if self.coordinator.submit(digest):
-            self._checking.received(digest, content)
+            self._validators.received(digest, content)
 
     def wake(self) -> None:
-        """Has everybody look again, though no event was recorded."""
+        """Let all roles act again, although no event was recorded."""
         self._touched = True
 
     def filtered(self, digest: str, group: int) -> bool:
-        """Whether the filter drops a group of a lease."""
+        """Return whether the filter drops a group of a lease."""
         step, groups = self._first[digest]
         return self._model.filtered(step, groups[group])
 
@@ -155,20 +158,20 @@ class World:
                 pass
 
     def _settle(self) -> None:
-        """Lets the coordinator, the validators and those that wait act until nothing changes."""
-        self._touched, self._look_at = False, inf
+        """Let coordinator, validators and waiting workers act until nothing changes."""
+        self._touched, self._retry_at = False, inf
         state = None
         while state is not self.coordinator.state and self.coordinator.stalled is None:
             state = self.coordinator.state
             self.coordinator.advance()
-            self._checking.take_work()
+            self._validators.take_work()
             self._grant()
         self._touched = False
-        self._look_at = min(self._look_at, self._checking.next_change())
+        self._retry_at = min(self._retry_at, self._validators.next_change())
         self._record.waits(self.clock.now, self.coordinator.state)
 
     def _grant(self) -> None:
-        """Leases work to those who wait, in turn."""
+        """Lease work to waiting workers, in turn."""
         if not self._waiting or self.coordinator.full:
             return
         now, state = self.clock.now, self.coordinator.state
@@ -181,9 +184,9 @@ class World:
                 del self._waiting[key]
                 worker.granted(record)
         state = self.coordinator.state
-        look = now + max(1.0, state.policy.lease_timeout_s / _LOOKS)
+        retry = now + max(1.0, state.policy.lease_timeout_s / _RETRIES)
         due = filling.next_overdue(state, self._waiting, now)
-        self._look_at = min(self._look_at, look, due or look)
+        self._retry_at = min(self._retry_at, retry, due or retry)
 
     # Learner and publisher.
 
@@ -212,16 +215,16 @@ class World:
 def simulate(
     spec: RunSpec, config: ModelConfig | None, swarm: Swarm | None = None, *, seed: int = 0
 ) -> Result:
-    """Simulates a run to its end, to a stall, or for `budget.max_hours` or `LONGEST_H`.
+    """Simulate a run to its end, to a stall, or for `budget.max_hours` or `LONGEST_H`.
 
     Args:
-        spec: of the run.
-        config: the model's shape; None where nothing here knows it.
-        swarm: the population; None: the replicas of the spec, honest and always there.
-        seed: of all that is drawn; but lengths and filtered groups follow from the spec's seed.
+        spec: spec of the run.
+        config: shape of the model; None if unknown.
+        swarm: the population; None: the replicas of the spec, honest and always present.
+        seed: seed of all random numbers; lengths and filtered groups follow the spec's seed.
 
     Raises:
-        UserError: a speed is not known, or the population does not fit the spec.
+        UserError: a speed is unknown, or the population does not fit the spec.
     """
     unknown = list(unknown_speeds(spec, config))
     if unknown or config is None:
@@ -238,7 +241,7 @@ def simulate(
     def recompute_s(lengths: Lengths) -> float:
         return model.check_s(lengths) / share if share else 0.0
 
-    checks = Checks(
+    checks = ValidatorTimes(
         count=model.validators if validators.count is None else validators.count,
         speed=validators.speed,
         recompute_s=recompute_s,
@@ -246,7 +249,7 @@ def simulate(
         mean_life_s=validators.fails,
         restart_s=validators.restarts,
     )
-    world = World(
+    simulation = Simulation(
         model,
         Policy.of(spec),
         members(swarm, spec, config, size, model, seed),
@@ -255,4 +258,4 @@ def simulate(
         seed=seed,
         horizon_s=3600.0 * (spec.budget.max_hours or LONGEST_H),
     )
-    return world.run()
+    return simulation.run()

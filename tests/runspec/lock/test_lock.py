@@ -15,7 +15,7 @@ from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.lock_file import LOCK_VERSION, Lock, lock_path, read_lock, write_lock
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec
-from runspec.lock.pins import check_lock, look
+from runspec.lock.pins import check_lock, find_pins
 from tests.runspec.core.spec.spec_files import small_spec, write
 from tests.runspec.lock.repository import COMMIT, OTHER, cache, write_model, write_weights
 
@@ -32,7 +32,7 @@ def resolved(path: Path, *overrides: str) -> RunSpec:
 def lock(path: Path, *overrides: str, env: Mapping[str, str] | None = None) -> Lock:
     """Locks a spec as the command does."""
     spec = resolved(path, *overrides)
-    made = Lock(version=LOCK_VERSION, pins=look(spec, path.parent, env or {}).pins)
+    made = Lock(version=LOCK_VERSION, pins=find_pins(spec, path.parent, env or {}).pins)
     write_lock(made, path)
     assert read_lock(path) == made
     return made
@@ -195,7 +195,7 @@ def test_what_is_neither_here_nor_in_the_spec_is_left_open(tmp_path: Path) -> No
                          {name: hub, kind: parquet, uri: "hf://datasets/"}]}
         """,
     )
-    seen = look(resolved(path), path.parent, {})
+    seen = find_pins(resolved(path), path.parent, {})
     assert seen.absent == {
         "model": "no config.json in ./policy",
         "data.sources.file": "no file gone.parquet",
@@ -204,7 +204,7 @@ def test_what_is_neither_here_nor_in_the_spec_is_left_open(tmp_path: Path) -> No
     }
     assert list(seen.open) == ["data.sources.web"]
     assert list(seen.unknown) == []
-    assert list(look(resolved(path, "model.hf=some/model"), tmp_path, {}).unknown) == ["model"]
+    assert list(find_pins(resolved(path, "model.hf=some/model"), tmp_path, {}).unknown) == ["model"]
 
 
 def test_the_rule_on_revisions_takes_the_locks_commit(tmp_path: Path) -> None:
