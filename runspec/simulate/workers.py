@@ -1,4 +1,4 @@
-"""A worker of a simulated run: presence, engine and leases."""
+"""Worker of a simulated run: presence, engine and leases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Worker:
         self.busy_s = self.present_s = 0.0
         self._since = 0.0
         self._life = 0
-        """Counts its departures: what was begun before one never ends."""
+        """Number of departures; actions scheduled before a departure do not run."""
         self._held: set[str] = set()
         self._queue: deque[tuple[str, Lease, Answer]] = deque()
         self._working = False
@@ -37,7 +37,7 @@ class Worker:
     # Presence.
 
     def plan_presence(self) -> None:
-        """Schedules its first arrival and its nights."""
+        """Schedule its first arrival and its absences."""
         group, rng, clock = self.member.group, self.member.rng, self._simulation.clock
         clock.at((group.arrives or 0.0) + rng.uniform(0.0, group.over or 0.0), self._arrive)
         for absence in group.absent:
@@ -62,7 +62,7 @@ class Worker:
         self._ask()
 
     def _depart(self, back_after: float) -> None:
-        """Leaves, and comes back; unless it crashes, gives its leases back."""
+        """Leave, and return later; unless it crashes, it releases its leases."""
         self._life += 1
         self.end()
         self.present, self._working, self._fetching = False, False, None
@@ -75,13 +75,13 @@ class Worker:
         self._simulation.clock.after(back_after, self._arrive)
 
     def end(self) -> None:
-        """Adds up its presence, at the end of the run too."""
+        """Add the time since its arrival to its presence."""
         if self.present:
             self.present_s += self._simulation.clock.now - self._since
             self._since = self._simulation.clock.now
 
     def holding(self) -> set[str]:
-        """Digests of the leases that it works on, or pretends to: after a departure none."""
+        """Return the digests of its leases; none after a departure."""
         leases = self._simulation.coordinator.state.leases
         self._held = {digest for digest in self._held if digest in leases}
         return self._held
@@ -89,7 +89,7 @@ class Worker:
     # Leases.
 
     def published(self) -> None:
-        """Takes note of a version: fetches it, and asks for work if it paused until then."""
+        """Handle a published version: fetch it, and ask for work after a pause."""
         self.fetch()
         pause_s = self.member.strategy.pause_s()
         if pause_s is not None and self.present:
@@ -100,7 +100,7 @@ class Worker:
             self._simulation.ask(self)
 
     def granted(self, record: LeaseRecord) -> None:
-        """Takes note of a lease."""
+        """Handle a granted lease."""
         self._held.add(record.digest)
         self._later(self._simulation.request_s, lambda: self._begin(record))
 
@@ -125,7 +125,7 @@ class Worker:
     # Engine and links, as `runspec.estimate.timeline` has them.
 
     def fetch(self) -> None:
-        """Starts the next fetch: of the version that its lease names, else of the newest."""
+        """Start the next fetch: of the version that its lease names, else of the newest."""
         newest = self._simulation.coordinator.state.newest
         if self._fetching is not None or newest is None or not self.present:
             return
@@ -147,7 +147,7 @@ class Worker:
         self.fetch()
 
     def _work(self) -> None:
-        """Samples the next lease, if its version is here."""
+        """Sample the next lease, if its version is fetched."""
         if self._working or not self._queue:
             return
         digest, lease, answer = self._queue[0]
@@ -177,7 +177,7 @@ class Worker:
         return self.member.rng.expovariate(1.0 / mean)
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Runs an action after some seconds, unless the worker departs before; 0: at once."""
+        """Run an action after some seconds, unless the worker departs before; 0: at once."""
         if seconds > 0.0:
             self._at(self._simulation.clock.now + seconds, action)
         else:
