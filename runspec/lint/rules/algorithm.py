@@ -1,4 +1,4 @@
-"""What is optimised: batches, clip bounds, penalties."""
+"""Rules on the objective: batches, clip bounds, penalties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Money, and the hours that it buys."""
+"""Rules on the budget: cost and hours."""
 
 from __future__ import annotations
 

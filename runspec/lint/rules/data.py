@@ -1,4 +1,4 @@
-"""Problems: what sources need, which rows are there, how prompts begin the thinking."""
+"""Rules on problems: fields and rows of sources, and prompts that begin the thinking."""
 
 from __future__ import annotations
 

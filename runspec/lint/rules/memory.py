@@ -1,8 +1,8 @@
-"""What fits into the memory of devices, and which numbers survive rounding.
+"""Rules on device memory, and on numbers that rounding would lose.
 
-The figures are those of `runspec plan`, closed forms of `runspec.estimate`. Rules that need the
-model's shape or a device's memory say nothing where it is not known; `unknown-model` and
-`unknown-hardware` say so.
+The figures are those of `runspec plan`, from `runspec.estimate`. Rules that need the model's shape
+or a device's memory are silent if it is unknown; `unknown-model` and `unknown-hardware` report
+that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the learner divides its devices."""
+"""Rules on the learner's mesh: topology, devices, hosts, slices."""
 
 from __future__ import annotations
 

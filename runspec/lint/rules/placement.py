@@ -1,4 +1,4 @@
-"""Names of roles, and the machines, ports and files that they share."""
+"""Rules on placement: names of roles, and the machines, ports and files that they share."""
 
 from __future__ import annotations
 

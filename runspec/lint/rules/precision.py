@@ -1,4 +1,4 @@
-"""What pools compute in, and the limits that their proofs are judged by."""
+"""Rules on precision: types of pools, and the thresholds of their proofs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengths, engines, and what samplers and learner must agree on."""
+"""Rules on samplers: lengths, engines, and what they must share with the learner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What untrusted work needs to be checked."""
+"""Rules on verification: what the check of untrusted work needs."""
 
 from __future__ import annotations
 
