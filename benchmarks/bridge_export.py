@@ -38,7 +38,7 @@ from bridge.orbax_writer import write_leaf, write_metadata
 from bridge.tensors import dtype_named
 from bridge.weight_map import Entry, weight_map
 from runspec.core.models.config import parse_config
-from runspec.core.models.named_models import named_model
+from runspec.core.models.spec_model import named_model
 
 MODEL = "Qwen/Qwen3-4B"
 BOUND_TENSORS, BOUND_BYTES = 2.5, 300e6

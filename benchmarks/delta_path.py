@@ -13,7 +13,7 @@ Limits, of the sizes and of two rates measured in the same run: the exported fil
 once, whatever travels, and so is the sampler's copy of them (`copy_gb_s`); the comparison reads
 both versions; the sampler hashes every tensor (`blake3_gb_s`, one core). So no delta can take less
 than size x (2 / copy + 1 / blake3) on one core, and the bytes of a delta are at least
-n (H(s) / 8) for the places alone (`runspec.estimate.version_size`).
+n (H(s) / 8) for the places alone (`runspec.estimate.broadcast`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from learner_jax.model import abstract_params
 from runspec.core.hashing import digest_file
 from runspec.core.models.config import ModelConfig, parse_config
 from runspec.core.run_files import PARAMS_NAME
-from runspec.estimate.version_size import delta_bytes, version_bytes
+from runspec.estimate.broadcast import delta_bytes, version_bytes
 
 SHAPE: dict[str, Any] = {
     "model_type": "qwen3",

@@ -21,15 +21,14 @@ from typing import Any
 
 from runspec.core.models.flops import forward_flops, step_flops
 from runspec.core.models.hardware import DEVICES
-from runspec.core.models.of_spec import model_config
+from runspec.core.models.spec_model import model_config
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.assumed import Assumed
-from runspec.estimate.broadcast import broadcast_times
+from runspec.estimate.broadcast import broadcast_times, version_bytes
 from runspec.estimate.run import draws
 from runspec.estimate.speed import Decode, decode_speed
 from runspec.estimate.timeline import Lengths, Model, Replica, simulate
-from runspec.estimate.version_size import version_bytes
 from runspec.lint.check import check_spec
 
 SPECS = Path(__file__).parents[1] / "specs"

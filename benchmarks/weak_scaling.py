@@ -31,7 +31,7 @@ from learner_jax.topology import (
 )
 from runspec.core.models.config import ModelConfig, parse_config
 from runspec.core.models.hardware import DEVICES
-from runspec.core.models.named_models import model_names, named_model
+from runspec.core.models.spec_model import model_names, named_model
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec

@@ -135,14 +135,14 @@ def _seconds(text: str) -> float:
 
 
 def _size(text: str) -> int:
-    from runspec.core.spec.values import SIZE
+    from runspec.core.spec.fields import SIZE
 
     return _quantity(text, SIZE.parse)
 
 
 def _rate(text: str) -> int:
     """Bytes a second."""
-    from runspec.core.spec.values import RATE
+    from runspec.core.spec.fields import RATE
 
     return _quantity(text, lambda rate: RATE.parse(rate) / 8)
 

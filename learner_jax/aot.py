@@ -25,7 +25,7 @@ from learner_jax.sharding import AXES, make_mesh
 from learner_jax.step import Programs, build_programs
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.logits import device_positions, logits_chunk
+from runspec.core.models.memory import device_positions, logits_chunk
 from runspec.core.spec.schema import RunSpec
 
 

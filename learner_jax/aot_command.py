@@ -24,7 +24,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.models.config import ModelConfig, parse_config
 from runspec.core.models.hardware import DEVICES, device_of
-from runspec.core.models.named_models import model_names, named_model
+from runspec.core.models.spec_model import model_names, named_model
 from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import Learner, RunSpec

@@ -32,13 +32,16 @@ from runspec.core.canonical import MalformedJson, canonical_json
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.object_store import Folder, ObjectPath, last_file
-from runspec.core.run_files import PARAMS_NAME, PROBE_FILE, numbered, remove_entry
-from runspec.core.whole_state import (
+from runspec.core.run_files import (
     ARRAYS_NAME,
+    PARAMS_NAME,
+    PROBE_FILE,
     RECORD_NAME,
     damaged_file,
     file_digests,
+    numbered,
     record_of,
+    remove_entry,
 )
 
 CHUNK_BYTES = 8 * 1024 * 1024

@@ -9,9 +9,8 @@ from bridge.orbax_io import open_leaves, read_leaf
 from learner_jax.checkpoint import check_state, state_steps
 from runspec.core.errors import UserError
 from runspec.core.models.config import load_config
-from runspec.core.run_files import initial_model, state_folder
+from runspec.core.run_files import ARRAYS_NAME, initial_model, state_folder
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.whole_state import ARRAYS_NAME
 
 
 def export_adapter(run_dir: Path, out_dir: Path, *, step: int | None = None) -> int:

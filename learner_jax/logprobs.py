@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from learner_jax.execution import wide_dtype
 from learner_jax.sharding import constrain
-from runspec.core.models.logits import KEPT_LOGITS, chunk_tokens
+from runspec.core.models.memory import KEPT_LOGITS, chunk_tokens
 from runspec.core.models.parameters import MESH_AXES
 
 

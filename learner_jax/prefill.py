@@ -39,8 +39,7 @@ from learner_jax.shared_prompts import (
     shape_for,
 )
 from runspec.core.models.config import ModelConfig, load_config
-from runspec.core.models.logits import chunk_tokens
-from runspec.core.models.prefill import prefill_bytes
+from runspec.core.models.memory import chunk_tokens, prefill_bytes
 from runspec.core.spec import schema
 from runspec.core.spec.schema import RunSpec
 from verify.choices import HEADS, POWERS, Choices

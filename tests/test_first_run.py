@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from runspec.core.models.named_models import named_model
+from runspec.core.models.spec_model import named_model
 from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.validate import to_python
 from runspec.core.spec.yaml_nodes import parse_yaml

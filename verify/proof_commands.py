@@ -21,7 +21,7 @@ import numpy as np
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.hashing import is_digest
-from runspec.core.spec.profile_files import MAX_BYTES as MAX_PROFILE_BYTES
+from runspec.core.spec.resolved import MAX_PROFILE_BYTES
 from verify.calibration.profile import open_profile
 from verify.checks.prefill import judge_proofs, nearest_to_failing
 from verify.commands import run_once, say

@@ -76,7 +76,7 @@ def find_field(path: str) -> SchemaField | None:
 def suggestion(topic: str) -> str:
     """What may have been meant."""
     from runspec.cli.explain_pages import topics
-    from runspec.core.spec.schema_keys import close_match
+    from runspec.core.spec.schema_fields import close_match
 
     known = topics()
     by_key: dict[str, str] = {}

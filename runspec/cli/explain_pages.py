@@ -15,12 +15,16 @@ from typing import get_args
 import runspec.lint.rules  # noqa: F401  (registers them)
 from runspec.cli.explain_kinds import kind_paragraphs, kinds
 from runspec.core.models.hardware import DEVICES, Device
-from runspec.core.spec.field_docs import block_doc, field_doc
-from runspec.core.spec.field_types import counted_type, default_words, type_words
+from runspec.core.spec.field_docs import (
+    block_doc,
+    counted_type,
+    default_words,
+    field_doc,
+    type_words,
+)
 from runspec.core.spec.fields import CHANGE_CLASSES
 from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.schema_fields import SchemaField, fields_in, schema_fields
-from runspec.core.spec.schema_keys import named_item
+from runspec.core.spec.schema_fields import SchemaField, fields_in, named_item, schema_fields
 from runspec.lint.registry import RULES, Group, Rule
 
 Page = list[str]

@@ -20,9 +20,9 @@ from runspec.core.errors import UserError, bad_usage
 from runspec.core.files import expand_user, temporary_name
 from runspec.core.models.config import load_config
 from runspec.core.models.hardware import jax_device
-from runspec.core.models.of_spec import named_config
+from runspec.core.models.spec_model import named_config
+from runspec.core.spec.fields import NAME_WORDS, Name
 from runspec.core.spec.json_schema import json_schema
-from runspec.core.spec.values import NAME_WORDS, Name
 from runspec.core.spec.yaml_text import yaml_scalar
 from runspec.lint.rules.data import opens_thinking
 from runspec.lint.tokenizer_files import TokenizerFiles

@@ -13,11 +13,11 @@ from rich.table import Table
 
 from runspec.cli.desk import begun_by, desk
 from runspec.cli.view import plain_table
+from runspec.core.address import parse_join_link
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.hashing import is_digest
 from runspec.core.invite import invite_key, make_invite
-from runspec.core.join_link import parse_join_link
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature
 from runspec.core.spec.resolved import load_resolved

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runspec.core.address import JoinLink, parse_join_link, reachable
 from runspec.core.canonical import parse_object
 from runspec.core.distribution import install_command
 from runspec.core.errors import UserError
 from runspec.core.http_client import NoAnswer, fetch_now
-from runspec.core.join_link import JoinLink, parse_join_link, reachable
 from runspec.core.keys import SigningKey
-from runspec.core.models.of_spec import model_config
+from runspec.core.models.spec_model import model_config
 from runspec.core.spec.schema import RunSpec
 from runspec.local.fitting import choose_pool, lacks, look_at_host, open_pools
 from runspec.local.machine import module_is_installed, this_machine

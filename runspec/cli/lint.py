@@ -1,4 +1,4 @@
-"""`runspec lint`: checks specs, mends what is safe to mend, and says the rest in a format.
+"""`runspec lint`: checks specs, applies safe fixes, and prints the other findings in a format.
 
 Exit codes: 0 nothing at or above the fail level; 1 a finding; 2 a file that cannot be read, or bad
 usage, whatever was found in the others. A fault of our own goes through to `main`, which exits 3.
@@ -10,13 +10,11 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
 from runspec.core.errors import bad_usage
 from runspec.core.spec.load import SpecFiles
-from runspec.lint.check import CheckedFiles, check_files
-from runspec.lint.formats import FOR_PEOPLE
-from runspec.lint.select import selection
+from runspec.lint.check import CheckedFiles, check_files, selection
+from runspec.lint.formats import FOR_PEOPLE, render
 
 EXIT_CLEAN, EXIT_FINDINGS, EXIT_UNREADABLE = 0, 1, 2
 MAX_ROUNDS = 5
@@ -64,25 +62,23 @@ def _fixed(
     checked: CheckedFiles, codes: frozenset[str], specs: Sequence[SpecFiles]
 ) -> CheckedFiles:
     """Writes what can be mended and checks again, until nothing more can be."""
-    from runspec.lint.fix import mend, write_mended
+    from runspec.lint.fix import fix_texts, write_fixed
 
     for _ in range(MAX_ROUNDS):
-        mended = mend(checked.findings, checked.texts)
-        for file, why in mended.refused.items():
+        fixed = fix_texts(checked.findings, checked.texts)
+        for file, why in fixed.refused.items():
             print(f"not mended: {file}: {why}", file=sys.stderr)
-        if not mended.texts:
+        if not fixed.texts:
             break
-        write_mended(mended, checked.texts)
-        for finding in mended.findings:
+        write_fixed(fixed, checked.texts)
+        for finding in fixed.findings:
             print(f"mended: {finding}", file=sys.stderr)
         checked = check_files(specs).only(codes)
     return checked
 
 
 def _print(checked: CheckedFiles, output: str) -> None:
-    module = import_module(f"runspec.lint.formats.{output}")
-    options = {"colour": _has_colour()} if output == "pretty" else {}
-    text = module.render(checked, **options)
+    text = render(checked, output, colour=_has_colour())
     if isinstance(sys.stdout, io.TextIOWrapper):  # a file's text may be beyond the terminal's
         sys.stdout.reconfigure(errors="backslashreplace")
     if text:

@@ -41,7 +41,7 @@ Reason = Annotated[str, typer.Option("--reason", help="Why; the key's holder is 
 
 def duration(value: str | float) -> float:
     """Seconds of a text such as 30s or 7d, or of a default."""
-    from runspec.core.spec.values import DURATION
+    from runspec.core.spec.fields import DURATION
 
     return value if isinstance(value, float) else DURATION.parse(value)
 

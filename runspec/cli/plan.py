@@ -18,7 +18,7 @@ from runspec.cli.spec_files import sound_spec
 from runspec.cli.where import role_groups, where_lines
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.of_spec import model_config
+from runspec.core.models.spec_model import model_config
 from runspec.core.spec.fields import CHANGE_CLASSES
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import spec_digest
@@ -30,8 +30,7 @@ from runspec.local.planning import RunPlan, make_plan
 from runspec.local.run_dir import run_directory
 from runspec.local.text import size
 from runspec.plan.aot import AotReport, compile_step
-from runspec.plan.changes import LIVE, Change, of_class, severest, shown
-from runspec.plan.rolling import renewed
+from runspec.plan.changes import LIVE, Change, of_class, roles_to_restart, severest, shown
 from runspec.plan.saved import SavedPlan, save_plan
 
 EXIT_CHANGES = 6
@@ -155,7 +154,7 @@ def _effect(plan: RunPlan, changes: Sequence[Change], meaning: str) -> str:
         return "taken over when the run goes on"
     if change_class not in LIVE:
         return f"{meaning}; apply refuses them until `runspec pause {plan.run_dir}`"
-    turns = ", ".join(readers_names(renewed(changes), plan.spec))
+    turns = ", ".join(readers_names(roles_to_restart(changes), plan.spec))
     return f"{meaning}: {turns}" if turns else meaning
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 
 from runspec.cli.spec_files import sound_spec
+from runspec.core.address import is_loopback
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
-from runspec.lint.urls import is_loopback
 from runspec.local.run_dir import run_directory
 from runspec.local.site import Disk, groups_of
 from runspec.local.site_folder import BUNDLES, make_site

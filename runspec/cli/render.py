@@ -18,7 +18,7 @@ def render_command(files: SpecFiles, show_origin: bool, output: str) -> int:
     Secrets are there by the names of their variables, as in the spec itself.
     """
     from runspec.core.spec.findings import format_finding
-    from runspec.core.spec.origins import origin, origins
+    from runspec.core.spec.load import origin, origins
     from runspec.core.spec.yaml_text import to_yaml
     from runspec.lint.check import check_spec
 

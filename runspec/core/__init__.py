@@ -1,6 +1,5 @@
-"""The ground that every package stands on: the spec, shared formats and keys, model tables.
+"""Shared base of all packages: the spec, signed formats, keys, model tables, run directory, HTTP.
 
-It imports nothing of ours and no JAX, torch or vLLM; what a person types and what starts processes
-(`runspec.cli`, `lint`, `plan`, `estimate`, `lock`, `local`) stands above and is imported by nobody
-below.
+It imports no other package of this repository and no JAX, torch or vLLM. Commands and tools
+(`runspec.cli`, `lint`, `plan`, `estimate`, `lock`, `local`) import it, and it imports none of them.
 """

@@ -1,4 +1,4 @@
-"""Canonical JSON: one object, one byte string, so that a signature over it means something."""
+"""Canonical JSON: each object has one byte string, so that it can be signed and hashed."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[{]}")
 
 
 class MalformedJson(ValueError):
-    """Bytes from outside that are not the JSON object they should be."""
+    """Error: untrusted bytes are not a valid JSON object."""
 
 
 def canonical_json(value: Any) -> bytes:
-    """Sorted keys, no white space, UTF-8, no NaN or infinity."""
+    """Return JSON with sorted keys, without white space, NaN or infinity, as UTF-8."""
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     ).encode()
 
 
 def parse_object(data: bytes, *, max_bytes: int) -> dict[str, Any]:
-    """Reads a JSON object from untrusted bytes.
+    """Parse a JSON object from untrusted bytes.
 
     Raises:
-        MalformedJson: too large, too deep, not UTF-8, not an object, a key twice, or a value that
-            has no canonical form: NaN, infinity (`1e999` too), half of a surrogate pair.
+        MalformedJson: too large, too deep, not UTF-8, not an object, a duplicate key, or a value
+            without canonical form: NaN, infinity (`1e999` too), half of a surrogate pair.
     """
     if len(data) > max_bytes:
         raise MalformedJson(f"{len(data)} bytes, more than the {max_bytes} allowed")
@@ -47,7 +47,7 @@ def parse_object(data: bytes, *, max_bytes: int) -> dict[str, Any]:
 
 
 def _depth(data: bytes) -> int:
-    # Counts brackets inside strings too: an over-estimate, which only refuses odd input.
+    # Counts brackets inside strings too: the over-estimate refuses only odd input.
     depth = deepest = 0
     for byte in data.translate(None, delete=_NO_BRACKETS):
         if byte in b"[{":

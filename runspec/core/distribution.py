@@ -1,7 +1,7 @@
-"""What this package is called where it is installed, and what it is installed with.
+"""Name of the installed distribution, and the commands that install it and its extras.
 
-In the public registry `runspec` is a package of somebody else, and this one is not published. So
-messages name the wheel's file, never a bare name that a stranger could register.
+The name `runspec` belongs to another package in the public registry, and this one is not published.
+So messages name the wheel's file, never a bare name that a stranger could register.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Literal
 
 NAME = "runspec-rl"
 WHEEL = "runspec_rl-0.1.0-py3-none-any.whl"
-"""What `make wheel` makes, below `dist/`."""
+"""File that `make wheel` writes to `dist/`."""
 Kind = Literal["cpu", "cuda", "tpu"]
 
 
 @dataclass(frozen=True)
 class PinnedList:
-    """A file of a checkout that pins every package of some extras."""
+    """File of a checkout that pins every package of some extras."""
 
     file: str
     python: str
-    """The version that the list was resolved for."""
+    """Python version that the list was resolved for."""
     extras: tuple[str, ...]
 
 
@@ -35,27 +35,28 @@ LISTS = {
     "tpu": PinnedList("requirements/tpu.txt", "3.11", ("learner-tpu", "ray", "report")),
     "tpu-sampler": PinnedList("requirements/tpu-sampler.txt", "3.12", ("sampler-tpu",)),
 }
-"""By the machine: those of a `Kind` for the whole of a run, and one for TPU hosts that sample."""
+"""Lists by machine: one for each `Kind`, for a whole run, and one for TPU hosts that sample."""
 
 
 def machine_kind(gpus: Sequence[str], tpus: int) -> Kind:
-    """Returns which list fits a machine.
+    """Return the kind of a machine.
 
     Args:
         gpus: names of its NVIDIA GPUs.
-        tpus: its TPU chips.
+        tpus: number of its TPU chips.
     """
     return "cuda" if gpus else "tpu" if tpus else "cpu"
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs an extra of this package from the wheel's folder."""
+    """Return the command that installs an extra of this package from the wheel's folder."""
     return f'pip install "./{WHEEL}[{extra}]"'
 
 
 def list_command(kind: Kind) -> str:
-    """Returns the command that installs the list of a kind of machine: in a checkout, else by the
-    wheel's extras, without the pins.
+    """Return the command that installs the list of a kind of machine.
+
+    Outside of a checkout it installs the wheel's extras, without pins.
     """
     pinned, checkout = LISTS[kind], Path(__file__).parents[2]
     if not (checkout / pinned.file).is_file():
@@ -67,6 +68,6 @@ def list_command(kind: Kind) -> str:
 
 
 def extra_of(part: str, kind: Kind) -> str:
-    """Returns the extra that installs a part of a run (learner, sampler, ...) on such a machine."""
+    """Return the extra that installs a part of a run (learner, sampler, ...) on such a machine."""
     extra = f"{part}-{kind}"
     return extra if any(extra in each.extras for each in LISTS.values()) else part

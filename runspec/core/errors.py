@@ -1,4 +1,4 @@
-"""The one error that a person is meant to read, and how other errors are put into words."""
+"""Errors for users, and descriptions of other errors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from types import FrameType
 
 _MAX_TEXT = 200
-"""Characters of an exception's own text."""
+"""Most characters of an exception's text."""
 
 
 class UserError(Exception):
-    """Something outside the program is wrong, and a person can mend it.
+    """Error outside the program that a person can fix.
 
     Args:
         thing: what is wrong, with the measured value.
@@ -22,7 +22,7 @@ class UserError(Exception):
     """
 
     exit_code = 1
-    """What a command ends with."""
+    """Exit code of a command."""
 
     def __init__(self, thing: str, *, place: str = "", remedy: str = "") -> None:
         self.thing, self.place, self.remedy = thing, place, remedy
@@ -47,18 +47,18 @@ class RunElsewhere(Exception):
 
 
 class BadUsage(UserError):
-    """A file that cannot be read, or words that mean nothing."""
+    """Error: a file cannot be read, or an argument is invalid."""
 
     exit_code = 2
 
 
 class NotNow(UserError):
-    """Nothing could be written just now (the disk is full, say): this process goes on as before."""
+    """Error: nothing can be written for now, as on a full disk; the process goes on."""
 
 
 @contextmanager
 def bad_usage() -> Iterator[None]:
-    """Makes every UserError that is raised inside a BadUsage; decorates functions, too."""
+    """Turn each UserError inside into a BadUsage; also a decorator of functions."""
     try:
         yield
     except UserError as error:
@@ -66,21 +66,21 @@ def bad_usage() -> Iterator[None]:
 
 
 def one_line(text: str, most: int) -> str:
-    """Returns a text as one line of at most `most` characters, each of them printable.
+    """Return a text as one line of at most `most` printable characters.
 
-    For words that may repeat what a stranger sent: terminals obey control characters.
+    It is for untrusted text: terminals obey control characters.
     """
     words = " ".join(text[: 4 * most].split())
     return "".join(letter if letter.isprintable() else "?" for letter in words)[:most]
 
 
 def describe_error(error: Exception, package: str | None = None) -> str:
-    """Returns type, text and place of an exception, like `KeyError: 'gold' at mine/math.py:17`.
+    """Return type, text and place of an exception, like `KeyError: 'gold' at mine/math.py:17`.
 
     Args:
         error: the exception; its text is cut after 200 characters.
-        package: top-level package whose innermost frame is named; without it, or without such a
-            frame, the innermost frame of all is.
+        package: top-level package whose innermost frame is named; if None, or without such a
+            frame, the innermost frame of all.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     own = [each for each in frames if _package_of(each[0]) == package]

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and reads with a bound."""
+"""Atomic writes of files and directories, and reads with a size limit."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from runspec.core.errors import UserError
 from runspec.core.object_store import Folder, ObjectPath
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a disk, or of a user's share of one, that is full."""
+"""Error numbers of a full disk or an exhausted quota."""
 _TEMPORARY = ".tmp-"
 _REMEDY = "free disk space or mend the permissions, then start again"
 
 
 def expand_user(path: Path) -> Path:
-    """`~` as the folder that it stands for; as it is where there is no such user."""
+    """Expand `~`; return the path unchanged if there is no such user."""
     try:
         return path.expanduser()
     except RuntimeError:
@@ -30,22 +30,23 @@ def expand_user(path: Path) -> Path:
 
 
 def temporary_name(path: Path) -> Path:
-    """A name beside `path` for what becomes it; `remove_leftovers` knows it."""
+    """Return a temporary name beside `path`, which `remove_leftovers` recognises."""
     return path.with_name(f"{_TEMPORARY}{uuid.uuid4().hex}-{path.name}")
 
 
 @contextmanager
 def atomic_file(path: Path, *, mode: int = 0o666, remedy: str = _REMEDY) -> Iterator[BinaryIO]:
-    """Yields a file under a temporary name, open for writing; it is synced and becomes `path` by
-    one rename when the block succeeds, and is removed when it does not.
+    """Yield a temporary file, open for writing.
+
+    If the block succeeds, the file is synced and renamed to `path`; else it is removed.
 
     Args:
-        path: what the file becomes.
-        mode: permissions, of which the umask takes its part.
-        remedy: what a person can do where it cannot be written.
+        path: final path of the file.
+        mode: permissions, less the umask.
+        remedy: remedy of the error message.
 
     Raises:
-        UserError: it cannot be written; what was there before is still there.
+        UserError: the file cannot be written; a file that existed is unchanged.
     """
     temporary = temporary_name(path)
     try:
@@ -61,20 +62,20 @@ def atomic_file(path: Path, *, mode: int = 0o666, remedy: str = _REMEDY) -> Iter
             f"cannot write: {error.strerror or error}", place=str(path), remedy=remedy
         ) from error
     finally:
-        with suppress(OSError):  # nothing is there any more where all went well
+        with suppress(OSError):  # after the rename the name is gone
             temporary.unlink()
 
 
 def require_writable(folder: Folder, what: str, remedy: str) -> None:
-    """Makes a folder where it is missing, and a file in it, which goes again.
+    """Create a folder if it is missing, and test that a file can be written in it.
 
     Args:
         folder: the folder.
-        what: what it is, for people.
-        remedy: what a person can do where it cannot be written.
+        what: its description in the error message.
+        remedy: remedy of the error message.
 
     Raises:
-        UserError: it cannot be made or written; the message has the reason.
+        UserError: it cannot be created or written; the message has the reason.
     """
     if isinstance(folder, ObjectPath):
         mark = folder / temporary_name(Path("writable")).name
@@ -95,7 +96,7 @@ def require_writable(folder: Folder, what: str, remedy: str) -> None:
 
 
 def write_atomic(path: Folder, data: bytes, *, mode: int = 0o666) -> None:
-    """Writes the whole of a file, see `atomic_file`; or of an object of a store."""
+    """Write a file atomically, see `atomic_file`; or an object of a store."""
     if isinstance(path, ObjectPath):
         path.write(data)
         return
@@ -104,7 +105,7 @@ def write_atomic(path: Folder, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Puts on the disk what was renamed into a folder: a loss of power may take it back before."""
+    """Sync a folder, so that a loss of power cannot undo a rename into it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -114,7 +115,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Yields a temporary directory that becomes `path` by one rename when the block succeeds.
+    """Yield a temporary directory that is renamed to `path` if the block succeeds.
 
     Raises:
         FileExistsError: `path` exists already.
@@ -133,7 +134,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Removes what `atomic_file` and `new_directory` of a killed process left in `folder`."""
+    """Remove temporary files and directories that a killed process left in `folder`."""
     for entry in folder.glob(f"{_TEMPORARY}*"):
         if entry.is_dir():
             shutil.rmtree(entry, ignore_errors=True)
@@ -142,7 +143,11 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def read_bounded(path: Folder, max_bytes: int) -> bytes:
-    """Reads a whole file, refusing one larger than `max_bytes` before reading it."""
+    """Read a whole file of at most `max_bytes`.
+
+    Raises:
+        UserError: it is larger.
+    """
     if isinstance(path, ObjectPath):
         return path.read(max_bytes)
     with path.open("rb") as file:

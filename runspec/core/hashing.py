@@ -1,4 +1,4 @@
-"""BLAKE3 digests, written everywhere as 64 lower-case hexadecimal characters."""
+"""BLAKE3 digests as 64 lower-case hexadecimal characters."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ _HEX_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def digest_bytes(data: bytes | memoryview) -> str:
-    """BLAKE3 of bytes held in memory."""
+    """Return the BLAKE3 digest of bytes."""
     return blake3(data).hexdigest()
 
 
 def digest_file(path: Path) -> str:
-    """BLAKE3 of a file, memory-mapped, so that its size does not matter."""
+    """Return the BLAKE3 digest of a file, memory-mapped, so that it may be larger than memory."""
     hasher = blake3()
     hasher.update_mmap(path)
     return hasher.hexdigest()
 
 
 def is_digest(text: object) -> bool:
-    """Whether `text` has the form of a digest (and so is safe as a file name)."""
+    """Return whether `text` has the form of a digest, which is safe as a file name."""
     return isinstance(text, str) and _HEX_DIGEST.fullmatch(text) is not None
 
 
 def hash_parts(*parts: bytes | str | int) -> bytes:
-    """BLAKE3 over length-prefixed parts: 32 bytes that no other split of the same bytes gives.
+    """Return BLAKE3 over length-prefixed parts, 32 bytes; another split gives another hash.
 
-    Strings are UTF-8, integers 8 bytes big-endian; each part is preceded by its length in 8 bytes.
+    Strings are UTF-8, integers 8 bytes big-endian. Each part follows its length in 8 bytes.
     """
     hasher = blake3()
     for part in parts:

@@ -3,27 +3,86 @@
 aiohttp is the only HTTP library: servers use it, and so do all clients. `fetch` is for callers in
 an event loop. `fetch_now` and `stream` are for the others: each call runs a loop and makes a
 connection of its own, so that threads share nothing and nothing has to be closed.
+
+Host names are looked up in daemon threads. A resolver may block a thread for half a minute, and an
+event loop or a process that ends waits for the threads of an executor, but not for these.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
 
-from runspec.core.names import Resolver
+_Found = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]]
 
 T = TypeVar("T")
 CONNECT_S = 5.0
 _UPLOAD_PIECE_BYTES = 64 * 1024
 AS_IT_IS = {"Accept-Encoding": "identity"}
 """Answers are read as they came over the wire: nothing is decompressed."""
+
+
+async def look_up(host: str, port: int, family: socket.AddressFamily = socket.AF_UNSPEC) -> _Found:
+    """Resolve a host as `socket.getaddrinfo` does for streams.
+
+    Raises:
+        OSError, UnicodeError: the name does not exist, or no resolver answers.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[_Found] = loop.create_future()
+
+    def settle(found: _Found, error: Exception | None) -> None:
+        if answer.done():  # the caller was cancelled
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(found)
+
+    def work() -> None:
+        found: _Found = []
+        failure = None
+        try:
+            found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            failure = error
+        with suppress(RuntimeError):  # the loop has closed
+            loop.call_soon_threadsafe(settle, found, failure)
+
+    threading.Thread(target=work, name="look-up", daemon=True).start()
+    return await answer
+
+
+class Resolver(AbstractResolver):
+    """Resolver of aiohttp that uses `look_up`."""
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address[0],
+                port=address[1],
+                family=found,
+                proto=protocol,
+                flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+            )
+            for found, _, protocol, _, address in await look_up(host, port, family)
+        ]
+
+    async def close(self) -> None:
+        """Do nothing: no state is held."""
 
 
 class NoAnswer(Exception):

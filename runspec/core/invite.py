@@ -1,8 +1,8 @@
-"""Invitations to a run: who holds one may register keys, so many and so long as it says.
+"""Invitations to a run: a holder may register a limited number of keys for a limited time.
 
-An invite is a key of its own, which the coordinator's key names in a signed document. Its secret
-travels only in the link that a volunteer is sent: a worker proves that it has it by signing its own
-public key with it, so that nobody who reads a request can use the invite again.
+An invite has its own key, which a document signed by the coordinator names. Its secret travels only
+in the join link of a volunteer. A worker signs its own public key with the secret, so that a reader
+of its request cannot use the invite again.
 
     invite=<base64url of the document>.<secret, 64 hex characters>        in a join link
 """
@@ -28,15 +28,15 @@ MAX_USES = 1_000_000
 
 @dataclass(frozen=True)
 class Invite:
-    """What the coordinator's key has signed."""
+    """Document that the coordinator's key signs."""
 
     run: str
     key: str
-    """The invite's own public key, by which its uses are counted."""
+    """Public key of the invite, by which its uses are counted."""
     pool: str | None
-    """The pool that it is for; None: any."""
+    """Pool that it is for; None: any."""
     uses: int
-    """Keys that may be registered with it."""
+    """Number of keys that may be registered with it."""
     expires: float
     """Seconds since the epoch."""
 
@@ -44,14 +44,14 @@ class Invite:
 def make_invite(
     run: str, *, pool: str | None, uses: int, valid_s: float, coordinator: SigningKey
 ) -> str:
-    """The text of a new invite.
+    """Return the text of a new invite.
 
     Args:
-        run: the run's name.
+        run: name of the run.
         pool: the only pool that it is for, if any.
-        uses: keys that may be registered with it.
-        valid_s: seconds for which it holds.
-        coordinator: the run's coordinator's key.
+        uses: number of keys that may be registered with it.
+        valid_s: seconds until it expires.
+        coordinator: key of the run's coordinator.
     """
     secret = SigningKey.generate()
     invite = Invite(run, secret.public_hex, pool, uses, time.time() + valid_s)
@@ -60,10 +60,10 @@ def make_invite(
 
 
 def invite_key(text: str) -> str:
-    """The public key of an invite in a link, by which it is revoked; whoever signed it.
+    """Return the public key of an invite, by which it is revoked. Any signer is accepted.
 
     Raises:
-        BadSignature: the text is no invite.
+        BadSignature: the text is not an invite.
     """
     key = open_document(
         _document(text).encode(), kind=KIND, keys=None, max_bytes=MAX_BYTES
@@ -74,14 +74,14 @@ def invite_key(text: str) -> str:
 
 
 def use_invite(text: str, worker: str) -> dict[str, str]:
-    """What a worker sends along with its registration: the document, and a proof for its key.
+    """Return the part of a registration that uses an invite: its document and a proof.
 
     Args:
-        text: of the invite.
-        worker: the worker's public key.
+        text: text of the invite.
+        worker: public key of the worker.
 
     Raises:
-        BadSignature: the text is no invite.
+        BadSignature: the text is not an invite.
     """
     document, secret = _document(text), text.partition(".")[2]
     if len(text) > MAX_TEXT or not is_digest(secret):
@@ -100,17 +100,17 @@ def _document(text: str) -> str:
 def open_invite(
     used: object, *, run: str, worker: str, coordinators: Collection[str], now: float
 ) -> Invite:
-    """Checks what a worker sent; how often the invite was used is the caller's to know.
+    """Check an invite that a worker sent; the caller counts its uses.
 
     Args:
-        used: as `use_invite` made it.
-        run: the run's name.
-        worker: the caller's public key.
+        used: the result of `use_invite`.
+        run: name of the run.
+        worker: public key of the worker.
         coordinators: keys that may invite.
         now: seconds since the epoch.
 
     Raises:
-        BadSignature: malformed, not signed, another run's, expired, or another worker's proof.
+        BadSignature: malformed, not signed, of another run, expired, or proof of another worker.
     """
     if not isinstance(used, dict) or set(used) != {"document", "proof"}:
         raise BadSignature("invite: document and proof are needed")

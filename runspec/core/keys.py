@@ -1,4 +1,4 @@
-"""Ed25519 keys: public keys travel as 64 hexadecimal characters, private keys lie in PEM files."""
+"""Ed25519 keys: public keys as 64 hexadecimal characters, private keys in PEM files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SIGNATURE = re.compile(r"[0-9a-f]{128}")
 _PRIME = 2**255 - 19
 _ORDER_8 = 0x7A03AC9277FDC74EC6CC392CFA53202A0F67100D760B3CBA4FD84D3D706A17C7
 _LOW_ORDER = {0, 1, _PRIME - 1, _ORDER_8, _PRIME - _ORDER_8}
-"""y of the eight points whose order divides 8 ("Taming the many EdDSAs", eprint 2020/1244, table 1;
-libsodium's `ge25519_has_small_order` has the same)."""
+"""y coordinates of the eight points whose order divides 8 ("Taming the many EdDSAs", eprint
+2020/1244, table 1; libsodium's `ge25519_has_small_order` has the same)."""
 
 
 class SigningKey:
-    """A private key and the hexadecimal name of its public half."""
+    """Private key, with its public key in hexadecimal."""
 
     def __init__(self, private: Ed25519PrivateKey) -> None:
         self._private = private
@@ -36,17 +36,21 @@ class SigningKey:
 
     @classmethod
     def from_secret(cls, secret_hex: str) -> SigningKey:
-        """The key of a secret, 64 hex characters."""
+        """Return the key of a secret, 64 hexadecimal characters."""
         return cls(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(secret_hex)))
 
     @property
     def secret_hex(self) -> str:
-        """The private half, 64 hex characters."""
+        """Secret of the key, 64 hexadecimal characters."""
         return self._private.private_bytes_raw().hex()
 
     @classmethod
     def load(cls, path: Path) -> SigningKey:
-        """Reads an unencrypted PKCS#8 PEM file."""
+        """Read an unencrypted PKCS#8 PEM file.
+
+        Raises:
+            UserError: it cannot be read, or holds another kind of key.
+        """
         try:
             private = serialization.load_pem_private_key(path.read_bytes(), password=None)
         except (OSError, ValueError, TypeError) as error:
@@ -64,11 +68,11 @@ class SigningKey:
         return cls(private)
 
     def save(self, path: Path) -> None:
-        """Writes a PEM file that only its owner can read.
+        """Write a PEM file that only its owner can read.
 
         Raises:
-            FileExistsError: there is a file already.
-            UserError: it cannot be written; nothing is left under its name.
+            FileExistsError: the file exists already.
+            UserError: it cannot be written; no partial file is left.
         """
         pem = self._private.private_bytes(
             serialization.Encoding.PEM,
@@ -97,15 +101,16 @@ class SigningKey:
                 temporary.unlink()
 
     def sign(self, message: bytes) -> str:
-        """The signature, 128 hexadecimal characters."""
+        """Return the signature, 128 hexadecimal characters."""
         return self._private.sign(message).hex()
 
 
 def is_public_key(text: object) -> bool:
-    """Whether `text` can name a signer: 64 lower-case hexadecimal characters, one spelling a key.
+    """Return whether `text` is a valid public key: 64 lower-case hexadecimal characters.
 
-    Anybody can sign as a point of low order, and cryptography's `verify` accepts that. A y that is
-    not below the prime is a second spelling of another point (RFC 8032, 5.1.3).
+    Points of low order are refused: anybody can sign for them, and cryptography's `verify` accepts
+    that. A y that is not below the prime is refused: it is a second encoding of another point
+    (RFC 8032, 5.1.3).
     """
     if not is_digest(text):
         return False
@@ -114,11 +119,11 @@ def is_public_key(text: object) -> bool:
 
 
 def signature_is_valid(public_hex: str, message: bytes, signature_hex: str) -> bool:
-    """Whether the signature is this key's over this message; malformed input is simply false."""
+    """Return whether a signature is valid for a key and a message; malformed input is False."""
     if not is_public_key(public_hex):
         return False
     if not isinstance(signature_hex, str) or _SIGNATURE.fullmatch(signature_hex) is None:
-        return False  # fromhex takes capitals and blanks too: one signature, one spelling
+        return False  # fromhex accepts capitals and blanks, but a signature has one encoding
     try:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_hex))
         key.verify(bytes.fromhex(signature_hex), message)

@@ -1,4 +1,4 @@
-"""latest.json: the publisher's short-lived word on which policy version is the newest."""
+"""latest.json: the publisher's short-lived statement of the newest policy version."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ def sign_latest(run: str, version: int, manifest_digest: str, key: SigningKey) -
 
 
 def open_latest(data: bytes, *, run: str, publishers: Collection[str]) -> Latest:
-    """Checks a latest.json.
+    """Check a latest.json.
 
     Raises:
-        BadSignature: not a publisher's, another run's, expired, from the future, malformed.
+        BadSignature: not signed by a publisher, of another run, expired, from the future, or
+            malformed.
     """
     payload = open_document(data, kind=KIND, keys=publishers, max_bytes=MAX_BYTES).payload
     try:

@@ -1,10 +1,10 @@
 """Folders of an object store (s3://, gs://), read and written by TensorStore's drivers.
 
-An object store knows no rename. So an entry `<folder>/<name>/...` becomes valid by a marker, the
+An object store has no rename. So an entry `<folder>/<name>/...` becomes valid by a marker, the
 object `<folder>/whole/<name>`, which is written last and removed first. An entry without a marker
-is unfinished: it is not listed, and the next start of its writer removes it.
+is unfinished: it is not listed, and its writer removes it at the next start.
 
-Credentials and endpoints come from the environment alone: for s3:// AWS_ACCESS_KEY_ID,
+Credentials and endpoints come from the environment: for s3:// AWS_ACCESS_KEY_ID,
 AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION or AWS_DEFAULT_REGION, AWS_ENDPOINT_URL_S3 or
 AWS_ENDPOINT_URL; for gs:// GOOGLE_APPLICATION_CREDENTIALS.
 """
@@ -35,13 +35,13 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class ObjectPath:
-    """A folder or an object of a store; methods have pathlib's names where they do the same.
+    """Folder or object of a store; methods like those of pathlib have the same names.
 
-    Methods that talk to the store raise a UserError where it does not answer as it should.
+    Methods that use the store raise a UserError if it fails.
     """
 
     url: str
-    """scheme://bucket/key, without a slash at its end."""
+    """scheme://bucket/key, without a final slash."""
 
     def __str__(self) -> str:
         return self.url
@@ -59,7 +59,7 @@ class ObjectPath:
 
     @property
     def marker(self) -> ObjectPath:
-        """The object that makes this entry of its folder valid."""
+        """Object that makes this entry of its folder valid."""
         return self.parent / _MARKERS / self.name
 
     def kvstore(self, end: str = "/") -> dict[str, Any]:
@@ -76,20 +76,20 @@ class ObjectPath:
                 "aws_region": env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION"),
             }
             spec |= {name: value for name, value in found.items() if value}
-            if "AWS_ACCESS_KEY_ID" in env:  # else files, and what the machine's own role gives
+            if "AWS_ACCESS_KEY_ID" in env:  # else TensorStore reads files and the machine's role
                 context["aws_credentials"] = {"type": "environment"}
         return {**spec, "context": context}
 
     def exists(self) -> bool:
-        """Whether there is an object of this very name."""
+        """Return whether an object of this exact name exists."""
         with self._store("") as store:
             return store.read("").result(timeout=DEADLINE_S).state == "value"
 
     def read(self, max_bytes: int) -> bytes:
-        """Reads an object.
+        """Read an object.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: it does not exist.
             UserError: it is larger than `max_bytes`.
         """
         with self._store("") as store:
@@ -101,31 +101,31 @@ class ObjectPath:
         return found.value
 
     def write(self, data: bytes) -> None:
-        """Writes an object, whole or not at all."""
+        """Write an object atomically."""
         with self._store("") as store:
             store.write("", data).result(timeout=DEADLINE_S)
 
     def unlink(self) -> None:
-        """Removes an object, if it is there."""
+        """Remove an object if it exists."""
         with self._store("") as store:
             store.write("", None).result(timeout=DEADLINE_S)
 
     def names(self) -> list[str]:
-        """Returns the names of all objects below this folder, relative to it."""
+        """Return the names of all objects below this folder, relative to it."""
         with self._store() as store:
             return [key.decode() for key in store.list().result(timeout=DEADLINE_S)]
 
     def entries(self) -> list[str]:
-        """Returns the names of the entries of this folder that are valid."""
+        """Return the names of the valid entries of this folder."""
         return (self / _MARKERS).names()
 
     def unfinished(self) -> list[str]:
-        """Returns the names of the entries of this folder that have no marker."""
+        """Return the names of the entries of this folder without a marker."""
         found = {name.partition("/")[0] for name in self.names()}
         return sorted(found - {_MARKERS, *self.entries()})
 
     def remove(self) -> None:
-        """Removes an entry with everything in it, its marker first."""
+        """Remove an entry with everything in it, its marker first."""
         self.marker.unlink()
         with self._store() as store:
             store.delete_range(type(store).KeyRange()).result()
@@ -142,7 +142,7 @@ class ObjectPath:
             ) from error
         try:
             yield ts.KvStore.open(self.kvstore(end)).result(timeout=DEADLINE_S)
-        except (ValueError, TimeoutError) as error:  # TensorStore's, for whatever goes wrong
+        except (ValueError, TimeoutError) as error:  # TensorStore's errors
             reason = str(error).partition("[")[0] or f"no answer in {DEADLINE_S:.0f} s"
             raise UserError(
                 f"the object store fails at {self}: {reason[:300].strip()}",
@@ -155,12 +155,12 @@ Folder = Path | ObjectPath
 
 
 def last_file(entry: Folder, name: str) -> Folder:
-    """Returns where an entry's last file lies, which makes it valid: `name` in it on a disk."""
+    """Return the path of an entry's last file, which makes it valid; on a disk `name` in it."""
     return entry.marker if isinstance(entry, ObjectPath) else entry / name
 
 
 def folder_at(text: str) -> Folder:
-    """Returns the folder that a path or a URL names.
+    """Return the folder that a path or a URL names.
 
     Raises:
         UserError: a URL of another scheme, or without a bucket.

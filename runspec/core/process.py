@@ -1,4 +1,4 @@
-"""What every role process does first: logging, a polite end on SIGTERM, one way to fail."""
+"""Common parts of role processes: logging, stop on SIGTERM, exit codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from runspec.core.errors import UserError, describe_error
 
 SUPERVISOR = "RUNSPEC_SUPERVISOR"
-"""Environment variable: process id of the supervisor that starts a role."""
+"""Environment variable with the process id of the supervisor that starts a role."""
 _PR_SET_PDEATHSIG = 1
 EXIT_USER_ERROR = 1
 EXIT_INTERNAL = 3
@@ -23,7 +23,7 @@ EXIT_FINAL = 4
 
 
 class RunStopped(UserError):
-    """The run cannot go on, and starting the role again would not help: a stalled step, say."""
+    """Error: the run cannot go on, and restarting the role would not help, as in a stall."""
 
 
 _OF_PATHS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
@@ -31,11 +31,11 @@ _OF_PATHS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, Permissio
 
 @contextmanager
 def not_retried() -> Iterator[None]:
-    """Makes an error that is raised inside a RunStopped; decorates functions, too.
+    """Turn errors inside into RunStopped; also a decorator of functions.
 
-    For what follows from the spec, its files and the installed packages alone: another try meets
-    the same error. What the machine may get over (a full disk, a network, too little memory) is
-    raised as it is, so that the role is started again.
+    It is for errors that follow from the spec, its files and the installed packages: they recur in
+    every attempt. Errors that may pass (a full disk, the network, too little memory) are raised
+    unchanged, so that the role is restarted.
     """
     try:
         yield
@@ -55,19 +55,19 @@ def _may_pass(error: BaseException | None) -> bool:
 
 
 def setup_logging(role: str) -> logging.Logger:
-    """One line an event on standard error: time, level, role, message. The supervisor files it."""
+    """Log one line an event to standard error: time, level, role, message."""
     logging.basicConfig(
         level=os.environ.get("RUNSPEC_LOG_LEVEL", "INFO"),
         format=f"%(asctime)s %(levelname).1s {role} %(message)s",
         stream=sys.stderr,
         force=True,
     )
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
     return logging.getLogger(role)
 
 
 def stop_event() -> threading.Event:
-    """An event that SIGTERM and SIGINT set, so that loops end between two pieces of work."""
+    """Return an event that SIGTERM and SIGINT set, so that loops can end between two tasks."""
     event = threading.Event()
 
     def handle(number: int, frame: object) -> None:
@@ -79,8 +79,11 @@ def stop_event() -> threading.Event:
 
 
 def stop_event_of_loop() -> asyncio.Event:
-    """The same for the running event loop. A server makes it before it tells its address: whoever
-    knows that may end it at once. Outside of the main thread nothing sets it: callers cancel."""
+    """Return an event that SIGTERM and SIGINT set, for the running event loop.
+
+    A server creates it before it reports its address, because it may be stopped from then on.
+    Outside of the main thread no signal sets it: callers cancel instead.
+    """
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -90,20 +93,20 @@ def stop_event_of_loop() -> asyncio.Event:
 
 
 def die_with_parent() -> None:
-    """Asks Linux to end this process when the one that started it dies, however it dies."""
+    """Ask Linux to end this process when its parent dies for any reason."""
     supervisor = os.environ.get(SUPERVISOR)
     if sys.platform == "linux" and supervisor is not None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if str(os.getppid()) != supervisor:  # it died before it could be asked
+        if str(os.getppid()) != supervisor:  # the parent died before the call
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 def run_role(role: str, body: Callable[[logging.Logger], None]) -> int:
-    """Runs a role's body and turns what it raises into one message and an exit code.
+    """Run a role's body and turn its errors into one message and an exit code.
 
     Returns:
-        0 when the body ended by itself, 1 on a UserError, 3 on a fault of our own, 4 when the run
-        is to stop (the supervisor starts the role again on every other code but 0).
+        0 if the body ended by itself, 1 on a UserError, 3 on an internal error, 4 if the run must
+        stop. The supervisor restarts the role unless the code is 0 or 4.
     """
     die_with_parent()
     log = setup_logging(role)

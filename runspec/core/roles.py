@@ -1,4 +1,4 @@
-"""roles.json: the root key names, until a date, the keys of publisher, coordinator, validators."""
+"""roles.json: the keys of publisher, coordinator and validators, signed by the root key."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLOCK_SKEW_S = 300.0
 
 @dataclass(frozen=True)
 class Roles:
-    """Checked contents of roles.json: for each role the public keys that hold it."""
+    """Checked contents of roles.json: public keys by role; times in seconds since the epoch."""
 
     run: str
     issued: float
@@ -39,14 +39,14 @@ def sign_roles(
     valid_s: float,
     now: float | None = None,
 ) -> bytes:
-    """Makes a roles.json.
+    """Return a signed roles.json.
 
     Args:
-        run: the run it is for.
-        keys: for each of ROLE_NAMES the public keys (hex).
+        run: name of the run.
+        keys: public keys (hexadecimal) for each of ROLE_NAMES.
         root: the root key.
         valid_s: seconds until it expires.
-        now: seconds since the epoch; the clock when None.
+        now: seconds since the epoch; the present time if None.
     """
     if set(keys) != set(ROLE_NAMES):
         raise ValueError(f"roles {sorted(keys)} instead of {sorted(ROLE_NAMES)}")
@@ -56,10 +56,10 @@ def sign_roles(
 
 
 def open_roles(data: bytes, *, root_public_key: str, run: str, now: float | None = None) -> Roles:
-    """Checks a roles.json against the pinned root key.
+    """Check a roles.json against the pinned root key.
 
     Raises:
-        BadSignature: wrong root, wrong run, expired, from the future, malformed.
+        BadSignature: of another root or run, expired, from the future, or malformed.
     """
     document = open_document(data, kind=KIND, keys={root_public_key}, max_bytes=MAX_BYTES)
     payload = document.payload
@@ -83,11 +83,15 @@ def open_roles(data: bytes, *, root_public_key: str, run: str, now: float | None
 
 
 def read_own_workers(keys: Path) -> dict[str, str]:
-    """Public keys of the run's own workers by their names, as workers.json beside roles.json has
-    them; empty where there is no such file.
+    """Return the public keys of the run's own workers by name, from workers.json.
+
+    Empty if the file is missing.
+
+    Args:
+        keys: the folder of workers.json and roles.json.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     path = keys / OWN_WORKERS_FILE
     try:

@@ -1,15 +1,19 @@
-"""The layout of a run directory: where its database, versions, full states and rollouts lie."""
+"""Layout of a run directory: paths of its database, versions, full states and rollouts."""
 
 from __future__ import annotations
 
 import logging
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from runspec.core.files import remove_leftovers
-from runspec.core.object_store import Folder, ObjectPath, folder_at
+from runspec.core.canonical import parse_object
+from runspec.core.files import read_bounded, remove_leftovers
+from runspec.core.hashing import digest_file
+from runspec.core.object_store import Folder, ObjectPath, folder_at, last_file
 from runspec.core.spec.schema import RunSpec
 
 STATE_FILE = "state.db"
@@ -20,48 +24,55 @@ PROBE_FILE = "probe.json"
 """Beside it: log-probs of fixed tokens, which a sampler compares with its engine after a load."""
 
 FOLDERS = ("keys", "logs", "checkpoints", "weights", "store", "rollouts", "work")
-"""Of a run directory; roles write there."""
+"""Folders of a run directory that roles write to."""
+ARRAYS_NAME = "state"
+"""Folder of the arrays of a full state, in step_<N>/."""
+RECORD_NAME = "state.json"
+"""Record of a full state, in step_<N>/; it is written last."""
+MAX_RECORD_BYTES = 64 * 1024 * 1024
+_CHECKED_WHEN_READ = "crc32c"
+"""Digest of an object in a store: its chunks hold checksums, which are verified at every read."""
 
 
 def initial_model(run_dir: Path) -> Path:
-    """The starting model, a Hugging Face directory."""
+    """Return the Hugging Face directory of the starting model."""
     return run_dir / "initial"
 
 
 def warm_start_cache(run_dir: Path) -> Path:
-    """Keeps what warm starts made, beside the runs: a second run finds the start of the first."""
+    """Return the cache of warm starts, beside the runs: a second run reuses the first one's."""
     return run_dir.parent.parent / ".cache" / "warm_start"
 
 
 def checkpoints_folder(run_dir: Path, spec: RunSpec) -> Folder:
-    """Holds what every process of the learner writes: in `checkpoints.dir` where it is set."""
+    """Return the folder that every process of the learner writes to: `checkpoints.dir` if set."""
     if spec.checkpoints.dir is None:
         return run_dir / "checkpoints"
     return folder_at(spec.checkpoints.dir) / spec.name
 
 
 def params_folder(run_dir: Path, spec: RunSpec) -> Folder:
-    """Holds v<N>/: Orbax parameters of version N, until they are published."""
+    """Return the folder of v<N>/: Orbax parameters of version N, until they are published."""
     return checkpoints_folder(run_dir, spec) / "params"
 
 
 def state_folder(run_dir: Path, spec: RunSpec) -> Folder:
-    """Holds step_<N>/: the full training state after N steps."""
+    """Return the folder of step_<N>/: the full training state after N steps."""
     return checkpoints_folder(run_dir, spec) / "state"
 
 
 def weights_folder(run_dir: Path) -> Path:
-    """Holds v<N>/: the safetensors directory of version N."""
+    """Return the folder of v<N>/: the safetensors directory of version N."""
     return run_dir / "weights"
 
 
 def versions_in(folder: Folder) -> list[int]:
-    """The N of its directories v<N>, in order; empty where there is no such folder."""
+    """Return the N of the directories v<N>, in order; empty if the folder is missing."""
     return numbered(folder, "v")
 
 
 def numbered(folder: Folder, prefix: str) -> list[int]:
-    """The N of the entries <prefix><N> of a folder, in order; in an object store the valid ones."""
+    """Return the N of the entries <prefix><N>, in order; in an object store the complete ones."""
     if isinstance(folder, ObjectPath):
         names = folder.entries()
     else:
@@ -71,7 +82,7 @@ def numbered(folder: Folder, prefix: str) -> list[int]:
 
 
 def clear_unfinished(folder: Folder, log: logging.Logger) -> None:
-    """Removes what a killed process had not finished writing, and says so."""
+    """Remove and log what a killed process did not finish writing."""
     if isinstance(folder, ObjectPath):
         for name in folder.unfinished():
             log.info("%s was never finished: removed", folder / name)
@@ -83,14 +94,17 @@ def clear_unfinished(folder: Folder, log: logging.Logger) -> None:
 
 
 def remove_entry(path: Folder) -> None:
-    """Removes a version or a full state; a removal cut short leaves nothing that looks like one."""
+    """Remove a version or a full state.
+
+    An interrupted removal leaves nothing that looks like a complete entry.
+    """
     if isinstance(path, ObjectPath):
         path.remove()
         return
     doomed = path.with_name(f".tmp-removed-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     path.rename(doomed)
-    # A learner that starts meanwhile clears unfinished things out of the same folder.
+    # A learner that starts meanwhile removes leftovers from the same folder.
     shutil.rmtree(doomed, ignore_errors=True)
 
 
@@ -109,7 +123,7 @@ class SubmissionFiles:
 
 
 def submission_files(run_dir: Path, step: int, submission: str) -> SubmissionFiles:
-    """Paths for a submission digest (already checked to be one)."""
+    """Return the paths for a submission digest, which the caller has checked."""
     folder = step_folder(run_dir, step)
     return SubmissionFiles(
         folder / f"{submission}.safetensors",
@@ -117,3 +131,32 @@ def submission_files(run_dir: Path, step: int, submission: str) -> SubmissionFil
         folder / f"{submission}.verdict.safetensors",
         folder / f"{submission}.verdict.json",
     )
+
+
+def record_of(state: Folder) -> dict[str, Any]:
+    """Read the record of a full state.
+
+    Args:
+        state: its folder, step_<N>.
+
+    Raises:
+        OSError, MalformedJson: the record is missing or is not a JSON object.
+    """
+    path = last_file(state, RECORD_NAME)
+    return parse_object(read_bounded(path, MAX_RECORD_BYTES), max_bytes=MAX_RECORD_BYTES)
+
+
+def file_digests(state: Folder) -> dict[str, str]:
+    """Return the BLAKE3 digests of the arrays' files by name; on a disk it reads all of them."""
+    root = state / ARRAYS_NAME
+    if isinstance(root, ObjectPath):
+        return dict.fromkeys(sorted(root.names()), _CHECKED_WHEN_READ)
+    paths = sorted(path for path in root.rglob("*") if path.is_file())
+    return {path.relative_to(root).as_posix(): digest_file(path) for path in paths}
+
+
+def damaged_file(state: Folder, files: Mapping[str, str]) -> str | None:
+    """Return the name of a file of a full state that is missing or changed; None if all match."""
+    found = file_digests(state)
+    names = (name for name in sorted({*found, *files}) if found.get(name) != files.get(name))
+    return next(names, None)

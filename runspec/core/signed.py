@@ -1,8 +1,8 @@
-"""Signed JSON documents: the envelope of roles.json, leases, manifests, latest.json and the rest.
+"""Signed JSON documents: the envelope of roles.json, leases, manifests, latest.json and others.
 
 An envelope is canonical JSON {"kind", "payload", "key", "algorithm", "signature"}. The signature
-covers a domain prefix, the kind and the canonical payload, so that a document of one kind can
-never pass for another.
+covers a domain prefix, the kind and the canonical payload, so that a document of one kind is never
+valid as another kind.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _FIELDS = {"kind", "payload", "key", "algorithm", "signature"}
 
 
 class BadSignature(ValueError):
-    """A document that is malformed, of another kind, or not signed by a key that may sign it."""
+    """Error: a document is malformed, of another kind, or not signed by an allowed key."""
 
 
 @dataclass(frozen=True)
 class SignedDocument:
-    """A document whose signature has been checked."""
+    """Document with a valid signature."""
 
     kind: str
     payload: dict[str, Any]
@@ -32,7 +32,7 @@ class SignedDocument:
 
 
 def sign_document(kind: str, payload: dict[str, Any], key: SigningKey) -> bytes:
-    """The signed envelope as canonical JSON bytes."""
+    """Return the signed envelope as canonical JSON bytes."""
     return canonical_json(
         {
             "kind": kind,
@@ -47,16 +47,16 @@ def sign_document(kind: str, payload: dict[str, Any], key: SigningKey) -> bytes:
 def open_document(
     data: bytes, *, kind: str, keys: Collection[str] | None, max_bytes: int
 ) -> SignedDocument:
-    """Checks an envelope from outside and returns its payload.
+    """Check an untrusted envelope and return its document.
 
     Args:
         data: the envelope.
         kind: the only kind accepted.
-        keys: public keys that may sign it; None accepts any key (the caller checks `.key` itself).
-        max_bytes: a larger envelope is refused unread.
+        keys: public keys that may sign it; None accepts any key, and the caller checks `.key`.
+        max_bytes: a larger envelope is refused before it is parsed.
 
     Raises:
-        BadSignature: for every reason not to believe the document.
+        BadSignature: the document is not valid.
     """
     try:
         envelope = parse_object(data, max_bytes=max_bytes)
@@ -79,8 +79,10 @@ def open_document(
 
 
 def is_time(value: object) -> bool:
-    """Whether a payload's value can be a time, in seconds since the epoch: JSON's integers have
-    thousands of digits, with which no float can be reckoned."""
+    """Return whether a payload's value can be a time in seconds since the epoch.
+
+    JSON's integers may have thousands of digits, which overflow a float.
+    """
     return isinstance(value, int | float) and type(value) is not bool and 0 <= value < 2**53
 
 

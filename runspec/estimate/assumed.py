@@ -1,4 +1,4 @@
-"""What an estimate takes for granted where the spec says nothing better, each with its source."""
+"""Assumptions of an estimate if the spec gives no figure, each with its source."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEARNER_MFU = 0.4
 0.55 on H100 and 0.62 on v5p (MaxText's published tables), a trainer of reinforcement learning
 0.14 at 16k and 0.35 at 64k tokens (prime-rl, 4B on 8 x H100); packed rows lie between."""
 SAMPLER_MFU = 0.4
-"""The same of prefill, in samplers and validators: large products without a backward pass."""
+"""Share of the peak that prefill reaches, in samplers and validators, without a backward pass."""
 SAMPLER_BANDWIDTH = 0.6
 """Share of the memory bandwidth that decoding reaches, launches and gaps included. Kernels alone
 reach about 0.8 of it; the engine here runs eagerly, without CUDA graphs."""
@@ -26,7 +26,7 @@ LOAD_BYTES_S = 2e9
 PUBLISH_BYTES_S = 1e9
 """Rate at which the publisher turns a checkpoint into signed files, bytes/s."""
 DIFF_BYTES_S = 1e9
-"""Rate at which it compares two versions and encodes what differs, bytes/s of one of them."""
+"""Rate at which the publisher compares two versions and encodes a delta, bytes/s of one version."""
 REBUILD_BYTES_S = 1e9
 """Rate at which a sampler copies the version that it holds, applies a delta and checks all of it,
 bytes/s."""
@@ -36,19 +36,19 @@ CHANGED_SHARE = 0.01
 LORA_GAIN = 10.0
 """Best learning rate of adapters over that of all weights."""
 OURS = "runspec.estimate"
-"""Stands for: no field says it, the package's own figure is taken."""
+"""Source of a figure of this package, which no field of the spec gives."""
 _SIGNIFICAND_BITS = {"float32": 24, "bfloat16": 8}
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """An input of an estimate."""
+    """Input of an estimate."""
 
     name: str
     value: float
     unit: str
     source: str
-    """The spec's field; what it is taken from; `runspec.estimate`: a figure of this package."""
+    """Field of the spec, its derivation, or `runspec.estimate` for a figure of this package."""
 
 
 def learner_mfu(spec: RunSpec) -> Assumed:
@@ -65,14 +65,14 @@ def sampler_bandwidth(spec: RunSpec) -> Assumed:
 
 
 def filtered_share(spec: RunSpec) -> Assumed:
-    """0 where no filter is on, or nothing is said: a task that never ran is not known."""
+    """Return the filtered share: 0 without a filter, or if the spec gives none."""
     if not spec.algorithm.filters.zero_variance:
         return Assumed("filtered share", 0.0, "share", "algorithm.filters: none is on")
     return _said(spec, "filtered_share") or Assumed("filtered share", 0.0, "share", OURS)
 
 
 def weight_move(spec: RunSpec, config: ModelConfig) -> float:
-    """About how far one update moves a weight at the rate `lr`.
+    """Return the approximate change of a weight by one update at the rate `lr`.
 
     AdamW moves every trained weight by about lr. With sgd the norm of an update is at most
     lr clip_norm / (1 - momentum), which P trained weights share: 1 / sqrt(P) of it each. Adapters
@@ -91,11 +91,11 @@ def weight_move(spec: RunSpec, config: ModelConfig) -> float:
 
 
 def changed_share(spec: RunSpec, config: ModelConfig) -> Assumed:
-    """Share of the published elements whose bits one version changes.
+    """Return the share of the published elements whose bits change in one version.
 
-    A usual weight is about D^-1/2, where numbers of p significant bits lie some D^-1/2 2^-p apart,
-    so the share is about `weight_move` D^1/2 2^p, and from 1 on all of them. No less than
-    `CHANGED_SHARE` is assumed, which was measured.
+    A usual weight is about D^-1/2. There, numbers of p significant bits are about D^-1/2 2^-p
+    apart, so the share is about `weight_move` D^1/2 2^p, and at most 1. It is at least
+    `CHANGED_SHARE`, which was measured.
 
     Args:
         spec: of the run.
@@ -111,7 +111,7 @@ def changed_share(spec: RunSpec, config: ModelConfig) -> Assumed:
 
 
 def mean_prompt_tokens(spec: RunSpec) -> Assumed:
-    """Of the spec, else a share of the longest that is allowed."""
+    """Return the mean prompt length of the spec, else a share of the longest prompt."""
     value = PROMPT_SHARE * spec.data.max_prompt_tokens
     source = f"{PROMPT_SHARE:g} of data.max_prompt_tokens"
     said = _said(spec, "mean_prompt_tokens", "tokens")
@@ -119,7 +119,7 @@ def mean_prompt_tokens(spec: RunSpec) -> Assumed:
 
 
 def mean_new_tokens(spec: RunSpec) -> Assumed:
-    """Of the spec, else the mean of the target lengths, else half of the longest output."""
+    """Return the mean output length of the spec, of the targets, or half of the longest output."""
     if said := _said(spec, "mean_new_tokens", "tokens"):
         return said
     longest = max(pool.max_new_tokens for pool in spec.samplers)
@@ -131,7 +131,7 @@ def mean_new_tokens(spec: RunSpec) -> Assumed:
 
 
 def _said(spec: RunSpec, field: str, unit: str = "share") -> Assumed | None:
-    """A figure that the spec itself gives under `estimate`."""
+    """Return a figure that the spec gives under `estimate`; None if it gives none."""
     value = getattr(spec.estimate, field)
     if value is None:
         return None

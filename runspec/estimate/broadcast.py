@@ -1,38 +1,52 @@
-"""When everybody has a policy version, over the links that are declared.
+"""Estimates the bytes of a policy version, and its arrival times over the declared links.
 
-A node forwards a chunk once it has it whole and checked (cut-through), so along a path
+A node forwards a chunk once the chunk is complete and checked (cut-through), so along a path
 
     seconds = size / rate + sum over the forwarding nodes of chunk / rate of their link
 
-where a node's rate is the least of what its parent gets, its share of its parent's upload and its
-own download. A parent's upload is shared max-min: whom something else limits leaves the rest of
-its share to the others. Nobody begins before its parent has its first chunk.
+A node's rate is the least of its parent's rate, its share of the parent's upload and its own
+download. A parent's upload is shared max-min: a node that another link limits leaves the rest of
+its share to the others. A node starts when its parent has its first chunk.
+
+A delta is smaller than a version. Of n published elements of b bytes, a share s changes from one
+version to the next. Their positions take at least n H(s) bits,
+H(s) = -s log2 s - (1 - s) log2 (1 - s), which gap codes come close to; their values s n b bytes:
+
+    delta = n (H(s) / 8 + s b)              0.030 bytes an element for s = 0.01 in bfloat16
+
+If that is no less than the whole version, the publisher sends the whole version. Headers count as
+elements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf
+from math import inf, log2, prod
 
+from bridge.shards import file_header, plan_shards
+from bridge.weight_map import hf_shapes
+from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec
+from runspec.estimate.assumed import changed_share
 
 ORIGIN = "origin"
+_TYPES = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """When a node has the whole of a version, counted from its publication."""
+    """Time at which a node has a whole version, counted from its publication."""
 
     name: str
-    """`relay-<name>`, or `<pool>-<i>`: the role's name in `status`."""
+    """Name of the role in `status`: `relay-<name>` or `<pool>-<i>`."""
     path: tuple[str, ...]
-    """From the origin to the node."""
+    """Nodes from the origin to this one."""
     seconds: float
     rate: float
     """Bytes/s."""
     limit: str
-    """The declared link that bounds the rate: a field of the spec."""
+    """Field of the spec: the declared link that limits the rate."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +54,7 @@ class _Reached:
     path: tuple[str, ...]
     rate: float
     delay: float
-    """Until its first chunk comes."""
+    """Seconds until its first chunk arrives."""
     limit: str
 
 
@@ -49,20 +63,20 @@ class _Child:
     name: str
     parent: str
     download: float
-    """Bytes/s; infinite where nothing is declared."""
+    """Bytes/s; infinite if not declared."""
     field: str
 
 
 def arrivals(spec: RunSpec, size: float) -> list[Arrival]:
-    """Every relay and replica that a declared link stands before, the slowest last.
+    """Return the relays and replicas with a declared link on their path, the slowest last.
 
-    A node takes the first of its upstreams; workers take relays in turn, as the local backend deals
-    them out. Nodes without a declared link on their path are left out: nothing is known of them.
-    So are nodes without a path to the origin, which is a finding of its own.
+    A node uses the first of its upstreams; workers use relays in turn, as the local backend assigns
+    them. Nodes without a declared link on their path are left out: their rate is unknown. So are
+    nodes without a path to the origin, which the linter reports.
 
     Args:
-        spec: links, relays and pools.
-        size: bytes that travel for a version.
+        spec: names links, relays and pools.
+        size: bytes to send for a version.
     """
     chunk = min(float(spec.broadcast.chunk_bytes), size)
     reached = {ORIGIN: _Reached((ORIGIN,), inf, 0.0, "")}
@@ -90,16 +104,16 @@ def arrivals(spec: RunSpec, size: float) -> list[Arrival]:
 
 
 def broadcast_times(spec: RunSpec, size: float) -> dict[str, float]:
-    """Seconds from publication until a relay or replica has a version; see `arrivals`."""
+    """Return the seconds from publication until each relay or replica has a version."""
     return {arrival.name: arrival.seconds for arrival in arrivals(spec, size)}
 
 
 def _children(spec: RunSpec) -> Iterator[_Child]:
-    """Who fetches from whom."""
+    """Return each node with its parent."""
     relays = [relay.name for relay in spec.broadcast.relays]
     for relay in spec.broadcast.relays:
         if not relay.upstream:
-            continue  # no path to the origin, which may have been accepted
+            continue  # no path to the origin; the finding may be suppressed
         field = f"broadcast.relays.{relay.name}.download"
         yield _Child(f"relay-{relay.name}", _node(relay.upstream[0]), _rate(relay.download), field)
     for pool in spec.samplers:
@@ -137,3 +151,52 @@ def _node(name: str) -> str:
 def _rate(bits_s: float | None) -> float:
     """Bytes/s of a declared link; infinite where nothing is declared."""
     return inf if bits_s is None else bits_s / 8
+
+
+@dataclass(frozen=True)
+class VersionSize:
+    """Sizes of one version, in bytes."""
+
+    whole: int
+    """Bytes of its safetensors files."""
+    delta: float
+    """Bytes of the delta from the version before; `whole` if a delta is no smaller."""
+    follower: float
+    """Bytes that a node with the version before fetches."""
+    joiner: float
+    """Most bytes that a node without any version fetches: an anchor and the deltas after it."""
+
+
+def version_size(spec: RunSpec, config: ModelConfig) -> VersionSize:
+    """Return the sizes of a version of a run.
+
+    Args:
+        spec: names format, type and learning rate.
+        config: shape of the model.
+    """
+    broadcast = spec.broadcast
+    whole = version_bytes(config, broadcast.dtype)
+    share = changed_share(spec, config).value
+    delta = min(float(whole), delta_bytes(config, broadcast.dtype, share))
+    if broadcast.format == "full" or delta == whole:  # then every version is an anchor
+        return VersionSize(whole, delta, follower=whole, joiner=whole)
+    return VersionSize(whole, delta, delta, joiner=whole + (broadcast.anchor_every - 1) * delta)
+
+
+def version_bytes(config: ModelConfig, dtype: str) -> int:
+    """Return the bytes of a version's safetensors files, as the bridge writes them.
+
+    Headers are included. It leaves out config.json, the tokenizer's files and manifest.json,
+    which are some megabytes.
+    """
+    code, width = _TYPES[dtype]
+    shards = plan_shards(dict(hf_shapes(config)), width)
+    headers = sum(len(file_header(shard, code, width)) for shard in shards)
+    return headers + width * sum(prod(shape) for _, shape in hf_shapes(config))
+
+
+def delta_bytes(config: ModelConfig, dtype: str, share: float) -> float:
+    """Return the bytes of a delta in which `share` of the elements changed."""
+    width = _TYPES[dtype][1]
+    unsure = 0.0 if share in (0.0, 1.0) else -sum(p * log2(p) for p in (share, 1.0 - share))
+    return version_bytes(config, dtype) * (unsure / 8 + share * width) / width

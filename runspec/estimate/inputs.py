@@ -1,4 +1,4 @@
-"""Every figure that the estimate of a run rests on, with where it is from."""
+"""Figures that the estimate of a run uses, each with its source."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from runspec.estimate.speed import prefill_tokens_per_s
 
 
 def check_tokens_per_s(spec: RunSpec, config: ModelConfig | None) -> Assumed | None:
-    """A validator's rate; where nothing says its hardware, that of a replica of the first pool.
+    """Return a validator's rate; without `verify.hardware`, that of a replica of the first pool.
 
-    None where that is not known either, or there are no validators.
+    None if that is unknown too, or if there are no validators.
     """
     verify, name = spec.verify, "a validator"
     if not verify.validators:
@@ -33,7 +33,7 @@ def check_tokens_per_s(spec: RunSpec, config: ModelConfig | None) -> Assumed | N
 
 
 def inputs(spec: RunSpec, config: ModelConfig | None) -> tuple[Assumed, ...]:
-    """All of them, in the order in which a step meets them."""
+    """Return all figures, in the order of a step."""
     return (
         assumed.mean_prompt_tokens(spec),
         assumed.mean_new_tokens(spec),

@@ -1,30 +1,30 @@
-"""What the learner's step needs of a device's memory, from the spec alone.
+"""Estimates the device memory of the learner's step from the spec.
 
-A step holds its state, the version's bits, the reference's bits and the summed gradient. On top of
-these comes what one microbatch needs, at the worst of three moments of its backward pass. With W
-elements of the layers on a device, E = D V / tensor those of the embedding, or of the head,
-gathered over fsdp, P positions, b bytes of `compute_dtype` and m of `master_dtype`:
+A step holds its state, the version's bits, the reference's bits and the summed gradient. One
+microbatch needs more, at the worst of three moments of its backward pass. With W elements of the
+layers on a device, E = D V / tensor elements of the embedding or the head gathered over fsdp, P
+positions, b bytes of `compute_dtype` and m of `master_dtype`:
 
     head       kept + logits + 4 E + 3 b P D
     layers     kept + 4 E + m W + b P (6 F + 6 D + 3 H h) + 3 b D F
     embedding  4 E + m W + 2 x 4 E
 
-and always b (W + 2 E) where masters are of another type than products: XLA takes the cast, and the
-gathering of embedding and head, out of the loop over microbatches. 4 E is the head's gradient,
-float32, summed over fsdp only after the last layer; m W that of the layers; 3 b D F gathered
-matrices. What is kept of P positions of a layer, in bytes a position, by `remat`:
+If masters and products have different types, b (W + 2 E) comes on top: XLA moves the cast, and the
+gathering of embedding and head, out of the loop over microbatches. 4 E is the float32 gradient of
+the head, which is summed over fsdp after the last layer; m W is the gradient of the layers; 3 b D F
+is gathered matrices. Each layer keeps these bytes a position, by `remat`:
 
     full       b D
-    offload    nothing; three layers' inputs are on their way
-    attention  b (D + H h) + 4 H: its input, what attention gave, the log-sum-exp
-    dots       b (2 D + 2 H h + 2 K h + 2 F) + 4 H: the same, and what q, k, v, o, gate and up gave
+    offload    nothing; three layers' inputs are in transfer
+    attention  b (D + H h) + 4 H: input, attention's output, log-sum-exp
+    dots       b (2 D + 2 H h + 2 K h + 2 F) + 4 H: the same, and outputs of q, k, v, o, gate and up
     none       16 D + b (4 D + 6 F + 3 H h + 2 K h) + 4 H, and 10 (H + K) h for norms of q and k;
                also the layers' weights in `compute_dtype`
 
-H, K and F are those of a device, divided by tensor. All this follows from `learner_jax`'s model,
-remat and logprobs but for the 6, 6 and 3 of `layers`, the doubled 4 E of `embedding` and CODE:
-those are what libtpu 0.0.42 makes of them. docs/plan.md compares the sums with the compiler's.
-With adapters W and E have no gradients.
+H, K and F are the numbers of a device, divided by tensor. The formulas follow from `learner_jax`'s
+model, remat and logprobs. Only the 6, 6 and 3 of `layers`, the doubled 4 E of `embedding` and CODE
+are measured with libtpu 0.0.42. docs/plan.md compares the sums with the compiler's. With adapters W
+and E have no gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.logits import KEPT_LOGITS, device_positions, logits_chunk
+from runspec.core.models.memory import KEPT_LOGITS, device_positions, logits_chunk
 from runspec.core.models.parameters import (
     WIDTH,
     Tree,
@@ -44,54 +44,54 @@ from runspec.core.models.parameters import (
 from runspec.core.spec.schema import Mesh, RunSpec
 
 CODE = 48e6
-"""Bytes of the program itself, on TPUs."""
+"""Bytes of the program on TPUs."""
 _WIDE = WIDTH["float32"]
 _MLP, _STREAM, _HEADS, _MATRICES = 6, 6, 3, 3
 
 
 @dataclass(frozen=True)
 class LearnerMemory:
-    """Bytes on one device by part, at the moment of a step that needs most."""
+    """Bytes on one device by part, at the moment of a step that needs the most."""
 
     masters: float
-    """The trained weights, or adapters, in `learner.master_dtype`."""
+    """Trained weights, or adapters, in `learner.master_dtype`."""
     moments: float
-    """The optimizer's, float32; 0 on the device with `optimizer.offload`."""
+    """Moments of the optimizer, float32; 0 on the device with `optimizer.offload`."""
     gradients: float
-    """Summed over the microbatches, float32."""
+    """Gradients summed over the microbatches, float32."""
     published: float
-    """The version's bits, under which pi_old is recomputed; 0 with `old_logprobs: sampler`."""
+    """Bits of the version that recomputes pi_old; 0 with `old_logprobs: sampler`."""
     reference: float
-    """Version 0's bits: the reference policy, the frozen base of adapters, or both in one."""
+    """Bits of version 0: the reference policy, the frozen base of adapters, or both."""
     activations: float
-    """What `learner.remat` keeps of the forward pass of a microbatch."""
+    """Activations that `learner.remat` keeps of the forward pass of a microbatch."""
     logits: float
-    """Of one chunk, and their gradient; 0 where `moment` is not `head`."""
+    """Logits of one chunk and their gradient; 0 if `moment` is not `head`."""
     temporaries: float
-    """The rest: copies in `compute_dtype`, gathered weights, a layer at work, the gradient of one
-    microbatch, the batch, the program."""
+    """Other bytes: copies in `compute_dtype`, gathered weights, temporaries of a layer, the
+    gradient of one microbatch, the batch, the program."""
     moment: str
-    """`head`, `layers` or `embedding`, as the module has them."""
+    """Moment of the largest need: `head`, `layers` or `embedding`."""
     host: float = 0.0
-    """In the host's memory, of one device: offloaded moments and layer inputs."""
+    """Bytes in the host's memory for one device: offloaded moments and layer inputs."""
 
     @property
     def state(self) -> float:
-        """What an update changes and a checkpoint holds."""
+        """Bytes that an update changes and a checkpoint holds."""
         return self.masters + self.moments
 
     @property
     def total(self) -> float:
-        """What `learner_jax aot` calls the needed bytes of `accumulate`."""
+        """Bytes that `learner_jax aot` reports as needed by `accumulate`."""
         held = self.state + self.gradients + self.published + self.reference
         return held + self.activations + self.logits + self.temporaries
 
 
 def learner_memory(spec: RunSpec, config: ModelConfig) -> LearnerMemory:
-    """The estimate, for the spec's mesh, packing and remat.
+    """Estimate the memory for the spec's mesh, packing and remat.
 
     Args:
-        spec: of the run.
+        spec: spec of the run.
         config: shape of the model.
     """
     learner, algorithm, sizes = spec.learner, spec.algorithm, _sizes(spec, config)
@@ -115,7 +115,7 @@ def learner_memory(spec: RunSpec, config: ModelConfig) -> LearnerMemory:
 
 
 def moment_elements(kind: str, trained: Tree, mesh: Mesh) -> int:
-    """Float32 numbers that an optimizer keeps on one device.
+    """Return the float32 numbers that an optimizer keeps on one device.
 
     Args:
         kind: of `optimizer`.
@@ -130,7 +130,7 @@ def moment_elements(kind: str, trained: Tree, mesh: Mesh) -> int:
 
 
 def logits_bytes(spec: RunSpec, config: ModelConfig) -> float:
-    """Bytes on one device of a chunk's logits and their gradient, or of all that are kept."""
+    """Return the bytes on one device of a chunk's logits and gradient, or of all kept logits."""
     learner, vocabulary = spec.learner, config.vocab_size
     local = _cut(vocabulary, learner.mesh.tensor)
     positions = device_positions(learner)
@@ -142,7 +142,7 @@ def logits_bytes(spec: RunSpec, config: ModelConfig) -> float:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Elements on one device, and bytes of what a layer makes."""
+    """Elements on one device, and bytes of a layer's outputs."""
 
     model: int
     trained: int

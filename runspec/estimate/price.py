@@ -1,4 +1,4 @@
-"""What the hardware of a run costs, where the spec names prices."""
+"""Cost of a run's hardware, from the prices in the spec."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from runspec.core.spec.schema import Hardware, RunSpec
 
 @dataclass(frozen=True)
 class Cost:
-    """In the currency of `price_per_hour`."""
+    """Cost in the currency of `price_per_hour`."""
 
     per_hour: float
     by_role: dict[str, float]
-    """Per hour: `learner`, the pools by name, `validators`; who has no price is left out."""
+    """Cost an hour of `learner`, the pools by name, and `validators`; only those with a price."""
     run: float | None
-    """Of all steps; None where their time is not known."""
+    """Cost of all steps; None if their time is unknown."""
 
 
 def hourly_price(spec: RunSpec) -> float | None:
-    """Devices times their `price_per_hour`: the learner, pools x replicas, and validators.
+    """Return the sum of devices times `price_per_hour`: learner, pools x replicas, validators.
 
-    Hardware that names no price costs nothing here, and counts as one device where the spec does
-    not say how many it has. None where nothing has a price.
+    Hardware without a price costs nothing. Hardware without a count has one device. None if nothing
+    has a price.
     """
     prices = hourly_prices(spec)
     return sum(prices.values()) if prices else None
 
 
 def hourly_prices(spec: RunSpec) -> dict[str, float]:
-    """`hourly_price` by role: `learner`, the pools by name, `validators`; those with a price."""
+    """Return `hourly_price` by role: `learner`, the pools by name, `validators`."""
     prices = {"learner": _price(spec.learner.hardware, 1, spec.learner.mesh.slices)}
     for pool in spec.samplers:
         prices[pool.name] = _price(pool.hardware, pool.replicas)
@@ -40,11 +40,11 @@ def hourly_prices(spec: RunSpec) -> dict[str, float]:
 
 
 def cost(spec: RunSpec, run_s: float | None) -> Cost | None:
-    """Cost of an hour and of the whole run; None where nothing has a price.
+    """Return the cost of an hour and of the whole run; None if nothing has a price.
 
     Args:
-        spec: hardware, prices, replicas.
-        run_s: time of all steps, where it is known.
+        spec: names hardware, prices, replicas.
+        run_s: seconds of all steps, if known.
     """
     per_hour = hourly_price(spec)
     if per_hour is None:

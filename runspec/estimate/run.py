@@ -1,4 +1,4 @@
-"""The whole estimate of a run: what `runspec plan` shows."""
+"""Estimate of a whole run, as `runspec plan` shows it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runspec.core.models.parameters import parameter_count
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate import assumed
 from runspec.estimate.assumed import Assumed
-from runspec.estimate.broadcast import Arrival, arrivals, broadcast_times
+from runspec.estimate.broadcast import Arrival, VersionSize, arrivals, broadcast_times, version_size
 from runspec.estimate.inputs import check_tokens_per_s, inputs
 from runspec.estimate.learner import LearnerMemory, learner_memory
 from runspec.estimate.price import Cost, cost
@@ -29,7 +29,6 @@ from runspec.estimate.speed import (
 )
 from runspec.estimate.steady import Timeline, start_and_step, timeline
 from runspec.estimate.timeline import Lengths, Model, Replica
-from runspec.estimate.version_size import VersionSize, version_size
 
 
 @dataclass(frozen=True)
@@ -47,46 +46,47 @@ class PoolEstimate:
     name: str
     replicas: int
     devices: int
-    """Of one replica."""
+    """Devices of one replica."""
     memory: SamplerMemory | None
     """Bytes on one device."""
     tokens_per_s: float | None
-    """Of one replica, while it samples a lease."""
+    """Output tokens/s of one replica while it samples a lease."""
     lease_s: float | None
 
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """Every figure is None where the spec says too little; `unknown` names what to add."""
+    """Estimate of a run; a figure is None if fields are missing, which `unknown` names."""
 
     parameters: int | None
     learner: LearnerEstimate
     samplers: tuple[PoolEstimate, ...]
     version_bytes: int | None
-    """Of a whole version."""
+    """Bytes of a whole version."""
     follower_bytes: float | None
-    """Of it, what travels to those who hold the version before."""
+    """Bytes that a node with the version before fetches."""
     joiner_bytes: float | None
-    """What travels at most to those who hold none."""
+    """Most bytes that a node without any version fetches."""
     arrivals: tuple[Arrival, ...]
-    """With those who hold the version before; over declared links, the slowest last."""
+    """Arrivals at nodes with the version before, over declared links, the slowest last."""
     validators: int
     validator_tokens_per_s: float | None
-    """Of one."""
+    """Tokens/s of one validator."""
     timeline: Timeline | None
     steps: int
     fill_deadline_s: float
-    """`algorithm.fill.deadline`, which the timeline leaves out: where `full_s` is longer, no batch
-    gets full."""
+    """`algorithm.fill.deadline`, which the timeline leaves out.
+
+    If `full_s` is longer, no batch gets full."""
     run_s: float | None
-    """All steps, from the publication of version 0."""
+    """Seconds of all steps, from the publication of version 0."""
     cost: Cost | None
     assumed: tuple[Assumed, ...]
     unknown: tuple[str, ...]
-    """Fields of the spec without which there is no timeline."""
+    """Missing fields of the spec that the timeline needs."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data under stable keys, properties that people read included."""
+        """Return plain data under stable keys, derived figures included."""
         data = asdict(self)
         if self.learner.memory is not None:
             data["learner"]["memory"]["total"] = self.learner.memory.total
@@ -100,11 +100,11 @@ class RunEstimate:
 
 
 def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
-    """Everything that a spec alone says about a run's needs and times.
+    """Estimate the needs and times of a run from its spec.
 
     Args:
-        spec: of the run.
-        config: the model's shape; None where nothing here knows it.
+        spec: spec of the run.
+        config: shape of the model; None if unknown.
     """
     size = version_size(spec, config) if config is not None else None
     slowest_last = tuple(arrivals(spec, size.follower)) if size is not None else ()
@@ -140,9 +140,9 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
 
 
 def forecast(spec: RunSpec, config: ModelConfig | None) -> tuple[float, float] | None:
-    """Seconds from the publication of version 0 to the first trained step, and from step to step.
+    """Return the seconds from version 0 to the first trained step, and from step to step.
 
-    None where a speed is not known.
+    None if a speed is unknown.
     """
     if config is None or any(unknown_speeds(spec, config)):
         return None
@@ -150,12 +150,12 @@ def forecast(spec: RunSpec, config: ModelConfig | None) -> tuple[float, float] |
 
 
 def run_model(spec: RunSpec, config: ModelConfig | None, size: VersionSize) -> Model:
-    """The spec as the simulation sees it.
+    """Return the timeline's model of a run.
 
     Args:
-        spec: all of whose speeds are known.
-        config: the model's shape.
-        size: of a version.
+        spec: a spec whose speeds are all known.
+        config: shape of the model.
+        size: sizes of a version.
     """
     train_s = learner_seconds(spec, config)
     check = check_tokens_per_s(spec, config)
@@ -200,7 +200,7 @@ def draws(
     longest: float,
     filtered_share: float,
 ) -> tuple[Callable[[int, int], Sequence[float]], Callable[[int, int], bool]]:
-    """Lengths and filter verdicts of every group, as functions of step and group.
+    """Return lengths and filter verdicts of groups, as functions of step and group.
 
     Lengths are log-normal with the mean and, over it, the standard deviation `spread`, cut at
     `longest`; what is cut off is missing from the mean.
@@ -216,7 +216,7 @@ def draws(
 
     @cache
     def filtered(step: int, group: int) -> bool:
-        if filtered_share == 0.0:  # as a rule: a draw for each group costs time
+        if filtered_share == 0.0:  # the usual case, without a draw for each group
             return False
         return Random(f"{seed}/{step}/{group}/filter").random() < filtered_share
 
@@ -245,7 +245,7 @@ def _replicas(
 
 
 def rebuild_seconds(size: VersionSize) -> float:
-    """Seconds in which a sampler makes a version of a delta; 0 where whole versions travel."""
+    """Return the seconds in which a sampler rebuilds a version from a delta; 0 without deltas."""
     return size.whole / assumed.REBUILD_BYTES_S if size.follower < size.whole else 0.0
 
 

@@ -1,10 +1,10 @@
-"""What a sampler holds in the memory of each device, and the room that is left for its KV cache.
+"""Memory of a sampler's device: weights, activations, and the room for the KV cache.
 
     room = utilization x memory - weights - activations
     KV bytes a token and device = 2 L ceil(K / t) h b
 
-L layers, K key-value heads, h their size, b bytes of a number, t tensor-parallel ranks: beyond K
-ranks vLLM keeps a copy of each head on t / K of them.
+with L layers, K key-value heads of size h, b bytes of a number, and t tensor-parallel ranks. With
+more than K ranks vLLM keeps a copy of each head on t / K of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_of
-from runspec.core.models.kv_cache import MAX_SEQUENCES, cpu_kv_bytes, kv_token_bytes
+from runspec.core.models.memory import MAX_SEQUENCES, cpu_kv_bytes, kv_token_bytes
 from runspec.core.models.parameters import WIDTH, leaves, parameters
 from runspec.core.spec.schema import RunSpec, SamplerPool
 
@@ -29,31 +29,31 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class SamplerMemory:
-    """Bytes on one device of a replica, and what they are room for."""
+    """Bytes on one device of a replica."""
 
     memory: float | None
-    """Of the device; None where nothing says it."""
+    """Memory of the device; None if unknown."""
     weights: float
     activations: float
     """Largest temporary arrays: of a prefill, or of the logits of every sequence."""
     kv_token: float
-    """Keys and values of one token."""
+    """Bytes of one token's keys and values."""
     room: float | None
-    """For keys and values; below zero the weights do not fit."""
+    """Bytes for keys and values; if negative, the weights do not fit."""
     captured: float
-    """What the first rank keeps of the sequences in flight for their proofs, beside what vLLM was
-    given: the last hidden states of each, its tokens and log-probs."""
+    """Bytes that the first rank keeps for proofs of the sequences in flight, beside vLLM's memory:
+    the last hidden states of each, its tokens and log-probs."""
     sequence_tokens: int
     """`max_model_len`."""
 
     @property
     def spare(self) -> float | None:
-        """What vLLM leaves of the device's memory to others."""
+        """Bytes of the device's memory that vLLM leaves free."""
         return None if self.memory is None else (1.0 - MEMORY_UTILIZATION) * self.memory
 
     @property
     def kv_tokens(self) -> int | None:
-        """Tokens whose keys and values fit, in the replica as on each of its devices."""
+        """Tokens whose keys and values fit, for a replica as for each of its devices."""
         return None if self.room is None else max(0, int(self.room // self.kv_token))
 
     @property
@@ -65,14 +65,14 @@ class SamplerMemory:
 
 
 def sampler_memory(pool: SamplerPool, spec: RunSpec, config: ModelConfig) -> SamplerMemory:
-    """Memory of one device of a replica of a pool.
+    """Return the memory of one device of a replica of a pool.
 
     On a CPU the engine sizes keys and values itself, within `CPU_KV_BYTES`.
 
     Args:
-        pool: of the spec.
-        spec: the run.
-        config: the model's shape.
+        pool: a pool of the spec.
+        spec: spec of the run.
+        config: shape of the model.
     """
     ranks, width = pool.parallel.tensor, WIDTH[pool.dtype]
     kv_token = kv_token_bytes(pool, config)
@@ -90,16 +90,16 @@ def sampler_memory(pool: SamplerPool, spec: RunSpec, config: ModelConfig) -> Sam
 
 
 def lease_groups(pool: SamplerPool, spec: RunSpec) -> int:
-    """Groups of one lease: never more than a step wants."""
+    """Return the groups of one lease, at most those of a step."""
     return min(pool.groups_per_submission, spec.algorithm.prompts_per_step)
 
 
 def weight_bytes(pool: SamplerPool, config: ModelConfig) -> float:
-    """Bytes of weights on one device, as vLLM cuts and quantises them.
+    """Return the bytes of weights on one device, as vLLM shards and quantises them.
 
-    Matrices, the embedding and the head are cut over the ranks (k and v no further than into
-    heads), norms are whole. `fp8` is of the layers' matrices, with one scale each; embedding and
-    head keep the pool's dtype.
+    Matrices, the embedding and the head are sharded over the ranks (k and v at most into heads),
+    norms are not. `fp8` applies to the layers' matrices, with one scale each; embedding and head
+    keep the pool's dtype.
     """
     ranks, width = pool.parallel.tensor, WIDTH[pool.dtype]
     copies = -(-config.num_key_value_heads // ranks) / config.num_key_value_heads
@@ -118,11 +118,11 @@ def weight_bytes(pool: SamplerPool, config: ModelConfig) -> float:
 
 
 def _activations(config: ModelConfig, ranks: int, width: int) -> float:
-    """The larger of a prefill's layer and of the last step's logits.
+    """Return the bytes of a prefill's layer or of the last step's logits, whichever is larger.
 
-    A layer at work has residual, its norm and its output of D numbers a token, and gate, up and
-    their product, F a token, cut over the ranks. Logits are float32 and gathered: themselves, the
-    noise and their normalised copy.
+    A layer holds residual, norm and output of D numbers a token, and gate, up and their product of
+    F a token, sharded over the ranks. Logits are float32 and gathered: with the noise and a
+    normalised copy they count three times.
     """
     layer = BATCHED_TOKENS * width * (3 * config.hidden_size + 3 * config.intermediate_size / ranks)
     logits = MAX_SEQUENCES * _FLOAT32 * 3 * config.vocab_size

@@ -1,16 +1,24 @@
-"""How fast the roles work: decoding, prefill, the learner's step.
+"""Estimates the speed of the roles: decoding, prefill, the learner's step, and a whole step.
 
-Decoding, a roofline: one engine step gives each of b sequences in flight a token and takes
+Decoding follows a roofline: one engine step gives each of b sequences a token and takes
 
     max( (W + b c k) / (s B), 2 N' b / (t m P) )
 
-W bytes of weights and k bytes of keys and values a token on one device, c the mean context, B its
-memory bandwidth and s the share of it that is reached, N' the parameters in matrices, t devices,
-P their peak FLOP/s, m the share of that. Prefill is the second term alone. What was measured
-(`tokens_per_s` of a pool and of the validators) is taken instead.
+where W is the bytes of weights and k the bytes of one token's keys and values on one device, c the
+mean context, B the memory bandwidth, s the share of it that is reached, N' the parameters in
+matrices, t the devices, P their peak FLOP/s, and m the share of it that is reached. Prefill is the
+second term alone. Measured speeds (`tokens_per_s` of a pool and of the validators) replace both.
 
-The learner: (useful + old + reference FLOPs) / (devices x P x mfu); what remat computes again is
-time that the mfu already counts (`estimate.flops`). It is the mean over lengths that it takes.
+The learner takes (useful + old + reference FLOPs) / (devices x P x mfu), at the mean length. The
+mfu already counts the time that remat takes (`runspec.core.models.flops`).
+
+A whole step takes at least
+
+    step_s = max( learner_s, sampling_s )
+    sampling_s = R n / sum over pools of replicas x tokens/s
+
+for R rollouts of n output tokens. Each role counts as always busy, and versions travel in no time.
+`runspec.estimate.timeline` simulates the waits.
 """
 
 from __future__ import annotations
@@ -21,34 +29,36 @@ from dataclasses import dataclass
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.flops import forward_flops, matrix_parameters, step_flops
 from runspec.core.models.hardware import device_count, device_of
-from runspec.core.models.kv_cache import MAX_SEQUENCES, kv_token_bytes
+from runspec.core.models.memory import MAX_SEQUENCES, kv_token_bytes
 from runspec.core.spec.schema import Hardware, RunSpec, SamplerPool
 from runspec.estimate import assumed
-from runspec.estimate.sampler import sampler_memory, weight_bytes
+from runspec.estimate.sampler import lease_groups, sampler_memory, weight_bytes
 
 
 @dataclass(frozen=True)
 class Decode:
-    """One replica's speed."""
+    """Speed of one replica."""
 
     weights_s: float
-    """Reading the weights once: the least that an engine step takes."""
+    """Seconds to read the weights once: the least time of an engine step."""
     context_s: float
-    """Reading the keys and values of one token."""
+    """Seconds to read the keys and values of one token."""
     token_s: float
-    """The FLOPs of one token."""
+    """Seconds for the FLOPs of one token."""
     sequences: int
-    """That are decoded at a time."""
+    """Sequences that are decoded at a time."""
     measured: float | None = None
-    """Output tokens/s; everything else is then of no account."""
+    """Measured output tokens/s; it replaces the other figures."""
     copies: int = 1
-    """Of the model, among which the sequences are divided; what is above is of one."""
+    """Copies of the model that share the sequences. The other figures are for one copy."""
 
     def lease_seconds(self, lengths: Sequence[float], prompt: float) -> float:
-        """Time to sample a lease; sequences start together and each ends at its own length.
+        """Return the seconds to sample a lease.
+
+        Sequences start together and each ends at its own length.
 
         Args:
-            lengths: output tokens of every sequence.
+            lengths: output tokens of each sequence.
             prompt: tokens of each prompt.
         """
         if self.measured is not None:
@@ -66,17 +76,17 @@ class Decode:
         return seconds
 
     def tokens_per_s(self, lengths: Sequence[float], prompt: float) -> float:
-        """Output tokens/s while a lease of these lengths is sampled."""
+        """Return the output tokens/s while a lease of these lengths is sampled."""
         return sum(lengths) / self.lease_seconds(lengths, prompt)
 
 
 def decode_speed(pool: SamplerPool, spec: RunSpec, config: ModelConfig | None) -> Decode | None:
-    """Speed of one replica of a pool; None where neither the spec nor a table knows its hardware.
+    """Return the speed of one replica of a pool; None if its hardware is unknown.
 
     Args:
-        pool: of the spec.
-        spec: the run.
-        config: the model's shape, where it is known.
+        pool: a pool of the spec.
+        spec: the spec of the run.
+        config: shape of the model, if known.
     """
     if pool.tokens_per_s is not None:
         return Decode(0.0, 0.0, 0.0, MAX_SEQUENCES, pool.tokens_per_s)
@@ -98,7 +108,7 @@ def decode_speed(pool: SamplerPool, spec: RunSpec, config: ModelConfig | None) -
 
 
 def validator_tokens_per_s(spec: RunSpec, config: ModelConfig | None) -> float | None:
-    """Tokens/s that one validator prefills; None where its hardware is not known."""
+    """Return the tokens/s that one validator prefills; None if its hardware is unknown."""
     if spec.verify.tokens_per_s is not None:
         return spec.verify.tokens_per_s
     if spec.verify.hardware is None or config is None:
@@ -107,7 +117,7 @@ def validator_tokens_per_s(spec: RunSpec, config: ModelConfig | None) -> float |
 
 
 def prefill_tokens_per_s(hardware: Hardware, spec: RunSpec, config: ModelConfig) -> float | None:
-    """Tokens/s of forward passes over whole rollouts on all devices of one replica."""
+    """Return the tokens/s of forward passes over whole rollouts, on all devices of a replica."""
     peak, count = device_of(hardware).peak_flops, device_count(hardware)
     if peak is None or count is None:
         return None
@@ -117,7 +127,7 @@ def prefill_tokens_per_s(hardware: Hardware, spec: RunSpec, config: ModelConfig)
 
 
 def learner_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
-    """Time of one rollout step on the learner's devices; None where their peak is not known."""
+    """Return the seconds of one rollout step on the learner; None if its peak is unknown."""
     peak = device_of(spec.learner.hardware).peak_flops
     devices = device_count(spec.learner.hardware, spec.learner.mesh.slices)
     if config is None or peak is None or devices is None:
@@ -128,5 +138,46 @@ def learner_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
 
 
 def mean_tokens(spec: RunSpec) -> float:
-    """Of a rollout, prompt and output."""
+    """Return the mean tokens of a rollout, prompt and output."""
     return assumed.mean_prompt_tokens(spec).value + assumed.mean_new_tokens(spec).value
+
+
+def step_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
+    """Return the least seconds of a step; None if the learner's or a pool's speed is unknown.
+
+    Args:
+        spec: the spec of the run.
+        config: shape of the model, if known.
+    """
+    learner, sampling = learner_seconds(spec, config), sampling_seconds(spec, config)
+    return None if learner is None or sampling is None else max(learner, sampling)
+
+
+def sampling_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
+    """Return the seconds of all pools for a step's rollouts; None if a speed is unknown or 0."""
+    mean, prompt = assumed.mean_new_tokens(spec).value, assumed.mean_prompt_tokens(spec).value
+    total = 0.0
+    for pool in spec.samplers:
+        speed = decode_speed(pool, spec, config)
+        if speed is None:
+            return None
+        lease = lease_groups(pool, spec) * spec.algorithm.group_size
+        together = [mean] * min(lease, speed.sequences)
+        seconds = speed.lease_seconds(together, prompt)
+        if seconds <= 0.0:
+            return None
+        total += pool.replicas * sum(together) / seconds
+    return rollouts_per_step(spec) * mean / total if total > 0.0 else None
+
+
+def rollouts_per_step(spec: RunSpec) -> float:
+    """Return the rollouts sampled and checked for a step, those of filtered groups included."""
+    trained = spec.algorithm.prompts_per_step * spec.algorithm.group_size
+    kept = 1.0 - assumed.filtered_share(spec).value
+    most = trained * spec.algorithm.fill.max_groups
+    return min(trained / kept, most) if kept > 0.0 else most
+
+
+def tokens_to_check(spec: RunSpec) -> float:
+    """Return the tokens that validators prefill for a step."""
+    return rollouts_per_step(spec) * mean_tokens(spec) * spec.verify.prefill_share

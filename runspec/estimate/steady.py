@@ -1,4 +1,4 @@
-"""What a simulated run is like once it has settled: one step, who idles, who holds up whom."""
+"""Steady state of a simulated run: time of a step, idle shares, bottleneck."""
 
 from __future__ import annotations
 
@@ -8,52 +8,50 @@ from statistics import fmean
 from runspec.estimate.timeline import Interval, Model, Replica, Simulated, Step, simulate
 
 FASTER = 0.9
-"""Times of a role that is a tenth faster, to see what that would change."""
+"""Factor on the times of a role that is a tenth faster, for the gains."""
 _STRETCHES = 24
-"""Stretches of the settled run that are compared with its mean."""
+"""Intervals of the steady state that are compared with its mean."""
 _STEPS = 10
-"""Steps that are simulated beyond those that the lag needs to settle."""
+"""Simulated steps beyond those that the lag needs to reach the steady state."""
 
 _MAX_LAG = 64
-"""A higher `async_level` counts as this: runs have less, and every level is simulated."""
+"""Largest simulated `async_level`; a higher one counts as this."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step of the settled run. Times in seconds."""
+    """One step in the steady state; times in seconds."""
 
     step_s: float
-    """From the end of one training step to the end of the next."""
+    """Seconds from the end of one training step to the end of the next."""
     idle: dict[str, float]
-    """Share of its time that a role does nothing, by role; of a pool, the mean of its replicas."""
+    """Idle share of the time by role; for a pool, the mean of its replicas."""
     first_rollouts_s: float
-    """From a step's first lease until its first submission is checked."""
+    """Seconds from a step's first lease until its first submission is checked."""
     full_s: float
-    """From a step's first lease until its batch is full."""
+    """Seconds from a step's first lease until its batch is full."""
     start_s: float
-    """From the publication of version 0 until the first step is trained."""
+    """Seconds from the publication of version 0 until the first step is trained."""
     lag: float
     """Mean over steps of the largest lag."""
     filled_share: float
-    """Groups that are trained, of those a step is made for; below 1 where `fill.max_groups` is
-    spent first."""
+    """Trained share of a step's groups; below 1 if `fill.max_groups` is reached first."""
     gains: dict[str, float]
-    """By role: the share of the step's time that goes away if that role is a tenth faster."""
+    """Share of the step's time that is saved if a role is a tenth faster, by role."""
     intervals: tuple[Interval, ...]
-    """What everybody does for `step_s`, from the end of a training step on where that is typical:
-    where steps take turns in being short and long, it is the stretch most like the mean."""
+    """Tasks of all processes during `step_s`, for the interval that is most like the mean."""
 
     @property
     def bottleneck(self) -> str:
-        """Whose speed a step depends on most."""
+        """Role whose speed a step depends on most."""
         return max(self.gains, key=lambda role: self.gains[role])
 
 
 def timeline(model: Model) -> Timeline:
-    """Simulates enough steps for the run to settle, and looks at the later half of them.
+    """Simulate until the steady state, and measure the later half of the steps.
 
     Args:
-        model: its `steps` are not looked at: the settled state is that of a long run.
+        model: the run; its `steps` are ignored, because the steady state is that of a long run.
 
     Raises:
         ValueError: as `simulate`.
@@ -81,7 +79,7 @@ def timeline(model: Model) -> Timeline:
 
 
 def start_and_step(model: Model) -> tuple[float, float]:
-    """`start_s` and `step_s` of the timeline, in seconds, without the rest of it.
+    """Return only `start_s` and `step_s` of the timeline, in seconds.
 
     Raises:
         ValueError: as `simulate`.
@@ -94,7 +92,7 @@ def start_and_step(model: Model) -> tuple[float, float]:
 
 
 def _long_enough(model: Model) -> Model:
-    """The model of a run that settles."""
+    """Return the model with enough steps to reach the steady state."""
     level = min(model.async_level, _MAX_LAG)
     return replace(model, steps=_STEPS + 3 * (level + 1), async_level=level)
 
@@ -102,7 +100,7 @@ def _long_enough(model: Model) -> Model:
 def _typical(
     run: Simulated, model: Model, trained: list[float], step_s: float
 ) -> tuple[Interval, ...]:
-    """The stretch of `step_s` in which the roles idle most nearly as they do in the mean."""
+    """Return the interval of `step_s` whose idle shares are closest to the mean."""
     start, end = trained[0], trained[-1]
     idle = _idle(run, model, start, end)
 
@@ -117,7 +115,7 @@ def _typical(
 
 
 def _settled(run: Simulated, model: Model) -> tuple[Step, ...]:
-    """Without the beginning, and without the end, before which nobody samples ahead."""
+    """Return the later half of the steps, without the last, during which nobody samples ahead."""
     half = len(run.steps) // 2
     return run.steps[half : len(run.steps) - model.async_level - 1]
 
@@ -154,7 +152,7 @@ def _faster(replica: Replica) -> Replica:
 
 
 def _idle(run: Simulated, model: Model, start: float, end: float) -> dict[str, float]:
-    """By role; the publisher and the links are one, `broadcast`, busy while a version travels."""
+    """Return idle shares by role; publisher and links are one role, `broadcast`."""
     members = {"learner": 1, "validators": model.validators}
     for replica in model.replicas:
         members[replica.pool] = members.get(replica.pool, 0) + 1
@@ -178,7 +176,7 @@ def _idle(run: Simulated, model: Model, start: float, end: float) -> dict[str, f
 
 
 def _covered(stretches: list[tuple[float, float]]) -> float:
-    """Length of the union."""
+    """Return the length of the union of intervals."""
     total = last = 0.0
     for start, end in sorted(stretches):
         total += max(0.0, end - max(start, last))
@@ -189,7 +187,7 @@ def _covered(stretches: list[tuple[float, float]]) -> float:
 def _within(
     intervals: tuple[Interval, ...] | list[Interval], start: float, end: float
 ) -> tuple[Interval, ...]:
-    """Cut to [start, end], counted from start."""
+    """Return intervals cut to [start, end], with times counted from start."""
     return tuple(
         replace(i, start=max(i.start, start) - start, end=min(i.end, end) - start)
         for i in intervals

@@ -1,7 +1,6 @@
-"""A small discrete-event model of a run: learner, broadcast, sampler replicas, validators.
+"""Discrete-event model of a run: learner, broadcast, sampler replicas, validators.
 
-It follows the rules of the coordinator and of the roles (docs/coordinator.md), at the grain of
-leases:
+It follows the rules of the coordinator and of the roles (docs/coordinator.md), lease by lease:
 
 - A lease names the newest published version v. Step s is leased while s - v <= `async_level`, the
   lowest step that needs groups first, never more groups than it still needs; groups that a filter
@@ -11,8 +10,8 @@ leases:
 - Submissions are checked by the validators first come, first served.
 - Steps close in order. The learner trains one at a time; version s + 1 is published after step s.
 
-Left out: workers that fail or come and go, rejected work, deadlines, restarts. It draws nothing:
-lengths and filtered groups are functions of step and group, whoever samples them.
+It leaves out workers that fail or come and go, rejected work, deadlines and restarts. It is
+deterministic: lengths and filtered groups are functions of step and group.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ LEARNER, PUBLISHER, BROADCAST, VALIDATORS = "learner", "publisher", "broadcast",
 
 @dataclass(frozen=True)
 class Replica:
-    """One sampler."""
+    """One sampler replica."""
 
     pool: str
     fetch_s: float
-    """From publication, or from when its link is free, until it has a version."""
+    """Seconds until it has a version, from publication or from when its link is free."""
     load_s: float
-    """Switching its engine to a version that it has."""
+    """Seconds to switch its engine to a fetched version."""
     lease_groups: int
     sample_s: Callable[[Lengths], float]
     """Seconds to sample a lease."""
@@ -46,65 +45,65 @@ class Replica:
 
 @dataclass(frozen=True)
 class Model:
-    """What the simulation needs to know of a run."""
+    """Times and sizes of a run."""
 
     steps: int
     groups: int
-    """That a step trains."""
+    """Groups that a step trains."""
     async_level: int
     train_s: float
-    """The learner's time for a full step."""
+    """Seconds of the learner for a full step."""
     publish_s: float
     replicas: tuple[Replica, ...]
     validators: int
-    """0: submissions are believed as they come."""
+    """Number of validators; 0: every submission is accepted."""
     check_s: Callable[[Lengths], float]
     """Seconds to check the submission of a lease."""
     lengths: Callable[[int, int], Sequence[float]]
     """Output tokens of each rollout, by step and number of the group within the step."""
     filtered: Callable[[int, int], bool]
-    """Whether the filter drops a group, by the same."""
+    """Whether the filter drops a group, by step and number of the group within the step."""
     max_groups: float = 4.0
-    """Leases at most this many times the groups needed; then the step closes with what it has."""
+    """Leased groups are at most this many times the needed ones; then the step closes."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A stretch of one role's time."""
+    """Interval in which one process does one task."""
 
     role: str
     """`learner`, `publisher`, `broadcast` (the links), a pool, or `validators`."""
     member: int
-    """Which replica of the pool, whose link, or which validator."""
+    """Number of the replica, of the link's replica, or of the validator."""
     what: Literal["train", "publish", "fetch", "load", "sample", "check"]
     step: int
-    """The step; of `publish`, `fetch` and `load` the version."""
+    """The step; for `publish`, `fetch` and `load` the version."""
     start: float
     end: float
 
 
 @dataclass
 class Step:
-    """What became of one step; times count from the publication of version 0."""
+    """One simulated step; times count from the publication of version 0."""
 
     number: int
     opened: float | None = None
-    """Its first lease."""
+    """Time of its first lease."""
     first_rollouts: float | None = None
-    """Its first submission was checked."""
+    """Time at which its first submission was checked."""
     full: float | None = None
-    """Its batch was signed."""
+    """Time at which its batch was signed."""
     train_start: float = 0.0
     trained: float = 0.0
     leased: int = 0
-    """Groups; so are the next three."""
+    """Leased groups; the next three count groups too."""
     checked: int = 0
     filtered: int = 0
     kept: int = 0
     tokens: float = 0.0
-    """Output tokens that were checked."""
+    """Checked output tokens."""
     lag: int = 0
-    """Largest lag of what it trains on."""
+    """Largest lag of the rollouts that it trains on."""
 
     @property
     def outstanding(self) -> int:
@@ -113,7 +112,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A run from its first step to its last."""
+    """Simulated run, from its first step to its last."""
 
     steps: tuple[Step, ...]
     intervals: tuple[Interval, ...]

@@ -1,11 +1,12 @@
-"""A spec from its files, checked: the loader's findings and the rules', in one pass."""
+"""Checks specs: findings of the loader and of the rules, less the suppressed ones."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import get_args
 
 import runspec.lint.rules  # noqa: F401  (registers them)
 from runspec.core.errors import UserError
@@ -13,8 +14,9 @@ from runspec.core.spec.findings import Finding
 from runspec.core.spec.layers import ParsedFiles, profile_path
 from runspec.core.spec.load import Layered, SpecFiles, load_layers, required_spec
 from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.schema_fields import close_match
 from runspec.core.spec.validate import locate, to_python
-from runspec.lint.registry import RULES, Context, violations
+from runspec.lint.registry import RULES, Context, Group, violations
 from runspec.lint.suppress import (
     Applied,
     Suppressed,
@@ -27,30 +29,30 @@ from runspec.lint.suppress import (
 
 @dataclass(frozen=True)
 class CheckedSpec:
-    """A spec and what is wrong with it.
+    """A spec and its findings.
 
-    `spec` is None when the layers do not make a `RunSpec`; a spec with errors among its findings
-    must not run (`require` sees to that).
+    `spec` is None if the layers make no `RunSpec`. A spec with errors must not run: `require`
+    refuses it.
     """
 
     spec: RunSpec | None
     findings: list[Finding]
-    """Those that no suppression takes away."""
+    """Findings that are not suppressed."""
     layered: Layered
     suppressed: list[Suppressed] = field(default_factory=list)
 
     def require(self) -> RunSpec:
-        """The spec, if it has no errors.
+        """Return the spec.
 
         Raises:
-            UserError: listing every error with its place.
+            UserError: the spec has errors; it lists each with its place.
         """
         return required_spec(self.spec, self.findings, self.layered.kind)
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A spec of which nothing could be looked at."""
+    """A spec whose files cannot be read."""
 
     file: str
     error: UserError
@@ -58,22 +60,22 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class CheckedFiles:
-    """What is wrong with several specs, in order of file, line and column."""
+    """Findings of several specs, in order of file, line and column."""
 
     files: Sequence[str]
-    """The specs that were asked for."""
+    """Paths of the specs."""
     findings: Sequence[Finding]
     suppressed: Sequence[Suppressed] = ()
     unreadable: Sequence[Unreadable] = ()
     texts: Mapping[str, str] = field(default_factory=dict)
-    """Every file that was read."""
+    """Text of every file that was read, by path."""
 
     def count(self, severity: str) -> int:
-        """How many findings have a severity."""
+        """Return how many findings have a severity."""
         return sum(finding.severity == severity for finding in self.findings)
 
     def only(self, codes: Container[str]) -> CheckedFiles:
-        """The findings of some rules, and those that leave no spec to be checked."""
+        """Return the findings of some rules, and the blocking ones."""
         return replace(
             self,
             findings=[f for f in self.findings if f.blocking or f.code in codes],
@@ -82,45 +84,45 @@ class CheckedFiles:
 
 
 def check_spec(files: SpecFiles, *, environ: Mapping[str, str] | None = None) -> CheckedSpec:
-    """Loads a spec and checks it by every rule.
+    """Load a spec and check it by every rule.
 
     Args:
-        files: what to load.
-        environ: what `${VAR}` reads; the process's environment when None.
+        files: the layers to load.
+        environ: the variables for `${VAR}`; the process's environment if None.
 
     Raises:
         UserError: as `load_layers`.
     """
-    looked = _look(files, environ, ParsedFiles())
-    findings = [*looked.applied.findings, *unused(looked.judged, looked.applied.used)]
-    spec = looked.layered.spec
-    return CheckedSpec(spec, findings, looked.layered, looked.applied.suppressed)
+    linted = _lint(files, environ, ParsedFiles())
+    findings = [*linted.applied.findings, *unused(linted.judged, linted.applied.used)]
+    spec = linted.layered.spec
+    return CheckedSpec(spec, findings, linted.layered, linted.applied.suppressed)
 
 
 def check_files(specs: Sequence[SpecFiles]) -> CheckedFiles:
-    """Checks several specs in one pass.
+    """Check several specs in one pass.
 
-    A finding in a file that several of them extend is named once, and a suppression is unused
-    where none of them uses it.
+    A finding in a file that several of them extend is listed once. A suppression is unused if none
+    of them uses it.
     """
-    parsed, looked, unreadable = ParsedFiles(), [], []
+    parsed, linted, unreadable = ParsedFiles(), [], []
     for files in specs:
         try:
-            looked.append(_look(files, None, parsed))
+            linted.append(_lint(files, None, parsed))
         except UserError as error:
             unreadable.append(Unreadable(str(files.path), error))
-    used = {pair for one in looked for pair in one.applied.used}
-    judged = dict.fromkeys(suppression for one in looked for suppression in one.judged)
-    findings = {finding for one in looked for finding in one.applied.findings}
+    used = {pair for one in linted for pair in one.applied.used}
+    judged = dict.fromkeys(suppression for one in linted for suppression in one.judged)
+    findings = {finding for one in linted for finding in one.applied.findings}
     return CheckedFiles(
         [str(files.path) for files in specs],
         sorted({*findings, *unused(judged, used)}, key=_in_order),
         sorted(
-            {suppressed for one in looked for suppressed in one.applied.suppressed},
+            {suppressed for one in linted for suppressed in one.applied.suppressed},
             key=lambda suppressed: _in_order(suppressed.finding),
         ),
         unreadable,
-        {file: text for one in looked for file, text in one.layered.texts.items()},
+        {file: text for one in linted for file, text in one.layered.texts.items()},
     )
 
 
@@ -130,16 +132,16 @@ def _in_order(finding: Finding) -> tuple[str, int, int, str, str, str]:
 
 
 @dataclass(frozen=True)
-class _Looked:
-    """A spec before it is known which suppressions are of no use."""
+class _Linted:
+    """Findings of one spec, before unused suppressions are known."""
 
     layered: Layered
     applied: Applied
     judged: list[Suppression]
-    """Suppressions that should be of use in this very spec."""
+    """Suppressions that this spec should use."""
 
 
-def _look(files: SpecFiles, environ: Mapping[str, str] | None, parsed: ParsedFiles) -> _Looked:
+def _lint(files: SpecFiles, environ: Mapping[str, str] | None, parsed: ParsedFiles) -> _Linted:
     layered = load_layers(files, environ=environ, parsed=parsed)
     findings = list(layered.findings)
     if layered.spec is not None:
@@ -149,21 +151,21 @@ def _look(files: SpecFiles, environ: Mapping[str, str] | None, parsed: ParsedFil
     suppressions, faults = read_suppressions(comments)
     applied = apply_suppressions(suppressions, findings)
     applied.findings.extend(faults)
-    # In a layer that lies under another, or that only now lies over this one, a suppression may
-    # serve another spec; and without a spec no rule has looked.
+    # A suppression in a lower layer may serve another spec. With overrides the findings are not
+    # those of the files alone, and without a spec no rule has run.
     top = str(files.placement or _profile(files) or files.path)
     judged = [one for one in suppressions if one.comment.place.file == top]
     if layered.spec is None or files.overrides:
         judged = []
-    return _Looked(layered, applied, judged)
+    return _Linted(layered, applied, judged)
 
 
 def _with_suggestion(finding: Finding) -> Finding:
-    """The finding, with its rule's suggestion where it has none of its own."""
+    """Return the finding, with its rule's suggestion if it has none."""
     general = RULES[finding.code].suggestion
     if finding.suggestion or not general:
         return finding
-    field = re.sub(r"(\.\d+)+$", "", finding.path)  # of a plain list's item, the list
+    field = re.sub(r"(\.\d+)+$", "", finding.path)  # an item of a plain list stands for the list
     return replace(finding, suggestion=general.format(path=field))
 
 
@@ -180,7 +182,7 @@ def _rule_findings(layered: Layered, context: Context) -> Iterator[Finding]:
     ]
     for rule, violation in found:
         if any(secret in violation.message for secret in secrets):
-            continue  # once the secret is gone it is looked at again
+            continue  # it is reported once the secret is removed
         place = locate(layered.tree, violation.location)[0]
         yield Finding(
             replace(place, source="") if violation.secret else place,
@@ -192,3 +194,35 @@ def _rule_findings(layered: Layered, context: Context) -> Iterator[Finding]:
             requires=rule.summary,
             suggestion=violation.suggestion,
         )
+
+
+def selection(select: Sequence[str], ignore: Sequence[str]) -> frozenset[str]:
+    """Return the codes of the rules of `--select` (all if empty), less those of `--ignore`.
+
+    Args:
+        select: codes and groups; a text may hold several, with commas between.
+        ignore: as `select`.
+
+    Raises:
+        UserError: a word is neither a code nor a group.
+    """
+    chosen = _codes(select, "--select") if select else set(RULES)
+    return frozenset(chosen - _codes(ignore, "--ignore"))
+
+
+def _codes(texts: Iterable[str], option: str) -> set[str]:
+    groups = get_args(Group)
+    found: set[str] = set()
+    for word in (part.strip() for text in texts for part in text.split(",")):
+        if word in RULES:
+            found.add(word)
+        elif word in groups:
+            found |= {code for code, rule in RULES.items() if rule.group == word}
+        else:
+            match = close_match(word, [*RULES, *groups])
+            raise UserError(
+                f"no rule or group {word[:80]!r}" + (f"; did you mean {match}?" if match else ""),
+                place=option,
+                remedy=f"name a code of `runspec explain --list`, or one of: {', '.join(groups)}",
+            )
+    return found

@@ -1,8 +1,8 @@
-"""`--fix`: the edits that findings carry, put into files that stay otherwise as they are.
+"""`runspec lint --fix`: applies the edits of findings to the files.
 
 Edits change parts of single lines, so comments, blank lines, quotes, line ends and a byte order
-mark stay. A file is changed as a whole or not at all: not where two edits want the same characters,
-and not where the outcome would be broken YAML.
+mark stay. All edits of a file are applied, or none: none if two edits overlap, or if the result
+would be broken YAML.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
-class Mended:
-    """What the edits of findings come to, before anything is written."""
+class Fixed:
+    """Result of the edits, before anything is written."""
 
     texts: dict[str, str] = field(default_factory=dict)
-    """New texts of files."""
+    """New texts by file."""
     findings: list[Finding] = field(default_factory=list)
-    """Those whose edits are in them."""
+    """Findings whose edits are in `texts`."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Files that stay as they are although findings have edits for them, and why."""
+    """Reason by file, for files whose edits are not applied."""
 
 
-def mend(findings: Iterable[Finding], texts: Mapping[str, str]) -> Mended:
-    """Applies the edits of findings to the texts that they were found in."""
-    mended = Mended()
+def fix_texts(findings: Iterable[Finding], texts: Mapping[str, str]) -> Fixed:
+    """Apply the edits of findings to the texts that they were found in."""
+    fixed = Fixed()
     by_file: dict[str, list[Finding]] = {}
     for finding in findings:
         if finding.fix is not None and finding.file in texts:
@@ -45,19 +45,19 @@ def mend(findings: Iterable[Finding], texts: Mapping[str, str]) -> Mended:
         edits = {finding.fix for finding in found if finding.fix is not None}
         conflict = _conflict(edits)
         if conflict is not None:
-            mended.refused[file] = f"two edits of line {conflict} want the same characters"
+            fixed.refused[file] = f"two edits of line {conflict} want the same characters"
             continue
         text = apply_edits(texts[file], edits)
         if any(finding.blocking for finding in parse_yaml(text, file).findings):
-            mended.refused[file] = "the edits would break its YAML"
+            fixed.refused[file] = "the edits would break its YAML"
             continue
-        mended.texts[file] = text
-        mended.findings.extend(found)
-    return mended
+        fixed.texts[file] = text
+        fixed.findings.extend(found)
+    return fixed
 
 
 def apply_edits(text: str, edits: Iterable[Edit]) -> str:
-    """Puts edits into a text, from its end to its beginning; a line left blank by one goes."""
+    """Apply edits to a text, from its end to its start; a line that becomes blank is removed."""
     parts = _BREAK.split(text)  # line, break, line, break, ..., line
     for edit in sorted(edits, key=lambda edit: (edit.line, edit.start), reverse=True):
         at = 2 * (edit.line - 1)
@@ -67,18 +67,18 @@ def apply_edits(text: str, edits: Iterable[Edit]) -> str:
     return "".join(parts)
 
 
-def write_mended(mended: Mended, texts: Mapping[str, str]) -> None:
-    """Writes the new texts, each file by a rename.
+def write_fixed(fixed: Fixed, texts: Mapping[str, str]) -> None:
+    """Write the new texts, each file by a rename.
 
     Args:
-        mended: what to write.
-        texts: what the files held when they were checked.
+        fixed: the texts to write.
+        texts: the texts of the files when they were checked.
 
     Raises:
-        UserError: a file was changed since, or cannot be written.
+        UserError: a file has changed since, or cannot be written.
     """
-    for file, text in mended.texts.items():
-        path = Path(file).resolve()  # a link stays one
+    for file, text in fixed.texts.items():
+        path = Path(file).resolve()  # a symbolic link stays one
         try:
             data, mode = read_bounded(path, MAX_CHARACTERS), path.stat().st_mode
         except OSError as error:
@@ -90,7 +90,7 @@ def write_mended(mended: Mended, texts: Mapping[str, str]) -> None:
 
 
 def _conflict(edits: Iterable[Edit]) -> int | None:
-    """The line of two edits that overlap; equal ones are one."""
+    """Return the line of two edits that overlap; None if none do."""
     ordered = sorted(edits, key=lambda edit: (edit.line, edit.start, edit.end))
     for before, after in pairwise(ordered):
         if before.line == after.line and after.start < before.end:

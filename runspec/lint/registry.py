@@ -1,8 +1,8 @@
-"""Rules: what each is called, how severe it is, its page, and the function that looks.
+"""Registry of the rules: code, group, severity, page and check function; and what a check may use.
 
-A rule's docstring is its page: a first line that says what must hold, then why, the formula and its
-source. `examples/<code>/bad.yaml` and `good.yaml` are shown beside it by `runspec explain`, and
-tests lint them.
+A rule's docstring is its page. Its first line says what must hold; then follow the reason, the
+formula and its source. `runspec explain` shows it with `examples/<code>/bad.yaml` and `good.yaml`,
+which tests lint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.of_spec import model_config
+from runspec.core.models.spec_model import model_config
 from runspec.core.spec.findings import Number, Severity
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
@@ -24,6 +24,7 @@ from runspec.lint.tokenizer_files import TokenizerFiles
 
 if TYPE_CHECKING:
     from runspec.core.spec.lock_file import Lock
+
 
 Group = Literal[
     "file",
@@ -40,18 +41,21 @@ Group = Literal[
     "placement",
 ]
 
+MAX_DIVISOR = 4096
+"""Largest divisor: no mesh is larger, and a spec may say 10 ** 30."""
+
 
 @dataclass(frozen=True)
 class Context:
-    """What a rule may look at."""
+    """Input of a rule's check."""
 
     spec: RunSpec
     files: SpecFiles
-    """What it was loaded from."""
+    """Files that the spec was loaded from."""
 
     @property
     def folder(self) -> Path:
-        """Of the spec's file: local paths in it are relative to it."""
+        """Folder of the spec's file, the base of relative paths in it."""
         return self.files.path.parent
 
     @cached_property
@@ -63,31 +67,29 @@ class Context:
 
     @property
     def config(self) -> ModelConfig | None:
-        """The model's shape; None where it is not known without a network."""
+        """Shape of the model; None if it is not known without a network."""
         return self._model if isinstance(self._model, ModelConfig) else None
 
     @property
     def config_error(self) -> UserError | None:
-        """Why a config that is at hand is no shape of ours; only the rule `model-config` asks."""
+        """Error of a local config.json, for the rule `model-config`; None if there is none."""
         return self._model if isinstance(self._model, UserError) else None
 
     @cached_property
     def tokenizer(self) -> TokenizerFiles | None:
-        """The tokenizer that every role will use, where it lies in a local directory."""
+        """Tokenizer of every role; None if it is not in a local directory."""
         model = self.spec.model
         named = model.hf if model.tokenizer is None else model.tokenizer.hf
         return None if named is None else TokenizerFiles.read(self.folder / named)
 
     @cached_property
     def lock(self) -> Lock | None:
-        """The lock beside the spec; None where there is none.
+        """Lock beside the spec; None if there is none.
 
         Raises:
-            UserError: the file is no lock.
+            UserError: the file is not a valid lock.
         """
-        from runspec.core.spec.lock_file import (
-            read_lock,  # few specs ask, and its classes take time
-        )
+        from runspec.core.spec.lock_file import read_lock  # slow to import, and seldom needed
 
         return read_lock(self.files.path, self.files.profile)
 
@@ -100,12 +102,12 @@ class Violation:
     """Keys, and names of named objects, from the root."""
     message: str
     numbers: Mapping[str, Number] = field(default_factory=dict)
-    """What was measured, by name."""
+    """Measured values by name."""
     suggestion: str = ""
     severity: Severity | None = None
-    """The rule's own when None."""
+    """Severity; None: that of the rule."""
     secret: bool = False
-    """The line holds what nobody may see: it is not quoted."""
+    """Whether the line holds a secret: findings then do not quote it."""
 
 
 Check = Callable[[Context], Iterator[Violation]]
@@ -117,11 +119,11 @@ class Rule:
     group: Group
     severity: Severity
     page: str
-    """What must hold, why, the formula, its source."""
+    """Docstring of the check: what must hold, the reason, the formula, its source."""
     check: Check | None = None
-    """None where the loader itself finds it."""
+    """Check function; None if the loader makes the findings."""
     suggestion: str = ""
-    """For findings that have none of their own; `{path}` is the finding's."""
+    """Suggestion for findings without one; `{path}` is the finding's."""
 
     @property
     def summary(self) -> str:
@@ -133,7 +135,7 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(code: str, group: Group, severity: Severity = "error") -> Callable[[Check], Check]:
-    """Registers a function as a rule; its docstring becomes the page."""
+    """Register a function as a rule; its docstring becomes the page."""
 
     def register(check: Check) -> Check:
         add(Rule(code, group, severity, inspect.cleandoc(check.__doc__ or ""), check))
@@ -145,9 +147,13 @@ def rule(code: str, group: Group, severity: Severity = "error") -> Callable[[Che
 def found_by_loader(
     code: str, suggestion: str = "", *, group: Group = "file", severity: Severity = "error"
 ) -> Callable[[Callable[[], None]], None]:
-    """Registers a rule whose findings the loader makes; the docstring of what follows is its page.
+    """Register a rule whose findings the loader makes.
 
-    `suggestion` is for findings that have none of their own; `{path}` in it is the finding's.
+    The docstring of the decorated function is its page.
+
+    Args:
+        code, group, severity: of the rule.
+        suggestion: for findings without one; `{path}` is the finding's.
     """
 
     def register(page: Callable[[], None]) -> None:
@@ -158,15 +164,20 @@ def found_by_loader(
 
 
 def add(new: Rule) -> None:
-    """Registers a rule."""
+    """Register a rule."""
     assert new.code not in RULES, f"two rules are called {new.code}"
     assert new.page, f"the rule {new.code} has no page"
     RULES[new.code] = new
 
 
 def violations(context: Context) -> Iterator[tuple[Rule, Violation]]:
-    """Every breach of every rule."""
+    """Find every violation of every rule."""
     for one in RULES.values():
         if one.check is not None:
             for violation in one.check(context):
                 yield one, violation
+
+
+def divisors(number: int, limit: int) -> list[int]:
+    """Return the divisors of `number` up to `limit` and `MAX_DIVISOR`, 1 first, for suggestions."""
+    return [n for n in range(1, min(number, limit, MAX_DIVISOR) + 1) if number % n == 0]

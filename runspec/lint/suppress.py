@@ -1,8 +1,8 @@
-"""`# runspec: ignore[CODE, ...] reason="..."`: findings that somebody has looked at and accepted.
+"""Suppressions: comments `# runspec: ignore[CODE, ...] reason="..."` that accept findings.
 
-A suppression is about the lines that `runspec.core.spec.comments` says, in the file that it stands
-in; it takes away the findings of its codes there. Without a reason it counts for nothing, and what
-keeps the layers from making a spec at all cannot be suppressed.
+A suppression removes the findings of its codes in the lines that it is about
+(`runspec.core.spec.findings.find_comments`). It needs a reason. Blocking findings, which keep the
+layers from making a spec, cannot be suppressed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from runspec.core.spec.comments import Comment
-from runspec.core.spec.findings import Edit, Finding, Place, replacing
-from runspec.core.spec.schema_keys import close_match
+from runspec.core.spec.findings import Comment, Edit, Finding, Place, replacing
+from runspec.core.spec.schema_fields import close_match
 from runspec.lint.registry import RULES
 
 MALFORMED, REASON = "malformed-suppression", "suppression-reason"
@@ -25,11 +24,11 @@ _CODE = r"[^\s,]+"
 
 @dataclass(frozen=True)
 class Suppression:
-    """One comment that was understood, and has a reason."""
+    """A valid suppression."""
 
     comment: Comment
     codes: tuple[str, ...]
-    """Those that are rules."""
+    """Codes of known rules."""
     reason: str
 
     def covers(self, finding: Finding) -> bool:
@@ -44,7 +43,7 @@ class Suppression:
 
 @dataclass(frozen=True)
 class Suppressed:
-    """A finding that is not shown, and why."""
+    """A suppressed finding and the reason."""
 
     finding: Finding
     reason: str
@@ -52,16 +51,16 @@ class Suppressed:
 
 @dataclass(frozen=True)
 class Applied:
-    """What suppressions leave of a spec's findings."""
+    """Findings of a spec after suppression."""
 
     findings: list[Finding]
     suppressed: list[Suppressed]
     used: set[tuple[Suppression, str]]
-    """Each with the codes that it took away."""
+    """Pairs of a suppression and a code that it removed."""
 
 
 def read_suppressions(comments: Iterable[Comment]) -> tuple[list[Suppression], list[Finding]]:
-    """The suppressions among comments, and what is wrong with them."""
+    """Return the valid suppressions among comments, and findings about the others."""
     suppressions: list[Suppression] = []
     findings: list[Finding] = []
     for comment in comments:
@@ -98,7 +97,7 @@ def _unknown(code: str, place: Place) -> Finding:
 
 
 def apply_suppressions(suppressions: Sequence[Suppression], findings: Iterable[Finding]) -> Applied:
-    """Takes away what is suppressed; where several cover a finding, each of them is of use."""
+    """Remove suppressed findings; if several suppressions cover one, each counts as used."""
     applied = Applied([], [], set())
     for finding in findings:
         covering = [one for one in suppressions if one.covers(finding)]
@@ -113,7 +112,7 @@ def apply_suppressions(suppressions: Sequence[Suppression], findings: Iterable[F
 def unused(
     suppressions: Iterable[Suppression], used: set[tuple[Suppression, str]]
 ) -> list[Finding]:
-    """A finding for each suppression of which a code takes nothing away."""
+    """Return a finding for each suppression with a code that removes nothing."""
     findings = []
     for suppression in suppressions:
         idle = [code for code in suppression.codes if (suppression, code) not in used]
@@ -128,7 +127,7 @@ def unused(
 
 
 def _without(suppression: Suppression, idle: Sequence[str]) -> Edit | None:
-    """Takes codes out of a comment, or the comment out of its line; None where one is unknown."""
+    """Return an edit that removes codes, or the whole comment; None if a code is unknown."""
     place, text = suppression.comment.place, suppression.comment.text
     start, end = text.index("[") + 1, text.index("]")
     if any(code[0] not in RULES for code in re.finditer(_CODE, text[start:end])):

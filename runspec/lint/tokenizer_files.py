@@ -1,4 +1,4 @@
-"""What a local Hugging Face directory says of a tokenizer, read with bounds and without one."""
+"""Tokenizer of a local Hugging Face directory, read from its JSON files with size limits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ MAX_CONFIG_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """tokenizer.json and tokenizer_config.json of a directory. What is malformed there is absent
-    here: whether a role can load the files is for `runspec doctor` to say."""
+    """tokenizer.json and tokenizer_config.json of a directory.
+
+    Malformed parts are left out: `runspec doctor` checks whether a role can load the files.
+    """
 
     folder: Path
     tokenizer: Mapping[str, Any]
@@ -27,7 +29,7 @@ class TokenizerFiles:
 
     @classmethod
     def read(cls, folder: Path) -> TokenizerFiles | None:
-        """The files of a directory; None where it has no tokenizer.json that can be read."""
+        """Return the files of a directory; None if its tokenizer.json cannot be read."""
         tokenizer = _json_object(folder / "tokenizer.json", MAX_TOKENIZER_BYTES)
         if tokenizer is None:
             return None
@@ -36,7 +38,7 @@ class TokenizerFiles:
 
     @cached_property
     def ids(self) -> Mapping[str, int]:
-        """Token -> id, added tokens included."""
+        """Ids by token, added tokens included."""
         model = self.tokenizer.get("model")
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
         pairs: list[tuple[Any, Any]] = []
@@ -65,7 +67,7 @@ class TokenizerFiles:
 
     @property
     def end_ids(self) -> Mapping[str, frozenset[int]]:
-        """`eos_token_id` of config.json and generation_config.json, where they name any."""
+        """`eos_token_id` by file, config.json and generation_config.json, if they name any."""
         found = {}
         for name in ("config.json", "generation_config.json"):
             value = (_json_object(self.folder / name, MAX_CONFIG_BYTES) or {}).get("eos_token_id")
@@ -80,7 +82,7 @@ class TokenizerFiles:
 
     @property
     def template(self) -> str | None:
-        """The chat template's text; None where there is none, or several with names."""
+        """Text of the chat template; None if there is none, or several with names."""
         path = self.folder / "chat_template.jinja"
         try:
             if path.is_file():
@@ -93,7 +95,7 @@ class TokenizerFiles:
 
 def _json_object(path: Path, max_bytes: int) -> dict[str, Any] | None:
     try:
-        if not path.is_file():  # a pipe would keep us waiting
+        if not path.is_file():  # reading a pipe would block
             return None
         value = json.loads(read_bounded(path, max_bytes))
     except (OSError, UserError, ValueError, RecursionError):

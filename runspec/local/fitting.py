@@ -16,8 +16,8 @@ from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_count
 from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.schema import RunSpec, SamplerPool
+from runspec.estimate.broadcast import version_size
 from runspec.estimate.sampler import MEMORY_UTILIZATION, sampler_memory
-from runspec.estimate.version_size import version_size
 from runspec.local.machine import (
     devices_here,
     free_bytes,

@@ -10,9 +10,8 @@ from typing import Any
 from runspec.core.canonical import MalformedJson
 from runspec.core.errors import UserError
 from runspec.core.object_store import Folder
-from runspec.core.run_files import numbered, state_folder
+from runspec.core.run_files import damaged_file, numbered, record_of, state_folder
 from runspec.core.spec.schema import RunSpec
-from runspec.core.whole_state import damaged_file, record_of
 
 
 @dataclass(frozen=True)

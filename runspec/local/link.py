@@ -6,8 +6,8 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from runspec.core.address import JoinLink
 from runspec.core.errors import UserError
-from runspec.core.join_link import JoinLink
 from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import RunSpec
 from runspec.local.endpoints import load_endpoints

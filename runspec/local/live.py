@@ -26,8 +26,7 @@ from runspec.local.prepared import PreparedRun
 from runspec.local.processes import RoleSpec
 from runspec.local.run_dir import EXIT_LOCKED, holder
 from runspec.local.state import RequestRow, RunState
-from runspec.plan.changes import LIVE, Change, difference
-from runspec.plan.rolling import Readers, renewed
+from runspec.plan.changes import LIVE, Change, Readers, difference, roles_to_restart
 
 CHANGE, PAUSE = "change", "pause"
 TAKE_PATIENCE_S = 30.0
@@ -173,7 +172,7 @@ class LiveRun:
         write_atomic(self.run.directory / SPEC_FILE, dump_resolved(new))
         record_applied(self._state, new, changes)
         self.run = changed
-        renew = readers_names(renewed(changes), new)
+        renew = readers_names(roles_to_restart(changes), new)
         if self._signed_roles() != signed_before:
             # A longer budget needs signatures that last as long; these two hand them out.
             renew = list(dict.fromkeys(["coordinator", "publisher", *renew]))

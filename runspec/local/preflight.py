@@ -13,8 +13,8 @@ from runspec.core.distribution import list_command, machine_kind
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig, load_config
 from runspec.core.models.hardware import device_count
-from runspec.core.models.of_spec import model_config
 from runspec.core.models.parameters import WIDTH, trained_count, trained_parameters
+from runspec.core.models.spec_model import model_config
 from runspec.core.run_files import checkpoints_folder, numbered, versions_in
 from runspec.core.spec.plugins import PREFILL_GROUP, installed_kinds, missing_plugins
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
@@ -28,8 +28,8 @@ from runspec.core.spec.role_names import (
 )
 from runspec.core.spec.schema import Hardware, Mesh, RunSpec
 from runspec.core.spec.source_files import source_files
+from runspec.estimate.broadcast import version_size
 from runspec.estimate.learner import moment_elements
-from runspec.estimate.version_size import version_size
 from runspec.local.backend import LOCAL
 from runspec.local.identity import pinned_root_problem
 from runspec.local.machine import (
@@ -44,7 +44,7 @@ from runspec.local.machine import (
     tpu_chips,
 )
 from runspec.local.starting_model import require_fitting
-from runspec.lock.model_files import TOKENIZER, WEIGHTS, require_files
+from runspec.lock.cache import TOKENIZER, WEIGHTS, require_files
 
 GIB = 2**30
 _ROOM_BYTES = GIB // 2

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
 from runspec.core.spec.role_names import (
     elsewhere,
@@ -16,7 +17,6 @@ from runspec.core.spec.role_names import (
     worker_names,
 )
 from runspec.core.spec.schema import RunSpec
-from runspec.lint.urls import is_loopback
 from runspec.local.cores import (
     assign_cores,
     assign_devices,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from runspec.core.address import JoinLink
 from runspec.core.errors import UserError
-from runspec.core.join_link import JoinLink
 from runspec.core.process import SUPERVISOR
 from runspec.core.spec.schema import SamplerPool
 from runspec.local.cores import thread_limits, vllm_environment

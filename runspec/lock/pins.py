@@ -1,64 +1,77 @@
-"""Everything that a spec names, as it is on this machine."""
+"""Pins of the files that a spec names on this machine, and their comparison with its lock."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
+from runspec.core.errors import UserError
 from runspec.core.files import expand_user
-from runspec.core.spec.file_pins import TOKENIZER_FILES, pin_data, pin_model, pin_named
-from runspec.core.spec.lock_file import DATA, MODEL, TOKENIZER, FilePin, Pin
+from runspec.core.spec.lock_file import (
+    DATA,
+    MODEL,
+    TOKENIZER,
+    TOKENIZER_FILES,
+    FilePin,
+    Pin,
+    lock_path,
+    pin_data,
+    pin_model,
+    pin_named,
+    read_lock,
+)
 from runspec.core.spec.plugins import SOURCE_GROUP
 from runspec.core.spec.schema import RunSpec, Source
 from runspec.lock.cache import COMMIT, Repository, is_repository, snapshot
 
 HUB_DATA = "hf://datasets/"
 GENERATORS = {"reasoning_gym": "reasoning-gym"}
-"""The package that makes a kind's problems, where it is not the one that offers the kind."""
+"""Package that makes a kind's problems, if another package offers the kind."""
 
 
 @dataclass
-class Seen:
-    """What is here, and what could not be pinned from here; by path of the spec."""
+class FoundPins:
+    """Pins and failures by path of the spec."""
 
     pins: dict[str, Pin] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
-    """Repositories whose commit neither the spec nor the cache knows."""
+    """Message for each repository whose commit is in neither the spec nor the cache."""
     absent: dict[str, str] = field(default_factory=dict)
-    """What is missing."""
+    """Message for each missing file or package."""
     open: dict[str, str] = field(default_factory=dict)
-    """What cannot be pinned at all."""
+    """Message for each source that cannot be pinned."""
 
 
-def look(spec: RunSpec, folder: Path, env: Mapping[str, str]) -> Seen:
-    """Pins of the model, its tokenizer and the data, without a network.
+def find_pins(spec: RunSpec, folder: Path, env: Mapping[str, str]) -> FoundPins:
+    """Pin the model, its tokenizer and the data, without a network.
 
     Args:
-        spec: as its layers make it.
-        folder: of the spec's file, where relative names of models start from. Relative names of
-            data start from the working directory first.
-        env: HF_HUB_CACHE and HF_HOME say where the Hugging Face cache lies.
+        spec: the resolved spec.
+        folder: folder of the spec's file, base of relative model names. Relative data paths are
+            looked up in the working directory first.
+        env: HF_HUB_CACHE and HF_HOME name the Hugging Face cache.
 
     Raises:
-        UserError: a file that is not what it should be.
+        UserError: a file is malformed.
     """
-    looker = _Looker(folder, env)
+    finder = _PinFinder(folder, env)
     if spec.model.hf is not None:
-        looker.model(spec.model.hf, spec.model.revision)
+        finder.model(spec.model.hf, spec.model.revision)
     if (tokenizer := spec.model.tokenizer) is not None:
-        looker.tokenizer(tokenizer.hf, tokenizer.revision)
+        finder.tokenizer(tokenizer.hf, tokenizer.revision)
     for source in spec.data.sources:
-        looker.data(source)
-    return looker.seen
+        finder.data(source)
+    return finder.seen
 
 
-class _Looker:
-    """Goes from name to name and notes what it sees."""
+class _PinFinder:
+    """Collects the pins of a spec's names."""
 
     def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
-        self.seen = Seen()
+        self.seen = FoundPins()
         self._folder, self._env = folder, env
 
     def model(self, hf: str, revision: str | None) -> None:
@@ -94,7 +107,7 @@ class _Looker:
     def _directory(
         self, path: str, name: str, revision: str | None, marker: str
     ) -> tuple[Path | None, str | None]:
-        """The folder of a name and its commit; a local directory has none."""
+        """Return the folder of a name and its commit; a local directory has no commit."""
         beside = self._folder / name  # as `runspec.cli.spec_files.located` takes it
         local = beside if _is_there(beside) else expand_user(Path(name))
         if _is_there(local / marker):
@@ -105,7 +118,7 @@ class _Looker:
         return self._cached(path, Repository("model", name), revision)
 
     def _rows(self, uri: str) -> Path:
-        """Local data: from where the process runs, as plug-ins take it, else beside the spec."""
+        """Return the path of local data: in the working directory, else beside the spec."""
         path = expand_user(Path(uri))
         return path if _is_there(path) else self._folder / path
 
@@ -134,12 +147,12 @@ class _Looker:
 def _is_there(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # names that are too long, folders that are not ours
+    except OSError:  # too long a name, or no permission
         return False
 
 
 def _package(kind: str) -> str | None:
-    """Name and version of the package behind a kind of source; None where none is installed."""
+    """Return name and version of the package of a kind of source; None if none is installed."""
     offered = [point.dist for point in entry_points(group=SOURCE_GROUP) if point.name == kind]
     name = GENERATORS.get(kind) or (offered[0].name if offered and offered[0] else None)
     if name is None:
@@ -148,3 +161,92 @@ def _package(kind: str) -> str | None:
         return f"{name} {version(name)}"
     except PackageNotFoundError:
         return None
+
+
+def check_lock(
+    spec: RunSpec,
+    path: Path,
+    profile: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Return a sentence for each difference from the lock beside a spec; empty without a lock.
+
+    Files that are not on this machine are compared by name and commit alone, without a network.
+
+    Args:
+        spec: the resolved spec.
+        path: the spec's file.
+        profile: the profile that it was resolved with.
+        env: names the Hugging Face cache; the process's environment if None.
+
+    Raises:
+        UserError: the lock, or a file that it pins, cannot be read.
+    """
+    lock = read_lock(path, profile)
+    if lock is None:
+        return []
+    seen = find_pins(spec, path.parent, os.environ if env is None else env)
+    absent = [f"{where}: {what}" for where, what in seen.absent.items()]
+    return [*absent, *differences(lock.pins, seen.pins)]
+
+
+def require_lock(spec: RunSpec, path: Path, profile: str | None = None) -> None:
+    """Require that a spec matches the lock beside it, if there is one.
+
+    Raises:
+        UserError: it lists every difference.
+    """
+    stale = check_lock(spec, path, profile)
+    if stale:
+        listed = "\n".join(f"  {sentence}" for sentence in stale)
+        raise UserError(
+            f"what is here is not what was locked:\n{listed}",
+            place=str(lock_path(path, profile)),
+            remedy="bring what the lock names, or accept what is here with `runspec lock`",
+        )
+
+
+def differences(locked: Mapping[str, Pin], here: Mapping[str, Pin]) -> list[str]:
+    """Return a sentence for each difference between a lock's pins and those of this machine."""
+    found = []
+    for where in [*here, *(where for where in locked if where not in here)]:
+        if where not in locked:
+            found.append(f"{where}: {here[where].source} is not in the lock")
+        elif where not in here:
+            found.append(f"{where}: {locked[where].source} is in the lock, and not in the spec")
+        else:
+            found += [f"{where}: {what}" for what in _pin_differences(locked[where], here[where])]
+    return found
+
+
+def _pin_differences(locked: Pin, here: Pin) -> Iterator[str]:
+    if locked.source != here.source:
+        yield f"{here.source}, and {locked.source} in the lock"
+        return
+    if here.package and locked.package != here.package:
+        yield f"{here.package}, and {locked.package or 'no package'} in the lock"
+    if here.commit and locked.commit != here.commit:
+        yield f"commit {here.commit}, and {locked.commit or 'none'} in the lock"
+        return
+    if here.files:  # else it is not on this machine
+        yield from _file_differences(locked, here)
+
+
+def _file_differences(locked: Pin, here: Pin) -> Iterator[str]:
+    for name, pin in locked.files.items():
+        if name not in here.files:
+            yield f"{name} is in the lock, and not here"
+        elif pin != here.files[name]:
+            yield f"{name} is not the file of the lock: {_how(pin, here.files[name])}"
+    # A repository may have been incomplete on the machine that wrote the lock.
+    if locked.commit is None:
+        yield from (
+            f"{name} is not in the lock" for name in here.files.keys() - locked.files.keys()
+        )
+
+
+def _how(locked: FilePin, here: FilePin) -> str:
+    if locked.size != here.size:
+        return f"{here.size} bytes, {locked.size} in the lock"
+    digest, kept = here.blake3 or here.header or "", locked.blake3 or locked.header or ""
+    return f"digest {digest[:12]}, {kept[:12]} in the lock"

@@ -1,11 +1,10 @@
-"""`plan --aot`: the learner's step compiled for the chips that the spec names, in a process of its
-own, and what the compiler says of one device.
+"""`runspec plan --aot`: compiles the learner's step for the spec's chips, and reports its memory.
 
     report = compile_step(spec, config)
     report.fits                     # None where the device's memory is not known
 
-The process is `python -m learner_jax aot`: TPUs need libtpu (`make aot`) and no chip, a CPU needs
-nothing, GPUs one that is present.
+It runs `python -m learner_jax aot` in another process. TPUs need libtpu (`make aot`) but no chip, a
+CPU needs nothing, GPUs need one GPU.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def compile_step(
 
     Args:
         spec: of the run, without errors of the linter.
-        config: shape of its model (`runspec.core.models.of_spec.model_config`).
+        config: shape of its model (`runspec.core.models.spec_model.model_config`).
         deadline_s: for the whole process.
 
     Raises:

@@ -1,6 +1,6 @@
-"""What differs between two resolved specs, path by path, and what each difference does to a run.
+"""Changes between two resolved specs, the effect of each on a run, and the roles to restart.
 
-Specs hold references to secrets and never their values, so neither do changes.
+Specs hold references to secrets, never their values; so changes never show a secret.
 """
 
 from __future__ import annotations
@@ -17,17 +17,37 @@ from runspec.core.spec.schema_fields import field_at
 
 Kind = Literal["add", "change", "remove"]
 LIVE: frozenset[ChangeClass] = frozenset({"hot", "rolling"})
-"""Classes of what a run takes over while it is alive."""
+"""Change classes that a run applies while it works."""
 _ORDER_IS_LEARNT = ("data.sources", "reward")
 """Named lists whose order decides draws and sums."""
 _ONLY_RAISED = {
     "steps": "some may be trained or sampled already",
     "groups_per_submission": "leases of more may be out",
 }
-"""Why these fields of a class restart are newrun where they are lowered, by key."""
-
-
+"""Fields of class restart that are newrun if they are lowered: the reason by key."""
 _LONGEST_SHOWN = 500
+
+Readers = Literal["coordinator", "publisher", "validators", "samplers"]
+
+ORDER: tuple[Readers, ...] = ("coordinator", "publisher", "validators", "samplers")
+"""Order of restarts: the coordinator first, because it serves the spec to the others."""
+READERS: dict[str, tuple[Readers, ...]] = {
+    # Manifests tell those who serve and fetch versions.
+    "broadcast.format": ("publisher",),
+    "broadcast.anchor_every": ("publisher",),
+    "verify.engine": ("coordinator", "validators"),
+    "verify.admission": ("coordinator",),
+    "verify.prefill_share": ("coordinator", "validators"),
+    "verify.prefill_floor": ("coordinator", "validators"),
+    "verify.newcomer_share": ("coordinator",),
+    "verify.profiles": ("coordinator", "validators"),
+    "verify.thresholds": ("coordinator", "validators"),
+    "verify.backlog": ("coordinator",),
+    "verify.proxies": ("coordinator",),
+    # It is also the time limit for fetching a version.
+    "verify.lease_timeout": ("coordinator", "validators", "samplers"),
+}
+"""Roles that read a rolling field, or a block of them, by path."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +55,15 @@ class Change:
     """One value that differs."""
 
     path: str
-    """As people write it, names for the items of named lists: `samplers.volunteers.replicas`."""
+    """Path with names for the items of named lists: `samplers.volunteers.replicas`."""
     before: Any
-    """JSON; None where there was nothing."""
+    """JSON value; None if there was none."""
     after: Any
-    """JSON; None where there is nothing any more."""
+    """JSON value; None if it was removed."""
     kind: Kind
     change_class: ChangeClass
     reason: str = ""
-    """Why the class is not the field's own."""
+    """Reason why the class is not that of the field."""
 
     def __str__(self) -> str:
         before = "unset" if self.kind == "add" else shown(self.before)
@@ -53,18 +73,18 @@ class Change:
 
 
 def shown(value: Any) -> str:
-    """A value for people: a text that is a document, such as a profile, by its digest."""
+    """Return a value as text; a long text, such as a profile, by its digest."""
     if isinstance(value, str) and len(value) > _LONGEST_SHOWN:
         return f"{len(value)} characters, BLAKE3 {digest_bytes(value.encode())[:16]}"
     return json.dumps(value)
 
 
 def difference(old: RunSpec | None, new: RunSpec) -> list[Change]:
-    """Every value that differs, in the order of the new spec; removed ones come last.
+    """Return every changed value, in the order of the new spec; removed ones come last.
 
     Args:
-        old: what the run has; None for a run that is new, of which everything is added.
-        new: what is asked for.
+        old: spec of the run; None for a new run: every value is added.
+        new: the requested spec.
     """
     before = _flat(old) if old is not None else {}
     after = _flat(new)
@@ -83,7 +103,7 @@ def difference(old: RunSpec | None, new: RunSpec) -> list[Change]:
 
 
 def severest(changes: Sequence[Change]) -> ChangeClass | None:
-    """The class of all of them together; None when there are none."""
+    """Return the most severe class of changes; None without any."""
     order = list(CHANGE_CLASSES)
     return max((change.change_class for change in changes), key=order.index, default=None)
 
@@ -106,7 +126,7 @@ def _class(path: str) -> ChangeClass:
 
 
 def _reordered(path: str, before: tuple[str, ...], after: tuple[str, ...]) -> Iterator[Change]:
-    """The order of a named list's items, of those that are in both."""
+    """Compare the order of a named list's items, among those that are in both."""
     then = [name for name in before if name in after]
     now = [name for name in after if name in before]
     if then != now:
@@ -115,7 +135,7 @@ def _reordered(path: str, before: tuple[str, ...], after: tuple[str, ...]) -> It
 
 
 def _is_nothing(value: Any) -> bool:
-    """Whether a value only says that there is nothing: nothing else than no value."""
+    """Return whether a value is empty, which equals no value."""
     return value in (None, {}, [])
 
 
@@ -124,7 +144,7 @@ def _flat(spec: RunSpec) -> dict[str, Any]:
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The leaves under a path; of a named list its items', and the tuple of names."""
+    """Return the leaves under a path; for a named list also the tuple of names."""
     named = isinstance(value, list) and all(isinstance(v, dict) and "name" in v for v in value)
     if named and value:
         names = tuple(item["name"] for item in value)
@@ -135,3 +155,13 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(item, f"{path}.{key}" if path else str(key))
     else:
         yield path, value
+
+
+def roles_to_restart(changes: Sequence[Change]) -> tuple[Readers, ...]:
+    """Return the roles that a set of changes restarts one by one, in order."""
+    readers = {reader for change in of_class(changes, "rolling") for reader in _readers(change)}
+    return tuple(reader for reader in ORDER if reader in readers)
+
+
+def _readers(change: Change) -> tuple[Readers, ...]:
+    return next(READERS[p] for p in READERS if f"{change.path}.".startswith(f"{p}."))

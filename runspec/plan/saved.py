@@ -1,4 +1,4 @@
-"""A plan as a file: what was decided, and the state of the run that it was decided on.
+"""Plan files: a plan, and the state of the run that it was made for.
 
 `runspec plan -o FILE` writes one and `runspec apply FILE` does what it says, or refuses. It carries
 the resolved spec, so that nothing but the file is needed; of secrets a spec holds references only.
@@ -32,22 +32,22 @@ _MARK = re.compile(rb'"kind"\s*:\s*"Plan"')
 
 
 class BadPlan(BadUsage):
-    """A file that says it is a plan and is none that can be believed."""
+    """Error: a file declares itself a plan and is not valid."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The state of a run that something was decided on."""
+    """State of a run that a plan was made for."""
 
     serial: int
-    """0 for a run that was not there."""
+    """0 for a run that did not exist."""
     spec_digest: str | None
-    """Of the run's own spec; None for a run that was not there."""
+    """Digest of the run's spec; None for a run that did not exist."""
 
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """What `apply` is to do, and on what state of the run."""
+    """Plan that `apply` carries out, and the state of the run that it needs."""
 
     spec: RunSpec
     seen: Seen
@@ -59,7 +59,7 @@ _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Document(BaseModel):
-    """The file's content."""
+    """Content of the file."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -76,7 +76,7 @@ class _Document(BaseModel):
 
 
 def save_plan(path: Path, plan: SavedPlan) -> None:
-    """Writes a plan, whole or not at all, readable by its owner alone.
+    """Write a plan atomically, readable by its owner alone.
 
     Raises:
         UserError: it cannot be written.
@@ -97,7 +97,7 @@ def save_plan(path: Path, plan: SavedPlan) -> None:
 
 
 def read_plan(path: Path) -> SavedPlan | None:
-    """Reads a plan; None for a file that is something else, like a spec.
+    """Read a plan; None for another file, like a spec.
 
     Raises:
         BadPlan: it was edited, is damaged, or was made by another version of runspec.

@@ -1,4 +1,4 @@
-"""The members of a population, each with its engine, links, strategy and random numbers."""
+"""Members of a population, each with its engine, links, strategy and random numbers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate import assumed
+from runspec.estimate.broadcast import VersionSize
 from runspec.estimate.run import rebuild_seconds
 from runspec.estimate.sampler import lease_groups
 from runspec.estimate.speed import decode_speed
 from runspec.estimate.timeline import Lengths, Model, Replica
-from runspec.estimate.version_size import VersionSize
 from runspec.simulate.population import Group, Swarm
 from runspec.simulate.strategies import Strategy, strategies
 
@@ -28,9 +28,9 @@ class Member:
     pool: str
     replica: Replica
     first_fetch_s: float
-    """Until it has its first version, where it joins a run that has begun."""
+    """Seconds until it has its first version, if it joins after version 0."""
     strategy: Strategy
-    dice: Random
+    rng: Random
 
     @property
     def honest(self) -> bool:
@@ -38,7 +38,7 @@ class Member:
 
 
 def planned_swarm(spec: RunSpec) -> Swarm:
-    """The population of `runspec plan`: the replicas of the spec, honest and always there."""
+    """Return the population of `runspec plan`: the spec's replicas, honest and always present."""
     return Swarm(
         workers=[
             Group(name=pool.name, count=pool.replicas, pool=pool.name, known=True)
@@ -50,18 +50,18 @@ def planned_swarm(spec: RunSpec) -> Swarm:
 def members(
     swarm: Swarm, spec: RunSpec, config: ModelConfig, size: VersionSize, model: Model, seed: int
 ) -> list[Member]:
-    """Every worker of a population.
+    """Return every worker of a population.
 
     Args:
         swarm: the population.
-        spec: of the run.
-        config: the model's shape.
-        size: of a version.
-        model: the run as `runspec plan` sees it, for the links of its pools.
-        seed: of all that is drawn.
+        spec: spec of the run.
+        config: shape of the model.
+        size: sizes of a version.
+        model: the run as in `runspec plan`, for the links of its pools.
+        seed: seed of all random numbers.
 
     Raises:
-        UserError: a pool or hardware that is not known.
+        UserError: a pool or hardware is unknown.
     """
     pools = {pool.name: pool for pool in spec.samplers}
     found = []
@@ -87,15 +87,15 @@ def members(
             )
             first_fetch_s = fetch_s * size.joiner / size.follower
             key = f"{group.name}-{index}"
-            dice = Random(f"{seed}/{key}")
-            found.append(Member(key, group, name, replica, first_fetch_s, make(), dice))
+            rng = Random(f"{seed}/{key}")
+            found.append(Member(key, group, name, replica, first_fetch_s, make(), rng))
     return found
 
 
 def _sampling(
     group: Group, pool: SamplerPool, spec: RunSpec, config: ModelConfig
 ) -> Callable[[Lengths], float]:
-    """Seconds of a lease on one worker of a group."""
+    """Return the seconds of a lease on one worker of a group, as a function of lengths."""
     if group.hardware is not None:
         ranks = group.hardware.count or 1
         parallel = pool.parallel.model_copy(update={"tensor": ranks, "data": 1})

@@ -9,12 +9,20 @@ from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from runspec.core.errors import BadUsage
+from runspec.core.spec.fields import (
+    Block,
+    Count,
+    Duration,
+    Name,
+    Positive,
+    ProcessesOrNone,
+    Rate,
+    Share,
+)
 from runspec.core.spec.findings import Finding, format_finding
 from runspec.core.spec.schema import Hardware
-from runspec.core.spec.schema.block import Block
-from runspec.core.spec.schema_keys import close_match
+from runspec.core.spec.schema_fields import close_match
 from runspec.core.spec.validate import locate, schema_finding, to_python
-from runspec.core.spec.values import Count, Duration, Name, Positive, ProcessesOrNone, Rate, Share
 from runspec.core.spec.yaml_nodes import MapNode, parse_yaml
 
 StrategyKind = Literal[

@@ -1,9 +1,26 @@
-"""The result of a simulated run, as plain data."""
+"""Result of a simulated run as plain data, and the record that counts its events."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from runspec.simulate.coordinator import Coordinator
+from runspec.simulate.workers import Worker
+from verify.coordinator.machine.events import (
+    Event,
+    KeyBanned,
+    LeaseExpired,
+    LeaseGranted,
+    QuarantineEnded,
+    StepClosed,
+    SubmissionJudged,
+    WorkerQuarantined,
+)
+from verify.coordinator.machine.stalls import waited_for
+from verify.coordinator.machine.state import State, Tally
 
 
 @dataclass(frozen=True)
@@ -14,12 +31,12 @@ class StepResult:
     opened: float
     closed: float
     trained_at: float | None
-    """When its training ended; None: the run ended before."""
+    """Time at which its training ended; None if the run ended before."""
     groups: int
-    """That it trains."""
+    """Groups that it trains."""
     leased: int
     withheld: int
-    """Withheld, late, or struck."""
+    """Groups withheld, late, or of banned workers."""
     rejected: int
     filtered: int
 
@@ -33,17 +50,17 @@ class GroupResult:
     workers: int
     leases: int
     accepted: int
-    """Submissions; so are the next two."""
+    """Accepted submissions."""
     rejected: int
     withheld: int
     """Leases without a submission."""
     sampled: int
-    """Rollouts; so are the next two."""
+    """Sampled rollouts; `trained` and `wasted` count rollouts too."""
     trained: int
     wasted: int
-    """Sampled, and neither trained nor filtered nor still of use when the run ended."""
+    """Rollouts neither trained nor filtered, and of no more use when the run ended."""
     idle: float | None
-    """Share of its presence in which the engines did nothing; None where nobody came."""
+    """Share of its presence in which its engines were idle; None if no worker came."""
 
 
 @dataclass(frozen=True)
@@ -63,44 +80,196 @@ class Result:
 
     seed: int
     ended: str
-    """`finished`, `stalled`, or `max_hours`: `budget.max_hours`, or `run.LONGEST_H`, is over."""
+    """`finished`, `stalled`, or `max_hours`: `budget.max_hours` or `run.LONGEST_H` has passed."""
     reason: str
-    """Why the run stalled, with what the step waited for; else, what the next step waits for."""
+    """Why the run stalled; else what the next step waits for."""
     remedy: str
     seconds: float
     steps: tuple[StepResult, ...]
-    """The closed ones."""
+    """Closed steps."""
     groups: tuple[GroupResult, ...]
     sanctions: tuple[Sanction, ...]
     idle_learner: float
-    """Share of the time between the first and the last end of a training step."""
+    """Idle share of the learner, between the first and the last end of a training step."""
     idle_validators: float | None
-    """Share of the whole time, a mean over the validators; None without one."""
+    """Idle share of the whole time, a mean over the validators; None without any."""
     waits: dict[str, float]
-    """Seconds in which the next step to close waited for workers, validators or the publisher."""
+    """Seconds in which the next step to close waited, by the role that it waited for."""
 
     @property
     def trained(self) -> list[float]:
-        """When each trained step ended."""
+        """Times at which the training steps ended."""
         return [step.trained_at for step in self.steps if step.trained_at is not None]
 
     @property
     def steps_per_hour(self) -> float | None:
-        """Between the first and the last end of a training step; None with fewer than two."""
+        """Steps an hour between the first and the last trained step; None with fewer than two."""
         times = self.trained
         return 3600.0 * (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
 
     @property
     def wasted_share(self) -> float | None:
-        """Share of the rollouts of honest workers that was wasted; None where they made none."""
+        """Wasted share of honest workers' rollouts; None if they made none."""
         honest = [group for group in self.groups if group.strategy == "honest"]
         sampled = sum(group.sampled for group in honest)
         return sum(group.wasted for group in honest) / sampled if sampled else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data under stable keys, properties that people read included."""
+        """Return plain data under stable keys, derived figures included."""
         return {
             **asdict(self),
             "steps_per_hour": self.steps_per_hour,
             "wasted_share": self.wasted_share,
         }
+
+
+@dataclass
+class Record:
+    """Counters of a simulated run's events, from which `result` is made.
+
+    Args:
+        group_size: rollouts of a group.
+    """
+
+    group_size: int
+    steps: dict[int, StepResult] = field(default_factory=dict)
+    trained_at: dict[int, float] = field(default_factory=dict)
+    learner_s: list[float] = field(default_factory=list)
+    sanctions: list[Sanction] = field(default_factory=list)
+    waited: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """Counts of leases (accepted, rejected, withheld) and of groups, by worker and name."""
+    _waits: tuple[float, str] = (0.0, "the publisher")
+
+    def take(self, before: State, event: Event) -> None:
+        """Count an event.
+
+        Args:
+            before: the state before the event.
+            event: the recorded event.
+        """
+        match event:
+            case LeaseGranted(lease=lease):
+                self._counts[lease.worker]["leases"] += 1
+            case LeaseExpired(lease=digest):
+                self._counts[before.leases[digest].lease.worker]["withheld"] += 1
+            case SubmissionJudged(lease=digest, accepted=accepted, groups=groups):
+                counts = self._counts[before.leases[digest].lease.worker]
+                counts["accepted" if accepted else "rejected"] += 1
+                counts["filtered"] += sum(group.outcome == "filtered" for group in groups)
+            case StepClosed():
+                self._close(before, event)
+            case WorkerQuarantined(at=at, worker=worker, reason=reason):
+                self.sanctions.append(Sanction(at, worker, "quarantined", reason))
+            case QuarantineEnded(at=at, worker=worker):
+                self.sanctions.append(Sanction(at, worker, "free", ""))
+            case KeyBanned(at=at, key=worker, reason=reason):
+                self.sanctions.append(Sanction(at, worker, "banned", reason))
+            case _:
+                pass
+
+    def trained(self, step: int, now: float, seconds: float) -> None:
+        """Record the end of a training step."""
+        self.trained_at[step] = now
+        self.learner_s.append(seconds)
+
+    def waits(self, now: float, state: State) -> None:
+        """Add the time since the last call to the role that the next step to close waited for."""
+        since, what = self._waits
+        self.waited[what] += now - since
+        self._waits = now, _waits_for(state)
+
+    def result(
+        self,
+        seed: int,
+        ended: str,
+        now: float,
+        coordinator: Coordinator,
+        workers: Sequence[Worker],
+        validators_s: Sequence[float],
+    ) -> Result:
+        """Return the result of a run that ended."""
+        self.waits(now, coordinator.state)
+        stalled, times = coordinator.stalled, list(self.trained_at.values())
+        span = times[-1] - times[0] if len(times) > 1 else 0.0
+        busy = [seconds / now for seconds in validators_s] if now else []
+        return Result(
+            seed=seed,
+            ended=ended,
+            reason=stalled.reason if stalled else waited_for(coordinator.state),
+            remedy=stalled.remedy if stalled else "",
+            seconds=now,
+            steps=tuple(
+                StepResult(**{**vars(step), "trained_at": self.trained_at.get(number)})
+                for number, step in self.steps.items()
+            ),
+            groups=tuple(self._groups(coordinator.state, workers)),
+            sanctions=tuple(self.sanctions),
+            idle_learner=1.0 - sum(self.learner_s[1:]) / span if span else 1.0,
+            idle_validators=1.0 - sum(busy) / len(busy) if busy else None,
+            waits={what: seconds for what, seconds in self.waited.items() if seconds},
+        )
+
+    def _groups(self, state: State, workers: Sequence[Worker]) -> list[GroupResult]:
+        pending: Counter[str] = Counter()
+        for record in state.leases.values():
+            if (
+                state.lag(record) <= state.policy.async_level
+            ):  # older submissions are not judged any more
+                judged = record.status != "submitted"
+                pending[record.lease.worker] += (
+                    len(record.usable) if judged else record.lease.groups
+                )
+        by_group: dict[str, list[Worker]] = {}
+        for worker in workers:
+            by_group.setdefault(worker.member.group.name, []).append(worker)
+        found = []
+        for name, group in by_group.items():
+            counts: Counter[str] = Counter()
+            for worker in group:
+                counts.update(self._counts[worker.key])
+                counts["pending"] += pending[worker.key]
+                counts["sampled"] += worker.sampled_groups
+            used = counts["trained"] + counts["filtered"] + counts["pending"]
+            present = sum(worker.present_s for worker in group)
+            found.append(
+                GroupResult(
+                    name=name,
+                    strategy=group[0].member.group.strategy.kind,
+                    workers=len(group),
+                    leases=counts["leases"],
+                    accepted=counts["accepted"],
+                    rejected=counts["rejected"],
+                    withheld=counts["withheld"],
+                    sampled=counts["sampled"] * self.group_size,
+                    trained=counts["trained"] * self.group_size,
+                    wasted=max(0, counts["sampled"] - used) * self.group_size,
+                    idle=1.0 - sum(w.busy_s for w in group) / present if present else None,
+                )
+            )
+        return found
+
+    def _close(self, before: State, event: StepClosed) -> None:
+        for group in event.trained:
+            self._counts[before.leases[group.lease].lease.worker]["trained"] += 1
+        tally = before.tallies.get(event.step, Tally())
+        self.steps[event.step] = StepResult(
+            number=event.step,
+            opened=before.steps[event.step].opened,
+            closed=event.at,
+            trained_at=None,
+            groups=len(event.trained),
+            leased=tally.leased_groups,
+            withheld=tally.expired_groups,
+            rejected=tally.rejected_rollouts // self.group_size,
+            filtered=sum(grade.outcome == "filtered" for grade in tally.grades),
+        )
+
+
+def _waits_for(state: State) -> str:
+    """Return the role that the next step to close waits for."""
+    if state.finished:
+        return "the learner"
+    said = waited_for(state).partition(" ")[0]
+    names = {"worker": "workers", "validators": "validators", "the": "the publisher"}
+    return names.get(said, "a lease request")

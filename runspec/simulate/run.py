@@ -1,37 +1,229 @@
-"""Simulates the run of a spec with a population."""
+"""Simulates a run: the event loop of learner, publisher, workers and validators.
+
+Each action may change the coordinator's state. Then leases expire, steps close, validators take
+submissions, and waiting workers get leases, in the order of the real server.
+"""
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+from math import inf
 
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec
+from runspec.estimate.broadcast import version_size
 from runspec.estimate.run import run_model, unknown_speeds
-from runspec.estimate.timeline import Lengths
-from runspec.estimate.version_size import version_size
-from runspec.simulate.checking import Checks
-from runspec.simulate.fleet import members, planned_swarm
+from runspec.estimate.timeline import Lengths, Model
+from runspec.simulate.coordinator import Clock, Coordinator
+from runspec.simulate.fleet import Member, members, planned_swarm
 from runspec.simulate.population import Swarm
-from runspec.simulate.result import Result
-from runspec.simulate.world import World
-from verify.coordinator.machine.state import Policy
+from runspec.simulate.result import Record, Result
+from runspec.simulate.strategies import Content
+from runspec.simulate.validators import Validators, ValidatorTimes
+from runspec.simulate.workers import Worker
+from verify.coordinator.machine import filling
+from verify.coordinator.machine.events import Event, LeaseGranted, StepClosed, SubmissionJudged
+from verify.coordinator.machine.state import Policy, State
 
+_RETRIES = 60
+"""Retries for waiting workers within one `lease_timeout`, when time alone may give them work."""
 LONGEST_H = 1000.0
-"""Hours that a run without `budget.max_hours` is simulated at most."""
+"""Most hours of a run without `budget.max_hours`."""
+
+
+class Simulation:
+    """A simulated run.
+
+    Args:
+        model: times of learner, publisher and links, and drawn lengths, as in `runspec plan`.
+        policy: policy of the spec.
+        members: the population.
+        checks: times of the validators.
+        backlog: `verify.backlog.submissions`.
+        seed: seed of all random numbers.
+        horizon_s: the run ends after this time.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        policy: Policy,
+        members: Sequence[Member],
+        checks: ValidatorTimes,
+        *,
+        backlog: int,
+        seed: int,
+        horizon_s: float,
+    ) -> None:
+        self.clock, self.request_s = Clock(), checks.request_s
+        self._model, self._seed, self._horizon_s = model, seed, horizon_s
+        self._record = Record(policy.group_size)
+        self._first: dict[str, tuple[int, range]] = {}
+        self._leased: dict[int, int] = {}
+        self._waiting: dict[str, Worker] = {}
+        self._touched = True
+        self._retry_at = inf
+        self._to_train: deque[tuple[int, int]] = deque()
+        self._training = False
+        self._publisher_free = 0.0
+        self.coordinator = Coordinator(policy, backlog, self.clock, self._observe)
+        self._workers = {member.key: Worker(member, self) for member in members}
+        self._validators = Validators(self, checks, seed)
+
+    def run(self) -> Result:
+        """Run to the last trained step, to a stall, or to the horizon."""
+        for worker in self._workers.values():
+            worker.plan_presence()
+        self.clock.at(0.0, partial(self._published, 0))
+        ended = ""
+        while not ended:
+            due = filling.next_due(self.coordinator.state, self.clock.now) or inf
+            due = min(due if due > self.clock.now else inf, self._retry_at)
+            if min(due, self.clock.next) > self._horizon_s:
+                ended, self.clock.now = "max_hours", self._horizon_s
+            elif self.clock.next <= due:
+                self.clock.run_next()
+            else:
+                self.clock.now, self._touched = due, True
+            if self._touched and not ended:
+                self._settle()
+            if self.coordinator.stalled is not None:
+                ended = "stalled"
+            elif self.coordinator.state.finished and not (self._training or self._to_train):
+                ended = "finished"
+        for worker in self._workers.values():
+            worker.end()
+        return self._record.result(
+            self._seed,
+            ended,
+            self.clock.now,
+            self.coordinator,
+            list(self._workers.values()),
+            self._validators.busy_s,
+        )
+
+    # Calls of workers and validators.
+
+    def ask(self, worker: Worker) -> None:
+        """Add a worker to those that wait for a lease."""
+        if not self.coordinator.state.finished:
+            self._waiting[worker.key] = worker
+            self._touched = True
+
+    def stop_waiting(self, worker: Worker) -> None:
+        """Remove a worker from those that wait for a lease."""
+        self._waiting.pop(worker.key, None)
+
+    def lengths(self, digest: str) -> Lengths:
+        """Return the output tokens of each rollout of a lease."""
+        step, groups = self._first[digest]
+        return tuple(chain.from_iterable(self._model.lengths(step, group) for group in groups))
+
+    def submit(self, digest: str, content: Content) -> None:
+        """Submit the answer to a lease; it is refused after the lease's end."""
+        if self.coordinator.submit(digest):
+            self._validators.received(digest, content)
+
+    def wake(self) -> None:
+        """Let all roles act again, although no event was recorded."""
+        self._touched = True
+
+    def filtered(self, digest: str, group: int) -> bool:
+        """Return whether the filter drops a group of a lease."""
+        step, groups = self._first[digest]
+        return self._model.filtered(step, groups[group])
+
+    # Reactions to events.
+
+    def _observe(self, before: State, event: Event) -> None:
+        self._touched = True
+        self._record.take(before, event)
+        match event:
+            case LeaseGranted(lease=lease, digest=digest):
+                first = self._leased.get(lease.step, 0)
+                self._leased[lease.step] = first + lease.groups
+                self._first[digest] = lease.step, range(first, first + lease.groups)
+            case SubmissionJudged(lease=digest, accepted=accepted):
+                worker = before.leases[digest].lease.worker
+                self._workers[worker].member.strategy.judged(accepted)
+            case StepClosed(step=step, trained=trained):
+                self._to_train.append((step, len(trained)))
+                self.clock.after(self.request_s, self._train)
+            case _:
+                pass
+
+    def _settle(self) -> None:
+        """Let coordinator, validators and waiting workers act until nothing changes."""
+        self._touched, self._retry_at = False, inf
+        state = None
+        while state is not self.coordinator.state and self.coordinator.stalled is None:
+            state = self.coordinator.state
+            self.coordinator.advance()
+            self._validators.take_work()
+            self._grant()
+        self._touched = False
+        self._retry_at = min(self._retry_at, self._validators.next_change())
+        self._record.waits(self.clock.now, self.coordinator.state)
+
+    def _grant(self) -> None:
+        """Lease work to waiting workers, in turn."""
+        if not self._waiting or self.coordinator.full:
+            return
+        now, state = self.clock.now, self.coordinator.state
+        for key in sorted(
+            filling.hopeful(state, self._waiting, now), key=partial(filling.turn, state)
+        ):
+            worker = self._waiting[key]
+            record = self.coordinator.lease(key, worker.holding())
+            if record is not None:
+                del self._waiting[key]
+                worker.granted(record)
+        state = self.coordinator.state
+        retry = now + max(1.0, state.policy.lease_timeout_s / _RETRIES)
+        due = filling.next_overdue(state, self._waiting, now)
+        self._retry_at = min(self._retry_at, retry, due or retry)
+
+    # Learner and publisher.
+
+    def _published(self, version: int) -> None:
+        self.coordinator.publish(version)
+        for worker in self._workers.values():
+            worker.published()
+
+    def _train(self) -> None:
+        if self._training or not self._to_train:
+            return
+        self._training = True
+        step, groups = self._to_train.popleft()
+        seconds = self._model.train_s * groups / self._model.groups
+        self.clock.after(seconds, partial(self._trained, step, seconds))
+
+    def _trained(self, step: int, seconds: float) -> None:
+        self._training = False
+        self._record.trained(step, self.clock.now, seconds)
+        start = max(self.clock.now, self._publisher_free)
+        self._publisher_free = start + self._model.publish_s
+        self.clock.at(self._publisher_free + self.request_s, partial(self._published, step + 1))
+        self._train()
 
 
 def simulate(
     spec: RunSpec, config: ModelConfig | None, swarm: Swarm | None = None, *, seed: int = 0
 ) -> Result:
-    """Simulates a run to its end, to a stall, or for `budget.max_hours` or `LONGEST_H`.
+    """Simulate a run to its end, to a stall, or for `budget.max_hours` or `LONGEST_H`.
 
     Args:
-        spec: of the run.
-        config: the model's shape; None where nothing here knows it.
-        swarm: the population; None: the replicas of the spec, honest and always there.
-        seed: of all that is drawn; but lengths and filtered groups follow from the spec's seed.
+        spec: spec of the run.
+        config: shape of the model; None if unknown.
+        swarm: the population; None: the replicas of the spec, honest and always present.
+        seed: seed of all random numbers; lengths and filtered groups follow the spec's seed.
 
     Raises:
-        UserError: a speed is not known, or the population does not fit the spec.
+        UserError: a speed is unknown, or the population does not fit the spec.
     """
     unknown = list(unknown_speeds(spec, config))
     if unknown or config is None:
@@ -48,7 +240,7 @@ def simulate(
     def recompute_s(lengths: Lengths) -> float:
         return model.check_s(lengths) / share if share else 0.0
 
-    checks = Checks(
+    checks = ValidatorTimes(
         count=model.validators if validators.count is None else validators.count,
         speed=validators.speed,
         recompute_s=recompute_s,
@@ -56,7 +248,7 @@ def simulate(
         mean_life_s=validators.fails,
         restart_s=validators.restarts,
     )
-    world = World(
+    simulation = Simulation(
         model,
         Policy.of(spec),
         members(swarm, spec, config, size, model, seed),
@@ -65,4 +257,4 @@ def simulate(
         seed=seed,
         horizon_s=3600.0 * (spec.budget.max_hours or LONGEST_H),
     )
-    return world.run()
+    return simulation.run()

@@ -13,17 +13,17 @@ from runspec.simulate.population import StrategyBlock
 from verify.formats.lease import Lease
 
 Content = Literal["rollouts", "wrong", "rubbish"]
-"""`wrong` looks like rollouts and fails where it is recomputed; `rubbish` cannot be parsed."""
+"""`wrong` looks like rollouts and fails recomputation; `rubbish` cannot be parsed."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """How a worker answers a lease."""
+    """Answer of a worker to a lease."""
 
     what: Content | Literal["withhold", "refuse"]
-    """`refuse`: the lease is given back."""
+    """`refuse`: the lease is released."""
     not_before: float = 0.0
-    """Earliest time at which it is handed in or given back."""
+    """Earliest time at which it is submitted or released."""
 
 
 class Strategy:
@@ -33,19 +33,19 @@ class Strategy:
         self._what, self._think_s = what, think_s
 
     def answer(self, lease: Lease, now: float) -> Answer:
-        """Decides on a lease that was just granted."""
+        """Return the answer to a lease that was just granted."""
         return Answer(self._what, now + self._think_s)
 
     def judged(self, accepted: bool) -> None:
-        """Takes note of a verdict on one of the worker's submissions."""
+        """Handle a verdict on one of the worker's submissions."""
 
     def pause_s(self) -> float | None:
-        """Seconds from a published version until it asks for a lease; None: it always asks."""
+        """Return the seconds from a published version to its request; None: it always asks."""
         return None
 
 
 class Delay(Strategy):
-    """Samples honestly, and hands in just before the lease ends, or some time after its grant."""
+    """Samples honestly, and submits just before the lease ends, or some time after its grant."""
 
     def __init__(self, margin_s: float, after_s: float | None) -> None:
         super().__init__("rollouts")
@@ -70,7 +70,7 @@ class Alternate(Strategy):
 
 
 class Sleeper(Strategy):
-    """Works honestly until it has a record, then misbehaves for ever."""
+    """Works honestly until some submissions are accepted, then always misbehaves."""
 
     def __init__(self, record: int, misdeed: Strategy) -> None:
         super().__init__("rollouts")
@@ -83,12 +83,12 @@ class Sleeper(Strategy):
         self.missing -= accepted
 
     def ready(self) -> bool:
-        """Whether the misdeeds begin."""
+        """Return whether the misdeeds begin."""
         return self.missing <= 0
 
 
 class Colluder(Sleeper):
-    """A sleeper of a group: all of them misbehave once each has its record."""
+    """Sleeper of a group whose members misbehave once each has its record."""
 
     def __init__(self, record: int, misdeed: Strategy, group: list[Colluder]) -> None:
         super().__init__(record, misdeed)
@@ -100,7 +100,7 @@ class Colluder(Sleeper):
 
 
 class Late(Sleeper):
-    """A sleeper that then asks for leases late in a step only."""
+    """Sleeper that, once it misbehaves, asks for leases late in a step."""
 
     def __init__(self, record: int, misdeed: Strategy, after_s: float) -> None:
         super().__init__(record, misdeed)
@@ -111,7 +111,7 @@ class Late(Sleeper):
 
 
 def strategies(block: StrategyBlock) -> Callable[[], Strategy]:
-    """Makes the strategy of one member after the other of a group."""
+    """Return a function that makes the strategy of each member of a group."""
     group: list[Colluder] = []
 
     def make() -> Strategy:

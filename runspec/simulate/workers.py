@@ -1,4 +1,4 @@
-"""A worker of a simulated run: presence, engine and leases."""
+"""Worker of a simulated run: presence, engine and leases."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from verify.coordinator.machine.state import LeaseRecord
 from verify.formats.lease import Lease
 
 if TYPE_CHECKING:
-    from runspec.simulate.world import World
+    from runspec.simulate.run import Simulation
 
 
 class Worker:
     """One member of the population."""
 
-    def __init__(self, member: Member, world: World) -> None:
-        self.member, self.key, self._world = member, member.key, world
+    def __init__(self, member: Member, simulation: Simulation) -> None:
+        self.member, self.key, self._simulation = member, member.key, simulation
         self.present = False
         self.sampled_groups = 0
         self.busy_s = self.present_s = 0.0
         self._since = 0.0
         self._life = 0
-        """Counts its departures: what was begun before one never ends."""
+        """Number of departures; actions scheduled before a departure do not run."""
         self._held: set[str] = set()
         self._queue: deque[tuple[str, Lease, Answer]] = deque()
         self._working = False
@@ -37,24 +37,24 @@ class Worker:
     # Presence.
 
     def plan_presence(self) -> None:
-        """Schedules its first arrival and its nights."""
-        group, dice, clock = self.member.group, self.member.dice, self._world.clock
-        clock.at((group.arrives or 0.0) + dice.uniform(0.0, group.over or 0.0), self._arrive)
+        """Schedule its first arrival and its absences."""
+        group, rng, clock = self.member.group, self.member.rng, self._simulation.clock
+        clock.at((group.arrives or 0.0) + rng.uniform(0.0, group.over or 0.0), self._arrive)
         for absence in group.absent:
             self._plan_absence(absence, absence.begins)
 
     def _plan_absence(self, absence: Absence, begins: float) -> None:
         def begin() -> None:
             self._plan_absence(absence, begins + absence.every)
-            if self.present and self.member.dice.random() < absence.share:
+            if self.present and self.member.rng.random() < absence.share:
                 self._depart(back_after=absence.lasts)
 
-        self._world.clock.at(begins, begin)
+        self._simulation.clock.at(begins, begin)
 
     def _arrive(self) -> None:
-        group, clock = self.member.group, self._world.clock
+        group, clock = self.member.group, self._simulation.clock
         self.present, self._since = True, clock.now
-        self._world.coordinator.register(self.key, self.member.pool, known=group.known)
+        self._simulation.coordinator.register(self.key, self.member.pool, known=group.known)
         self.fetch()
         if group.stays is not None:
             away = self._drawn(group.away)
@@ -62,51 +62,51 @@ class Worker:
         self._ask()
 
     def _depart(self, back_after: float) -> None:
-        """Leaves, and comes back; unless it crashes, gives its leases back."""
+        """Leave, and return later; unless it crashes, it releases its leases."""
         self._life += 1
         self.end()
         self.present, self._working, self._fetching = False, False, None
-        self._world.hang_up(self)
-        if self.member.dice.random() >= self.member.group.crashes:
-            for record in self._world.coordinator.state.unsettled.get(self.key, ()):
-                self._world.coordinator.release(record.digest)
+        self._simulation.stop_waiting(self)
+        if self.member.rng.random() >= self.member.group.crashes:
+            for record in self._simulation.coordinator.state.unsettled.get(self.key, ()):
+                self._simulation.coordinator.release(record.digest)
         self._queue.clear()
         self._held.clear()
-        self._world.clock.after(back_after, self._arrive)
+        self._simulation.clock.after(back_after, self._arrive)
 
     def end(self) -> None:
-        """Adds up its presence, at the end of the run too."""
+        """Add the time since its arrival to its presence."""
         if self.present:
-            self.present_s += self._world.clock.now - self._since
-            self._since = self._world.clock.now
+            self.present_s += self._simulation.clock.now - self._since
+            self._since = self._simulation.clock.now
 
     def holding(self) -> set[str]:
-        """Digests of the leases that it works on, or pretends to: after a departure none."""
-        leases = self._world.coordinator.state.leases
+        """Return the digests of its leases; none after a departure."""
+        leases = self._simulation.coordinator.state.leases
         self._held = {digest for digest in self._held if digest in leases}
         return self._held
 
     # Leases.
 
     def published(self) -> None:
-        """Takes note of a version: fetches it, and asks for work if it paused until then."""
+        """Handle a published version: fetch it, and ask for work after a pause."""
         self.fetch()
         pause_s = self.member.strategy.pause_s()
         if pause_s is not None and self.present:
-            self._later(pause_s, lambda: self._world.ask(self))
+            self._later(pause_s, lambda: self._simulation.ask(self))
 
     def _ask(self) -> None:
         if self.member.strategy.pause_s() is None:
-            self._world.ask(self)
+            self._simulation.ask(self)
 
     def granted(self, record: LeaseRecord) -> None:
-        """Takes note of a lease."""
+        """Handle a granted lease."""
         self._held.add(record.digest)
-        self._later(self._world.request_s, lambda: self._begin(record))
+        self._later(self._simulation.request_s, lambda: self._begin(record))
 
     def _begin(self, record: LeaseRecord) -> None:
         digest = record.digest
-        answer = self.member.strategy.answer(record.lease, self._world.clock.now)
+        answer = self.member.strategy.answer(record.lease, self._simulation.clock.now)
         if answer.what == "withhold":
             self._ask()
         elif answer.what == "rollouts" or answer.what == "wrong":
@@ -117,16 +117,16 @@ class Worker:
 
     def _answer_at_once(self, digest: str, answer: Answer) -> None:
         if answer.what == "refuse":
-            self._world.coordinator.release(digest)
+            self._simulation.coordinator.release(digest)
         else:
-            self._world.hand_in(digest, "rubbish")
+            self._simulation.submit(digest, "rubbish")
         self._ask()
 
     # Engine and links, as `runspec.estimate.timeline` has them.
 
     def fetch(self) -> None:
-        """Starts the next fetch: of the version that its lease names, else of the newest."""
-        newest = self._world.coordinator.state.newest
+        """Start the next fetch: of the version that its lease names, else of the newest."""
+        newest = self._simulation.coordinator.state.newest
         if self._fetching is not None or newest is None or not self.present:
             return
         version = self._queue[0][1].version if self._queue else newest.version
@@ -147,7 +147,7 @@ class Worker:
         self.fetch()
 
     def _work(self) -> None:
-        """Samples the next lease, if its version is here."""
+        """Sample the next lease, if its version is fetched."""
         if self._working or not self._queue:
             return
         digest, lease, answer = self._queue[0]
@@ -157,7 +157,7 @@ class Worker:
         self._working = True
         switch = self.member.replica.load_s if self._loaded != lease.version else 0.0
         self._loaded = lease.version
-        seconds = switch + self.member.replica.sample_s(self._world.lengths(digest))
+        seconds = switch + self.member.replica.sample_s(self._simulation.lengths(digest))
         self._later(seconds, lambda: self._sampled(digest, lease, answer, seconds))
 
     def _sampled(self, digest: str, lease: Lease, answer: Answer, seconds: float) -> None:
@@ -166,23 +166,23 @@ class Worker:
         self.busy_s += seconds
         self.sampled_groups += lease.groups
         content: Content = "wrong" if answer.what == "wrong" else "rollouts"
-        ready = self._world.clock.now + self._world.request_s
-        self._at(max(ready, answer.not_before), lambda: self._world.hand_in(digest, content))
+        ready = self._simulation.clock.now + self._simulation.request_s
+        self._at(max(ready, answer.not_before), lambda: self._simulation.submit(digest, content))
         self._ask()
         self._work()
 
     # Time.
 
     def _drawn(self, mean: float) -> float:
-        return self.member.dice.expovariate(1.0 / mean)
+        return self.member.rng.expovariate(1.0 / mean)
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Runs an action after some seconds, unless the worker departs before; 0: at once."""
+        """Run an action after some seconds, unless the worker departs before; 0: at once."""
         if seconds > 0.0:
-            self._at(self._world.clock.now + seconds, action)
+            self._at(self._simulation.clock.now + seconds, action)
         else:
             action()
 
     def _at(self, time: float, action: Callable[[], None]) -> None:
         life = self._life
-        self._world.clock.at(time, lambda: action() if self._life == life else None)
+        self._simulation.clock.at(time, lambda: action() if self._life == life else None)

@@ -12,7 +12,7 @@ from typing import Any
 
 from runspec.core.errors import UserError
 from runspec.core.models.config import load_config
-from runspec.core.models.kv_cache import (
+from runspec.core.models.memory import (
     CPU_BLOCK_TOKENS,
     MAX_SEQUENCES,
     cpu_kv_bytes,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from runspec.core.models.kv_cache import MAX_SEQUENCES
+from runspec.core.models.memory import MAX_SEQUENCES
 from sampler.engine.core import Core
 from sampler.engine.requests import Sampled, SampleRequest
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from runspec.core.errors import UserError
 from runspec.core.process import run_role, stop_event
-from runspec.core.spec.file_pins import pin_model
 from runspec.core.spec.load import SpecFiles, load_layers
+from runspec.core.spec.lock_file import pin_model
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import whole_uri
 from sampler.engine.arguments import find_pool

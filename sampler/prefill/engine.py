@@ -25,7 +25,7 @@ from broadcast.client import WeightsClient
 from broadcast.loaded import LoadedVersions
 from runspec.core.errors import UserError
 from runspec.core.models.config import load_config
-from runspec.core.models.prefill import prefill_bytes
+from runspec.core.models.memory import prefill_bytes
 from runspec.core.spec.schema import Hardware, Learner, RunSpec
 from sampler.prefill.stages import divide
 from sampler.prefill.states import hidden_states, spans, upload

@@ -24,7 +24,7 @@ from runspec.core.hashing import hash_parts
 from runspec.core.process import run_role
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import Reward, RunSpec
-from runspec.core.spec.schema_keys import close_match
+from runspec.core.spec.schema_fields import close_match
 from sampler.grading.answers import Answer
 from sampler.grading.graders import Graders
 from sampler.grading.launch import require_graders

@@ -15,9 +15,9 @@ from broadcast.access import Tokens
 from broadcast.answers import byte_range
 from broadcast.app import MAX_WAIT_S, _poll_parameters
 from broadcast.transport import base_url
+from runspec.core.address import parse_join_link
 from runspec.core.errors import UserError
 from runspec.core.hashing import is_digest
-from runspec.core.join_link import parse_join_link
 from tests.fuzz.bounds import bounded
 from tests.fuzz.mutate import EDGES, damaged
 from verify.coordinator.edge.authentication import UNKNOWN, client_address

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from learner_jax.logprobs import token_logprobs
 from learner_jax.sharding import make_mesh
-from runspec.core.models.logits import KEPT_LOGITS
+from runspec.core.models.memory import KEPT_LOGITS
 from runspec.core.spec.schema import Mesh
 
 B, T, D, V = 2, 13, 8, 19

@@ -113,11 +113,11 @@ def _calibrate(options: argparse.Namespace, log: Logger) -> None:
 
 
 def _sign(options: argparse.Namespace, log: Logger) -> None:
-    from runspec.core.spec.profile_files import MAX_BYTES
+    from runspec.core.spec.resolved import MAX_PROFILE_BYTES
     from verify.calibration.profile import open_profile, sign_profile
 
     try:
-        data = read_bounded(options.profile, MAX_BYTES)
+        data = read_bounded(options.profile, MAX_PROFILE_BYTES)
         profile = open_profile(data, root_public_key=None)
     except OSError as error:
         reason = error.strerror or str(error)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from runspec.core.keys import SigningKey
 from runspec.core.roles import CLOCK_SKEW_S
 from runspec.core.signed import BadSignature, open_document, sign_document
-from runspec.core.spec.profile_files import MAX_BYTES
+from runspec.core.spec.resolved import MAX_PROFILE_BYTES
 from runspec.core.spec.schema import FloatType, RunSpec, SamplerPool
 from verify.formats.payload import open_payload
 from verify.thresholds import ChunkLimits, GapNoise, Limits, Precision, limits_for, precision_of
@@ -217,7 +217,7 @@ def open_profile(
         BadSignature: another key's, expired, or not a profile in every field.
     """
     keys = None if root_public_key is None else {root_public_key}
-    payload = open_document(data, kind=KIND, keys=keys, max_bytes=MAX_BYTES).payload
+    payload = open_document(data, kind=KIND, keys=keys, max_bytes=MAX_PROFILE_BYTES).payload
     profile = open_payload(TypeAdapter(Profile), payload, KIND)
     if dated:
         _require_valid(profile, time.time() if now is None else now)

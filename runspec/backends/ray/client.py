@@ -20,10 +20,10 @@ from runspec.backends.ray.cluster import (
     make_keeper,
 )
 from runspec.backends.ray.processes import RayProcesses
+from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
-from runspec.lint.urls import is_loopback
 from runspec.local.backend import Processes
 from runspec.local.elsewhere import note_site
 from runspec.local.prepared import PreparedRun

@@ -1,1 +1,1 @@
-"""Shapes of models and devices as plain data: parameters, FLOPs, memory, without JAX."""
+"""Model shapes and devices as plain data, without JAX: parameters, FLOPs, memory."""

@@ -1,4 +1,4 @@
-"""The shape of a decoder, read from a Hugging Face config.json."""
+"""Shape of a decoder, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the model's code and the weight map need to know; names as in config.json.
+    """Shape of a decoder, with the names of config.json.
 
-    `model_type` names the family for other engines; what is computed follows from the rest.
+    `model_type` names the family for other engines; the other fields determine the computation.
     """
 
     model_type: str
@@ -48,24 +48,24 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     qkv_bias: bool = False
-    """Biases on queries, keys and values."""
+    """Whether queries, keys and values have biases."""
     output_bias: bool = False
-    """A bias on attention's output."""
+    """Whether attention's output has a bias."""
     qk_norm: bool = False
-    """RMSNorm over each head of queries and keys, before RoPE."""
+    """Whether RMSNorm is applied to each head of queries and keys, before RoPE."""
     rope_scaling: Scaling | None = None
     sliding_window: int | None = None
-    """Tokens that a query of some layer sees, itself included."""
+    """Most tokens that a query of some layer sees, itself included; None: all."""
 
     @property
     def exact_length(self) -> int | None:
-        """Longest sequence for which full attention and fixed RoPE are this model; None: any."""
+        """Longest sequence for which full attention and fixed RoPE are exact; None: any."""
         dynamic = isinstance(self.rope_scaling, Dynamic)
         limits = [self.sliding_window, self.max_position_embeddings if dynamic else None]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def check_length(self, tokens: int, *, place: str) -> None:
-        """Refuses sequences of which the model would be another than transformers'.
+        """Refuse sequences for which the model would differ from transformers.
 
         Raises:
             UserError: `tokens` is above `exact_length`.
@@ -81,11 +81,11 @@ class ModelConfig:
 
 
 def parse_config(config: dict[str, Any], *, place: str) -> ModelConfig:
-    """Reads a config.json, by the reader of its family.
+    """Parse a config.json by the reader of its family.
 
     Raises:
-        UserError: a family that nobody offers, something that its module does not compute, or a
-            field that is missing or is no size.
+        UserError: the family is unknown, its module does not compute a feature, or a field is
+            missing or invalid.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
@@ -98,10 +98,10 @@ def parse_config(config: dict[str, Any], *, place: str) -> ModelConfig:
 
 
 def check_sizes(config: ModelConfig, place: str) -> None:
-    """Refuses sizes that no decoder has: for the reader of a family.
+    """Refuse invalid sizes, on behalf of the reader of a family.
 
     Raises:
-        UserError: a size is no natural number, or sizes do not go together.
+        UserError: a size is not a natural number, or sizes are inconsistent.
     """
     for name in _SIZES:
         size = getattr(config, name)
@@ -122,15 +122,15 @@ def check_sizes(config: ModelConfig, place: str) -> None:
 
 
 def load_config(model_dir: Path) -> ModelConfig:
-    """Reads `config.json` of a Hugging Face model directory."""
+    """Parse `config.json` of a Hugging Face model directory."""
     return parse_config(read_config(model_dir), place=str(model_dir / CONFIG_NAME))
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """`config.json` of a Hugging Face model directory as it is.
+    """Return `config.json` of a Hugging Face model directory as a dict.
 
     Raises:
-        UserError: unreadable, too large or no JSON object.
+        UserError: it is unreadable, too large or not a JSON object.
     """
     path = model_dir / CONFIG_NAME
     try:

@@ -1,4 +1,4 @@
-"""The families qwen2, qwen3, llama and mistral: one decoder, read from their config.json."""
+"""Families qwen2, qwen3, llama and mistral: one decoder, read from their config.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from runspec.core.models.config import ModelConfig, check_sizes, parse_config
 from runspec.core.models.family import Family, Row, layer_rows
 from runspec.core.models.rope_scaling import parse_rope, rope_fields
 
-_SILENT: dict[str, dict[str, Any]] = {
+_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {
         "num_key_value_heads": 32,
@@ -20,7 +20,7 @@ _SILENT: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
 }
-"""What transformers assumes, by family, where a config.json is silent."""
+"""Defaults of transformers by family, for fields missing in config.json."""
 _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -52,19 +52,19 @@ TABLE = (
     Row("final_norm.weight", "model.norm.weight", "N", "N", mean=1.0),
     Row("head", "lm_head.weight", "D V", "V D", gain=1.0, tied="embed"),
 )
-"""The families name alike what they share; `when` says what each lacks."""
+"""Parameters of all these families; `when` names the flag of those that some lack."""
 
 
 def read_shape(config: dict[str, Any], place: str) -> ModelConfig:
-    """Reads a config.json of any transformers version from 4.40 on.
+    """Read a config.json of any transformers version from 4.40 on.
 
     Raises:
-        UserError: something that the model does not have and transformers would compute, or a field
-            that is missing or is no size.
+        UserError: transformers would compute a feature that this model lacks, or a field is missing
+            or invalid.
     """
     family = config["model_type"]
     _refuse_unknown(config, family, place)
-    fields = {**_SILENT[family], **config}
+    fields = {**_DEFAULTS[family], **config}
     biased = family in ("llama", "qwen3") and bool(config.get("attention_bias"))
     try:
         heads = fields["num_attention_heads"]
@@ -98,7 +98,7 @@ def read_shape(config: dict[str, Any], place: str) -> ModelConfig:
 
 
 def _refuse_unknown(config: dict[str, Any], family: str, place: str) -> None:
-    """What transformers or vLLM would compute and this model would not, in silence."""
+    """Refuse features that transformers or vLLM compute and this model does not."""
     if (activation := config.get("hidden_act", "silu")) != "silu":
         raise UserError(f"hidden_act {activation!r} is not supported", place=place)
     refused = ["mlp_bias", "dual_chunk_attention_config", "quantization_config"]
@@ -110,7 +110,7 @@ def _refuse_unknown(config: dict[str, Any], family: str, place: str) -> None:
 
 
 def _sliding_window(fields: dict[str, Any], family: str, place: str) -> int | None:
-    """The window of the layers that have one, None where every layer sees everything."""
+    """Return the sliding window, or None if every layer has full attention."""
     if family == "llama":
         return None
     window = fields["sliding_window"]
@@ -137,15 +137,15 @@ FAMILY = Family(read_shape, TABLE, "learner_jax.decoder:Decoder")
 def hf_config(
     config: ModelConfig, *, dtype: str, eos_token_id: int, pad_token_id: int
 ) -> dict[str, Any]:
-    """The config.json of a model that we made ourselves.
+    """Return the config.json of a model that a run makes.
 
     Args:
         config: the shape.
-        dtype: `float32` or `bfloat16`, the type its weights are stored in.
-        eos_token_id, pad_token_id: of its tokenizer.
+        dtype: type of the stored weights, `float32` or `bfloat16`.
+        eos_token_id, pad_token_id: of the tokenizer.
 
     Raises:
-        ValueError: a combination that no config.json of its family can say.
+        ValueError: no config.json of the family can describe the shape.
     """
     written = {
         "architectures": [_ARCHITECTURES[config.model_type]],

@@ -1,12 +1,12 @@
-"""A model family: its config reader, its table of parameters, and the module that computes it.
+"""Model families: config reader, table of parameters, and the module that computes each.
 
-The families of this repository are named in `_OURS`; other packages offer theirs as entry points:
+`_OURS` names the families of this repository. Other packages offer families as entry points:
 
     [project.entry-points."runspec.models"]
     olmo2 = "olmo2_family:FAMILY"
 
-The name is the `model_type` of config.json, the value a `Family`. Whatever reads the value needs
-no JAX: only the learner imports `Family.module`.
+The name is the `model_type` of config.json, the value a `Family`. Reading the value needs no JAX:
+only the learner imports `Family.module`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AXES = {
     "h": ("head_dim", "head_dim"),
     "L": ("layers", "num_hidden_layers"),
 }
-"""Logical axis and field of `ModelConfig` of each letter of a `Row`. N is D where it is not cut."""
+"""Logical axis and field of `ModelConfig` by letter of a `Row`. N is D without sharding."""
 
 
 @dataclass(frozen=True)
@@ -49,36 +49,36 @@ ONES, ZEROS = Initial(mean=1.0), Initial()
 
 
 def normal(fan_in: int, gain: float = 1.0) -> Initial:
-    """A draw of standard deviation gain / sqrt(fan-in)."""
+    """Return a normal distribution with standard deviation gain / sqrt(fan-in)."""
     return Initial(std=gain * fan_in**-0.5)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter of a family: a leaf of the tree and the Hugging Face tensors that make it.
+    """One parameter of a family: a leaf of the tree and its Hugging Face tensors.
 
-    Axes are letters of `AXES`. Axes in brackets are flattened into one, the last running fastest;
-    a leaf with the axis L holds all layers, one tensor each. So a row also says what is transposed,
-    reshaped and stacked. A tensor of two dimensions is a matrix [out, in].
+    Axes are letters of `AXES`. Axes in brackets are flattened into one, in row-major order. A leaf
+    with the axis L stacks the tensors of all layers. So a row defines transposes, reshapes and
+    stacking. A tensor of two dimensions is a matrix [out, in].
     """
 
     leaf: str
     """Keys of the nested dict, joined by dots; a matrix ends in the name of its module and
     "weight"."""
     hf_name: str
-    """Hugging Face name; `{i}` where there is one tensor a layer."""
+    """Hugging Face name, with `{i}` if there is one tensor a layer."""
     tree: str
-    """Axes of the leaf, L first where it is stacked."""
+    """Axes of the leaf; L comes first if layers are stacked."""
     tensor: str
-    """Axes of the tensor, of one layer where stacked."""
+    """Axes of the tensor of one layer."""
     mean: float = 0.0
-    """Of the initial values."""
+    """Mean of the initial values."""
     gain: float = 0.0
     """Standard deviation of a matrix's initial values, times sqrt(fan-in)."""
     when: str | None = None
-    """The flag of `ModelConfig` without which a model has no such leaf."""
+    """Flag of `ModelConfig` that a model needs to have this leaf."""
     tied: str | None = None
-    """The leaf that stands for this one in a model with `tie_word_embeddings`."""
+    """Leaf that replaces this one in a model with `tie_word_embeddings`."""
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -87,16 +87,16 @@ class Row:
 
     @property
     def matrix(self) -> str | None:
-        """The name of a layer's matrix, such as "q"; None for any other row."""
+        """Name of a layer's matrix, such as "q"; None for any other row."""
         is_matrix = self.tree.startswith("L ") and len(self.tensor_axes()) == 2
         return self.path[-2] if is_matrix else None
 
     def tensor_axes(self) -> list[str]:
-        """The axes of each dimension of the tensor: "(H h) D" is ["H h", "D"]."""
+        """Return the axes of each dimension of the tensor: "(H h) D" gives ["H h", "D"]."""
         return [group.strip("()") for group in re.findall(r"\([^)]*\)|\S+", self.tensor)]
 
     def adapters(self) -> tuple[Row, Row]:
-        """A and B of a matrix's low-rank adapter, by the names of PEFT; r is their rank.
+        """Return the rows A and B of a matrix's low-rank adapter, by PEFT's names; r is the rank.
 
         A is drawn from N(0, 1 / (3 fan-in)), the variance of PEFT's uniform draw; B is 0.
         """
@@ -110,7 +110,7 @@ class Row:
 
 
 def layer_rows(*rows: Row) -> tuple[Row, ...]:
-    """Rows of one layer, named from there, as rows of all layers, stacked on axis 0."""
+    """Turn the rows of one layer into rows of all layers, stacked on axis 0."""
     return tuple(
         replace(
             row,
@@ -124,19 +124,20 @@ def layer_rows(*rows: Row) -> tuple[Row, ...]:
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of all models of one `model_type`."""
+    """Models of one `model_type`."""
 
     read: Callable[[dict[str, Any], str], ModelConfig]
-    """(config.json, its place for messages) -> the shape: a `ModelConfig`, or a frozen dataclass
-    that extends it with fields of the family's own. Raises `UserError` for what the module does not
-    compute."""
+    """Reads the shape from a config.json and its path, which is for messages.
+
+    It returns a `ModelConfig`, or a frozen dataclass that extends it with fields of the family. It
+    raises `UserError` for features that the module does not compute."""
     table: tuple[Row, ...]
-    """Every parameter that a model of the family may have."""
+    """All parameters that a model of the family may have."""
     module: str
-    """The `nnx` module as "package.file:Class", a `learner_jax.model.Policy`."""
+    """`nnx` module, a `learner_jax.model.Policy`, as "package.file:Class"."""
 
     def rows(self, config: ModelConfig) -> list[Row]:
-        """The rows of the parameters that a model has."""
+        """Return the rows of the parameters that a model has."""
         return [
             row
             for row in self.table
@@ -152,10 +153,10 @@ _OURS = {
 
 
 def family(model_type: str, *, place: str = "model_type") -> Family:
-    """The family of a `model_type`; `place` says where it is named.
+    """Return the family of a `model_type`; `place` is for messages.
 
     Raises:
-        UserError: nobody offers it, several packages do, or what is offered is no `Family`.
+        UserError: no package or several packages offer it, or the entry point is not a `Family`.
     """
     offered = [_OURS[model_type]] if model_type in _OURS else _offered(model_type)
     if not offered:
@@ -186,10 +187,10 @@ def _package(point: EntryPoint) -> str:
 
 
 def load_named(point: EntryPoint, kind: type) -> Any:
-    """What an entry point of `MODELS_GROUP` names, an instance of `kind`.
+    """Load an entry point of `MODELS_GROUP`, an instance of `kind`.
 
     Raises:
-        UserError: it cannot be imported, or is of another type; names the package and the remedy.
+        UserError: it cannot be imported, or is of another type.
     """
     package = _package(point)
     place = f"entry point {point.name} = {point.value!r} of {MODELS_GROUP}, package {package}"

@@ -1,4 +1,4 @@
-"""FLOPs of training, from the model's shape: those of use, and all that a step computes.
+"""FLOPs of training from the model's shape: useful ones, and all that a step computes.
 
     useful = 6 N' T + 6 L H h sum_i n_i^2
 
@@ -25,14 +25,15 @@ from runspec.core.spec.schema import Lora, RunSpec
 
 
 def matrix_parameters(config: ModelConfig) -> int:
-    """N': what multiplies activations, the layers' matrices and the head."""
+    """Return N': the parameters of the layers' matrices and the head."""
     layer = sum(rows * columns for rows, columns in matrix_shapes(config).values())
     return config.num_hidden_layers * layer + config.hidden_size * config.vocab_size
 
 
 def forward_flops(config: ModelConfig, lengths: Sequence[float], lora: Lora | None = None) -> float:
-    """FLOPs of one forward pass over samples of these lengths, a third of `useful_flops` where all
-    is trained.
+    """Return the FLOPs of one forward pass over samples of these lengths.
+
+    They are a third of `useful_flops` if all parameters are trained.
 
     Args:
         config: the model's shape.
@@ -46,7 +47,7 @@ def forward_flops(config: ModelConfig, lengths: Sequence[float], lora: Lora | No
 
 
 def useful_flops(config: ModelConfig, lengths: Sequence[float], lora: Lora | None = None) -> float:
-    """Useful FLOPs of one forward and backward pass, by the formula above.
+    """Return the useful FLOPs of one forward and backward pass, by the formula above.
 
     Args:
         config: the model's shape.
@@ -58,7 +59,7 @@ def useful_flops(config: ModelConfig, lengths: Sequence[float], lora: Lora | Non
 
 
 def adapter_parameters(config: ModelConfig, lora: Lora | None) -> int:
-    """Parameters of the adapters; 0 without."""
+    """Return the number of parameters of the adapters; 0 without adapters."""
     if lora is None:
         return 0
     shapes = matrix_shapes(config)
@@ -67,17 +68,17 @@ def adapter_parameters(config: ModelConfig, lora: Lora | None) -> int:
 
 @dataclass(frozen=True)
 class StepFlops:
-    """FLOPs of one rollout step of the learner, over all devices, padding left out."""
+    """FLOPs of one rollout step of the learner over all devices, without padding."""
 
     useful: float
-    """Forward and backward passes of all updates."""
+    """FLOPs of the forward and backward passes of all updates."""
     recompute: float
-    """What `learner.remat` computes again in the backward passes: a forward pass of the layers,
-    without attention where its results are kept, without matrix products where those are."""
+    """FLOPs that `learner.remat` repeats in the backward passes: a forward pass of the layers,
+    without attention or without matrix products if their results are kept."""
     old: float
-    """The forward pass of pi_old; 0 with `old_logprobs: sampler`."""
+    """FLOPs of the forward pass of pi_old; 0 with `old_logprobs: sampler`."""
     reference: float
-    """The forward pass of the reference policy; 0 without KL."""
+    """FLOPs of the forward pass of the reference policy; 0 without KL."""
 
     @property
     def total(self) -> float:
@@ -85,10 +86,9 @@ class StepFlops:
 
 
 def step_flops(spec: RunSpec, config: ModelConfig, mean_tokens: float) -> StepFlops:
-    """What one rollout step computes, all its samples taken to be of one length.
+    """Return the FLOPs of one rollout step, with all samples of one length.
 
-    Attention grows with the square: for lengths that vary, the mean of squares is above the square
-    of the mean, and this is low by that.
+    Attention grows with the square of the length, so the result is too low if lengths vary.
 
     Args:
         spec: batch, remat, KL, adapters.
@@ -107,7 +107,7 @@ def step_flops(spec: RunSpec, config: ModelConfig, mean_tokens: float) -> StepFl
 
 
 def _recomputed(spec: RunSpec, config: ModelConfig, lengths: Sequence[float]) -> float:
-    """The forward FLOPs that the backward pass repeats. The logits are always computed again."""
+    """Return the forward FLOPs that the backward pass repeats; logits are always repeated."""
     tokens, squares = sum(lengths), sum(n * n for n in lengths)
     head = 2.0 * config.hidden_size * config.vocab_size * tokens
     width = config.num_attention_heads * config.head_dim

@@ -1,4 +1,4 @@
-"""Accelerators by the names that specs give them: memory, peak FLOP/s, memory bandwidth."""
+"""Table of accelerators by their names in specs: memory, peak FLOP/s, memory bandwidth."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _TOPOLOGY = re.compile(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3})*")
 
 @dataclass(frozen=True)
 class Device:
-    """One device: a TPU chip, a GPU, or a CPU's virtual device. None: not known."""
+    """One device: a TPU chip, a GPU, or a virtual device of a CPU. None: unknown."""
 
     kind: str
-    """As `hardware.kind` says it."""
+    """Name, as in `hardware.kind`."""
     memory: float | None = None
     """Bytes."""
     peak_flops: float | None = None
-    """Dense bfloat16 FLOP/s, sums in float32."""
+    """Dense bfloat16 FLOP/s with sums in float32."""
     memory_bandwidth: float | None = None
     """Bytes/s."""
 
@@ -48,9 +48,9 @@ _KNOWN = (
     Device("rtx-4090", 24e9, 165e12, 1008e9),  # "NVIDIA Ada GPU Architecture"
 )
 DEVICES: dict[str, Device] = {device.kind: device for device in _KNOWN}
-"""By `hardware.kind`: what specs need no figures for."""
+"""Devices by `hardware.kind`; specs need no figures for them."""
 
-# By JAX's `device_kind`; of GPUs the longest that it begins with.
+# By JAX's `device_kind`; for GPUs the longest matching prefix.
 _JAX_TPUS = {
     "TPU v4": "tpu-v4",
     "TPU v5 lite": "tpu-v5e",
@@ -78,7 +78,7 @@ _JAX_GPUS = {
 
 
 def device_of(hardware: Hardware) -> Device:
-    """The device that a spec names; figures that the spec itself gives win over the table's."""
+    """Return the device that a spec names; figures of the spec replace those of the table."""
     known = DEVICES.get(hardware.kind, Device(hardware.kind))
 
     def first(said: float | None, otherwise: float | None) -> float | None:
@@ -93,15 +93,15 @@ def device_of(hardware: Hardware) -> Device:
 
 
 def device_count(hardware: Hardware, slices: int = 1) -> int | None:
-    """Devices of a learner (all `slices` of the topology) or of one replica.
+    """Return the number of devices of a learner (all `slices` of the topology) or of one replica.
 
     Args:
-        hardware: of the learner or of a pool.
+        hardware: hardware of the learner or of a pool.
         slices: `learner.mesh.slices`.
 
     Returns:
-        What topology or count says; None where neither does, or the topology has another form than
-        4x4x4. With both, the topology's.
+        The number from topology, else from count; None without both, or if the topology has
+        another form than 4x4x4.
     """
     if hardware.topology is None:
         return hardware.count
@@ -111,7 +111,7 @@ def device_count(hardware: Hardware, slices: int = 1) -> int | None:
 
 
 def jax_device(device_kind: str) -> Device | None:
-    """The device that JAX calls so; None for one that is not in the table."""
+    """Return the device of a JAX `device_kind`; None if it is not in the table."""
     kind = _JAX_TPUS.get(device_kind)
     if kind is None:
         named = [name for name in _JAX_GPUS if device_kind.startswith(name)]

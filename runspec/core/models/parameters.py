@@ -1,6 +1,6 @@
-"""The parameters of a model, by shape and by the mesh axes that cut them.
+"""Parameters of a model: shapes, logical axes and the mesh axes that shard them.
 
-They follow from the table of the model's family (`family.Row`).
+The table of the model's family (`family.Row`) defines them.
 """
 
 from __future__ import annotations
@@ -29,31 +29,33 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "rank": (),
 }
-"""From logical axes to the axes of `learner.mesh`."""
+"""Axes of `learner.mesh` by logical axis."""
 WIDTH = {"float32": 4, "bfloat16": 2}
 """Bytes of a number, by `FloatType`."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One array of the tree."""
+    """One array of the parameter tree."""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     """Logical axis of each dimension, a key of `MESH_AXES`."""
     initial: Initial = ZEROS
     inputs: int | None = None
-    """Dimensions that a layer's matrix contracts, which follow the layers'; None for others."""
+    """Number of contracted dimensions of a layer's matrix, after the layer axis; else None."""
 
     @property
     def size(self) -> int:
         return prod(self.shape)
 
     def shard_size(self, mesh: Mesh, *, whole: str | None = None) -> int:
-        """Elements on one device. A dimension that its mesh axes do not divide is whole.
+        """Return the elements on one device.
+
+        A dimension that its mesh axes do not divide is not sharded.
 
         Args:
-            mesh: that cuts it.
+            mesh: the mesh that shards it.
             whole: a mesh axis over which it is gathered.
         """
         size = 1
@@ -68,27 +70,27 @@ Tree = Mapping[str, Any]
 
 
 def parameters(config: ModelConfig) -> dict[str, Any]:
-    """The tree of a model, such as {"embed": ..., "layers": {...}, "final_norm": {...}}.
+    """Return the tree of a model, such as {"embed": ..., "layers": {...}, "final_norm": {...}}.
 
-    What the config does not have is absent, and so is a tied head.
+    Parameters that the config excludes are absent, and so is a tied head.
     """
     return _tree(family(config.model_type).rows(config), axis_sizes(config))
 
 
 def lora_parameters(config: ModelConfig, lora: Lora) -> dict[str, Any]:
-    """The tree of the adapters: A [L, in..., rank] and B [L, rank, out...] of each target."""
+    """Return the tree of adapters: A [L, in..., rank] and B [L, rank, out...] of each target."""
     return _tree(adapter_rows(config, lora.targets), axis_sizes(config) | {"r": lora.rank})
 
 
 def adapter_rows(config: ModelConfig, targets: Sequence[str]) -> list[Row]:
-    """The rows of the adapters, two for each target, in the table's order.
+    """Return the rows of the adapters, two for each target, in the table's order.
 
     Args:
-        config: of the base model.
+        config: shape of the base model.
         targets: matrices of a layer, such as "q" and "down".
 
     Raises:
-        UserError: a target that is no matrix of the family.
+        UserError: a target is not a matrix of the family.
     """
     matrices = [row for row in family(config.model_type).rows(config) if row.matrix in targets]
     if missing := set(targets) - {row.matrix for row in matrices}:
@@ -101,12 +103,12 @@ def adapter_rows(config: ModelConfig, targets: Sequence[str]) -> list[Row]:
 
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:
-    """The size of every axis that the tables name, by its letter."""
+    """Return the size of every axis of the tables by its letter."""
     return {letter: getattr(config, field) for letter, (_, field) in AXES.items()}
 
 
 def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """[in, out] of each matrix of a layer, by its name, such as "q"."""
+    """Return [in, out] of each matrix of a layer by its name, such as "q"."""
     sizes = axis_sizes(config)
     shapes = {}
     for row in family(config.model_type).rows(config):
@@ -138,7 +140,7 @@ def _product(axes: str, sizes: Mapping[str, int]) -> int:
 
 
 def leaves(tree: Tree) -> Iterator[Parameter]:
-    """Every array of a tree."""
+    """Iterate over the arrays of a tree."""
     for node in tree.values():
         if isinstance(node, Parameter):
             yield node
@@ -147,20 +149,20 @@ def leaves(tree: Tree) -> Iterator[Parameter]:
 
 
 def shard_elements(tree: Tree, mesh: Mesh, *, whole: str | None = None) -> int:
-    """Elements of a tree on one device, as `Parameter.shard_size`."""
+    """Return the elements of a tree on one device, as `Parameter.shard_size`."""
     return sum(leaf.shard_size(mesh, whole=whole) for leaf in leaves(tree))
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Parameters of the model, exactly; a tied head is the embedding and counts once."""
+    """Return the exact number of parameters of a model; a tied head counts once."""
     return sum(leaf.size for leaf in leaves(parameters(config)))
 
 
 def trained_parameters(config: ModelConfig, lora: Lora | None) -> dict[str, Any]:
-    """The tree of what is trained: the model's, or the adapters'."""
+    """Return the tree of the trained parameters: the model's, or the adapters'."""
     return parameters(config) if lora is None else lora_parameters(config, lora)
 
 
 def trained_count(config: ModelConfig, lora: Lora | None) -> int:
-    """Parameters that are trained: all, or those of the adapters."""
+    """Return the number of trained parameters: all, or those of the adapters."""
     return sum(leaf.size for leaf in leaves(trained_parameters(config, lora)))

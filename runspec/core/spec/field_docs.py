@@ -1,7 +1,8 @@
-"""Docstrings under the schema's fields, read from its source when somebody asks.
+"""Documentation of the schema's fields: docstrings, types and defaults in words, and as a table.
 
-pydantic could collect them (`use_attribute_docstrings`), but does so at import, which every command
-would pay for.
+`python -m runspec.core.spec.field_docs docs/spec.md` rewrites the table between its marks; a test
+compares them. Docstrings are read from the source on demand: pydantic would collect them
+(`use_attribute_docstrings`) at import, which would slow down every command.
 """
 
 from __future__ import annotations
@@ -11,23 +12,40 @@ import inspect
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Annotated, Any
 
+from pydantic import TypeAdapter
+
+from runspec.core.files import write_atomic
+from runspec.core.spec.fields import DURATION, RATE, SIZE
 from runspec.core.spec.schema import Block
+from runspec.core.spec.schema_fields import (
+    SchemaField,
+    block_in,
+    fields_in,
+    named_item,
+    schema_fields,
+)
+from runspec.core.spec.yaml_text import yaml_scalar
+
+_QUANTITIES = {each.pattern: each for each in (DURATION, SIZE, RATE)}
+_NAMES = {"integer": "whole number", "number": "number", "boolean": "true or false"}
+BEGIN, END = "<!-- fields -->\n", "<!-- end of fields -->\n"
 
 
 def field_doc(block: type[Block], attribute: str) -> str:
-    """What stands under a field of a block, as one paragraph; empty where nothing does."""
+    """Return the docstring under a field of a block as one paragraph; empty if it has none."""
     return _documented(block.__module__).get((block.__qualname__, attribute), "")
 
 
 def block_doc(block: type[Block]) -> str:
-    """A block's docstring."""
+    """Return a block's docstring."""
     return inspect.cleandoc(block.__doc__ or "")
 
 
 @cache
 def _documented(module: str) -> dict[tuple[str, str], str]:
-    """(class, field) to docstring, of one module."""
+    """Return the docstrings of one module by (class, field)."""
     source = sys.modules[module].__file__
     assert source is not None, "the schema is a package of files"
     classes = [
@@ -44,3 +62,154 @@ def _documented(module: str) -> dict[tuple[str, str], str]:
         and isinstance(below, ast.Expr)
         and isinstance(below.value, ast.Constant)
     }
+
+
+def is_leaf(field: SchemaField) -> bool:
+    """Return whether a field holds a value, not a block or a list of named blocks."""
+    return block_in(field.annotation) is None and named_item(field.annotation) is None
+
+
+@cache
+def value_schema(path: str) -> dict[str, Any]:
+    """Return the JSON Schema (2020-12) of a leaf's value, null included if allowed."""
+    schema = TypeAdapter(_annotated(schema_fields()[path])).json_schema()
+    schema.pop("title", None)
+    schema.pop("default", None)
+    return schema
+
+
+def default_value(field: SchemaField) -> Any:
+    """Return a leaf's default as YAML writes it (`90m`, not 5400.0); None if it has none."""
+    if field.required:
+        return None
+    return TypeAdapter(_annotated(field)).dump_python(field.default, mode="json")
+
+
+def default_words(field: SchemaField) -> str:
+    """Return a default as YAML text; `required` if there is none, empty for a block's keys."""
+    if field.required:
+        return "required"
+    if not is_leaf(field):
+        return "null" if field.default is None else ""
+    value = default_value(field)
+    if isinstance(value, list):
+        return f"[{', '.join(yaml_scalar(item) for item in value)}]"
+    return "{}" if isinstance(value, dict) else yaml_scalar(value)
+
+
+def counted_type(field: SchemaField) -> str:
+    """Return a field's type in words, with its unit if the type does not name it."""
+    unit = f" ({field.unit})" if field.unit and "written with" not in field.unit else ""
+    return f"{type_words(field)}{unit}"
+
+
+def type_words(field: SchemaField) -> str:
+    """Return a field's type and range in words: `whole number, at least 1, or null`."""
+    if named_item(field.annotation) is not None:
+        return "list of named maps, or a map from name to map"
+    if block_in(field.annotation) is not None:
+        return "map, or null" if not field.required and field.default is None else "map"
+    return _words(value_schema(field.path))
+
+
+def _annotated(field: SchemaField) -> Any:
+    marks = field.block.model_fields[field.attribute].metadata
+    return Annotated[(field.annotation, *marks)] if marks else field.annotation
+
+
+def _words(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        parts = [_words(part) for part in schema["anyOf"]]
+        return ", or ".join(parts) if len(parts) == 2 else " or ".join(parts)
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if "enum" in schema:
+        return " or ".join(f"`{value}`" for value in schema["enum"])
+    kind = schema.get("type", "")
+    if kind == "string":
+        return _text_words(schema)
+    if kind == "array":
+        return _list_words(schema)
+    if kind == "object":
+        inner = schema.get("additionalProperties")
+        return f"map to {_words(inner)}" if isinstance(inner, dict) else "map"
+    return _NAMES.get(kind, kind) + _range_words(schema)
+
+
+def _text_words(schema: dict[str, Any]) -> str:
+    pattern = schema.get("pattern")
+    if quantity := _QUANTITIES.get(pattern or ""):
+        return f"{quantity.kind}, like {quantity.examples}"
+    return f"text that matches `{pattern}`" if pattern else "text"
+
+
+def _list_words(schema: dict[str, Any]) -> str:
+    if "prefixItems" in schema:
+        items = schema["prefixItems"]
+        return f"list of {len(items)}: each a {_words(items[0])}"
+    inner = schema.get("items", {})
+    least = ", not empty" if schema.get("minItems") else ""
+    if inner.get("type") == "string" and "pattern" not in inner and "enum" not in inner:
+        return f"list of text{least}"
+    return f"list, each a {_words(inner)}{least}"
+
+
+def _range_words(schema: dict[str, Any]) -> str:
+    least, above = schema.get("minimum"), schema.get("exclusiveMinimum")
+    most, below = schema.get("maximum"), schema.get("exclusiveMaximum")
+    if schema.get("type") == "integer" and above is not None:
+        least, above = above + 1, None
+    words = []
+    if least is not None and most is not None:
+        words.append(f"{_shown(least)} to {_shown(most)}")
+    else:
+        words += [f"at least {_shown(least)}"] if least is not None else []
+        words += [f"at most {_shown(most)}"] if most is not None else []
+    words += [f"above {_shown(above)}"] if above is not None else []
+    words += [f"below {_shown(below)}"] if below is not None else []
+    return "".join(f", {word}" for word in words)
+
+
+def _shown(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
+
+
+def field_table() -> str:
+    """Return Markdown: a heading and a table for each block; a block that recurs is shown once."""
+    homes: dict[type[Block], dict[str, None]] = {}
+    for path, field in schema_fields().items():
+        homes.setdefault(field.block, {})[path.rpartition(".")[0]] = None
+    return "\n".join(_block(block, list(paths)) for block, paths in homes.items())
+
+
+def with_table(page: str) -> str:
+    """Return a page with the table between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{field_table()}{END}{after}"
+
+
+def _block(block: type[Block], homes: list[str]) -> str:
+    first = homes[0]
+    title = ", ".join(f"`{home}`" for home in homes) if first else "The spec"
+    rows = [_row(field) for field in fields_in(first)]
+    head = "| key | what it is | type | default | change |\n|---|---|---|---|---|\n"
+    return f"### {title}\n{block_doc(block).splitlines()[0]}\n\n{head}{''.join(rows)}"
+
+
+def _row(field: SchemaField) -> str:
+    default = default_words(field)
+    change = field.change + (", site" if field.site else "")
+    cells = (
+        f"`{field.key}`",
+        field_doc(field.block, field.attribute),
+        counted_type(field),
+        default if default in ("", "required") else f"`{default}`",
+        change,
+    )
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+
+
+if __name__ == "__main__":
+    for page in map(Path, sys.argv[1:]):
+        write_atomic(page, with_table(page.read_text(encoding="utf-8")).encode())

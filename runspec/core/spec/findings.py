@@ -1,24 +1,28 @@
-"""What the loader and the rules have to say about a spec, each with its place."""
+"""Findings about a spec: place, message and fix; and `# runspec:` comments of its files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 Severity = Literal["error", "warning"]
 Number = int | float | str
 MAX_SHOWN = 160
-"""Characters of a line that people are shown."""
+"""Characters of a line in output for people."""
 MAX_SOURCE = 2000
-"""Characters of a line that programs are given: thousands of findings may be in one line."""
+"""Characters of a line in output for programs: one line may have thousands of findings."""
 SET_FILE = "--set"
-"""What findings call the command line's overrides."""
+"""File name that findings give to the command line's overrides."""
+MARKER = re.compile(r"#[ \t]*runspec:")
+Span = tuple[tuple[int, int], tuple[int, int]]
+"""Start (line, column), and exclusive end (line, column); both count from 0."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where something was written."""
+    """Place in a file where something was written."""
 
     file: str
     line: int
@@ -26,21 +30,21 @@ class Place:
     column: int
     """Counts from 1."""
     source: str = ""
-    """The line's text, for the caret."""
+    """Text of the line, for the caret."""
     width: int = 0
-    """Characters of what was written there; 0 where it is on several lines, or not known."""
+    """Characters of the written text; 0 if it spans lines, or is not known."""
 
     @property
     def written(self) -> str:
-        """What was written there, quotes included; empty where `width` is 0."""
+        """Written text, quotes included; empty if `width` is 0."""
         return self.source[self.column - 1 : self.column - 1 + self.width]
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Text to put in the place of a line's [start, end) columns, which count from 1.
+    """Replacement of a line's columns [start, end), which count from 1.
 
-    A line that an edit leaves blank goes too.
+    A line that becomes blank is removed.
     """
 
     line: int
@@ -51,26 +55,25 @@ class Edit:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing wrong with a spec."""
+    """One error or warning about a spec."""
 
     place: Place
-    """In the file of the layer that wrote the value; `--set` for overrides, one line each."""
+    """Place in the layer that wrote the value; file `--set` for overrides, one line each."""
     code: str
     """Stable name of the rule, like `unknown-key`."""
     message: str
     path: str = ""
-    """Where in the spec, like `samplers.volunteers.dtype`; empty for the whole."""
+    """Path in the spec, like `samplers.volunteers.dtype`; empty for the whole."""
     suggestion: str = ""
     severity: Severity = "error"
     numbers: Mapping[str, Number] = field(default_factory=dict, hash=False)
-    """What was measured, by name."""
+    """Measured values by name."""
     requires: str = ""
-    """What would have to hold: the first line of a rule's page, or a bound like `seed >= 0`."""
+    """Violated condition: the first line of a rule's page, or a bound like `seed >= 0`."""
     fix: Edit | None = None
-    """What `lint --fix` would do in the place's file; safe: it says what the writer must have
-    meant."""
+    """Edit that `lint --fix` makes in the place's file. It never changes the meaning."""
     blocking: bool = False
-    """There is no spec before it is mended: it is never suppressed or deselected."""
+    """The spec cannot load before it is fixed, so it is never suppressed or deselected."""
 
     @property
     def file(self) -> str:
@@ -91,12 +94,12 @@ class Finding:
 
     @property
     def width(self) -> int:
-        """Characters that it is about, from `column` on; 0 where that is not known."""
+        """Characters that it is about, from `column` on; 0 if not known."""
         return self.place.width
 
     @property
     def line_text(self) -> str:
-        """`source` for programs, empty where it is too long to repeat."""
+        """`source` for programs; empty if it is too long to repeat."""
         return self.source if len(self.source) <= MAX_SOURCE else ""
 
     def __str__(self) -> str:
@@ -107,20 +110,20 @@ class Finding:
 
 
 def replacing(place: Place, text: str) -> Edit | None:
-    """Puts `text` in the place of what was written there; None where no file has it on one line."""
+    """Return an edit that replaces the text at `place`; None if no file has it on one line."""
     if not place.width or place.file == SET_FILE:
         return None
     return Edit(place.line, place.column, place.column + place.width, text)
 
 
 def format_finding(finding: Finding) -> str:
-    """The finding, its line with carets under what it is about, what was measured and required."""
+    """Return the finding as text: message, line with carets, measured and required values."""
     shown = [excerpt(finding)] if finding.source.strip() else []
     return "\n".join([str(finding), *shown, *(f"   {line}" for line in measured(finding))])
 
 
 def measured(finding: Finding) -> list[str]:
-    """A line of what was measured and one of what would have to hold, where a rule says so."""
+    """Return a line of measured values and a line of the violated condition, if there are any."""
     lines = []
     if finding.numbers:
         said = (f"{name} = {number_text(value)}" for name, value in finding.numbers.items())
@@ -131,15 +134,12 @@ def measured(finding: Finding) -> list[str]:
 
 
 def number_text(value: Number) -> str:
-    """A number as people read it: whole ones whole, others to six digits."""
+    """Return a number as text: integers in full, others to six digits."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def excerpt(finding: Finding) -> str:
-    """The line that a finding is about, and carets under what it is about.
-
-    Of a long line only what is around the place.
-    """
+    """Return the line that a finding is about, with carets below; a long line is cut."""
     at = finding.column - 1
     cut = max(0, at - MAX_SHOWN // 2) if len(finding.source) > MAX_SHOWN else 0
     shown = finding.source[cut : cut + MAX_SHOWN]
@@ -149,3 +149,68 @@ def excerpt(finding: Finding) -> str:
     margin = " " * len(number)
     carets = "^" * max(1, min(finding.width, len(shown) - len(before)))
     return f" {number} | {shown}\n {margin} | {before}{carets}"
+
+
+@dataclass(frozen=True)
+class Comment:
+    """One `# runspec:` comment, from its `#` to the end of the line."""
+
+    place: Place
+    text: str
+    first: int
+    """First of the lines that it is about; none if `first` is above `last`."""
+    last: int
+    alone: bool
+    """Whether nothing else is on its line."""
+
+
+def find_comments(
+    lines: Sequence[str], file: str, scalars: Sequence[Span], extents: Mapping[int, int]
+) -> tuple[Comment, ...]:
+    """Return the comments that begin with `# runspec:`.
+
+    A comment behind a key or a value is about that line, and about the whole value that begins
+    there. A comment alone on its line is about the next line with content, in the same way. A
+    comment above all content is also about the whole file, whose findings are at its first line.
+
+    Args:
+        lines: lines of the file.
+        file: name of the file in findings.
+        scalars: spans of scalars with a `#`, which begins no comment there.
+        extents: last line of a value by its first line, if it spans lines; both count from 1.
+    """
+    found = []
+    for number, line in enumerate(lines):
+        for match in MARKER.finditer(line):
+            at = match.start()
+            if at and line[at - 1] not in " \t":
+                continue
+            if any(start <= (number, at) < end for start, end in scalars):
+                continue
+            found.append(_comment(lines, file, number, at, extents))
+            break  # the rest of the line belongs to it
+    return tuple(found)
+
+
+def _comment(
+    lines: Sequence[str], file: str, number: int, at: int, extents: Mapping[int, int]
+) -> Comment:
+    text = lines[number][at:].rstrip()
+    place = Place(file, number + 1, at + 1, lines[number], len(text))
+    alone = not lines[number][:at].strip()
+    first = number + 1
+    if alone:
+        first = _next_said(lines, first) or len(lines) + 1
+    last = 0 if first > len(lines) else extents.get(first, first)
+    if alone and _next_said(lines, 0) == first:
+        first = 1
+    return Comment(place, text, first, last, alone)
+
+
+def _next_said(lines: Sequence[str], after: int) -> int | None:
+    """Return the first line after line `after` with content; None if there is none."""
+    for number in range(after, len(lines)):
+        said = lines[number].strip()
+        if said and said[0] != "#" and said != "---":
+            return number + 1
+    return None

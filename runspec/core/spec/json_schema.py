@@ -1,28 +1,26 @@
-"""The JSON Schema of spec files, for editors and for other people's tools.
+"""JSON Schema of spec files, for editors and other tools.
 
-It describes one layer, not the merged whole: every key may be left out (another layer may say it)
-or null (which deletes), a named list may be a map by name, and `${VAR}` may stand for any scalar.
-What only the merged whole can show, `runspec lint` says.
+It describes one layer, not the merged spec: every key may be missing (another layer may set it) or
+null (which deletes), a named list may be a map by name, and `${VAR}` may replace any scalar.
+`runspec lint` checks the merged spec.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from runspec.core.spec.field_docs import block_doc, field_doc
-from runspec.core.spec.field_types import default_value, value_schema
+from runspec.core.spec.field_docs import block_doc, default_value, field_doc, value_schema
 from runspec.core.spec.fields import CHANGE_CLASSES
 from runspec.core.spec.placement_file import KIND
 from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.schema_fields import SchemaField, fields_in
-from runspec.core.spec.schema_keys import block_in, named_item
+from runspec.core.spec.schema_fields import SchemaField, block_in, fields_in, named_item
 
 Draft = Literal["07", "2020-12"]
 DRAFTS: dict[Draft, str] = {
     "07": "http://json-schema.org/draft-07/schema#",
     "2020-12": "https://json-schema.org/draft/2020-12/schema",
 }
-"""Where each draft's own schema lives, by its name."""
+"""URL of each draft's own schema."""
 
 _VARIABLE = {"$ref": "#/$defs/variable"}
 _DEFS = {
@@ -40,10 +38,10 @@ _EXTENDS = {
 
 
 def json_schema(draft: Draft) -> dict[str, Any]:
-    """The schema of a spec, of a profile and of a placement file, in one.
+    """Return one schema for specs, profiles and placement files.
 
     Args:
-        draft: `07`, which editors read, or `2020-12`.
+        draft: `07`, for editors, or `2020-12`.
     """
     properties = {"extends": _EXTENDS, **_map("")["properties"]}
     properties["kind"] |= {"anyOf": [{"enum": ["Run", KIND]}, {"type": "null"}]}
@@ -62,7 +60,7 @@ def json_schema(draft: Draft) -> dict[str, Any]:
 
 
 def _property(field: SchemaField) -> dict[str, Any]:
-    """One key, with all that is known of it."""
+    """Return the schema of one key."""
     said: dict[str, Any] = {"description": _description(field)}
     if field.unit:
         said["x-unit"] = field.unit
@@ -91,7 +89,7 @@ def _branches(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _variable(field: SchemaField) -> list[dict[str, Any]]:
-    """The place for `${VAR}`; text without a pattern has it already, collections hold none."""
+    """Return the branch for `${VAR}`: none for free text, which matches it, and for collections."""
     branches = _branches(value_schema(field.path))
     if any(branch.get("type") in ("array", "object") for branch in branches):
         return []
@@ -100,7 +98,7 @@ def _variable(field: SchemaField) -> list[dict[str, Any]]:
 
 
 def _map(path: str) -> dict[str, Any]:
-    # Not `anyOf` a map and null: an editor would only say that none of them fits.
+    # `anyOf` a map and null would make editors report only that none of them fits.
     return {
         "type": ["object", "null"],
         "additionalProperties": False,
@@ -109,7 +107,7 @@ def _map(path: str) -> dict[str, Any]:
 
 
 def _named_list(path: str) -> dict[str, Any]:
-    """A list of maps with names, or a map by name: `items` is for the one, the rest the other."""
+    """Return the schema of a list of named maps, or of a map by name."""
     item = _map(path)
     return {
         "type": ["array", "object", "null"],
@@ -120,7 +118,7 @@ def _named_list(path: str) -> dict[str, Any]:
 
 
 def _only_site(path: str, *, header: bool = False) -> dict[str, Any]:
-    """What a placement file may not say, as properties that nothing satisfies."""
+    """Return the keys that a placement file may not set, as properties that nothing satisfies."""
     properties: dict[str, Any] = {}
     for field in fields_in(path):
         key = field.key
@@ -137,7 +135,7 @@ def _only_site(path: str, *, header: bool = False) -> dict[str, Any]:
 
 
 def _as_draft_07(value: Any) -> Any:
-    """The same schema in draft-07's words: `definitions`, and a tuple's items as a list."""
+    """Return the schema in draft 07: with `definitions`, and a tuple's items as a list."""
     if isinstance(value, list):
         return [_as_draft_07(item) for item in value]
     if not isinstance(value, dict):

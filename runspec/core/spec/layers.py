@@ -1,4 +1,4 @@
-"""The layers of a spec, read from files and from the command line, lowest first."""
+"""Reads the layers of a spec from files and from the command line, lowest first."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.spec.comments import Comment
-from runspec.core.spec.findings import SET_FILE, Finding, Place
+from runspec.core.spec.findings import SET_FILE, Comment, Finding, Place
 from runspec.core.spec.placement_file import site_layers
-from runspec.core.spec.schema_keys import close_match
+from runspec.core.spec.schema_fields import close_match
 from runspec.core.spec.yaml_nodes import (
     MAX_CHARACTERS,
     Document,
@@ -31,16 +30,16 @@ _OVERRIDE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
 class ParsedFiles:
-    """Files as they were read and parsed, each once, however many specs extend it."""
+    """Cache of parsed files: each is read once, even if several specs extend it."""
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[str, Document]] = {}
 
     def read(self, path: Path) -> tuple[str, Document]:
-        """A file's text and what it holds.
+        """Return a file's text and its document.
 
         Raises:
-            UserError: no file, too large, or not UTF-8.
+            UserError: the file is missing, too large, or not UTF-8.
         """
         if path not in self._known:
             text = read_text(path)
@@ -49,23 +48,23 @@ class ParsedFiles:
 
 
 class LayerReader:
-    """Reads files and collects what is wrong with them."""
+    """Reads the layers of one spec and collects findings."""
 
     def __init__(self, findings: list[Finding], parsed: ParsedFiles) -> None:
         self._findings = findings
         self._parsed = parsed
         self.texts: dict[str, str] = {}
-        """Every file read, by the name that findings give it."""
+        """Text of every file read, by the name that findings give it."""
         self.comments: dict[str, tuple[Comment, ...]] = {}
-        """Their `# runspec:` comments."""
+        """`# runspec:` comments by file."""
         self._read = 0
 
     def spec(self, path: Path) -> list[MapNode]:
-        """The spec's own layer, after those that it extends."""
+        """Return the layers that a spec extends, and then its own."""
         return self._file(path, (), self._parsed.read(path))
 
     def profile(self, path: Path, name: str) -> list[MapNode]:
-        """The layers of `profiles/NAME.yaml` beside the spec."""
+        """Return the layers of `profiles/NAME.yaml` beside the spec."""
         folder = (path.parent / "profiles").absolute()
         there = sorted(p.stem for p in folder.glob("*.yaml"))
         if name not in there:
@@ -79,16 +78,16 @@ class LayerReader:
         return self._file(file, (), self._parsed.read(file))
 
     def placement(self, path: Path, recipe: MapNode) -> list[MapNode]:
-        """The layers of a file of kind Placement, less what is not a site's to say.
+        """Return the layers of a file of kind Placement, without fields that a site may not set.
 
         Args:
             path: the file.
-            recipe: the layers that it goes over, merged.
+            recipe: the merged layers below it.
         """
         return site_layers(self._file(path, (), self._parsed.read(path)), recipe, self._findings)
 
     def override(self, text: str, number: int) -> list[MapNode]:
-        """The layer of the `number`-th `--set path=value`, the value a YAML scalar or flow."""
+        """Return the layer of the `number`-th `--set path=value`; the value is YAML."""
         path, equals, value_text = text.partition("=")
         if not equals or not _OVERRIDE.fullmatch(path) or "\n" in text or "\r" in text:
             raise UserError(
@@ -96,7 +95,7 @@ class LayerReader:
                 place=SET_FILE,
                 remedy="write --set algorithm.group_size=8, or --set samplers.NAME.dtype=float32",
             )
-        # Empty lines and blanks in place of the path, so that lines and columns count.
+        # Empty lines and blanks replace the path, so that findings have the right line and column.
         before = "\n" * (number - 1)
         value = before + " " * (len(path) + 1) + value_text
         document = parse_yaml(value, SET_FILE, shown=before + text)
@@ -154,7 +153,7 @@ class LayerReader:
             self._report(item.place, f"a cycle: {chain}")
             return []
         if _real(file).suffix not in _SUFFIXES:
-            # What is wrong with a file is shown with its lines: it must be meant as a layer.
+            # Findings quote lines of the file, so it must be meant as a layer.
             self._report(item.place, f"{str(item.value)[:80]!r} is no .yaml file")
             return []
         if self._read >= MAX_FILES:
@@ -173,24 +172,24 @@ class LayerReader:
 
 
 def profile_path(path: Path, name: str) -> Path:
-    """The file of a spec's profile."""
+    """Return the file of a spec's profile."""
     return path.parent / "profiles" / f"{name}.yaml"
 
 
 def _real(path: Path) -> Path:
-    """The file behind links; `Path.resolve` raises where they lead round in a circle."""
+    """Return the file behind symbolic links; `Path.resolve` would raise on a loop."""
     return Path(os.path.realpath(path))
 
 
 def read_text(path: Path) -> str:
-    """A file's text, without its byte order mark.
+    """Return a file's text without its byte order mark.
 
     Raises:
-        UserError: no file, too large, or not UTF-8.
+        UserError: the file is missing, too large, or not UTF-8.
     """
     remedy = "name a YAML file that can be read"
     try:
-        if not path.is_file():  # a pipe would keep us waiting
+        if not path.is_file():  # reading a pipe would block
             there = path.exists()
             what = f"{str(path)!r} is no regular file" if there else f"no file {str(path)!r}"
             raise UserError(what, place=str(path), remedy=remedy)

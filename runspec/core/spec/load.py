@@ -1,37 +1,46 @@
-"""From YAML layers to one `RunSpec` that fits the schema; the rules come after (`runspec.lint`).
+"""Loads YAML layers as one `RunSpec` that fits the schema; `runspec.lint` applies its rules later.
 
 Layers, lowest first: the files of `extends:`, the spec, the profile, the placement, `--set`. They
 are merged (`merge`), variables are filled in (`interpolate`), and the result is checked against the
-schema (`validate`).
+schema (`validate`). `origins` says which layer wrote each value.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from runspec.core.errors import UserError
-from runspec.core.spec.comments import Comment
-from runspec.core.spec.findings import Finding, Place, format_finding
-from runspec.core.spec.interpolate import interpolate
+from runspec.core.spec.findings import SET_FILE, Comment, Finding, Place, format_finding
 from runspec.core.spec.layers import LayerReader, ParsedFiles
 from runspec.core.spec.lock_file import is_lock, parse_lock
-from runspec.core.spec.merge import merge_layers
-from runspec.core.spec.new_names import NewName, judge_new_names
+from runspec.core.spec.merge import NewName, judge_new_names, merge_layers
 from runspec.core.spec.placement_file import is_placement, site_layers
 from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.validate import validate
-from runspec.core.spec.yaml_nodes import MapNode
+from runspec.core.spec.validate import locate, validate
+from runspec.core.spec.yaml_nodes import (
+    Entry,
+    ListNode,
+    MapNode,
+    Node,
+    ScalarNode,
+    object_name,
+    resolve_scalar,
+)
 
 _MISSING = ("missing-key", "no-seed")
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::\?([^}]*))?\}")
+Location = tuple[str | int, ...]
+"""Keys and indices from the root of a spec."""
 
 
 @dataclass(frozen=True)
 class SpecFiles:
-    """What the command line says of a spec."""
+    """Layers of a spec as the command line names them."""
 
     path: Path
     profile: str | None = None
@@ -44,23 +53,23 @@ class SpecFiles:
 
 @dataclass(frozen=True)
 class Layered:
-    """The merged layers, and what they make."""
+    """Merged layers, and the spec that they make."""
 
     spec: RunSpec | None
-    """None when the layers do not make one; the findings say why."""
+    """None if the layers make no valid spec; the findings say why."""
     tree: MapNode
-    """Every value with its place, variables filled in."""
+    """Every value with the place that wrote it, variables filled in."""
     findings: Sequence[Finding] = ()
-    """Of the files, the layers and the schema."""
+    """Findings of the files, the layers and the schema."""
     texts: Mapping[str, str] = field(default_factory=dict)
-    """Every file that was read, by the name that findings give it."""
+    """Text of every file that was read, by the name that findings give it."""
     comments: Mapping[str, Sequence[Comment]] = field(default_factory=dict)
     """Their `# runspec:` comments."""
     kind: Literal["Run", "Placement", "Lock"] = "Run"
-    """What the file says that it is; a placement or a lock alone is never a spec."""
+    """Kind that the file declares; a placement or a lock alone is not a spec."""
 
     def require(self) -> RunSpec:
-        """The spec, if its layers make one; the rules of `runspec lint` are not asked.
+        """Return the spec, without applying the rules of `runspec lint`.
 
         Raises:
             UserError: as `required_spec`.
@@ -69,15 +78,15 @@ class Layered:
 
 
 def required_spec(spec: RunSpec | None, findings: Sequence[Finding], kind: str) -> RunSpec:
-    """A spec that must be there and have no errors.
+    """Return a spec that must exist and have no errors.
 
     Args:
-        spec: what the layers make, if they make one.
-        findings: what is wrong with it.
-        kind: what the file says that it is.
+        spec: the spec that the layers make, or None.
+        findings: its errors and warnings.
+        kind: the kind that the file declares.
 
     Raises:
-        UserError: listing every error with its place.
+        UserError: it lists every error with its place.
     """
     errors = [finding for finding in findings if finding.severity == "error"]
     if kind != "Run" and not errors:
@@ -100,22 +109,22 @@ def load_layers(
     environ: Mapping[str, str] | None = None,
     parsed: ParsedFiles | None = None,
 ) -> Layered:
-    """Loads, merges, interpolates and validates a spec.
+    """Load, merge, interpolate and validate a spec.
 
     Args:
         files: what to load.
-        environ: what `${VAR}` reads; the process's environment when None.
-        parsed: files that were read before, for other specs; it takes up those that are read now.
+        environ: the variables for `${VAR}`; the process's environment if None.
+        parsed: cache of files that were parsed for other specs; files read now are added.
 
     Raises:
-        UserError: bad usage or nothing to look at: the file cannot be read, there is no such
-            profile, an override is no `path=value`. Everything else is a finding.
+        UserError: the file cannot be read, the profile does not exist, or an override is not
+            `path=value`. Every other error is a finding.
     """
     findings: list[Finding] = []
     reader = LayerReader(findings, parsed or ParsedFiles())
     layers = reader.spec(files.path)
     if layers and is_lock(layers[-1]):
-        # `specs/*.yaml` names it too.
+        # A pattern such as `specs/*.yaml` matches locks too.
         parse_lock(layers[-1], findings)
         return Layered(None, layers[-1], findings, reader.texts, reader.comments, "Lock")
     if layers and is_placement(layers[-1]):
@@ -130,10 +139,10 @@ def load_layers(
     new_names: list[NewName] = []
     tree = merge_layers(layers, findings, new_names)
     if layer_missing:
-        # What the rest lacks without the missing layer would only be noise.
+        # Findings that follow from the missing layer would only be noise.
         findings = [f for f in findings if f.code != "unknown-name"]
         return Layered(None, tree, findings, reader.texts, reader.comments)
-    # What is missing from the whole is missing from the spec's own file.
+    # A missing key is reported in the spec's own file.
     tree = replace(tree, place=Place(str(files.path), 1, 1))
     tree = interpolate(tree, os.environ if environ is None else environ, findings)
     spec = validate(tree, findings)
@@ -148,7 +157,7 @@ def _placement_alone(
     environ: Mapping[str, str] | None,
     findings: list[Finding],
 ) -> Layered:
-    """A placement without its recipe: its keys, their types and its scope are looked at."""
+    """Check a placement without its recipe: its keys, their types and its scope."""
     if files.profile is not None or files.placement is not None or files.overrides:
         raise UserError(
             "a file of kind Placement, over which nothing goes",
@@ -158,6 +167,150 @@ def _placement_alone(
     tree = merge_layers(site_layers(layers, None, findings), findings)
     tree = interpolate(tree, os.environ if environ is None else environ, findings)
     validate(tree, findings)
-    # What is missing, and what its nulls take away, is the recipe's to say.
+    # The recipe decides about missing keys and about the names that nulls delete.
     found = [finding for finding in findings if finding.code not in (*_MISSING, "unknown-name")]
     return Layered(None, tree, found, reader.texts, reader.comments, "Placement")
+
+
+def interpolate(root: MapNode, environ: Mapping[str, str], findings: list[Finding]) -> MapNode:
+    """Fill in `${VAR}` and `${VAR:?message}` in the values of a merged tree.
+
+    A plain scalar takes the type of the text that it became (`steps: ${STEPS}` is a number), a
+    quoted one stays text; a variable never adds maps or lists. `${VAR:?message}` refuses an empty
+    variable too, with its own message.
+
+    Variables that `secrets` names are reported and never filled in: a finding that quotes a value
+    would show the secret.
+    """
+    filled = _Filler(environ, findings, _secret_variables(root)).node(root, "")
+    assert isinstance(filled, MapNode)
+    return filled
+
+
+def _secret_variables(root: MapNode) -> frozenset[str]:
+    """Return the environment variables that hold the spec's secrets."""
+    secrets = root.entries["secrets"].value if "secrets" in root.entries else None
+    items = secrets.items if isinstance(secrets, ListNode) else ()
+    sources = [_entry(item, "from") for item in items]
+    names = [_entry(source, "env") for source in sources]
+    return frozenset(str(name.value) for name in names if isinstance(name, ScalarNode))
+
+
+def _entry(node: Node | None, key: str) -> Node | None:
+    entry = node.entries.get(key) if isinstance(node, MapNode) else None
+    return entry.value if entry else None
+
+
+class _Filler:
+    def __init__(
+        self, environ: Mapping[str, str], findings: list[Finding], secrets: frozenset[str]
+    ) -> None:
+        self._environ = environ
+        self._findings = findings
+        self._secrets = secrets
+
+    def node(self, node: Node, path: str) -> Node:
+        if isinstance(node, MapNode):
+            dot = f"{path}." if path else ""
+            entries = {
+                key: Entry(entry.key_place, self.node(entry.value, f"{dot}{key}"))
+                for key, entry in node.entries.items()
+            }
+            return replace(node, entries=entries)
+        if isinstance(node, ListNode):
+            items = [
+                self.node(item, f"{path}.{object_name(item) or index}")
+                for index, item in enumerate(node.items)
+            ]
+            return ListNode(tuple(items), node.place)
+        if isinstance(node.value, str) and "${" in node.value:
+            return self._scalar(node, node.value, path)
+        return node
+
+    def _scalar(self, node: ScalarNode, text: str, path: str) -> ScalarNode:
+        before = len(self._findings)
+        if "${" in _VARIABLE.sub("", text):
+            message = "a variable is written ${NAME} or ${NAME:?message}"
+            self._report(node, message, path)
+        filled = _VARIABLE.sub(lambda match: self._value(match, node, path), text)
+        try:
+            value = resolve_scalar(filled) if node.plain else filled
+        except ValueError as error:
+            self._report(node, str(error), path)
+            value = None
+        if len(self._findings) > before:
+            # The original text: it gives no second finding if text is the right type.
+            return node
+        return ScalarNode(value, node.place, node.plain)
+
+    def _value(self, match: re.Match[str], node: ScalarNode, path: str) -> str:
+        name, message = match[1], match[2]
+        if name in self._secrets:
+            text = f"${{{name}}} is a secret: its value would land in the spec"
+            self._report(node, text, path, code="secret-value")
+            return ""
+        value = self._environ.get(name)
+        if value is None or (message is not None and not value):
+            state = "not set" if value is None else "empty"
+            text = f"variable {name} is {state}" + (f": {message}" if message else "")
+            self._report(node, text, path, f"export {name}=...")
+            return ""
+        if "${" in value:
+            # A reader of the rendered spec would fill it in again.
+            self._report(node, f"variable {name} holds ${{ itself", path)
+        return value
+
+    def _report(
+        self,
+        node: ScalarNode,
+        message: str,
+        path: str,
+        suggestion: str = "",
+        *,
+        code: str = "variable",
+    ) -> None:
+        self._findings.append(
+            Finding(node.place, code, message, path=path, suggestion=suggestion, blocking=True)
+        )
+
+
+def origin(layered: Layered, files: SpecFiles, location: Location) -> str:
+    """Return `file:line` of the layer that wrote a value, `--set`, or `default`.
+
+    Args:
+        layered: the merged layers.
+        files: the layers' files.
+        location: of a scalar or of a list of scalars.
+    """
+    place, _, _, found = locate(layered.tree, location)
+    if not found:
+        return "default"
+    if place.file == SET_FILE:
+        return f"{SET_FILE} {files.overrides[place.line - 1]}"
+    return f"{place.file}:{place.line}{_layer(files, Path(place.file))}"
+
+
+def origins(layered: Layered, files: SpecFiles, resolved: Mapping[str, Any]) -> dict[str, str]:
+    """Return the origin of every value by its path, with names for the items of named lists."""
+    return {path: origin(layered, files, at) for path, at in _leaves(resolved, (), "")}
+
+
+def _layer(files: SpecFiles, file: Path) -> str:
+    if files.placement is not None and file == files.placement:
+        return " (placement)"
+    profile = files.path.parent / "profiles" / f"{files.profile}.yaml"
+    return f" (profile {files.profile})" if files.profile and file == profile else ""
+
+
+def _leaves(value: Any, at: Location, path: str) -> list[tuple[str, Location]]:
+    if isinstance(value, Mapping) and value:
+        items = [(str(key), key, item) for key, item in value.items()]
+    elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        items = [(str(item.get("name", i)), i, item) for i, item in enumerate(value)]
+    else:
+        return [(path, at)]
+    return [
+        leaf
+        for shown, key, item in items
+        for leaf in _leaves(item, (*at, key), f"{path}.{shown}".removeprefix("."))
+    ]

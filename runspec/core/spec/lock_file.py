@@ -1,7 +1,11 @@
-"""`<stem>.lock.yaml` beside a spec: what the names in it stood for when `runspec lock` looked."""
+"""Lock of a spec, `<stem>.lock.yaml`: digests of the files that its names stand for.
+
+`runspec lock` writes it beside the spec. It pins the model, the tokenizer and the data.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -9,6 +13,7 @@ from pydantic import Field, ValidationError
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
+from runspec.core.hashing import digest_bytes, digest_file
 from runspec.core.spec.findings import Finding
 from runspec.core.spec.schema import Block
 from runspec.core.spec.validate import locate, to_python
@@ -17,32 +22,50 @@ from runspec.core.spec.yaml_text import to_yaml
 
 LOCK_VERSION: Final = "runspec-lock/v2"
 MODEL, TOKENIZER, DATA = "model", "model.tokenizer", "data.sources."
-"""Paths of pins; a source's name follows the last."""
-
+"""Paths of pins; the name of a source follows the last."""
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Commit = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    *TOKENIZER_FILES,
+    "model.safetensors.index.json",
+)
+WHOLE_BYTES = 2 * 10**9
+"""Weights up to this many bytes are digested whole, larger ones by their headers."""
+MAX_FILES = 10_000
+_MAX_HEADER = 100 * 10**6
 
 
 class FilePin(Block):
-    """One file. Exactly one of the digests is there."""
+    """Pin of one file, by exactly one of the digests."""
 
     size: Annotated[int, Field(ge=0)]
     """Bytes."""
     blake3: Digest | None = None
-    """Of all its bytes."""
+    """Digest of all its bytes."""
     header: Digest | None = None
-    """BLAKE3 of a safetensors file's header alone: the names, types and shapes of its tensors."""
+    """BLAKE3 of a safetensors file's header: the names, types and shapes of its tensors."""
 
 
 class Pin(Block):
-    """What one name stands for."""
+    """Pin of one name of the spec."""
 
     source: str
-    """As the spec writes it: a repository, a directory, a file, a generator."""
+    """The name as the spec writes it: a repository, a directory, a file, a generator."""
     commit: Commit | None = None
-    """Of a repository on the Hub."""
+    """Commit of a repository on the Hub."""
     files: dict[str, FilePin] = {}
-    """By name; of a repository, those of them that were on the machine."""
+    """Files by name; of a repository, the files that were on the machine."""
     package: str | None = None
     """Name and version of the package that makes or reads the data."""
 
@@ -52,8 +75,9 @@ class Lock(Block):
 
     version: Literal["runspec-lock/v2"]
     pins: dict[str, Pin] = {}
-    """By path of the spec: `model`, `model.tokenizer` and `data.sources.<name>`. A model that the
-    run makes itself has none; its own tokenizer is among a model's files."""
+    """Pins by path of the spec: `model`, `model.tokenizer` and `data.sources.<name>`.
+
+    A model that the run makes itself has none. A model's own tokenizer is among its files."""
 
     @property
     def model(self) -> Pin | None:
@@ -65,23 +89,25 @@ class Lock(Block):
 
     @property
     def data(self) -> dict[str, Pin]:
-        """By the source's name."""
+        """Pins of the data by the source's name."""
         paths = (path for path in self.pins if path.startswith(DATA))
         return {path.removeprefix(DATA): self.pins[path] for path in paths}
 
 
 def lock_path(spec: Path, profile: str | None = None) -> Path:
-    """`<stem>.lock.yaml` beside the spec; `<stem>.<profile>.lock.yaml` with a profile, which may
-    name another model and other data."""
+    """Return `<stem>.lock.yaml` beside the spec, or `<stem>.<profile>.lock.yaml`.
+
+    A profile has its own lock because it may name another model and other data.
+    """
     middle = f".{profile}" if profile else ""
     return spec.with_name(f"{spec.stem}{middle}.lock.yaml")
 
 
 def read_lock(spec: Path, profile: str | None = None) -> Lock | None:
-    """The lock beside a spec; None where there is none.
+    """Return the lock beside a spec; None if there is none.
 
     Raises:
-        UserError: a file that is no lock: it is refused whole.
+        UserError: the file is not a valid lock.
     """
     path = lock_path(spec, profile)
     remedy = "make it again with `runspec lock`"
@@ -104,13 +130,13 @@ def read_lock(spec: Path, profile: str | None = None) -> Lock | None:
 
 
 def is_lock(root: Node) -> bool:
-    """Whether a file says that it is a lock."""
+    """Return whether a file declares itself a lock."""
     version = root.entries.get("version") if isinstance(root, MapNode) else None
     return version is not None and to_python(version.value) == LOCK_VERSION
 
 
 def parse_lock(root: Node, findings: list[Finding]) -> Lock | None:
-    """The lock that a file's root makes, or None with a finding for everything in the way."""
+    """Return the lock at a file's root, or None with a finding for each error."""
     try:
         return Lock.model_validate(to_python(root))
     except ValidationError as error:
@@ -123,13 +149,13 @@ def parse_lock(root: Node, findings: list[Finding]) -> Lock | None:
 
 
 def lock_text(lock: Lock, spec: Path) -> str:
-    """The file's text: the pins that are there, and nothing of those that are not."""
+    """Return the file's text, without unset fields."""
     head = f"# What the names in {spec.name} stand for. Made by `runspec lock`; keep it in git.\n"
     return head + to_yaml(lock.model_dump(mode="json", exclude_defaults=True))
 
 
 def write_lock(lock: Lock, spec: Path, profile: str | None = None) -> Path:
-    """Writes the lock beside the spec.
+    """Write the lock beside the spec.
 
     Raises:
         UserError: it cannot be written.
@@ -137,3 +163,62 @@ def write_lock(lock: Lock, spec: Path, profile: str | None = None) -> Path:
     path = lock_path(spec, profile)
     write_atomic(path, lock_text(lock, spec).encode())
     return path
+
+
+def pin_model(folder: Path) -> dict[str, FilePin]:
+    """Pin the files of a model's directory that decide what it computes.
+
+    Args:
+        folder: holds config.json, tokenizer files and safetensors.
+    """
+    weights = sorted(folder.glob("*.safetensors"))
+    whole = sum(path.stat().st_size for path in weights) <= WHOLE_BYTES
+    pin_weights = pin_file if whole else pin_header
+    return pin_named(folder, MODEL_FILES) | {path.name: pin_weights(path) for path in weights}
+
+
+def pin_named(folder: Path, names: tuple[str, ...]) -> dict[str, FilePin]:
+    """Pin the named files that exist in a folder."""
+    there = ((name, folder / name) for name in names)
+    return {name: pin_file(path) for name, path in there if path.is_file()}
+
+
+def pin_data(path: Path) -> dict[str, FilePin]:
+    """Pin a file, or all files below a folder by relative path, without hidden ones.
+
+    Raises:
+        UserError: more than MAX_FILES files.
+    """
+    if path.is_file():
+        return {path.name: pin_file(path)}
+    files = sorted(_files_below(path))
+    if len(files) > MAX_FILES:
+        raise UserError(f"more than {MAX_FILES} files", place=str(path))
+    return {str(file.relative_to(path)): pin_file(file) for file in files}
+
+
+def pin_file(path: Path) -> FilePin:
+    """Pin a file by all its bytes."""
+    size = path.stat().st_size
+    return FilePin(size=size, blake3=digest_file(path) if size else digest_bytes(b""))
+
+
+def pin_header(path: Path) -> FilePin:
+    """Pin a safetensors file by its size and its header: tensor names, types, shapes, offsets.
+
+    Raises:
+        UserError: the file has no complete header.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if length <= _MAX_HEADER else b""
+    if not header or len(header) != length:
+        raise UserError("no safetensors file: its header is cut short", place=str(path))
+    return FilePin(size=path.stat().st_size, header=digest_bytes(header))
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for path in folder.rglob("*"):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not hidden:
+            yield path

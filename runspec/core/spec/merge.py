@@ -1,19 +1,20 @@
-"""One layer over another: maps merge, lists of named objects merge by name, null deletes.
+"""Merges layers: maps merge, lists of named objects merge by name, null deletes.
 
-The schema says which lists are named, so a list merges by what it is, not by how it looks; and
-which keys can be null: there null is a value like any other (`clip.delta: null` is no bound).
-Values keep the place of the layer that wrote them. Unknown keys are found here, layer by layer:
-a misspelt key is an error even where a later layer, or a null, hides it.
+The schema says which lists are named. It also says which keys can be null: there null is a value
+(`clip.delta: null` is no bound). Values keep the place of the layer that wrote them. Unknown keys
+are found in each layer, so a misspelt key is an error even if a later layer, or a null, hides it.
+Names that a layer adds to a named list may be misspelt names of a lower layer: `judge_new_names`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from runspec.core.spec.findings import Finding, Place, replacing
-from runspec.core.spec.new_names import NewName
 from runspec.core.spec.schema import Block, RunSpec
-from runspec.core.spec.schema_keys import (
+from runspec.core.spec.schema_fields import (
     block_in,
     close_match,
     is_nullable,
@@ -24,17 +25,25 @@ from runspec.core.spec.schema_keys import (
 from runspec.core.spec.yaml_nodes import Entry, ListNode, MapNode, Node, ScalarNode, object_name
 
 EMPTY = MapNode({}, Place("", 1, 1))
+_OBJECTS = {
+    "data.sources": "source",
+    "reward": "reward term",
+    "samplers": "pool",
+    "broadcast.relays": "relay",
+    "secrets": "secret",
+    "verify.profiles": "profile",
+}
 
 
 def merge_layers(
     layers: list[MapNode], findings: list[Finding], new_names: list[NewName] | None = None
 ) -> MapNode:
-    """All layers, the first lowest, as one tree that has known keys, and nulls where they fit.
+    """Return all layers, the first lowest, as one tree with known keys only.
 
     Args:
-        layers: to merge.
-        findings: takes up what is wrong with them.
-        new_names: takes up the names that a layer adds to a named list of lower layers.
+        layers: the layers to merge.
+        findings: receives the errors of the layers.
+        new_names: receives the names that a layer adds to a named list of lower layers.
     """
     merger = _Merger(findings, [] if new_names is None else new_names)
     merged = EMPTY
@@ -49,7 +58,7 @@ class _Merger:
         self._new_names = new_names
 
     def value(self, base: Node | None, overlay: Node, annotation: Any, path: str) -> Node | None:
-        """`overlay` over `base`; None where it deletes."""
+        """Return `overlay` merged over `base`; None if it deletes."""
         if isinstance(overlay, ScalarNode) and overlay.value is None:
             return overlay if is_nullable(annotation) else None
         if item := named_item(annotation):
@@ -62,7 +71,7 @@ class _Merger:
     def maps(
         self, base: MapNode, overlay: MapNode, block: type[Block] | None, path: str
     ) -> MapNode:
-        """Merges two maps; `block` is None for maps whose keys are free."""
+        """Merge two maps; `block` is None for maps whose keys are free."""
         entries, deleted = dict(base.entries), dict(base.deleted)
         known = keys_of(block) if block else {}
         for key, entry in overlay.entries.items():
@@ -99,7 +108,7 @@ class _Merger:
         elif isinstance(overlay, ListNode) and overlay.items:
             named = self._items_of_list(overlay, path)
         else:
-            return overlay  # the empty list, or something that validation will refuse
+            return overlay  # the empty list, or a value that validation refuses
         below = base.items if isinstance(base, ListNode) else ()
         items: dict[str | Place, Node] = {object_name(old) or old.place: old for old in below}
         known = [name for name in items if isinstance(name, str)]
@@ -116,7 +125,7 @@ class _Merger:
                     old if isinstance(old, MapNode) else EMPTY, item, block, inner
                 )
             else:
-                items[key] = item  # not an object: validation says so
+                items[key] = item  # not an object: validation reports it
         return ListNode(tuple(items.values()), overlay.place)
 
     def _delete(self, items: dict[str | Place, Node], name: str, place: Place, path: str) -> None:
@@ -166,3 +175,54 @@ class _Merger:
 
 def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
+
+
+@dataclass(frozen=True)
+class NewName:
+    """Object that a layer adds to a named list of lower layers."""
+
+    place: Place
+    """Place of the name in the layer."""
+    parent: str
+    """The list's path, like `samplers`."""
+    name: str
+    known: Sequence[str]
+    """Names in the layers below; at least one."""
+
+
+def judge_new_names(findings: list[Finding], new_names: Sequence[NewName]) -> list[Finding]:
+    """Return the findings of a spec, with one error for each new object that lacks required keys.
+
+    A new object that lacks nothing gives a warning if one typing error separates its name from a
+    name of a lower layer.
+    """
+    for new in new_names:
+        path = f"{new.parent}.{new.name}"
+        lacking = [f for f in findings if f.code == "missing-key" and f.path.startswith(f"{path}.")]
+        if not lacking and not any(_one_slip(new.name, known) for known in new.known):
+            continue
+        keys = ", ".join(finding.path.removeprefix(f"{path}.") for finding in lacking)
+        needs = f", and a new one needs {keys}" if lacking else ""
+        match = close_match(new.name, new.known)
+        meant = f"did you mean {match}?" if match else f"there are: {', '.join(new.known)}."
+        finding = Finding(
+            new.place,
+            "unknown-name",
+            f"no {new.name!r} in the layers below{needs}",
+            path=path,
+            suggestion=f"{meant} A new name makes a new {_OBJECTS.get(new.parent, 'object')}",
+            severity="error" if lacking else "warning",
+            blocking=bool(lacking),
+        )
+        findings = [*(f for f in findings if f not in lacking), finding]
+    return findings
+
+
+def _one_slip(name: str, known: str) -> bool:
+    """Return whether one letter was dropped, doubled or added, or letters were swapped."""
+    short, long = sorted((name, known), key=len)
+    if len(short) == len(long):
+        return sorted(short) == sorted(long)
+    return any(
+        letter.isalpha() and long[:at] + long[at + 1 :] == short for at, letter in enumerate(long)
+    )

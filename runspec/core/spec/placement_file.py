@@ -1,8 +1,8 @@
-"""`kind: Placement` files: one site's part of a run, over a recipe that any site can take.
+"""Files of `kind: Placement`: the site-specific part of a run, as a layer over a shared recipe.
 
 A placement may set the fields that the schema marks as a site's (`SchemaField.site`): hardware,
-mesh, relays, folders, secrets, budget, measured figures. It can change neither what is learned nor
-how workers are checked, and it adds no pool: a pool's lengths and types are the recipe's to say.
+mesh, relays, folders, secrets, budget, measured figures. It cannot change what is learned or how
+workers are checked. It cannot add a pool, because a pool's lengths and types belong to the recipe.
 """
 
 from __future__ import annotations
@@ -11,30 +11,35 @@ from dataclasses import replace
 
 from runspec.core.spec.findings import Finding, Place
 from runspec.core.spec.schema import VERSION
-from runspec.core.spec.schema_fields import SchemaField, schema_fields
-from runspec.core.spec.schema_keys import block_in, close_match, named_item
+from runspec.core.spec.schema_fields import (
+    SchemaField,
+    block_in,
+    close_match,
+    named_item,
+    schema_fields,
+)
 from runspec.core.spec.yaml_nodes import Entry, ListNode, MapNode, Node, ScalarNode, object_name
 
 KIND = "Placement"
 SCOPE = "placement-scope"
 HEADER = ("version", "kind", "name")
-"""What a placement says of itself; `name` is the site's, for people."""
+"""Keys that describe the placement itself; `name` names the site."""
 
 
 def is_placement(layer: MapNode) -> bool:
-    """Whether a file says that it is of kind Placement."""
+    """Return whether a file declares the kind Placement."""
     return _text(layer, "kind") == KIND
 
 
 def site_layers(
     layers: list[MapNode], recipe: MapNode | None, findings: list[Finding]
 ) -> list[MapNode]:
-    """The layers of a placement's file, less its header and less what is not a site's to say.
+    """Return the layers of a placement's file, without its header and without forbidden fields.
 
     Args:
-        layers: of the file and of those that it extends, its own last.
-        recipe: what they go over, merged; None where a placement is looked at by itself.
-        findings: gets one for everything that was left out.
+        layers: layers of the file and of those that it extends, its own last.
+        recipe: the merged layers below it; None if a placement is checked by itself.
+        findings: receives a finding for each forbidden field.
     """
     if not layers or not _header_is_right(layers[-1], findings):
         return []
@@ -67,18 +72,18 @@ def _text(layer: MapNode, key: str) -> str:
 
 
 class _Scope:
-    """Takes out of a layer what a site may not say."""
+    """Removes from a layer the fields that a site may not set."""
 
     def __init__(self, findings: list[Finding]) -> None:
         self._findings = findings
 
     def map(self, node: MapNode, schema: str, shown: str, below: Node | None) -> MapNode:
-        """`node` less the keys out of scope.
+        """Return `node` without the forbidden keys.
 
         Args:
-            schema: its path in the schema, `<name>` for names, with a dot behind it.
+            schema: path in the schema, `<name>` for names, with a final dot.
             shown: the same path as people write it.
-            below: what the recipe has there.
+            below: node of the recipe at this path.
         """
         entries = {}
         for key, entry in node.entries.items():
@@ -105,7 +110,7 @@ class _Scope:
             self._refuse(entry.key_place, field, path)
             return None
         if isinstance(kept, ListNode) and not kept.items:
-            return None  # an empty list would take the recipe's items away
+            return None  # an empty list would delete the recipe's items
         return replace(entry, value=kept)
 
     def _named_map(
@@ -143,7 +148,7 @@ class _Scope:
 
     def _is_known(self, name: str, place: Place, path: str, there: Node | None) -> bool:
         if not isinstance(there, ListNode):
-            return True  # looked at without its recipe
+            return True  # checked without its recipe
         names = [object_name(item) for item in there.items]
         if name in names:
             return True
@@ -159,7 +164,7 @@ class _Scope:
         self._report(place, message, path, hint)
 
     def _report(self, place: Place, message: str, path: str, suggestion: str) -> None:
-        # What was left out is left out, whoever would accept it.
+        # The field is removed in any case, so a suppression would have no effect.
         finding = Finding(place, SCOPE, message, path=path, suggestion=suggestion, blocking=True)
         self._findings.append(finding)
 

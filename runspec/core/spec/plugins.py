@@ -1,4 +1,4 @@
-"""Which plug-ins a spec asks for, by entry-point metadata alone: nothing of them is imported."""
+"""Plug-ins that a spec needs, by entry-point metadata: no plug-in is imported."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ PREFILL_GROUP = "runspec.prefill"
 
 
 def installed_kinds(group: str) -> list[str]:
-    """Names that the installed packages offer in an entry-point group."""
+    """Return the names that installed packages offer in an entry-point group."""
     return sorted({point.name for point in entry_points(group=group)})
 
 
 @dataclass(frozen=True)
 class MissingPlugin:
-    """A kind of source or reward that no installed package offers."""
+    """Kind of source or reward that no installed package offers."""
 
     location: tuple[str, ...]
-    """Of the source or the reward that asks for it: keys, and its name."""
+    """Keys and name of the source or reward that needs it."""
     group: str
-    """Of the entry points that were looked at."""
+    """Entry-point group."""
     kind: str
     installed: Sequence[str]
 
@@ -42,7 +42,7 @@ class MissingPlugin:
 
 
 def missing_plugins(spec: RunSpec) -> list[MissingPlugin]:
-    """The sources and rewards whose kind no installed package offers."""
+    """Return the sources and rewards whose kind no installed package offers."""
     asked: list[tuple[str, tuple[str, ...], str]] = [
         *((SOURCE_GROUP, ("data", "sources", s.name), s.kind) for s in spec.data.sources),
         *((REWARD_GROUP, ("reward", r.name), r.kind) for r in spec.reward),

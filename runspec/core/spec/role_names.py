@@ -1,15 +1,15 @@
-"""What the processes of a run are called: in `status`, in logs, keys and `placement.devices`."""
+"""Names of a run's processes, as in `status`, logs, keys and `placement.devices`."""
 
 from __future__ import annotations
 
 from runspec.core.spec.schema import RunSpec
 
 TRUNK = ("origin", "coordinator", "publisher", "learner")
-"""Processes that share the run directory. `learner` is the first process of the learner."""
+"""Names of the processes that share the run directory."""
 
 
 def learner_names(spec: RunSpec) -> list[str]:
-    """`learner` is the first process of the learner."""
+    """Return the names of the learner's processes; `learner` is the first."""
     return ["learner", *(f"learner-{i}" for i in range(1, spec.learner.hosts))]
 
 
@@ -18,7 +18,7 @@ def relay_names(spec: RunSpec) -> list[str]:
 
 
 def server_names(spec: RunSpec) -> list[str]:
-    """Roles that listen, in the order of their ports from `placement.base_port` on."""
+    """Return the roles that listen, in the order of their ports from `placement.base_port` on."""
     several = ["learner"] if spec.learner.hosts > 1 else []
     return ["coordinator", "origin", *relay_names(spec), *several]
 
@@ -28,12 +28,12 @@ def validator_names(spec: RunSpec) -> list[str]:
 
 
 def worker_names(spec: RunSpec) -> dict[str, str]:
-    """Pool by worker, in the order of the spec."""
+    """Return the pool of each worker, in the order of the spec."""
     return {f"{pool.name}-{i}": pool.name for pool in spec.samplers for i in range(pool.replicas)}
 
 
 def role_names(spec: RunSpec) -> list[str]:
-    """Every process that stays up, on whatever machine; names that clash are there twice."""
+    """Return every long-running process on any machine; a name that clashes appears twice."""
     return [
         *("origin", *relay_names(spec), "coordinator", "publisher"),
         *(*learner_names(spec), *validator_names(spec)),
@@ -42,7 +42,10 @@ def role_names(spec: RunSpec) -> list[str]:
 
 
 def placeable(spec: RunSpec) -> dict[str, list[str]]:
-    """What `placement.roles` may name, each with its processes; the others are always started."""
+    """Return the groups that `placement.roles` may name, with their processes.
+
+    All other processes always start on this machine.
+    """
     groups = {"learners": learner_names(spec)[1:]} if spec.learner.hosts > 1 else {}
     groups["validators"] = validator_names(spec)
     groups |= {name: [name] for name in relay_names(spec)}
@@ -52,7 +55,7 @@ def placeable(spec: RunSpec) -> dict[str, list[str]]:
 
 
 def elsewhere(spec: RunSpec) -> frozenset[str]:
-    """Processes that `placement.roles` leaves to other machines."""
+    """Return the processes that `placement.roles` leaves to other machines."""
     here = spec.placement.roles
     if here is None:
         return frozenset()

@@ -1,8 +1,9 @@
-"""Every field of the schema by its path, with what it says of itself."""
+"""Fields of the schema by path: keys, blocks, named lists, units and change classes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import difflib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args, get_origin
@@ -11,7 +12,54 @@ from pydantic_core import PydanticUndefined
 
 from runspec.core.spec.fields import Change, ChangeClass, Site, Unit
 from runspec.core.spec.schema import Block, RunSpec
-from runspec.core.spec.schema_keys import block_in, named_item
+
+
+@cache
+def keys_of(block: type[Block]) -> dict[str, Any]:
+    """Return the annotations of a block's fields by key, as YAML writes it."""
+    return {field.alias or name: field.annotation for name, field in block.model_fields.items()}
+
+
+def block_in(annotation: Any) -> type[Block] | None:
+    """Return the block of the annotation `Block` or `Block | None`; None for any other."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Block):
+            return candidate if get_origin(annotation) is not list else None
+    return None
+
+
+def named_item(annotation: Any) -> type[Block] | None:
+    """Return the block of a list of named blocks, which layers merge by name; else None."""
+    if get_origin(annotation) is not list:
+        return None
+    block = block_in(get_args(annotation)[0])
+    return block if block is not None and "name" in keys_of(block) else None
+
+
+def is_nullable(annotation: Any) -> bool:
+    """Return whether an annotation allows null."""
+    return type(None) in get_args(annotation)
+
+
+def close_match(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the known word that is most similar to `word`; None if none is similar.
+
+    Args:
+        word: the word as it was written.
+        known: the words to choose from.
+        cutoff: least similarity, from 0 to 1 (`difflib.SequenceMatcher.ratio`).
+    """
+    matches = difflib.get_close_matches(word[:80], list(known), n=1, cutoff=cutoff)
+    return matches[0] if matches else None
+
+
+def suggest_key(key: str, block: type[Block]) -> str:
+    """Return a hint for an unknown key: a similar key, its path elsewhere, or all known keys."""
+    if match := close_match(key, keys_of(block)):
+        return f"did you mean {match}?"
+    if homes := [path for path in schema_fields() if path.rpartition(".")[2] == key]:
+        return f"did you mean {homes[0]}?"
+    return f"known here: {', '.join(keys_of(block))}"
 
 
 @dataclass(frozen=True)
@@ -21,20 +69,20 @@ class SchemaField:
     path: str
     """`<name>` stands for the names in named lists."""
     block: type[Block]
-    """The class that it is a field of."""
+    """Class that it is a field of."""
     attribute: str
-    """Its name there, where `path` may end in an alias."""
+    """Name of the Python attribute; `path` may end in an alias."""
     annotation: Any
     unit: str
-    """What a number counts; empty where nothing is said."""
+    """Unit of a number; empty if the schema names none."""
     change: ChangeClass
-    """What changing it does to a run; of a block, what adding or removing all of it does."""
+    """Effect of a change on a run; for a block, of adding or removing it."""
     site: bool
     """Whether a placement file may set it."""
 
     @property
     def key(self) -> str:
-        """The last step of its path."""
+        """Last step of its path."""
         return self.path.rpartition(".")[2]
 
     @property
@@ -43,24 +91,24 @@ class SchemaField:
 
     @property
     def default(self) -> Any:
-        """Its default; None where there is none."""
+        """Default; None if it has none."""
         default = self.block.model_fields[self.attribute].default
         return None if default is PydanticUndefined else default
 
 
 @cache
 def schema_fields() -> dict[str, SchemaField]:
-    """Every field by its path, in the order of the schema."""
+    """Return every field by its path, in the order of the schema."""
     return {field.path: field for field in _fields(RunSpec, "", site=False)}
 
 
 def fields_in(path: str) -> list[SchemaField]:
-    """The fields right inside a block, by its path; `x.<name>` for an item, empty for the spec."""
+    """Return the fields of a block by its path: `x.<name>` for an item, empty for the spec."""
     return [each for below, each in schema_fields().items() if below.rpartition(".")[0] == path]
 
 
 def field_at(path: str) -> SchemaField | None:
-    """The field of a path as people write it: `samplers.volunteers.dtype`, `reward.length`.
+    """Return the field of a path as people write it: `samplers.volunteers.dtype`.
 
     A path into a free map (`data.sources.gym.params.min`) is the map's field; a path that names an
     item of a named list is the list's.
@@ -86,7 +134,7 @@ def _match(known: dict[str, SchemaField], steps: Sequence[str]) -> SchemaField |
 
 
 def _holds_more(field: SchemaField) -> bool:
-    """Whether paths go on below it that are no fields: the keys of a free map."""
+    """Return whether the field is a free map, whose keys are not fields."""
     return get_origin(field.annotation) is dict
 
 
@@ -106,7 +154,7 @@ def _fields(block: type[Block], prefix: str, *, site: bool) -> Iterator[SchemaFi
 
 
 def _marks(annotation: Any) -> list[Any]:
-    """Metadata inside an annotation: of `Tokens | None`, that of Tokens."""
+    """Return the metadata inside an annotation; for `Tokens | None`, that of Tokens."""
     found: list[Any] = list(getattr(annotation, "__metadata__", ()))
     for part in get_args(annotation):
         if hasattr(part, "__metadata__") or get_args(part):

@@ -1,7 +1,7 @@
-"""Which local files a source of problems reads, and what digest their contents have.
+"""Local files of a source of problems, in reading order, and the digest of their contents.
 
-Nothing here reads rows: the linter, the coordinator that hands the files to volunteers, and the
-sources themselves ask the same functions, and so mean the same files in the same order.
+The linter, the coordinator that sends the files to volunteers, and the sources themselves use these
+functions, so that all agree on the files and their order. Nothing here reads rows.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from runspec.core.spec.plugins import SOURCE_GROUP
 from runspec.core.spec.schema import RunSpec, Source
 
 MAX_FILES = 65_536
-"""Files that one source may read."""
+"""Most files that one source may read."""
 SUFFIXES = {"jsonl": ".jsonl", "gsm8k": ".jsonl", "parquet": ".parquet"}
-"""Of what a kind reads in a folder. Where no file there has it, all are read."""
+"""Suffix of the files that a kind reads in a folder. If no file has it, all are read."""
 ROW_KINDS = frozenset({*SUFFIXES, "hf_dataset"})
-"""Kinds of ours that read rows from files."""
+"""Built-in kinds that read rows from files."""
 _MAX_STATE_BYTES = 16 * 1024 * 1024
 _HUB = "hf://datasets/"
 
 
 def source_files(source: Source, data_dir: Path | None = None) -> dict[str, Path]:
-    """The files that a source reads: relative POSIX name -> resolved path, in reading order.
+    """Return the files of a source by relative POSIX name, in reading order.
 
     Args:
-        source: of a spec whose relative paths were made whole (or are relative to this process).
-        data_dir: where the files of all sources were put, as <source>/<relative name>; the
-            source's `uri` is then not looked at.
+        source: its relative paths start from the working directory.
+        data_dir: folder with the files of all sources, as <source>/<relative name>; it replaces
+            the source's `uri`.
 
     Returns:
-        Regular files under names that hold no `..`; empty for a source without `uri`.
+        Resolved paths of regular files; names hold no `..`. Empty for a source without `uri`.
 
     Raises:
-        UserError: nothing is there, it is no plain file, or the uri is of another machine.
+        UserError: a file is missing or not a regular file, or the uri is not of this machine.
     """
     if source.uri is None:
         return {}
@@ -68,12 +68,12 @@ def source_files(source: Source, data_dir: Path | None = None) -> dict[str, Path
 
 
 def whole_uri(uri: str, folder: Path) -> str:
-    """A local uri by its whole path; any other as it is.
+    """Return the absolute path of a local uri; any other uri unchanged.
 
     Args:
-        uri: of a source. A relative one lies beside the spec or, if nothing is there, where the
-            command runs.
-        folder: that of the spec's file.
+        uri: uri of a source. A relative path starts from the spec's folder or, if nothing is
+            there, from the working directory.
+        folder: folder of the spec's file.
     """
     if "://" in uri:
         return uri
@@ -81,21 +81,21 @@ def whole_uri(uri: str, folder: Path) -> str:
     try:
         beside = folder / path
         return str((path if path.exists() and not beside.exists() else beside).absolute())
-    except (OSError, ValueError):  # a name that can be no path
+    except (OSError, ValueError):  # an invalid path
         return uri
 
 
 def redirected(source: Source, data_dir: Path | None) -> Source:
-    """The source with its files in `data_dir`, where one is given and it reads any."""
+    """Return the source with its files in `data_dir`, if one is given and it reads files."""
     if data_dir is None or source.uri is None:
         return source
     return source.model_copy(update={"uri": str(data_dir / source.name)})
 
 
 def data_digest(spec: RunSpec, data_dir: Path | None = None) -> str:
-    """BLAKE3 over what the problems are made from: file contents in order, versions of generators.
+    """Return BLAKE3 over file contents in order and versions of generators.
 
-    Equal digests, and the same spec and tokenizer, mean the same problems.
+    Equal digests, with the same spec and tokenizer, mean the same problems.
 
     Raises:
         UserError: see `source_files`.
@@ -110,12 +110,12 @@ def data_digest(spec: RunSpec, data_dir: Path | None = None) -> str:
 
 
 def compare_data_digests(ours: str, theirs: str, *, whose: str) -> None:
-    """Refuses another process's data.
+    """Require that another process has the same data.
 
     Args:
-        ours: `data_digest` here.
-        theirs: the same as another process said it.
-        whose: that process, for the message.
+        ours: `data_digest` of this process.
+        theirs: `data_digest` of the other process.
+        whose: name of the other process, for the message.
 
     Raises:
         UserError: they differ.
@@ -130,14 +130,14 @@ def compare_data_digests(ours: str, theirs: str, *, whose: str) -> None:
 
 
 def row_files(source: Source, files: dict[str, Path]) -> dict[str, Path]:
-    """Of a source's files those that hold rows, which is all but the index of a `hf_dataset`."""
+    """Return a source's files that hold rows: all but the index of a `hf_dataset`."""
     if source.kind != "hf_dataset":
         return files
     return {name: path for name, path in files.items() if not name.endswith(".json")}
 
 
 def file_digest(path: Path) -> str:
-    """BLAKE3 of a file; read again only where its size or time changed."""
+    """Return BLAKE3 of a file; it is cached until the file's size or time changes."""
     known = path.stat()
     return _digest(path, known.st_size, known.st_mtime_ns)
 
@@ -152,7 +152,7 @@ def _place(source: Source) -> str:
 
 
 def _named(uri: str, place: str) -> tuple[Path, list[str]]:
-    """The folder that a uri starts from, and the names below it."""
+    """Return the base folder of a uri, and the names of its files below it."""
     if "://" in uri:
         raise _elsewhere(uri, place)
     path = Path(uri)
@@ -176,7 +176,7 @@ def _named(uri: str, place: str) -> tuple[Path, list[str]]:
 
 
 def _walk(folder: Path, place: str) -> Iterator[str]:
-    """Names of all files below a folder, hidden ones and linked folders left out."""
+    """Return the names of all files below a folder, without hidden ones and linked folders."""
     names = []
     for parent, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -198,7 +198,7 @@ def _bounded(names: list[str], what: str, place: str) -> list[str]:
 
 
 def _regular(path: Path, place: str) -> Path:
-    """The file behind links, which must be a plain one: a pipe would keep us waiting."""
+    """Return the file behind symbolic links; it must be regular, since a pipe would block."""
     try:
         resolved = path.resolve(strict=True)
         if stat.S_ISREG(resolved.stat().st_mode):
@@ -225,7 +225,7 @@ def _elsewhere(uri: str, place: str) -> UserError:
 
 
 def _dataset_files(source: Source) -> dict[str, Path]:
-    """state.json and the Arrow files that it lists, of the split that `params.split` names."""
+    """Return state.json and the Arrow files that it lists, of the split `params.split`."""
     assert source.uri is not None
     place = _place(source)
     if "://" in source.uri:
@@ -283,7 +283,7 @@ def _json(path: Path, place: str) -> dict[str, Any]:
 
 
 def _generator(kind: str) -> str:
-    """What makes the problems of a kind without files, with its version."""
+    """Return name and version of the package that makes the problems of a kind without files."""
     try:
         if kind == "reasoning_gym":
             return f"reasoning_gym {version('reasoning_gym')}"

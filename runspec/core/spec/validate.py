@@ -1,19 +1,31 @@
-"""A merged tree against the schema: pydantic's errors, each at the place that wrote the value."""
+"""Checks a merged tree against the schema.
+
+Each of pydantic's errors becomes a finding at the place that wrote the value. Plain scalars that
+YAML 1.1 reads as another type (`on`, `010`, `12:30`) get the code `ambiguous-scalar`.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
-from runspec.core.spec.findings import Finding, Number, Place
-from runspec.core.spec.misread import misread, misread_scalars
+from runspec.core.spec.fields import NAME_PATTERN, NAME_WORDS, UnitError
+from runspec.core.spec.findings import Edit, Finding, Number, Place, replacing
 from runspec.core.spec.schema import RunSpec
-from runspec.core.spec.schema_keys import close_match
-from runspec.core.spec.values import NAME_PATTERN, NAME_WORDS, UnitError
-from runspec.core.spec.yaml_nodes import ListNode, MapNode, Node, object_name
+from runspec.core.spec.schema_fields import close_match, field_at
+from runspec.core.spec.yaml_nodes import (
+    ListNode,
+    MapNode,
+    Node,
+    ScalarNode,
+    object_name,
+    resolve_scalar,
+)
+from runspec.core.spec.yaml_text import Reading, other_reading
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -28,22 +40,28 @@ _EXPECTED = {
     "finite_number": "a finite number",
 }
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+_AMBIGUOUS = "ambiguous-scalar"
+_WANTED: dict[str, tuple[type, ...]] = {
+    "bool_type": (bool,),
+    "int_type": (int,),
+    "float_type": (int, float),
+    "string_type": (str,),
+}
 
 
 def validate(root: MapNode, findings: list[Finding]) -> RunSpec | None:
-    """The spec that the tree makes, or None with a finding for everything that is in the way."""
+    """Return the spec that the tree makes, or None with a finding for each error."""
     spec = None
     try:
         spec = RunSpec.model_validate(to_python(root))
     except ValidationError as error:
         _extend(findings, (schema_finding(root, item) for item in error.errors(include_url=False)))
-    _extend(findings, misread_scalars(root))
+    _extend(findings, _ambiguous_scalars(root))
     return spec
 
 
 def _extend(findings: list[Finding], more: Iterable[Finding]) -> None:
-    # One value can fail every branch of a union, or hold a variable that is not set: one finding
-    # is enough.
+    # One value can fail every branch of a union, or hold an unset variable: one finding is enough.
     seen = {(f.path, f.file, f.line, f.column) for f in findings}
     for finding in more:
         key = (finding.path, finding.file, finding.line, finding.column)
@@ -53,7 +71,7 @@ def _extend(findings: list[Finding], more: Iterable[Finding]) -> None:
 
 
 def to_python(node: Node) -> Any:
-    """Plain dicts, lists and scalars."""
+    """Return a tree as plain dicts, lists and scalars."""
     if isinstance(node, MapNode):
         return {key: to_python(entry.value) for key, entry in node.entries.items()}
     if isinstance(node, ListNode):
@@ -62,7 +80,7 @@ def to_python(node: Node) -> Any:
 
 
 def locate(root: Node, location: tuple[int | str, ...]) -> tuple[Place, str, Node, bool]:
-    """Follows pydantic's location, or a rule's, as far as the tree has it.
+    """Follow pydantic's location, or a rule's, as far as the tree has it.
 
     Items of named lists are reached by index or by name, and shown by name.
 
@@ -90,7 +108,7 @@ def _item(node: ListNode, step: int | str) -> Node | None:
 
 
 def schema_finding(root: MapNode, error: Any) -> Finding:
-    """One of pydantic's errors, at the place that wrote the value."""
+    """Return one of pydantic's errors as a finding at the place that wrote the value."""
     location, kind = error["loc"], error["type"]
     place, path, node, found = locate(root, location)
     if kind == "missing":
@@ -106,7 +124,7 @@ def schema_finding(root: MapNode, error: Any) -> Finding:
         message = f"a single value was expected, got {got}"
         return Finding(place, "wrong-type", message, path=path, blocking=True)
     if kind in _EXPECTED:
-        return misread(node, kind, path) or Finding(
+        return _ambiguous_type(node, kind, path) or Finding(
             place,
             "wrong-type",
             f"{_EXPECTED[kind]} was expected, got {got}",
@@ -137,7 +155,7 @@ def schema_finding(root: MapNode, error: Any) -> Finding:
 
 
 def _bound(name: str, value: Any, context: dict[str, Any]) -> tuple[dict[str, Number], str]:
-    """What was measured, and the bound that it is beyond; nothing where it is no bound."""
+    """Return the measured number and the violated bound; both empty for other errors."""
     for kind, sign in _BOUNDS.items():
         if kind in context and isinstance(value, int | float):
             return {name: value}, f"{name} {sign} {context[kind]:g}"
@@ -155,3 +173,130 @@ def _shown(node: Node) -> str:
         return str(node.value).lower()
     text = repr(node.value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _ambiguous_type(node: Node, kind: str, path: str) -> Finding | None:
+    """Return the finding of a scalar that has the right type if quoted, or by YAML 1.1; else None.
+
+    Args:
+        node: a value of the wrong type.
+        kind: pydantic's name of the expected type's error.
+        path: of the node, as people write it.
+    """
+    written = node.place.written
+    if not isinstance(node, ScalarNode) or kind not in _WANTED or not written or "${" in written:
+        return None
+    reading = other_reading(written) if node.plain else None
+    if reading is not None and (kind == "string_type" or type(reading) in _WANTED[kind]):
+        return _otherwise(node, kind, path, reading)
+    text = _retyped(node, kind)
+    if text is None:
+        return None
+    hint = "put it in quotes" if node.plain else "leave the quotes out"
+    return Finding(
+        node.place,
+        "wrong-type",
+        f"{_EXPECTED[kind]} was expected, got {_raw(node)}",
+        path=path,
+        suggestion=hint,
+        fix=replacing(node.place, text),
+        blocking=True,
+    )
+
+
+def _ambiguous_scalars(root: MapNode) -> Iterator[Finding]:
+    """Find valid plain scalars of a tree that YAML 1.1 reads as another value.
+
+    Numbers in numeric fields are left out. Every other scalar can be written so that all versions
+    of YAML read the same value.
+    """
+    for path, node in _scalars(root, ""):
+        reading = other_reading(node.place.written) if node.plain else None
+        if reading is None or (not isinstance(node.value, str) and _is_numeric(path)):
+            continue
+        text = _quoted(node.value) if isinstance(node.value, str) else str(node.value)
+        yield Finding(
+            node.place,
+            _AMBIGUOUS,
+            f"{_read(node)} here, but YAML 1.1 reads {_as_yaml(reading)}",
+            path=path,
+            severity="warning",
+            suggestion=f"write {text}",
+            fix=replacing(node.place, text),
+        )
+
+
+def _otherwise(node: ScalarNode, kind: str, path: str, reading: Reading) -> Finding:
+    written = node.place.written
+    edit: Edit | None = None
+    if kind == "string_type":
+        hint, edit = f"write {_quoted(written)}", replacing(node.place, _quoted(written))
+    else:
+        hint = f"write {_as_yaml(reading)}"
+        # 12:30 may be minutes, hours or no time: only the writer knows.
+        edit = replacing(node.place, _as_yaml(reading)) if ":" not in written else None
+    message = (
+        f"{_EXPECTED[kind]} was expected, got {_read(node)}; YAML 1.1 reads {_as_yaml(reading)}"
+    )
+    return Finding(
+        node.place, _AMBIGUOUS, message, path=path, suggestion=hint, fix=edit, blocking=True
+    )
+
+
+def _retyped(node: ScalarNode, kind: str) -> str | None:
+    """Return the same characters as the expected type; None if that is impossible."""
+    if kind == "string_type":
+        is_other = node.plain and isinstance(node.value, bool | int | float)
+        return _quoted(node.place.written) if is_other else None
+    if node.plain or not isinstance(node.value, str):
+        return None
+    try:
+        value = resolve_scalar(node.value)
+    except ValueError:
+        return None
+    return node.value if type(value) in _WANTED[kind] else None
+
+
+def _scalars(node: Node, path: str) -> Iterator[tuple[str, ScalarNode]]:
+    dot = f"{path}." if path else ""
+    if isinstance(node, MapNode):
+        for key, entry in node.entries.items():
+            yield from _scalars(entry.value, f"{dot}{key}")
+    elif isinstance(node, ScalarNode):
+        yield path, node
+    else:
+        for index, item in enumerate(node.items):
+            yield from _scalars(item, f"{dot}{object_name(item) or index}")
+
+
+def _is_numeric(path: str) -> bool:
+    above, _, last = path.rpartition(".")
+    field = field_at(above if last.isdigit() else path)  # an item has the field of its list
+    return field is not None and bool({int, float} & set(_leaves(field.annotation)))
+
+
+def _leaves(annotation: Any) -> Iterator[Any]:
+    """Return the types inside an annotation; none of a free map, which takes any value."""
+    if get_origin(annotation) is dict:
+        return
+    inner = get_args(annotation)
+    if not inner:
+        yield annotation
+    for part in inner:
+        yield from _leaves(part)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _read(node: ScalarNode) -> str:
+    return f"the text {_raw(node)}" if isinstance(node.value, str) else _raw(node)
+
+
+def _raw(node: ScalarNode) -> str:
+    return repr(node.value) if isinstance(node.value, str) else _as_yaml(node.value)
+
+
+def _as_yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,8 +1,8 @@
-"""YAML text to nodes that know their places, with the scalars of YAML 1.2's core schema.
+"""Parses YAML text to nodes with their places, by YAML 1.2's core schema.
 
-PyYAML's parser gives the events; its YAML 1.1 resolver (`1e-6` a string, `on` a bool, `010` eight,
-the last of two equal keys in silence) stays out of it. Documents are hostile: their size, depth
-and expansion by aliases are bounded, tags are refused.
+PyYAML's parser gives the events. Its YAML 1.1 resolver is not used: it reads `1e-6` as text, `on`
+as true and `010` as eight, and drops the first of two equal keys. Documents are untrusted: their
+size, depth and expansion by aliases are limited, and tags are refused.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from typing import Any
 
 import yaml
 
-from runspec.core.spec.comments import MARKER, Comment, Span, find_comments
-from runspec.core.spec.findings import Finding, Place
+from runspec.core.spec.findings import MARKER, Comment, Finding, Place, Span, find_comments
 
 MAX_CHARACTERS = 256 * 1024
 MAX_DEPTH = 32
 MAX_NODES = 20_000
 """Nodes of a document after its aliases are expanded."""
 MAX_NUMBER = 64
-"""Characters of a number."""
+"""Most characters of a number."""
 MAX_INTEGER = 2**63 - 1
-"""So that products of several counts are numbers that a float holds."""
+"""Largest integer, so that a product of several counts fits a float."""
 
 ScalarValue = str | int | float | bool | None
 
@@ -34,7 +33,7 @@ class ScalarNode:
     value: ScalarValue
     place: Place
     plain: bool
-    """Written without quotes, so that its type follows from its text."""
+    """Whether it is written without quotes, so that its text determines its type."""
     size: int = 1
     height: int = 0
 
@@ -49,7 +48,7 @@ class ListNode:
 
 @dataclass(frozen=True)
 class Entry:
-    """A value of a map and the place of its key."""
+    """Value of a map, and the place of its key."""
 
     key_place: Place
     value: Node
@@ -60,18 +59,18 @@ class MapNode:
     entries: dict[str, Entry]
     place: Place
     size: int = 1
-    """Nodes in it, aliases expanded."""
+    """Number of nodes in it, aliases expanded."""
     height: int = 1
-    """Levels below it."""
+    """Number of levels below it."""
     deleted: dict[str, Place] = field(default_factory=dict)
-    """Keys that a null took away when layers were merged, and where."""
+    """Places of the nulls that deleted keys when layers were merged, by key."""
 
 
 Node = ScalarNode | ListNode | MapNode
 
 
 def object_name(node: Node) -> str:
-    """The `name` of a named object, empty where it has none that is text."""
+    """Return the `name` of a named object; empty if it has no name that is text."""
     if isinstance(node, MapNode) and "name" in node.entries:
         value = node.entries["name"].value
         if isinstance(value, ScalarNode) and isinstance(value.value, str):
@@ -81,16 +80,16 @@ def object_name(node: Node) -> str:
 
 @dataclass(frozen=True)
 class Document:
-    """A file's root node (None where the file is empty or broken) and what is wrong with it."""
+    """Root node of a file, None if the file is empty or broken, and its findings."""
 
     root: Node | None
     findings: list[Finding]
     comments: tuple[Comment, ...] = ()
-    """Those that begin with `# runspec:`."""
+    """Comments that begin with `# runspec:`."""
 
 
 class _Broken(Exception):
-    """Text that cannot be read on."""
+    """Error: the text cannot be parsed any further."""
 
     def __init__(self, place: Place, message: str) -> None:
         super().__init__(message)
@@ -103,11 +102,11 @@ _HINTS = {
     "<document start>": "name a spec, which is one YAML document; this looks like a file of rows",
     "mapping values are not allowed here": "put text with a colon in quotes, or indent it less",
 }
-"""What to do, by words of PyYAML's message."""
+"""Suggestions by words of PyYAML's message."""
 
 
 def broken(place: Place, message: str) -> Finding:
-    """A finding that leaves nothing of a file."""
+    """Return a finding of a file that cannot be parsed."""
     hint = next((hint for words, hint in _HINTS.items() if words in message), "")
     return Finding(place, "yaml", message, suggestion=hint, blocking=True)
 
@@ -125,10 +124,10 @@ _NAN = {".nan", ".NaN", ".NAN"}
 
 
 def resolve_scalar(text: str) -> ScalarValue:
-    """The value of a plain scalar by the core schema (YAML 1.2.2, section 10.3.2).
+    """Return the value of a plain scalar by the core schema (YAML 1.2.2, section 10.3.2).
 
     Raises:
-        ValueError: a number of absurd length or size.
+        ValueError: a number above MAX_NUMBER or MAX_INTEGER.
     """
     if text in _NULL:
         return None
@@ -155,10 +154,10 @@ def resolve_scalar(text: str) -> ScalarValue:
 
 
 def parse_yaml(text: str, file: str, *, shown: str | None = None) -> Document:
-    """The one document of `text`; `shown` has the lines to show for it, where they differ.
+    """Parse the one document of `text`; findings quote the lines of `shown` if given.
 
-    Broken YAML and what a spec has no use for (tags, several documents, keys that are not words,
-    too much of anything) leave no root; a key said twice is a finding beside the root.
+    Broken YAML, tags, several documents, keys that are not words, and documents above a limit give
+    no root. A duplicate key is a finding beside the root.
     """
     composer = _Composer(text, file, shown or text)
     try:
@@ -184,9 +183,9 @@ def parse_yaml(text: str, file: str, *, shown: str | None = None) -> Document:
 
 
 def _opened(text: str, error: yaml.MarkedYAMLError, end: yaml.Mark) -> yaml.Mark | None:
-    """Where the bracket or quote begins that a later line lacks the end of; None without one.
+    """Return the start of a bracket or quote that is not closed; None if there is none.
 
-    A quote that is not closed ends at the next one, so the parser stops behind that.
+    A quote that is not closed ends at the next quote, so the parser fails after that.
     """
     start = error.context_mark
     if start is not None and str(error.context).endswith(
@@ -203,7 +202,7 @@ def _opened(text: str, error: yaml.MarkedYAMLError, end: yaml.Mark) -> yaml.Mark
 
 
 class _Composer:
-    """Builds nodes from the parser's events, with every bound checked on the way."""
+    """Builds nodes from the parser's events, and checks every limit."""
 
     def __init__(self, text: str, file: str, shown: str) -> None:
         self.findings: list[Finding] = []
@@ -214,11 +213,11 @@ class _Composer:
         self._events: Iterator[Any] = iter(())
         self._anchors: dict[str, Node] = {}
         self._end = 0
-        """Line in which the newest node ends."""
+        """Last line of the newest node."""
         self._hashes: list[Span] = []
-        """Scalars with a `#` inside."""
+        """Spans of scalars with a `#` inside."""
         self._extents: dict[int, int] = {}
-        """The last line of what begins in a line, where that is another."""
+        """Last line of a value by its first line, if it spans lines."""
 
     def place(self, mark: Any, end: Any = None) -> Place:
         if mark is None:
@@ -228,7 +227,7 @@ class _Composer:
         return Place(self._file, mark.line + 1, mark.column + 1, source, width)
 
     def comments(self) -> tuple[Comment, ...]:
-        """The file's own comments, once the document is read."""
+        """Return the file's `# runspec:` comments, after the document is read."""
         if not MARKER.search(self._text):
             return ()
         return find_comments(self._lines, self._file, self._hashes, self._extents)
@@ -274,7 +273,7 @@ class _Composer:
     def _scalar(self, event: Any) -> ScalarNode:
         place = self.place(event.start_mark, event.end_mark)
         if anchor := _ANCHOR.match(place.written):
-            # What is written there is the value, not the name that it is given.
+            # The place is that of the value, without the anchor.
             at, width = place.column + anchor.end(), place.width - anchor.end()
             place = replace(place, column=at, width=width)
         plain = event.style is None
@@ -286,7 +285,7 @@ class _Composer:
             raise _Broken(place, str(error)) from error
 
     def _reached(self, event: Any) -> None:
-        """Notes where a scalar ends, and where a `#` in it is no comment."""
+        """Record where a scalar ends, and its span if it has a `#`."""
         start, end = event.start_mark, event.end_mark
         block = event.style in ("|", ">")
         # A block scalar ends where the next line begins.
@@ -297,12 +296,12 @@ class _Composer:
             self._hashes.append((first, (end.line, end.column)))
 
     def _begun(self, line: int) -> None:
-        """Notes that what began in `line` ends with the newest node."""
+        """Record that the value that begins in `line` ends with the newest node."""
         if self._end > line:
             self._extents[line] = max(self._end, self._extents.get(line, 0))
 
     def _check_text(self, text: str, place: Place) -> None:
-        # Escapes can name half of a surrogate pair, or characters that have no place in a name.
+        # Escapes can name half of a surrogate pair, or the null character.
         if any("\ud800" <= c <= "\udfff" or c == "\0" for c in text):
             raise _Broken(place, "a character that is no text")
 
@@ -336,7 +335,7 @@ class _Composer:
         return MapNode(entries, place, size, 1 + height)
 
     def _closed(self, start: Any, end: Any) -> None:
-        """Notes where a list or map in brackets ends; one without ends with its newest node."""
+        """Record where a list or map in brackets ends; one without ends with its newest node."""
         if start.flow_style:
             self._end = end.end_mark.line + 1
 

@@ -1,4 +1,10 @@
-"""Plain data to YAML text that reads back the same, by YAML 1.2 and by YAML 1.1 alike."""
+"""Writes plain data as YAML text that YAML 1.1 and YAML 1.2 read the same way.
+
+runspec reads a spec by YAML 1.2's core schema, most other tools by YAML 1.1
+(https://yaml.org/type/). There `on` is true, `010` is eight and `12:30` is 750. `other_reading`
+finds such plain scalars. It leaves out numbers such as `1e-6`, which YAML 1.1 takes for text:
+nobody means text by them.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +13,63 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from runspec.core.spec.yaml_nodes import ScalarValue, resolve_scalar
-from runspec.core.spec.yaml_versions import other_reading
 
+# Only _ANY is compiled at import: most specs have no such scalar.
+_BOOL = r"[yYnN]|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF"
+_TRUE = ("y", "yes", "on")
+_LEADING_ZERO = r"[-+]?0[0-9_]+"
+_OCTAL = r"[-+]?0[0-7_]+"
+_BINARY = r"[-+]?0b_*[01][01_]*"
+_INTEGER = r"[-+]?(0x_*[0-9a-fA-F][0-9a-fA-F_]*|[1-9][0-9_]*)"
+_FLOAT = r"[-+]?[0-9][0-9_]*\.[0-9_]*([eE][-+][0-9]+)?"
+_SEXAGESIMAL = r"([-+]?)([0-9]+(?::[0-5]?[0-9])+(?:\.[0-9]*)?)"
+_DATE = r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}([Tt ].{1,40})?"
+_ANY = re.compile(r"[yYnNoO].{0,2}|[-+]?0[0-9_b].*|[-+]?[0-9][0-9a-fA-Fx.]*[_:].*|[0-9]{4}-.*")
+"""Matches whatever the other patterns match, and nearly nothing else in a spec."""
+MAX_CHARACTERS = 64
+
+Reading = bool | int | float | str
 Comment = Callable[[tuple[str | int, ...]], str]
-"""From the keys and indices of a scalar, or of a list on one line, to what stands behind it."""
-
+"""Returns the comment behind a scalar, or behind a list on one line, by its keys and indices."""
 _PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./@+=()<>-]*(?:[ :][A-Za-z0-9_./@+=()<>-]+)*")
 _INDENT = "  "
+
+
+def other_reading(text: str) -> Reading | None:
+    """Return YAML 1.1's value of a plain scalar, in words if it is a date or text.
+
+    None if YAML 1.2 reads the same, or if nobody means that value.
+    """
+    if len(text) > MAX_CHARACTERS or not _ANY.fullmatch(text):
+        return None
+    if re.fullmatch(_BOOL, text):
+        return text.lower() in _TRUE
+    bare = text.replace("_", "")
+    if re.fullmatch(_LEADING_ZERO, text):
+        return _leading_zero(text, bare)
+    if re.fullmatch(_BINARY, text):
+        return int(bare, 2)
+    if "_" in text and re.fullmatch(_INTEGER, text):
+        return int(bare, 0)
+    if "_" in text and re.fullmatch(_FLOAT, text):
+        return float(bare)
+    if match := re.fullmatch(_SEXAGESIMAL, text):
+        return _sexagesimal(match[1], match[2])
+    return "a date" if re.fullmatch(_DATE, text) else None
+
+
+def _leading_zero(text: str, bare: str) -> Reading | None:
+    if not re.fullmatch(_OCTAL, text):
+        return f"the text '{text}'"
+    value = int(bare, 8)
+    return None if "_" not in text and value == int(bare) else value
+
+
+def _sexagesimal(sign: str, digits: str) -> Reading:
+    value: int | float = 0
+    for part in digits.split(":"):
+        value = value * 60 + (float(part) if "." in part else int(part))
+    return -value if sign == "-" else value
 
 
 def _no_comment(path: tuple[str | int, ...]) -> str:
@@ -21,12 +77,12 @@ def _no_comment(path: tuple[str | int, ...]) -> str:
 
 
 def to_yaml(value: Mapping[str, Any], comment: Comment = _no_comment) -> str:
-    """A document in block style, in the order of the maps; lists of scalars on one line."""
+    """Return a document in block style, in the order of the maps; lists of scalars on one line."""
     return "".join(f"{line}\n" for line in _map(value, "", (), comment))
 
 
 def yaml_scalar(value: ScalarValue) -> str:
-    """A scalar as YAML; text is quoted wherever it could be read as something else."""
+    """Return a scalar as YAML; text is quoted if it could be read as another type."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -35,7 +91,7 @@ def yaml_scalar(value: ScalarValue) -> str:
         return str(value)
     if isinstance(value, float):
         text = repr(value)
-        # YAML 1.1 takes 1e-06 for text, and wants the point.
+        # YAML 1.1 takes 1e-06 for text: it requires the point.
         return text.replace("e", ".0e") if "e" in text and "." not in text else text
     return value if _is_plain(value) else _quoted(value)
 
@@ -45,7 +101,7 @@ def _is_plain(text: str) -> bool:
         return False
     try:
         return resolve_scalar(text) == text and other_reading(text) is None
-    except ValueError:  # digits without end
+    except ValueError:  # an integer that is too long
         return False
 
 
@@ -83,7 +139,7 @@ def _entry(
             for first, line in enumerate(lines):
                 yield line if first else f"{indent}{_INDENT}- {line.lstrip()}"
     else:
-        # A break in a comment would end it.
+        # A line break would end the comment.
         said = "".join(c if c.isprintable() else "?" for c in comment(path))
         yield f"{head} {_on_one_line(item)}" + (f"  # {said}" if said else "")
 

@@ -1,4 +1,4 @@
-"""The rules, one module a theme. Importing this package registers them all, in order of modules."""
+"""Rules of the linter, one module a theme; importing the package registers all, by module name."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -1,11 +1,10 @@
-"""What is optimised: batches, clip bounds, penalties."""
+"""Rules on the objective: batches, clip bounds, penalties."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runspec.lint.divisors import divisors
-from runspec.lint.registry import Context, Violation, rule
+from runspec.lint.registry import Context, Violation, divisors, rule
 
 
 @rule("updates-divide-batch", "algorithm")

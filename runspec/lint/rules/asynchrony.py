@@ -1,12 +1,12 @@
-"""Lag: how long versions live, and how long they travel."""
+"""Rules on lag: how long versions are kept, how long they travel, and when to send deltas."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runspec.estimate.broadcast import arrivals
-from runspec.estimate.rates import step_seconds
-from runspec.estimate.version_size import version_size
+from runspec.estimate.assumed import changed_share
+from runspec.estimate.broadcast import arrivals, version_size
+from runspec.estimate.speed import step_seconds
 from runspec.lint.registry import Context, Violation, rule
 from runspec.lint.rules.relays import graph_is_sound
 
@@ -67,9 +67,9 @@ def broadcast_time(context: Context) -> Iterator[Violation]:
     a version travels longer than that many steps last, the worker at the end of the slowest
     declared path always samples too late: its rollouts expire, or the learner waits. A version of
     P parameters has 2 P bytes (4 P in float32), its delta as many as changed elements take
-    (`runspec.estimate.version_size`), sent over the links that `download` and `upload` declare,
+    (`runspec.estimate.broadcast`), sent over the links that `download` and `upload` declare,
     cut-through and shared (`runspec.estimate.broadcast`); step_s is the longer of training and
-    sampling, neither waiting (`runspec.estimate.rates`). INTELLECT-2
+    sampling, neither waiting (`runspec.estimate.speed`). INTELLECT-2
     (arXiv 2505.07291): 14 minutes for 62 GB, steps of 22, async level 2. Silent where no link is
     declared, a speed is not known, or async_level is 0 and every step waits by intent.
     """
@@ -97,4 +97,108 @@ def broadcast_time(context: Context) -> Iterator[Violation]:
         },
         suggestion=("broadcast.format: delta, " if helps else "")
         + "a faster link, more relays, or a higher async_level",
+    )
+
+
+@rule("delta-gain", "asynchrony", "warning")
+def delta_gain(context: Context) -> Iterator[Violation]:
+    """Deltas should be at most half of a version, or whole versions be sent.
+
+        delta_bytes <= version_bytes / 2        delta = n (H(s) / 8 + s b)
+
+    n elements of b bytes, of which a share s changes: about lr D^1/2 2^p, for adamw moves a
+    weight by about lr, a usual one is D^-1/2, and numbers of p significant bits (8 in bfloat16, 24
+    in float32) lie D^-1/2 2^-p apart. bfloat16 rounds most updates away at rates of 1e-6: 1 %
+    changes (PULSE, arXiv 2602.03839). float32 keeps every one of them. Then a publisher that
+    compares versions spends its time for nothing: what is not smaller goes out whole.
+    `estimate.changed_share` takes the place of s where somebody measured it.
+    """
+    spec, config = context.spec, context.config
+    if spec.broadcast.format != "delta" or config is None:
+        return
+    size, share = version_size(spec, config), changed_share(spec, config).value
+    if size.delta > size.whole / 2:
+        yield Violation(
+            ("broadcast", "format"),
+            f"{share:.0%} of the {spec.broadcast.dtype} elements change from one version to the "
+            f"next: a delta has {size.delta / size.whole:.0%} of the bytes",
+            numbers={
+                "changed_share": float(f"{share:.3g}"),
+                "delta_bytes": round(size.delta),
+                "version_bytes": size.whole,
+                "lr": spec.optimizer.lr,
+            },
+            suggestion="format: full"
+            + (", or a run with dtype: bfloat16" if spec.broadcast.dtype == "float32" else ""),
+        )
+
+
+@rule("anchor-distance", "asynchrony", "warning")
+def anchor_distance(context: Context) -> Iterator[Violation]:
+    """The deltas after an anchor should be no more than the anchor itself.
+
+        (anchor_every - 1) x delta_bytes <= version_bytes
+
+    Who joins, or was away for longer than versions are kept, fetches the newest anchor and every
+    delta after it. Where those outweigh a whole version, joining takes more than twice as long as
+    it has to, origin and relays keep as much for nothing, and an anchor sooner costs followers
+    nothing: it carries a delta for them. Silent where `delta-gain` speaks.
+    """
+    spec, config = context.spec, context.config
+    if spec.broadcast.format != "delta" or config is None:
+        return
+    size = version_size(spec, config)
+    if size.delta > size.whole / 2 or size.joiner <= 2 * size.whole:
+        return
+    most = int(size.whole / size.delta) + 1
+    yield Violation(
+        ("broadcast", "anchor_every"),
+        f"who joins fetches up to {size.joiner / size.whole:.1f} times a whole version: an anchor "
+        f"and {spec.broadcast.anchor_every - 1} deltas",
+        numbers={
+            "anchor_every": spec.broadcast.anchor_every,
+            "delta_bytes": round(size.delta),
+            "version_bytes": size.whole,
+            "joiner_bytes": round(size.joiner),
+        },
+        suggestion=f"anchor_every: {most} or less",
+    )
+
+
+@rule("whole-versions", "asynchrony", "warning")
+def whole_versions(context: Context) -> Iterator[Violation]:
+    """Where links carry a delta within a step but no whole version, deltas should be sent.
+
+        broadcast_s <= step_s        or not delta_s <= step_s
+
+    A version that travels longer than a step takes is not the newest any more when it arrives:
+    rollouts are as old as the lag allows, or the learner waits for them. The times are those of
+    `broadcast-time`, with all bytes of a version and with those of a delta
+    (`runspec.estimate.broadcast`). Samplers rebuild a version from what they hold, and check
+    every tensor of it. Silent where `broadcast-time` speaks.
+    """
+    spec, config = context.spec, context.config
+    if spec.broadcast.format != "full" or config is None or not graph_is_sound(spec):
+        return
+    size = version_size(spec, config)
+    reached, with_deltas = arrivals(spec, size.whole), arrivals(spec, size.delta)
+    step_s = step_seconds(spec, config) if reached else None
+    if step_s is None or not with_deltas[-1].seconds <= step_s < reached[-1].seconds:
+        return
+    slowest, level = reached[-1], spec.algorithm.async_level
+    if 0 < level * step_s < slowest.seconds:
+        return
+    yield Violation(
+        ("broadcast", "format"),
+        f"{slowest.name} has a version {slowest.seconds:.0f} s after it is published, and a step "
+        f"may take {step_s:.0f} s; what changed in it would be there after "
+        f"{with_deltas[-1].seconds:.1f} s",
+        numbers={
+            "version_bytes": size.whole,
+            "delta_bytes": round(size.delta),
+            "broadcast_s": float(f"{slowest.seconds:.4g}"),
+            "delta_s": float(f"{with_deltas[-1].seconds:.4g}"),
+            "step_s": float(f"{step_s:.4g}"),
+        },
+        suggestion="format: delta",
     )

@@ -1,4 +1,4 @@
-"""Money, and the hours that it buys."""
+"""Rules on the budget: cost and hours."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from math import floor
 
 from runspec.estimate.price import hourly_price
-from runspec.estimate.rates import step_seconds
 from runspec.estimate.run import forecast
+from runspec.estimate.speed import step_seconds
 from runspec.lint.registry import Context, Violation, rule
 
 
@@ -37,7 +37,7 @@ def over_budget(context: Context) -> Iterator[Violation]:
 
         steps x step_s / 3600 x price_per_hour <= max_cost
 
-    step_s is the time of a step with every role always at work (`runspec.estimate.rates`), from
+    step_s is the time of a step with every role always at work (`runspec.estimate.speed`), from
     measured speeds where the spec has them: `runspec plan` forecasts more. A run that its budget
     ends early is resumable, but the steps that were planned were never paid for. Silent where a
     speed is not known.

@@ -1,4 +1,4 @@
-"""Problems: what sources need, which rows are there, how prompts begin the thinking."""
+"""Rules on problems: fields and rows of sources, and prompts that begin the thinking."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from runspec.core.errors import UserError
 from runspec.core.spec.plugins import missing_plugins
-from runspec.core.spec.schema_keys import close_match
+from runspec.core.spec.schema_fields import close_match
 from runspec.core.spec.source_files import ROW_KINDS, source_files, whole_uri
 from runspec.lint.registry import Context, Violation, found_by_loader, rule
 from runspec.lint.tokenizer_files import TokenizerFiles

@@ -1,4 +1,4 @@
-"""What the loader itself finds: YAML, keys, types, layers, variables, comments. Their pages."""
+"""Pages of the findings of the loader: YAML, keys, types, layers, variables, comments."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What fits into the memory of devices, and which numbers survive rounding.
+"""Rules on device memory, and on numbers that rounding would lose.
 
-The figures are those of `runspec plan`, closed forms of `runspec.estimate`. Rules that need the
-model's shape or a device's memory say nothing where it is not known; `unknown-model` and
-`unknown-hardware` say so.
+The figures are those of `runspec plan`, from `runspec.estimate`. Rules that need the model's shape
+or a device's memory are silent if it is unknown; `unknown-model` and `unknown-hardware` report
+that.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from math import ceil, sqrt
 
 from runspec.core.models.hardware import DEVICES, device_count, device_of
-from runspec.core.models.logits import MAX_LOGITS, logits_chunk
-from runspec.core.models.prefill import prefill_bytes
+from runspec.core.models.memory import MAX_LOGITS, logits_chunk, prefill_bytes
 from runspec.core.spec.schema import Hardware, RunSpec
-from runspec.core.spec.schema_keys import close_match
+from runspec.core.spec.schema_fields import close_match
 from runspec.estimate.assumed import weight_move
+from runspec.estimate.broadcast import version_size
 from runspec.estimate.learner import learner_memory
 from runspec.estimate.sampler import MEMORY_UTILIZATION, sampler_memory
-from runspec.estimate.version_size import version_size
 from runspec.lint.registry import Context, Violation, rule
 
 STATE_SHARE = 0.9

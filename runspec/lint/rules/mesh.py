@@ -1,4 +1,4 @@
-"""How the learner divides its devices."""
+"""Rules on the learner's mesh: topology, devices, hosts, slices."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from math import lcm, prod
 
 from runspec.core.models.hardware import device_count
 from runspec.core.spec.schema import Hardware, RunSpec
-from runspec.lint.divisors import divisors
-from runspec.lint.registry import Context, Violation, rule
+from runspec.lint.registry import Context, Violation, divisors, rule
 
 _TOPOLOGY = re.compile(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3})*")
 _SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")

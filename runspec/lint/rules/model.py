@@ -1,17 +1,15 @@
-"""The model: its shape, what of it is trained, and the tokenizer that its tokens come from."""
+"""Rules on the model: its shape, trained parameters and tokenizer, and how version 0 is made."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from runspec.core.errors import UserError
-from runspec.core.models.named_models import model_names, named_model
 from runspec.core.models.parameters import matrix_shapes
-from runspec.lint.divisors import divisors
-from runspec.lint.registry import Context, Violation, rule
+from runspec.core.models.spec_model import model_names, named_model
+from runspec.lint.registry import Context, Violation, divisors, rule
 from runspec.lint.tokenizer_files import TokenizerFiles
-from runspec.lock.cache import is_on_hub
-from runspec.lock.model_files import require_files
+from runspec.lock.cache import is_on_hub, require_files
 
 PADDING = 0.01
 """Share of a vocabulary by which models of a family differ: rows that no token has."""
@@ -279,3 +277,51 @@ def _tokenizer_key(context: Context) -> tuple[str, ...]:
 def _own_files(context: Context) -> TokenizerFiles | None:
     hf = context.spec.model.hf
     return None if hf is None else TokenizerFiles.read(context.folder / hf)
+
+
+@rule("one-model", "model")
+def one_model(context: Context) -> Iterator[Violation]:
+    """Exactly one of `model.hf` and `model.shape` must be given.
+
+    The first names weights that exist, the second the shape of weights that the warm start makes.
+    With both it would be open which is version 0; with neither there is none. `model.revision` is
+    the commit of `model.hf`, and means nothing without it.
+    """
+    model = context.spec.model
+    given = [name for name in ("hf", "shape") if getattr(model, name) is not None]
+    if len(given) != 1:
+        yield Violation(
+            ("model",),
+            f"exactly one of hf and shape is needed, {'both were' if given else 'neither was'} "
+            "given",
+            suggestion="null takes one away" if given else "name a Hugging Face repository in hf",
+        )
+    if model.revision is not None and model.hf is None:
+        yield Violation(
+            ("model", "revision"),
+            "is the commit of model.hf, which is not given",
+            suggestion="set it to null",
+        )
+
+
+@rule("warm-start", "model")
+def warm_start(context: Context) -> Iterator[Violation]:
+    """A `model.shape` must have a warm start, and a model with weights must have none.
+
+    A shape is not weights: the supervised steps of `warm_start` make them before version 0 exists.
+    Reinforcement learning alone cannot, for random weights are never right and the reward says
+    nothing. A model of `model.hf` is version 0 as it is.
+    """
+    spec = context.spec
+    if spec.model.shape is not None and spec.warm_start is None:
+        yield Violation(
+            ("model", "shape"),
+            "has no weights: warm_start must make them",
+            suggestion="warm_start: {} takes the defaults",
+        )
+    if spec.model.shape is None and spec.warm_start is not None:
+        yield Violation(
+            ("warm_start",),
+            "makes the weights of a model.shape, and none is given",
+            suggestion="set it to null",
+        )

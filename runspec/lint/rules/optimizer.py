@@ -1,4 +1,4 @@
-"""How far an update goes: learning rates, their schedules, the decays of AdamW's means."""
+"""Rules on the optimizer: learning rates, schedules, decays of AdamW's means."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Names of roles, and the machines, ports and files that they share."""
+"""Rules on placement: names of roles, and the machines, ports and files that they share."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from runspec.core.address import is_loopback, parse_url, server_urls
 from runspec.core.spec.role_names import (
     elsewhere,
     learner_names,
@@ -16,7 +17,6 @@ from runspec.core.spec.role_names import (
 )
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.registry import Context, Violation, rule
-from runspec.lint.urls import is_loopback, parse_url, server_urls
 
 _SHOWN = 12
 """Names that a message lists."""

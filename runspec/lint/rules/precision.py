@@ -1,4 +1,4 @@
-"""What pools compute in, and the limits that their proofs are judged by."""
+"""Rules on precision: types of pools, and the thresholds of their proofs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from runspec.core.errors import UserError
-from runspec.core.spec.profile_files import profile_text
+from runspec.core.spec.resolved import profile_text
 from runspec.lint.registry import Context, Violation, rule
 from verify.thresholds import CALIBRATED, precision_of
 

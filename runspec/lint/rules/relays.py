@@ -1,4 +1,4 @@
-"""The graph of relays: every way down begins at the origin."""
+"""Rules on the graph of relays, whose paths all start at the origin."""
 
 from __future__ import annotations
 

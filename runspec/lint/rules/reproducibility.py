@@ -1,4 +1,4 @@
-"""Whether the same spec means the same run tomorrow."""
+"""Rules on reproducibility: pinned revisions and the seed."""
 
 from __future__ import annotations
 

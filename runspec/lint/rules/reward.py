@@ -1,4 +1,4 @@
-"""Rewards, their targets, and the problems they grade."""
+"""Rules on rewards: terms, targets, and the problems that they grade."""
 
 from __future__ import annotations
 

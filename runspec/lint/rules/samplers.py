@@ -1,4 +1,4 @@
-"""Lengths, engines, and what samplers and learner must agree on."""
+"""Rules on samplers: lengths, engines, and what they must share with the learner."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_count
 from runspec.core.models.rope_scaling import Dynamic, Linear, Yarn
-from runspec.lint.divisors import divisors
-from runspec.lint.registry import Context, Violation, rule
+from runspec.lint.registry import Context, Violation, divisors, rule
 
 
 @rule("context-fits", "samplers")

@@ -1,13 +1,51 @@
-"""What strangers could read, forge or take."""
+"""Rules on what strangers could read, forge or steal: servers, weights, credentials."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
-from runspec.lint.pools import is_elsewhere, untrusted_pools
+from runspec.core.address import is_loopback, parse_url, server_urls
+from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.lint.registry import Context, Violation, rule
-from runspec.lint.secrets import secret_kind
-from runspec.lint.urls import is_loopback, parse_url, server_urls
+
+# Prefixes: docs.github.com "About authentication", huggingface.co "User access tokens",
+# docs.gitlab.com "Token overview", api.slack.com "Token types", docs.aws.amazon.com "IAM
+# identifiers", cloud.google.com "API keys", RFC 7519 (JWT), RFC 7468 (PEM), RFC 3986 (userinfo).
+# Repetitions that could begin at many places are bounded: texts may be hostile.
+_FORMS = {
+    "a Hugging Face token": r"\bhf_[A-Za-z0-9]{30,}\b",
+    "a GitHub token": r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_[A-Za-z0-9_]{22,})",
+    "a GitLab token": r"\bglpat-[A-Za-z0-9_-]{20,}",
+    "a Slack token": r"\bxox[abprs]-[A-Za-z0-9-]{10,}",
+    "an API key": r"\bsk-(?:[a-z0-9]{1,12}-){0,3}(?=\w*[0-9])(?=\w*[A-Z])[A-Za-z0-9_]{20,}",
+    "an AWS access key": r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
+    "a Google API key": r"\bAIza[A-Za-z0-9_-]{35}",
+    "a JSON web token": r"\beyJ[\w-]{8,500}\.eyJ[\w-]{8,2000}\.[\w-]{16,}",
+    "a private key": r"-----BEGIN (?:[A-Z0-9]{1,20} ){0,3}PRIVATE KEY-----",
+    "a password in a URL": r"\b[a-z][a-z0-9+.-]{1,15}://[^/\s:@]{0,100}:[^/\s@]{1,200}@",
+}
+_COMPILED = {kind: re.compile(form) for kind, form in _FORMS.items()}
+_TELLING_KEY = re.compile(
+    r"(?i)(?:^|[_-])(?:token|secret|passw(?:or)?d|credentials?|(?:api|access|secret|private)[_-]?key)$"
+)
+_RANDOM = re.compile(r"(?=\S*[0-9])(?=\S*[A-Za-z])[A-Za-z0-9+/=_.~-]{16,}")
+
+
+def untrusted_pools(spec: RunSpec) -> list[SamplerPool]:
+    """Return the pools whose rollouts count only after a check."""
+    return [pool for pool in spec.samplers if pool.trust == "untrusted"]
+
+
+def is_elsewhere(pool: SamplerPool, spec: RunSpec) -> bool:
+    """Return whether a pool's workers count as on other people's machines.
+
+    With `placement.roles`, a pool is elsewhere if it is not named there. Without it, a pool on
+    accelerators is: an untrusted pool seldom shares the machine that the spec is applied on.
+    """
+    if spec.placement.roles is not None:
+        return pool.name not in spec.placement.roles
+    return pool.hardware.kind != "cpu"
 
 
 @rule("plain-http", "security")
@@ -107,7 +145,7 @@ def inline_secret(context: Context) -> Iterator[Violation]:
 def _texts(
     value: object, location: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Every text of a spec with its location; items of named lists by name."""
+    """Find every text of a spec with its location; items of named lists by name."""
     if isinstance(value, str):
         yield location, value
     elif isinstance(value, dict):
@@ -120,5 +158,19 @@ def _texts(
 
 
 def _free_key(location: tuple[str | int, ...]) -> str:
-    """The key where the spec leaves its meaning to others; empty elsewhere."""
+    """Return the key of a value in a free map; empty elsewhere."""
     return str(location[-1]) if "params" in location[:-1] else ""
+
+
+def secret_kind(text: str, key: str = "") -> str:
+    """Return the kind of credential that a text looks like; empty for none.
+
+    Args:
+        text: a value of a spec.
+        key: its key in a free map, else empty. There a long text of letters and digits under
+            `token`, `api_key` or `password` counts as a secret.
+    """
+    for kind, form in _COMPILED.items():
+        if form.search(text):
+            return kind
+    return f"a secret {key}" if _TELLING_KEY.search(key) and _RANDOM.fullmatch(text) else ""

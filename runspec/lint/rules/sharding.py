@@ -1,5 +1,8 @@
-"""What the mesh cuts: rows, positions, heads and widths. The learner keeps whole what it cannot cut
-evenly, so that every mesh computes the same; these rules say where that costs something."""
+"""Rules on sharding: rows, positions, heads and widths over the mesh.
+
+The learner does not shard a dimension that its mesh axes do not divide, so that every mesh computes
+the same. These rules report where that costs time or memory.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,7 @@ from math import lcm
 
 from runspec.core.models.hardware import DEVICES
 from runspec.core.spec.schema import RunSpec
-from runspec.lint.divisors import divisors
-from runspec.lint.registry import Context, Violation, rule
+from runspec.lint.registry import Context, Violation, divisors, rule
 
 
 def longest_sequence(spec: RunSpec) -> int:

@@ -1,4 +1,4 @@
-"""What untrusted work needs to be checked."""
+"""Rules on verification: what the check of untrusted work needs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from math import ceil
 
 from runspec.core.spec.role_names import elsewhere, validator_names
-from runspec.estimate.rates import step_seconds, tokens_to_check
-from runspec.estimate.speed import validator_tokens_per_s
-from runspec.lint.pools import untrusted_pools
+from runspec.estimate.speed import step_seconds, tokens_to_check, validator_tokens_per_s
 from runspec.lint.registry import Context, Violation, rule
+from runspec.lint.rules.security import untrusted_pools
 
 EXECUTING_KINDS = ("code",)
 """Kinds of reward that execute what the model wrote."""
@@ -190,7 +189,7 @@ def validator_capacity(context: Context) -> Iterator[Violation]:
         validators x tokens_per_s >= rollouts x length x prefill_share / step_s
 
     Rollouts of a step, those of filtered groups included, times their mean length, prompt and
-    output, times the share that is prefilled, in the time of a step (`runspec.estimate.rates`).
+    output, times the share that is prefilled, in the time of a step (`runspec.estimate.speed`).
     With less the queue grows from step to step: verdicts come after the lag that is allowed, and
     what was sampled expires. `tokens_per_s` is verify.tokens_per_s or follows from verify.hardware;
     silent where neither is given, or the time of a step is not known.

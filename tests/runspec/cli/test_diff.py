@@ -10,7 +10,7 @@ from runspec.cli.diff import diff_command
 from runspec.core.errors import BadUsage
 from runspec.core.hashing import digest_bytes
 from runspec.core.spec.load import SpecFiles, load_layers
-from runspec.core.spec.profile_files import with_profiles
+from runspec.core.spec.resolved import with_profiles
 from tests.harness import TARGET_SHORT
 from tests.runspec.local.fake_run import prepared, small_spec
 from tests.verify.calibration.profiles import document, made_profile

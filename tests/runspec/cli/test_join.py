@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from runspec.cli.join import Progress, progress_line
+from runspec.core.address import JoinLink, parse_join_link, reachable
 from runspec.core.errors import UserError
 from runspec.core.http_client import NoAnswer
-from runspec.core.join_link import JoinLink, parse_join_link, reachable
-from runspec.core.models.of_spec import model_config
+from runspec.core.models.spec_model import model_config
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.local.fitting import Host, choose_pool, lacks, open_pools
 from tests.verify.coordinator.deployment import tiny_spec

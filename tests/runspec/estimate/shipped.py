@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.of_spec import model_config
+from runspec.core.models.spec_model import model_config
 from runspec.core.spec.schema import RunSpec
 from tests.runspec.core.spec.spec_files import SPECS, load
 

@@ -6,8 +6,8 @@ import pytest
 
 from runspec.core.models.config import ModelConfig, parse_config
 from runspec.core.models.flops import forward_flops, step_flops, useful_flops
-from runspec.core.models.named_models import named_model
 from runspec.core.models.parameters import parameter_count, trained_count
+from runspec.core.models.spec_model import named_model
 from runspec.core.spec.schema import Lora, RunSpec
 from runspec.estimate.learner import learner_memory
 from tests.runspec.estimate.shipped import shipped

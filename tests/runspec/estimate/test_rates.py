@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from runspec.core.models.of_spec import model_config
+from runspec.core.models.spec_model import model_config
 from runspec.core.spec.schema import RunSpec
-from runspec.estimate.rates import (
+from runspec.estimate.speed import (
+    learner_seconds,
     rollouts_per_step,
     sampling_seconds,
     step_seconds,
     tokens_to_check,
 )
-from runspec.estimate.speed import learner_seconds
 from tests.runspec.core.spec.spec_files import FLEET, load
 
 

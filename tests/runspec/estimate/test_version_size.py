@@ -11,7 +11,7 @@ import pytest
 from bridge.safetensors_io import write_safetensors
 from bridge.weight_map import hf_shapes
 from runspec.estimate.assumed import changed_share
-from runspec.estimate.version_size import delta_bytes, version_bytes, version_size
+from runspec.estimate.broadcast import delta_bytes, version_bytes, version_size
 from tests.runspec.estimate.shipped import shipped
 
 QWQ = shipped()[1]

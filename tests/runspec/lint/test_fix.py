@@ -10,7 +10,7 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import CheckedFiles, check_files
-from runspec.lint.fix import mend, write_mended
+from runspec.lint.fix import fix_texts, write_fixed
 from tests.runspec.core.spec.spec_files import small_spec
 
 
@@ -20,7 +20,7 @@ def checked(path: Path) -> CheckedFiles:
 
 def mended_text(path: Path) -> str:
     found = checked(path)
-    return mend(found.findings, found.texts).texts[str(path)]
+    return fix_texts(found.findings, found.texts).texts[str(path)]
 
 
 def test_edits_change_their_characters_and_nothing_else(tmp_path: Path) -> None:
@@ -44,8 +44,8 @@ def test_every_file_of_a_spec_is_mended(tmp_path: Path) -> None:
     base = tmp_path / "base.yaml"
     base.write_text(base.read_text().replace("seed: 1", "sead: 1"))
     found = checked(path)
-    # when both are mended, then both are right
-    write_mended(mend(found.findings, found.texts), found.texts)
+    # when both are fixed, then both are right
+    write_fixed(fix_texts(found.findings, found.texts), found.texts)
     assert checked(path).findings == []
     assert "seed: 1" in base.read_text()
 
@@ -64,7 +64,7 @@ def test_line_ends_byte_order_mark_mode_and_links_stay(
     path.symlink_to(real)
     # when it is mended
     found = checked(path)
-    write_mended(mend(found.findings, found.texts), found.texts)
+    write_fixed(fix_texts(found.findings, found.texts), found.texts)
     # then nothing of that has changed
     assert real.read_bytes() == mark + ends.join(lines).replace("no", '"no"').encode()
     assert path.is_symlink()
@@ -82,9 +82,9 @@ def test_a_file_in_which_two_edits_meet_stays(tmp_path: Path) -> None:
     # given one value that two keys share, who each want it written in another way
     overlay = "algorithm: {filters: {zero_variance: &a on}}\nname: *a\nseed: 2"
     found = checked(small_spec(tmp_path, overlay))
-    mended = mend(found.findings, found.texts)
-    assert mended.texts == {}
-    assert "two edits of line 2" in mended.refused[str(tmp_path / "spec.yaml")]
+    fixed = fix_texts(found.findings, found.texts)
+    assert fixed.texts == {}
+    assert "two edits of line 2" in fixed.refused[str(tmp_path / "spec.yaml")]
 
 
 def test_a_file_that_changed_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
@@ -92,5 +92,5 @@ def test_a_file_that_changed_meanwhile_is_not_overwritten(tmp_path: Path) -> Non
     found = checked(path)
     path.write_text("name: other\n")
     with pytest.raises(UserError, match="changed while"):
-        write_mended(mend(found.findings, found.texts), found.texts)
+        write_fixed(fix_texts(found.findings, found.texts), found.texts)
     assert path.read_text() == "name: other\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ from runspec.core.errors import UserError
 from runspec.core.spec.findings import Finding, Place
 from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import CheckedFiles, Unreadable, check_files
-from runspec.lint.formats import FORMATS, github, pretty, sarif
-from runspec.lint.formats import json as json_format
+from runspec.lint.formats import FORMATS, render
 from runspec.lint.registry import RULES
 from tests.runspec.core.spec.spec_files import small_spec
 
@@ -54,7 +52,7 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckedFiles:
 
 
 def test_pretty_shows_the_line_with_carets_and_what_was_measured(checked: CheckedFiles) -> None:
-    text = pretty.render(checked).replace(f"{Path.cwd()}/", "")
+    text = render(checked, "pretty").replace(f"{Path.cwd()}/", "")
     assert (
         "broken/spec.yaml:4:13: error unknown-key: algorithm.grop_size: unknown key\n"
         ' 4 | algorithm: {grop_size: "8, <&> ]]> 100%"}\n'
@@ -68,7 +66,7 @@ def test_pretty_shows_the_line_with_carets_and_what_was_measured(checked: Checke
 
 
 def test_json_has_everything_of_a_finding(checked: CheckedFiles) -> None:
-    content = json.loads(json_format.render(checked))
+    content = json.loads(render(checked, "json"))
     assert content["version"] == 2
     assert content["summary"] == {"errors": checked.count("error"), "warnings": 1}
     assert [one["reason"] for one in content["suppressed"]] == ["a <test>, 100%"]
@@ -99,7 +97,7 @@ def test_json_has_everything_of_a_finding(checked: CheckedFiles) -> None:
 
 def test_github_takes_nothing_from_a_finding_for_a_command(checked: CheckedFiles) -> None:
     # given paths with commas, colons and per cents
-    lines = github.render(checked).splitlines()
+    lines = render(checked, "github").splitlines()
     assert lines[0] == "::error file=gone.yaml::no file%0Ahere"
     assert any(
         line.startswith(
@@ -109,14 +107,14 @@ def test_github_takes_nothing_from_a_finding_for_a_command(checked: CheckedFiles
         for line in lines
     )
     # and text that looks like a command
-    [line] = github.render(CheckedFiles([], [HOSTILE])).splitlines()
+    [line] = render(CheckedFiles([], [HOSTILE]), "github").splitlines()
     command, data = re.fullmatch(r"::(error [^:]*)::(.*)", line).groups()  # type: ignore[union-attr]
     assert "file=dir%2Cx%3Ay/%250A.yaml" in command
     assert r"50%25 of x: y, z\r%0A::error::no" in data
 
 
 def test_sarif_is_what_readers_expect(checked: CheckedFiles) -> None:
-    [run] = json.loads(sarif.render(checked))["runs"]
+    [run] = json.loads(render(checked, "sarif"))["runs"]
     # sections 3.27.6 and 3.49.3: the index leads to the rule of the id; ids are unique
     rules = run["tool"]["driver"]["rules"]
     assert [rule["id"] for rule in rules] == list(RULES)
@@ -147,8 +145,7 @@ def test_sarif_is_what_readers_expect(checked: CheckedFiles) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_hostile_text_breaks_no_format(name: str) -> None:
-    module = import_module(f"runspec.lint.formats.{name}")
-    text = module.render(CheckedFiles(["a\x00b"], [HOSTILE]))
+    text = render(CheckedFiles(["a\x00b"], [HOSTILE]), name)
     assert "\x1b" not in text
     if name in ("json", "sarif"):
         json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))

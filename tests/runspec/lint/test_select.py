@@ -8,9 +8,8 @@ import pytest
 
 from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
-from runspec.lint.check import check_files
+from runspec.lint.check import check_files, selection
 from runspec.lint.registry import RULES
-from runspec.lint.select import selection
 from tests.runspec.core.spec.spec_files import small_spec
 
 

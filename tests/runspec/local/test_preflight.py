@@ -10,7 +10,7 @@ import pytest
 
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
-from runspec.core.models.of_spec import model_config
+from runspec.core.models.spec_model import model_config
 from runspec.core.roles import sign_roles
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import dump_resolved

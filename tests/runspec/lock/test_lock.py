@@ -10,13 +10,12 @@ import pytest
 from runspec.cli.spec_files import located
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
-from runspec.core.spec import file_pins as lock_files
+from runspec.core.spec import lock_file
 from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.lock_file import LOCK_VERSION, Lock, lock_path, read_lock, write_lock
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec
-from runspec.lock.check import check_lock
-from runspec.lock.pins import look
+from runspec.lock.pins import check_lock, find_pins
 from tests.runspec.core.spec.spec_files import small_spec, write
 from tests.runspec.lock.repository import COMMIT, OTHER, cache, write_model, write_weights
 
@@ -33,7 +32,7 @@ def resolved(path: Path, *overrides: str) -> RunSpec:
 def lock(path: Path, *overrides: str, env: Mapping[str, str] | None = None) -> Lock:
     """Locks a spec as the command does."""
     spec = resolved(path, *overrides)
-    made = Lock(version=LOCK_VERSION, pins=look(spec, path.parent, env or {}).pins)
+    made = Lock(version=LOCK_VERSION, pins=find_pins(spec, path.parent, env or {}).pins)
     write_lock(made, path)
     assert read_lock(path) == made
     return made
@@ -79,7 +78,7 @@ def test_a_file_that_changed_is_named(tmp_path: Path, change: object, said: str)
 def test_large_weights_are_pinned_by_their_header(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock_files, "WHOLE_BYTES", 10)
+    monkeypatch.setattr(lock_file, "WHOLE_BYTES", 10)
     folder = write_model(tmp_path / "policy")
     path = small_spec(tmp_path, LOCAL)
     made = lock(path)
@@ -196,7 +195,7 @@ def test_what_is_neither_here_nor_in_the_spec_is_left_open(tmp_path: Path) -> No
                          {name: hub, kind: parquet, uri: "hf://datasets/"}]}
         """,
     )
-    seen = look(resolved(path), path.parent, {})
+    seen = find_pins(resolved(path), path.parent, {})
     assert seen.absent == {
         "model": "no config.json in ./policy",
         "data.sources.file": "no file gone.parquet",
@@ -205,7 +204,7 @@ def test_what_is_neither_here_nor_in_the_spec_is_left_open(tmp_path: Path) -> No
     }
     assert list(seen.open) == ["data.sources.web"]
     assert list(seen.unknown) == []
-    assert list(look(resolved(path, "model.hf=some/model"), tmp_path, {}).unknown) == ["model"]
+    assert list(find_pins(resolved(path, "model.hf=some/model"), tmp_path, {}).unknown) == ["model"]
 
 
 def test_the_rule_on_revisions_takes_the_locks_commit(tmp_path: Path) -> None:

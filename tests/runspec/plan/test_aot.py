@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runspec.core.errors import UserError
-from runspec.core.models.of_spec import model_config
+from runspec.core.models.spec_model import model_config
 from runspec.core.spec.schema import RunSpec
 from runspec.plan.aot import compile_step
 from tests.learner_jax.conftest import tiny_spec

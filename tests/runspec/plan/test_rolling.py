@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from runspec.core.spec.schema_fields import schema_fields
-from runspec.core.spec.schema_keys import block_in
-from runspec.plan.changes import Change
-from runspec.plan.rolling import READERS, renewed
+from runspec.core.spec.schema_fields import block_in, schema_fields
+from runspec.plan.changes import READERS, Change, roles_to_restart
 
 
 def change(path: str, change_class: str = "rolling") -> Change:
@@ -28,9 +26,9 @@ def test_the_readers_of_every_rolling_field_are_known(path: str) -> None:
 
 def test_the_coordinator_comes_first_and_nobody_comes_twice() -> None:
     changes = [change("verify.lease_timeout"), change("verify.thresholds.bfloat16.gap")]
-    assert renewed(changes) == ("coordinator", "validators", "samplers")
-    assert renewed([change("verify.prefill_share")]) == ("coordinator", "validators")
+    assert roles_to_restart(changes) == ("coordinator", "validators", "samplers")
+    assert roles_to_restart([change("verify.prefill_share")]) == ("coordinator", "validators")
 
 
 def test_hot_changes_start_nobody_again() -> None:
-    assert renewed([change("budget.max_hours", "hot")]) == ()
+    assert roles_to_restart([change("budget.max_hours", "hot")]) == ()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from runspec.core.errors import UserError
-from runspec.core.models.kv_cache import MAX_SEQUENCES
+from runspec.core.models.memory import MAX_SEQUENCES
 from sampler.engine.engine import Engine
 from sampler.engine.requests import GenerationAborted, Sampled
 from tests.sampler.engine.models import MAX_MODEL_LEN, MAX_NEW_TOKENS

@@ -11,7 +11,7 @@ import pytest
 
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, sign_document
-from runspec.core.spec.profile_files import MAX_BYTES
+from runspec.core.spec.resolved import MAX_PROFILE_BYTES
 from runspec.core.spec.schema import CalibrationProfile, RunSpec
 from tests.verify.bench import MODEL, Bench
 from tests.verify.calibration.profiles import DAY_S, ROOT, document, made_profile, tampered
@@ -82,7 +82,7 @@ def test_other_forms_are_refused_though_the_root_signed_them(payload: dict[str, 
         document(PROFILE, SigningKey.generate()).encode(),
         document(PROFILE).replace("0.005", "0.006").encode(),
         sign_document("roles", PROFILE.model_dump(mode="json"), ROOT),
-        b" " * (MAX_BYTES + 1),
+        b" " * (MAX_PROFILE_BYTES + 1),
         b"",
     ],
     ids=["other key", "tampered", "other kind", "oversized", "empty"],

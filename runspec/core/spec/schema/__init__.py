@@ -1,29 +1,16 @@
-"""The schema of runspec/v1: plain frozen data, every field with its meaning and unit.
+"""Schema of runspec/v1: frozen data classes; every field has its meaning and unit.
 
-Roles read a resolved spec through these classes and through nothing else. How YAML layers become
-one resolved spec is the business of `runspec.core.spec.load`.
+Roles read a resolved spec through these classes only. `runspec.core.spec.load` makes one resolved
+spec from YAML layers.
 """
 
-from runspec.core.spec.schema.algorithm import (
-    Advantage,
-    Algorithm,
-    Clip,
-    Fill,
-    Filters,
-    Importance,
-    Kl,
-    Optimizer,
-)
-from runspec.core.spec.schema.block import Block, FloatType
-from runspec.core.spec.schema.learner import (
-    Attention,
-    Hardware,
-    Learner,
-    Lora,
-    Mesh,
-    Packing,
-    Remat,
-)
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from runspec.core.spec.fields import RESTART, SITE, Block, FloatType, Name, Steps
 from runspec.core.spec.schema.model import (
     Data,
     Model,
@@ -45,7 +32,6 @@ from runspec.core.spec.schema.operations import (
     SecretSource,
     Storage,
 )
-from runspec.core.spec.schema.run import VERSION, RunSpec
 from runspec.core.spec.schema.samplers import (
     Backlog,
     Broadcast,
@@ -58,3 +44,74 @@ from runspec.core.spec.schema.samplers import (
     Thresholds,
     Verify,
 )
+from runspec.core.spec.schema.training import (
+    Advantage,
+    Algorithm,
+    Attention,
+    Clip,
+    Fill,
+    Filters,
+    Hardware,
+    Importance,
+    Kl,
+    Learner,
+    Lora,
+    Mesh,
+    Optimizer,
+    Packing,
+    Remat,
+)
+
+VERSION = "runspec/v1"
+
+
+class RunSpec(Block):
+    """One run, said once. See `docs/spec.md`."""
+
+    version: Annotated[Literal["runspec/v1"], RESTART]
+    """Of the schema; there is one."""
+    kind: Literal["Run"] = "Run"
+    """`Run`; a file of kind `Placement` holds the part that is a site's."""
+    name: Name
+    """Names the run, its directory and its messages."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    """Every draw follows from it."""
+    steps: Annotated[Steps, RESTART]
+    """Rollout steps; step s trains policy version s into s + 1. It may only be raised."""
+    model: Model
+    """The policy."""
+    warm_start: WarmStart | None = None
+    """Supervised steps that make version 0 of a `model.shape`."""
+    data: Data
+    """Problems."""
+    algorithm: Algorithm = Algorithm()
+    """The policy-gradient step."""
+    optimizer: Optimizer
+    """The update rule."""
+    reward: list[Reward] = Field(min_length=1)
+    """Terms, added up; merged by name over the layers."""
+    learner: Learner
+    """The process, or processes, that train."""
+    samplers: list[SamplerPool] = Field(min_length=1)
+    """Pools of workers, merged by name over the layers."""
+    broadcast: Broadcast = Broadcast()
+    """How policy versions travel."""
+    verify: Verify = Verify()
+    """Checks of what workers send."""
+    identity: Identity = Identity()
+    """Whose signatures count."""
+    checkpoints: Annotated[Checkpoints, SITE] = Checkpoints()
+    """Full states of the learner."""
+    storage: Annotated[Storage, SITE] = Storage()
+    """Where runs lie."""
+    placement: Annotated[Placement, SITE] = Placement()
+    """What is started where."""
+    secrets: Annotated[list[Secret], SITE] = []
+    """Environment variables of the roles; merged by name."""
+    budget: Annotated[Budget, SITE] = Budget()
+    """What the run may use."""
+    estimate: Annotated[Estimate, SITE] = Estimate()
+    """Measured figures for `runspec plan`."""
+
+
+RunSpec.model_rebuild()

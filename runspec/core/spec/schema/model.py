@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from runspec.core.spec.fields import RESTART, Unit
-from runspec.core.spec.schema.block import Block
-from runspec.core.spec.values import (
+from runspec.core.spec.fields import (
+    RESTART,
+    Block,
     Count,
     CountOrZero,
     Duration,
@@ -17,6 +17,7 @@ from runspec.core.spec.values import (
     Positive,
     Share,
     Tokens,
+    Unit,
     Updates,
 )
 

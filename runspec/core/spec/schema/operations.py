@@ -6,9 +6,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from runspec.core.spec.fields import HOT, NEWRUN, Unit
-from runspec.core.spec.schema.block import Block
-from runspec.core.spec.values import (
+from runspec.core.spec.fields import (
+    HOT,
+    NEWRUN,
+    Block,
     Count,
     CountOrZero,
     Name,
@@ -18,6 +19,7 @@ from runspec.core.spec.values import (
     Share,
     Steps,
     StorageQuantity,
+    Unit,
     VariableName,
 )
 

@@ -6,15 +6,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from runspec.core.spec.fields import HOT, NEWRUN, RESTART, ROLLING, SITE, Unit
-from runspec.core.spec.schema.block import Block, FloatType
-from runspec.core.spec.schema.learner import Hardware
-from runspec.core.spec.values import (
+from runspec.core.spec.fields import (
+    HOT,
+    NEWRUN,
+    RESTART,
+    ROLLING,
+    SITE,
     AddressRange,
+    Block,
     Count,
     DatabaseUrl,
     Devices,
     Duration,
+    FloatType,
     Groups,
     Name,
     Nats,
@@ -26,7 +30,9 @@ from runspec.core.spec.values import (
     Share,
     Size,
     Tokens,
+    Unit,
 )
+from runspec.core.spec.schema.training import Hardware
 
 
 class Parallel(Block):

@@ -13,9 +13,9 @@ from bridge.weight_map import hf_shapes
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig, parse_config
 from runspec.core.models.decoder import hf_config
-from runspec.core.models.named_models import model_names, named_model
 from runspec.core.models.parameters import parameter_count
 from runspec.core.models.rope_scaling import Dynamic, Linear, Llama3, Scaling, Yarn
+from runspec.core.models.spec_model import model_names, named_model
 
 PUBLISHED_PARAMETERS = {
     "Qwen/Qwen2.5-32B": 32_763_876_352,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import runspec.lint.rules  # noqa: F401
-from runspec.core.spec.field_table import with_table
+from runspec.core.spec.field_docs import with_table
 from runspec.core.spec.fields import CHANGE_CLASSES
 
 DOCS = Path(__file__).parents[4] / "docs"
@@ -13,7 +13,7 @@ PAGE = (DOCS / "spec.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_fields_is_the_schema() -> None:
-    # else: python -m runspec.core.spec.field_table docs/spec.md
+    # else: python -m runspec.core.spec.field_docs docs/spec.md
     assert with_table(PAGE) == PAGE
 
 

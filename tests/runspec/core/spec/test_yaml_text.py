@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runspec.core.spec.fields import DURATION, RATE, SIZE, Quantity
 from runspec.core.spec.validate import to_python
-from runspec.core.spec.values import DURATION, RATE, SIZE, Quantity
 from runspec.core.spec.yaml_nodes import parse_yaml
 from runspec.core.spec.yaml_text import to_yaml
 

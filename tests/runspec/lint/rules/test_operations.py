@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runspec.core.spec.findings import format_finding
-from runspec.lint.secrets import secret_kind
+from runspec.lint.rules.security import secret_kind
 from tests.runspec.core.spec.spec_files import BASE, FLEET, find, write
 
 COMMIT = "89abcdef" * 5

@@ -13,7 +13,7 @@ from runspec.cli.spec_files import sound_spec
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.profile_files import MAX_BYTES
+from runspec.core.spec.resolved import MAX_PROFILE_BYTES
 from tests.runspec.core.spec.spec_files import EXAMPLES, find
 from tests.verify.calibration.profiles import ROOT, document, made_profile
 from verify.calibration.lookup import limits_by_pool
@@ -56,7 +56,7 @@ def test_a_signed_profile_of_the_pool_is_clean(tmp_path: Path) -> None:
         ("{}", "fields"),
         ("\xff" * 10, "not a signed document"),
         (b"\xff\xfe", "invalid start byte"),
-        (" " * (MAX_BYTES + 1), "larger than"),
+        (" " * (MAX_PROFILE_BYTES + 1), "larger than"),
     ],
     ids=["other key", "tampered", "expired", "future", "empty", "text", "no text", "oversized"],
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.core.spec.yaml_versions import Reading, other_reading
+from runspec.core.spec.yaml_text import Reading, other_reading
 from tests.runspec.core.spec.spec_files import load, small_spec
 
 

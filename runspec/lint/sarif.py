@@ -16,8 +16,7 @@ from urllib.parse import quote
 from runspec.core import distribution
 from runspec.core.spec.findings import SET_FILE, Edit, Finding
 from runspec.lint.check import CheckedFiles
-from runspec.lint.formats import from_here
-from runspec.lint.formats.json import finite
+from runspec.lint.formats import finite, from_here
 from runspec.lint.registry import RULES, Rule
 
 SCHEMA = (
@@ -28,7 +27,7 @@ Json = dict[str, Any]
 
 
 def render(checked: CheckedFiles) -> str:
-    """One log with one run."""
+    """Return one log with one run."""
     results = [_result(finding) for finding in checked.findings]
     for one in checked.suppressed:
         suppression = {"kind": "inSource", "status": "accepted", "justification": one.reason}
@@ -46,7 +45,7 @@ def _driver() -> Json:
     driver: Json = {"name": "runspec", "rules": [_rule(rule) for rule in RULES.values()]}
     try:
         driver["version"] = version(distribution.NAME)
-    except PackageNotFoundError:  # run from a folder that is not installed
+    except PackageNotFoundError:  # the package is not installed
         return driver
     return driver
 
@@ -121,5 +120,5 @@ def _artifact(file: str) -> Json:
     path = from_here(file)
     if path.is_absolute():
         return {"uri": path.as_uri()}
-    # As bytes, for a name need not be UTF-8.
+    # Quoted as bytes, because a name need not be UTF-8.
     return {"uri": quote(os.fsencode(path.as_posix())), "uriBaseId": "%SRCROOT%"}

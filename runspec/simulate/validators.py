@@ -1,4 +1,4 @@
-"""The validators of a simulated run: their queue, their checks, their failures."""
+"""Validators of a simulated run: their queue, their checks, their failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verify.coordinator.machine.state import LeaseRecord
 from verify.coordinator.services.claims import Claims
 
 if TYPE_CHECKING:
-    from runspec.simulate.world import World
+    from runspec.simulate.run import Simulation
 
 UNRECOMPUTED_S_TOKEN = 15e-6
 """Seconds an output token of a submission that is not recomputed: parsing, grading, checks and
@@ -31,8 +31,8 @@ _REASONS = {
 @dataclass
 class _Validator:
     name: str
-    dice: Random
-    """Draws its failures, and which submissions it recomputes."""
+    rng: Random
+    """Random numbers for its failures, and for which submissions it recomputes."""
     submission: str | None = None
     works: bool = True
     life: int = 0
@@ -40,29 +40,29 @@ class _Validator:
 
 
 @dataclass(frozen=True)
-class Checks:
-    """How long validators take, and when they fail; times in seconds."""
+class ValidatorTimes:
+    """Speed and failures of validators; times in seconds."""
 
     count: int
     speed: float
     recompute_s: Callable[[Lengths], float]
-    """Whole check of the submission of a lease, recomputed."""
+    """Seconds of the whole check of a lease's submission, with recomputation."""
     request_s: float
     mean_life_s: float | None
     restart_s: float
 
 
-class Checking:
+class Validators:
     """Judges submissions in the order and by the claims of `verify.coordinator`.
 
     Args:
-        world: the run.
-        checks: times.
-        seed: of all that is drawn.
+        simulation: the simulated run.
+        checks: speed and failures.
+        seed: seed of all random numbers.
     """
 
-    def __init__(self, world: World, checks: Checks, seed: int) -> None:
-        self._world, self._checks = world, checks
+    def __init__(self, simulation: Simulation, checks: ValidatorTimes, seed: int) -> None:
+        self._simulation, self._checks = simulation, checks
         self._claims, self._contents = Claims(), dict[str, Content]()
         names = [f"validator-{number}" for number in range(checks.count)]
         self._all = [_Validator(name, Random(f"{seed}/{name}")) for name in names]
@@ -71,23 +71,25 @@ class Checking:
 
     @property
     def busy_s(self) -> Sequence[float]:
-        """Seconds at work of each validator."""
+        """Busy seconds of each validator."""
         return [validator.busy_s for validator in self._all]
 
     def next_change(self) -> float:
-        """When time alone may give a validator work; infinite: never."""
-        due = self._claims.next_change(self._world.clock.now)
+        """Return the time at which time alone may give a validator work; infinite: never."""
+        due = self._claims.next_change(self._simulation.clock.now)
         return inf if due is None else due
 
     def received(self, digest: str, content: Content) -> None:
-        """Takes note of what a submission is."""
+        """Record the content of a submission."""
         self._contents[digest] = content
-        if not self._all:  # submissions are believed as they come
-            self._judge(self._world.coordinator.state.leases[digest], "nobody", recomputed=False)
+        if not self._all:  # every submission is accepted
+            self._judge(
+                self._simulation.coordinator.state.leases[digest], "nobody", recomputed=False
+            )
 
     def take_work(self) -> None:
-        """Gives submissions to the validators that are free."""
-        now, state = self._world.clock.now, self._world.coordinator.state
+        """Assign submissions to free validators."""
+        now, state = self._simulation.clock.now, self._simulation.coordinator.state
         waiting = {r.submission: r for r in state.to_judge if r.submission is not None}
         if not waiting:
             return
@@ -107,14 +109,14 @@ class Checking:
                     return
 
     def _known(self) -> LeaseRecord | None:
-        """An accepted submission, by which a validator can show that it works."""
-        state = self._world.coordinator.state
+        """Return an accepted submission, with which a validator can show that it works."""
+        state = self._simulation.coordinator.state
         accepted = (r for r in reversed(list(state.leases.values())) if r.status == "accepted")
         return next((r for r in accepted if state.lag(r) <= state.policy.async_level), None)
 
     def _begin(self, validator: _Validator, record: LeaseRecord) -> None:
-        share = self._world.coordinator.state.share_of(record.lease.worker)
-        recomputed = validator.dice.random() < (1.0 if record.status == "accepted" else share)
+        share = self._simulation.coordinator.state.share_of(record.lease.worker)
+        recomputed = validator.rng.random() < (1.0 if record.status == "accepted" else share)
         seconds = self._seconds(record, recomputed)
         validator.submission, life = record.submission, validator.life
 
@@ -123,13 +125,13 @@ class Checking:
                 validator.busy_s += seconds
                 self._end(validator, record, recomputed)
 
-        self._world.clock.after(seconds + 2 * self._checks.request_s, end)
+        self._simulation.clock.after(seconds + 2 * self._checks.request_s, end)
 
     def _seconds(self, record: LeaseRecord, recomputed: bool) -> float:
         content = self._contents[record.digest]
         if content == "rubbish":
             return REFUSED_S
-        lengths = self._world.lengths(record.digest)
+        lengths = self._simulation.lengths(record.digest)
         seconds = self._checks.recompute_s(lengths)
         if not recomputed:
             seconds = min(seconds, UNRECOMPUTED_S_TOKEN * sum(lengths))
@@ -138,25 +140,27 @@ class Checking:
     def _end(self, validator: _Validator, record: LeaseRecord, recomputed: bool) -> None:
         validator.submission = None
         assert record.submission is not None
-        current = self._world.coordinator.state.leases.get(record.digest)
+        current = self._simulation.coordinator.state.leases.get(record.digest)
         if current is not None and current.status == "submitted":
             self._judge(current, validator.name, recomputed=recomputed)
         self._claims.settle(validator.name, record.submission)
-        waiting = {r.submission: r for r in self._world.coordinator.state.to_judge}
+        waiting = {r.submission: r for r in self._simulation.coordinator.state.to_judge}
         for submission, attempts in self._claims.hopeless().items():
             if hopeless := waiting.get(submission):
-                self._world.coordinator.record(
-                    SubmissionSetAside(self._world.clock.now, hopeless.digest, submission, attempts)
+                self._simulation.coordinator.record(
+                    SubmissionSetAside(
+                        self._simulation.clock.now, hopeless.digest, submission, attempts
+                    )
                 )
             self._claims.forget(submission)
 
     def _judge(self, record: LeaseRecord, validator: str, *, recomputed: bool) -> None:
         content = self._contents[record.digest]
         accepted = content == "rollouts" or (content == "wrong" and not recomputed)
-        size = self._world.coordinator.state.policy.group_size
-        lengths, grades = self._world.lengths(record.digest), []
+        size = self._simulation.coordinator.state.policy.group_size
+        lengths, grades = self._simulation.lengths(record.digest), []
         for group in range(record.lease.groups if accepted else 0):
-            filtered = self._world.filtered(record.digest, group)
+            filtered = self._simulation.filtered(record.digest, group)
             tokens = int(sum(lengths[group * size : (group + 1) * size]))
             grades.append(
                 GroupGrade(
@@ -172,9 +176,9 @@ class Checking:
                 )
             )
         assert record.submission is not None
-        self._world.coordinator.record(
+        self._simulation.coordinator.record(
             SubmissionJudged(
-                at=self._world.clock.now,
+                at=self._simulation.clock.now,
                 lease=record.digest,
                 submission=record.submission,
                 verdict=f"verdict on {record.submission}",
@@ -186,19 +190,21 @@ class Checking:
         )
 
     def _plan_failure(self, validator: _Validator) -> None:
-        """Schedules the end of a validator's process; what it had claimed then failed once."""
+        """Schedule the failure of a validator's process; its claim then counts as failed once."""
         if self._checks.mean_life_s is None:
             return
 
         def fail() -> None:
             validator.life, validator.works = validator.life + 1, False
             validator.submission = None
-            self._world.clock.after(self._checks.restart_s, restart)
+            self._simulation.clock.after(self._checks.restart_s, restart)
 
         def restart() -> None:
             validator.works = True
-            self._claims.keep(validator.name, (), self._world.clock.now)
+            self._claims.keep(validator.name, (), self._simulation.clock.now)
             self._plan_failure(validator)
-            self._world.wake()
+            self._simulation.wake()
 
-        self._world.clock.after(validator.dice.expovariate(1.0 / self._checks.mean_life_s), fail)
+        self._simulation.clock.after(
+            validator.rng.expovariate(1.0 / self._checks.mean_life_s), fail
+        )
