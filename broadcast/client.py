@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from broadcast.assemble import ApplyDeltas, Assembly, BadBase, Recipe, delta_applier
 from broadcast.cache import Cache
-from broadcast.chain import Link, Unknown, cheapest
-from broadcast.disk import Patience
+from broadcast.delta_chains import Link, Unknown, cheapest
+from broadcast.disk import Cancellation
 from broadcast.download import download
 from broadcast.fetcher import NO_TOKEN, Fetcher
 from broadcast.manifest import WeightsManifest
@@ -173,18 +173,18 @@ class WeightsClient:
         started = time.monotonic()
         manifest, data = await self._fetcher.manifest(version, digest, deadline)
         usable = held.keys() - self._distrusted
-        patience = Patience(deadline)
+        cancellation = Cancellation(deadline)
         blamed: int | None = None
         while True:
             recipe = await self._recipe(manifest, data, held, usable, deadline)
-            assembly = Assembly(recipe, self._cache, patience)
+            assembly = Assembly(recipe, self._cache, cancellation)
             try:
                 received = await download(
                     self._fetcher,
                     assembly,
                     held,
                     _applier(recipe),
-                    patience=patience,
+                    cancellation=cancellation,
                     deadline=deadline,
                 )
                 break
@@ -248,7 +248,7 @@ class WeightsClient:
     async def _older(self, version: int, until: float) -> WeightsManifest | None:
         """An older version's manifest; None where no server gave it in time."""
         try:
-            manifest, _ = await self._fetcher.manifest(version, None, until, patient=False)
+            manifest, _ = await self._fetcher.manifest(version, None, until, keep_asking=False)
         except UserError as error:
             _LOG.info("%s", error)
             return None

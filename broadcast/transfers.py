@@ -11,8 +11,8 @@ from pathlib import Path
 
 from broadcast.fetcher import PARALLEL_CHUNKS, Fetcher, chunk_timeout_s, for_each
 from broadcast.manifest import Chunk
-from broadcast.recent import Recent
-from broadcast.shelf import Shelf
+from broadcast.relay_store import RelayStore
+from broadcast.source import Recent
 from runspec.core.errors import UserError
 from runspec.core.files import FULL
 
@@ -42,21 +42,25 @@ class _Transfer:
 
 
 class Transfers:
-    """Brings chunks of the manifests on a shelf.
+    """Fetches chunks of the manifests in a relay's store.
 
     So many at a time for the newest version, and as many for what readers want of older ones, so
     that neither keeps the other waiting.
 
     Args:
         fetcher: asks the upstreams.
-        shelf: where chunks go.
+        relay_store: where chunks go.
         complain: told of a transfer that failed.
     """
 
     def __init__(
-        self, fetcher: Fetcher, shelf: Shelf, *, complain: Callable[[BaseException], None]
+        self,
+        fetcher: Fetcher,
+        relay_store: RelayStore,
+        *,
+        complain: Callable[[BaseException], None],
     ) -> None:
-        self._fetcher, self._shelf, self._complain = fetcher, shelf, complain
+        self._fetcher, self._relay_store, self._complain = fetcher, relay_store, complain
         self._running: dict[str, tuple[_Transfer, asyncio.Task[None]]] = {}
         self._newest_lane = asyncio.Semaphore(PARALLEL_CHUNKS)
         self._older_lane = asyncio.Semaphore(PARALLEL_CHUNKS)
@@ -103,9 +107,9 @@ class Transfers:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _bring_one(self, chunk: Chunk) -> None:
-        if self._shelf.chunk_path(chunk.blake3) in self._shelf.proven:
+        if self._relay_store.chunk_path(chunk.blake3) in self._relay_store.proven:
             return
-        if self._shelf.find(chunk.blake3) is None:
+        if self._relay_store.find(chunk.blake3) is None:
             raise UserError("its version was dropped")
         task = self._start(chunk.blake3, queue=False)[1]
         await asyncio.wait({task})  # which, unlike awaiting it, leaves it alone when cancelled
@@ -116,10 +120,10 @@ class Transfers:
     def _start(self, digest: str, *, queue: bool = True) -> tuple[_Transfer, asyncio.Task[None]]:
         """The one transfer of a chunk; without `queue` the caller counts how many it has."""
         if digest not in self._running:
-            known = self._shelf.find(digest)
+            known = self._relay_store.find(digest)
             assert known is not None
             transfer = _Transfer(*known)
-            newest = transfer.version == max(self._shelf.manifests)
+            newest = transfer.version == max(self._relay_store.manifests)
             lane = self._newest_lane if newest else self._older_lane
             task = asyncio.create_task(self._run(transfer, lane if queue else nullcontext()))
             self._running[digest] = (transfer, task)
@@ -135,21 +139,21 @@ class Transfers:
     async def _run(self, transfer: _Transfer, lane: AbstractAsyncContextManager) -> None:
         chunk, version = transfer.chunk, transfer.version
         async with lane:
-            if await self._shelf.has(chunk.blake3):
+            if await self._relay_store.has(chunk.blake3):
                 return
             what = f"chunk of version {version}"
             deadline = time.monotonic() + chunk_timeout_s(chunk.size)
             while True:
                 try:
-                    with self._shelf.place(chunk, version) as into:
+                    with self._relay_store.new_chunk(chunk, version) as into:
                         transfer.into = into
                         await self._fetcher.chunk(chunk, what, deadline, into=into)
                     return
                 except OSError as error:
-                    if error.errno in FULL and self._shelf.drop_one(version):
+                    if error.errno in FULL and self._relay_store.drop_one(version):
                         continue
                     raise UserError(
                         f"cannot store a chunk of version {version}: {error.strerror}",
-                        place=str(self._shelf.chunk_path(chunk.blake3)),
+                        place=str(self._relay_store.chunk_path(chunk.blake3)),
                         remedy="free disk space; it is tried again, what is here is served on",
                     ) from error

@@ -1,4 +1,4 @@
-"""Asks server after server until an answer holds or the time is up."""
+"""Requests to several servers: the best one first, then others, until an answer is valid."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Attempt:
     wanted: Wanted
     ticket: Ticket
     received: int = 0
-    """Bytes that came; kept by who makes the request."""
+    """Bytes received; updated by the one who makes the request."""
 
 
-class Asker:
-    """Turns to the best of several servers for everything that is wanted.
+class Requester:
+    """Sends each request to the best of several servers, and to another one after a fault.
 
     Args:
         urls: their base URLs.
@@ -41,30 +41,30 @@ class Asker:
     def __init__(self, urls: Sequence[str], most: int) -> None:
         self.upstreams = Upstreams(urls, most)
         self._turn = asyncio.Lock()
-        """Who wants a chunk is served in the order of coming: the first chunks come first."""
+        """Serves requests for chunks in order of arrival: the first chunks come first."""
         self._ended = asyncio.Event()
-        """Set, and replaced, whenever a request ends: there may be room now."""
+        """Set, and replaced, whenever a request ends: a server may have room now."""
 
-    async def ask(
+    async def request(
         self,
         what: str,
         make: Callable[[Attempt], Awaitable[T]],
         deadline: float,
         *,
         size: int = 0,
-        patient: bool = True,
+        keep_asking: bool = True,
     ) -> T:
-        """The first result of `make` that is no Fault.
+        """Return the first result of `make` that is no Fault.
 
         Args:
-            what: is wanted, for messages.
-            make: asks one server; must end by itself soon after the deadline.
+            what: name of what is requested, for messages.
+            make: sends one request; must end by itself soon after the deadline.
             deadline: of the monotonic clock.
-            size: bytes of a chunk; 0 for what is small and waits for no room.
-            patient: False ends the search as soon as no server has it.
+            size: bytes of a chunk; 0 for small things, which do not wait for room.
+            keep_asking: False ends the search once every server answered 404.
 
         Raises:
-            UserError: not to be had in time; names every server and its fault.
+            UserError: no valid answer in time; names every server and its fault.
         """
         started = time.monotonic()
         wanted = Wanted(size)
@@ -75,7 +75,7 @@ class Asker:
             except Fault as fault:
                 attempt.upstream.failed(time.monotonic(), fault, what, _LOG)
                 wanted.failed(time.monotonic(), attempt.upstream, fault)
-                if not patient and len(wanted.missing) == len(servers):
+                if not keep_asking and len(wanted.missing) == len(servers):
                     break
             else:
                 attempt.upstream.succeeded()
@@ -91,8 +91,8 @@ class Asker:
         )
 
     async def _next(self, wanted: Wanted, deadline: float) -> Attempt | None:
-        """A server to ask now, in the books already; None where none is before the deadline."""
-        if time.monotonic() >= deadline:  # the time-out below ends waits, and there may be none
+        """Choose a server and note the request; None if none is free before the deadline."""
+        if time.monotonic() >= deadline:  # the timeout below ends only waits
             return None
         with suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):  # the loop's clock is the monotonic one

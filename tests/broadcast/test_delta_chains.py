@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broadcast.chain import MAX_LINKS, Chain, Link, Unknown, cheapest
-from broadcast.retention import kept
+from broadcast.delta_chains import MAX_LINKS, Chain, Link, Unknown, cheapest, versions_to_keep
 from runspec.core.errors import UserError
 from runspec.core.spec.schema.samplers import Broadcast
 
@@ -45,7 +44,7 @@ pins = st.lists(st.integers(0, 100), unique=True, max_size=20)
 def test_every_kept_version_is_rebuilt_from_kept_ones(
     needs: History, keep: int, pinned: list[int]
 ) -> None:
-    result = kept(needs, max(needs), keep, pinned)
+    result = versions_to_keep(needs, max(needs), keep, pinned)
     assert result <= needs.keys()
     assert all(chain(version, needs) <= result for version in result)
 
@@ -54,7 +53,7 @@ def test_every_kept_version_is_rebuilt_from_kept_ones(
 def test_a_joiner_finds_an_anchor_and_every_delta_after_it(
     needs: History, keep: int, pinned: list[int]
 ) -> None:
-    result = kept(needs, max(needs), keep, pinned)
+    result = versions_to_keep(needs, max(needs), keep, pinned)
     assert {version for version in needs if version >= newest_anchor(needs)} <= result
     assert set(sorted(needs)[-keep:]) <= result
 
@@ -63,9 +62,9 @@ def test_a_joiner_finds_an_anchor_and_every_delta_after_it(
 def test_pins_add_at_most_so_many_chains_of_the_latest_interest(
     needs: History, keep: int, pinned: list[int]
 ) -> None:
-    without = kept(needs, max(needs), keep)
+    without = versions_to_keep(needs, max(needs), keep)
 
-    added = kept(needs, max(needs), keep, pinned) - without
+    added = versions_to_keep(needs, max(needs), keep, pinned) - without
 
     counted = [version for version in pinned if version in needs and version not in without][:keep]
     chains = [chain(version, needs) for version in counted]
@@ -77,7 +76,7 @@ def test_pins_add_at_most_so_many_chains_of_the_latest_interest(
 def test_nothing_is_kept_without_a_reason(needs: History, keep: int) -> None:
     reasons = {*sorted(needs)[-keep:], *(v for v in needs if v >= newest_anchor(needs))}
     needed = set().union(*(chain(version, needs) for version in reasons))
-    assert kept(needs, max(needs), keep) == needed
+    assert versions_to_keep(needs, max(needs), keep) == needed
 
 
 @given(needs=histories(), keep=keep_counts, data=st.data())
@@ -85,14 +84,14 @@ def test_what_is_not_announced_yet_stays_and_takes_no_place(
     needs: History, keep: int, data: st.DataObject
 ) -> None:
     newest = data.draw(st.sampled_from(sorted(needs)))
-    result = kept(needs, newest, keep)
+    result = versions_to_keep(needs, newest, keep)
     assert {version for version in needs if version > newest} <= result
     assert set(sorted(version for version in needs if version <= newest)[-keep:]) <= result
 
 
 def test_a_chain_that_is_not_held_whole_is_kept_as_far_as_it_is() -> None:
     # as a relay that has just joined: the newest version first, what it is from later or never
-    assert kept({7: 6, 6: 5, 3: None}, 7, 1) == {3, 6, 7}
+    assert versions_to_keep({7: 6, 6: 5, 3: None}, 7, 1) == {3, 6, 7}
 
 
 # -- The planner against brute force: every way to a version, and the cheapest of them -------------

@@ -1,4 +1,4 @@
-"""A relay's disk: the manifests and chunks of one run, within a bound on their bytes."""
+"""Disk of a relay: the manifests and chunks of one run, within a limit on their bytes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 from broadcast import layout
 from broadcast.chunk_files import ProvenChunks
+from broadcast.delta_chains import versions_to_keep, with_bases
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
 from broadcast.pins import Pins, owners
-from broadcast.retention import kept, with_bases
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers, temporary_name, write_atomic
 from runspec.core.signed import BadSignature
 
 
-class Shelf:
-    """What a relay has, and what goes when something else is to come.
+class RelayStore:
+    """The versions that a relay holds; drops some when others need the room.
 
     A version displaces only older ones: not those that are being read (`pins`), nor what the
     newest is rebuilt from. The newest displaces every other: those that are being read last, and
@@ -28,8 +28,8 @@ class Shelf:
     Args:
         store: the relay's directory.
         run: the run's id.
-        keep_versions: how many of the newest stay (`retention.kept`).
-        max_bytes: of manifests and chunks together, those on their way included; None: no bound.
+        keep_versions: how many of the newest stay (`delta_chains.versions_to_keep`).
+        max_bytes: limit on manifests and chunks together, incoming ones included; None: no limit.
         log: of this process.
     """
 
@@ -49,10 +49,10 @@ class Shelf:
         self.proven = ProvenChunks()
         self.pins = Pins(store, run)
         self._known: dict[str, tuple[Chunk, int]] = {}
-        """For each chunk of the manifests, the newest version that needs it."""
+        """Each chunk of the manifests, and the newest version that needs it."""
         self._owners: dict[str, int] = {}
         self._chunk_bytes: dict[str, int] = {}
-        """Sizes of the chunk files that are here."""
+        """Sizes of the stored chunk files."""
         self._manifest_bytes: dict[int, int] = {}
         self._used = 0
 
@@ -61,7 +61,7 @@ class Shelf:
         return self._store / layout.roles_name(self._run)
 
     def recall(self, publishers: Collection[str]) -> None:
-        """Takes up what is on disk; what no manifest by one of these keys names goes."""
+        """Load what is on disk; remove what no manifest signed by one of these keys names."""
         remove_leftovers(self._store / self._run)
         remove_leftovers(self._store / layout.chunks_name(self._run))
         for version in layout.stored_versions(self._store, self._run):
@@ -83,7 +83,7 @@ class Shelf:
             self._drop([min(self.manifests)])
 
     def keep_signed(self, publishers: Collection[str]) -> None:
-        """Drops the versions whose manifests none of these keys signed: one was revoked."""
+        """Drop the versions whose manifests none of these keys signed, after a key was revoked."""
         revoked = []
         for version in self.manifests:
             path = self.manifest_path(version)
@@ -102,16 +102,16 @@ class Shelf:
         return self._store / layout.chunk_name(self._run, digest)
 
     def find(self, digest: str) -> tuple[Chunk, int] | None:
-        """A chunk by its digest, and the newest version that needs it."""
+        """Return a chunk by its digest and the newest version that needs it."""
         return self._known.get(digest)
 
     def note_reader(self, digest: str) -> None:
-        """Somebody asked for a chunk: the version that it tells of is being read."""
+        """Pin the version that the request for a chunk belongs to."""
         if digest in self._owners:
             self.pins.touch(self._owners[digest])
 
     def adopt(self, manifest: WeightsManifest, data: bytes) -> None:
-        """Keeps a checked manifest; from now on its chunks are known.
+        """Store a checked manifest; from now on its chunks are known.
 
         Raises:
             UserError: it does not fit.
@@ -125,7 +125,7 @@ class Shelf:
         self._index()
 
     def shares(self) -> dict[int, float]:
-        """How much of each version is here: 0.0 to 1.0 of its chunks' bytes."""
+        """Return the stored share of each version: 0.0 to 1.0 of its chunks' bytes."""
         found = {}
         for version, manifest in self.manifests.items():
             chunks = manifest.chunks()
@@ -135,7 +135,7 @@ class Shelf:
         return found
 
     async def has(self, digest: str) -> bool:
-        """Whether a chunk is here and right; a damaged one goes."""
+        """Whether a chunk is stored and correct; a damaged one is removed."""
         path = self.chunk_path(digest)
         if await self.proven.prove(path):
             return True
@@ -145,12 +145,12 @@ class Shelf:
         return False
 
     @contextmanager
-    def place(self, chunk: Chunk, version: int) -> Iterator[Path]:
-        """An empty file for a chunk's checked bytes; it becomes the chunk when the block succeeds.
+    def new_chunk(self, chunk: Chunk, version: int) -> Iterator[Path]:
+        """Yield an empty file for a chunk's checked bytes; it becomes the chunk at the end.
 
         Raises:
-            UserError: there is no room for it, whatever goes that may.
-            OSError: the disk does not take it.
+            UserError: there is no room for it, even if all that may be dropped is dropped.
+            OSError: it cannot be written.
         """
         self._make_room(chunk.size, version)
         path = self.chunk_path(chunk.blake3)
@@ -167,14 +167,14 @@ class Shelf:
             raise
         self._chunk_bytes[chunk.blake3] = chunk.size
         self.proven.add(path)
-        if chunk.blake3 not in self._known:  # its versions went meanwhile
+        if chunk.blake3 not in self._known:  # its versions were dropped since
             self._remove_chunk(chunk.blake3)
 
     def check_fits(self, version: int, chunks: Iterable[Chunk]) -> None:
-        """Before anything goes for them: whether these chunks could be here all at once.
+        """Check that these chunks fit all at once, before anything is dropped for them.
 
         Raises:
-            UserError: they could not; nothing was dropped.
+            UserError: they do not fit; nothing was dropped.
         """
         size = sum({chunk.blake3: chunk.size for chunk in chunks}.values())
         if self._max_bytes is not None and size + self._manifest_bytes[version] > self._max_bytes:
@@ -186,7 +186,7 @@ class Shelf:
             )
 
     def drop_one(self, version: int) -> bool:
-        """Drops the version that goes first where this one needs room; False where none may."""
+        """Drop the version that this one displaces first; return False if it may displace none."""
         newest = max(self.manifests, default=version)
         others = sorted(v for v in self.manifests if v != version)
         pinned = self.pins.newest_first()[: self._keep_versions]
@@ -202,9 +202,9 @@ class Shelf:
         return True
 
     def prune(self, newest: int) -> None:
-        """Drops the versions that are not to be kept; `newest` is the newest that is whole here."""
+        """Drop the versions not to be kept; `newest` is the newest that is complete here."""
         pinned = self.pins.newest_first()
-        remaining = kept(self._needs(), newest, self._keep_versions, pinned)
+        remaining = versions_to_keep(self._needs(), newest, self._keep_versions, pinned)
         self._drop(self.manifests.keys() - remaining)
         self.pins.keep_only(remaining)
 
@@ -222,7 +222,7 @@ class Shelf:
                 )
 
     def _drop(self, versions: Iterable[int]) -> None:
-        """Removes versions, manifests first, and the chunks that no other version needs."""
+        """Remove versions, manifests first, and the chunks that no other version needs."""
         for version in versions:
             shutil.rmtree(self.manifest_path(version).parent, ignore_errors=True)
             del self.manifests[version]
