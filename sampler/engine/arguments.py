@@ -80,7 +80,7 @@ def engine_arguments(
         arguments["block_size"] = CPU_BLOCK_TOKENS
         arguments["kv_cache_memory_bytes"] = cpu_kv_bytes(pool, load_config(weights_dir))
     if not kind.startswith("tpu"):  # those have an executor of their own
-        from sampler.engine.executors import ManyRanks, OneRank
+        from sampler.engine.worker_extension import ManyRanks, OneRank
 
         executor = OneRank if pool.parallel.tensor == 1 else ManyRanks
         arguments["distributed_executor_backend"] = executor
@@ -136,17 +136,17 @@ def refuse(pool: SamplerPool) -> None:
         )
 
 
-def lack_of_room(cause: str, pool: SamplerPool) -> UserError | None:
+def lack_of_room(exit_reason: str, pool: SamplerPool) -> UserError | None:
     """What to say where a core ended since its cache has no room for one sequence; None where it
     ended for another reason.
 
     Args:
-        cause: vLLM's words.
+        exit_reason: vLLM's words.
     """
-    if not any(words in cause for words in _NO_ROOM):
+    if not any(words in exit_reason for words in _NO_ROOM):
         return None
     return UserError(
-        f"the cache of keys and values has no room for one sequence: {cause}",
+        f"the cache of keys and values has no room for one sequence: {exit_reason}",
         place=f"samplers.{pool.name}.max_model_len",
         remedy="lower it, or use more tensor-parallel ranks, or a GPU with more memory",
     )

@@ -1,9 +1,10 @@
 """Real vLLM behind a few calls: load a policy version, submit requests, take what was sampled.
 
-The engine core runs in processes of vLLM's (`core`), sequences come and go while others run
-(`front`), both on an event loop of their own; the calls here block, or return futures. Each load is
-followed by checks: weights read back and compared with the files, log-probs of the learner's probe
-recomputed. A stale or corrupt tensor stops the worker by name.
+vLLM runs in processes of its own (`engine_process`), and sequences start and end while others run
+(`engine_client`), both on one event loop. The calls here block or return futures. Each load is
+followed by checks: weights are read back and compared with the files, and the log-probs of the
+learner's probe are recomputed. A stale or corrupt tensor stops the worker with an error that names
+it.
 """
 
 from __future__ import annotations
@@ -36,11 +37,9 @@ from sampler.engine.checks import (
     require_same_bytes,
     require_same_logprobs,
 )
-from sampler.engine.core import Core, EngineDied, Start, StartFailed
-from sampler.engine.forked import FORKED, serve
-from sampler.engine.front import Front, Submission
-from sampler.engine.guard import SPAWNED
-from sampler.engine.loop import Loop
+from sampler.engine.engine_client import EngineClient, Submission
+from sampler.engine.engine_process import EngineDied, EngineProcesses, Loop, Start, StartFailed
+from sampler.engine.processes import FORKED, SPAWNED, serve
 from sampler.engine.requests import (
     GenerationAborted,
     LoadReport,
@@ -76,8 +75,8 @@ class Engine:
         prepare_environment()
         self._pool, self._options, self._probe = pool, dict(options or {}), probe
         self._loop = Loop(f"engine of {pool.name}")
-        self._core: Core | None = None
-        self._front: Front | None = None
+        self._core: EngineProcesses | None = None
+        self._client: EngineClient | None = None
         self._starting: Start | None = None
         self._closing = False
         self._loading = threading.Lock()
@@ -286,18 +285,18 @@ class Engine:
                     raise EngineDied("the engine was closed")
                 if self._pool.hardware.kind == "cpu":
                     look_at_class(weights_dir)
-                self._core = core = Core(arguments, self._fail)
+                self._core = core = EngineProcesses(arguments, self._fail)
         except StartFailed as error:
-            raise lack_of_room(error.cause, self._pool) or error from error
+            raise lack_of_room(error.exit_reason, self._pool) or error from error
         finally:
             self._starting = None
         slots, length = MAX_SEQUENCES, self._pool.max_new_tokens
         await core.rpc("start_capture", slots=slots, max_new_tokens=length)
         await core.rpc("set_version", version=version)
-        self._front = Front(core, ended=self._count_ended, failed=self._fail)
+        self._client = EngineClient(core, ended=self._count_ended, failed=self._fail)
 
     async def _pause(self) -> None:
-        self._require_front().shut()
+        self._require_client().shut()
         if self._pool.in_flight_updates:
             await self._require_core().pause()
             self._paused_at = time.monotonic()
@@ -306,7 +305,7 @@ class Engine:
         """What is computed from now on is the new version's, and so is what it may be read from."""
         core = self._require_core()
         await core.rpc("set_version", version=version)
-        self._require_front().set_salt(str(self._loads))
+        self._require_client().set_salt(str(self._loads))
         if not self._pool.in_flight_updates:
             await core.reset_prefix_cache()  # the salt alone would do; this frees the room at once
 
@@ -317,67 +316,67 @@ class Engine:
 
     async def _open(self, weights_dir: Path, version: int) -> None:
         await self._resume()
-        self._require_front().open()  # or it died since the checks: then there is no version
+        self._require_client().open()  # or it died since the checks: then there is no version
         self.version, self._held = version, weights_dir
 
     async def _give_up(self, error: Exception) -> None:
         """After a load that failed: no sequence under way is answered."""
         if self._core is None or self._core.death.done():
             self._fail(error)
-        elif self._front is not None:
-            await self._front.drop(error)
+        elif self._client is not None:
+            await self._client.drop(error)
             await self._resume()
         else:
             await self._stop(error)
 
     async def _abort(self) -> None:
-        if self._front is not None:
-            await self._front.drop(GenerationAborted())
+        if self._client is not None:
+            await self._client.drop(GenerationAborted())
 
     async def _prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
         """Of each data-parallel rank."""
-        front, ranks = self._require_front(), range(self._require_core().ranks)
-        return [await front.prompt_logprobs(sequences, rank=rank) for rank in ranks]
+        client, ranks = self._require_client(), range(self._require_core().ranks)
+        return [await client.prompt_logprobs(sequences, rank=rank) for rank in ranks]
 
     def _add(self, submission: Submission) -> None:
-        if self._front is None:  # it died since
+        if self._client is None:  # it died since
             submission.future.set_exception(EngineDied("the engine core ended"))
             self._count_ended(len(submission.requests))
         else:
-            self._front.add(submission)
+            self._client.add(submission)
 
     def _count_ended(self, sequences: int) -> None:
         with self._counting:
             self.running -= sequences
 
     def _fail(self, error: Exception) -> None:
-        """The engine is of no use any more: everybody hears why, and its processes end."""
+        """Fail everything under way with an error and end vLLM's processes."""
         self.version = self._held = self._paused_at = None
         self._death = error if isinstance(error, EngineDied) else None
-        core, front = self._core, self._front
-        self._core = self._front = None
-        if front is not None:
-            front.fail(error)
-            front.close()
+        core, client = self._core, self._client
+        self._core = self._client = None
+        if client is not None:
+            client.fail(error)
+            client.close()
         if core is not None:
             core.close()
 
     async def _stop(self, error: Exception) -> None:
         self._fail(error)
 
-    def _require_core(self) -> Core:
+    def _require_core(self) -> EngineProcesses:
         if self._core is None:
             raise EngineDied("no engine runs")
         return self._core
 
-    def _require_front(self) -> Front:
-        if self._front is None:
+    def _require_client(self) -> EngineClient:
+        if self._client is None:
             raise EngineDied("no engine runs")
-        return self._front
+        return self._client
 
 
 async def _import(*, forked: bool) -> None:
-    """What modules make stays: looking for garbage in it was a fifth of the import's time."""
+    """Import vLLM; without garbage collection, which would take a fifth of the import's time."""
     if forked:
         serve()
     gc.disable()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from sampler.engine import race
-from sampler.engine.race import Race, Rules
+from sampler.engine import gumbel_sampling
+from sampler.engine.gumbel_sampling import GumbelSampler, Rules
 from tests.verify.test_truncation import RULES, VOCABULARY, arguments, logits
 from verify.noise import gumbel
 from verify.truncation import Truncation, kept_from
@@ -78,7 +78,7 @@ def test_the_winner_is_the_argmax_of_scaled_logits_plus_noise(
     logits, positions = peaked_logits(rows, size), positions_of(rows)
     scores, logprobs = expected_scores(logits, rules, positions)
 
-    tokens, found = Race(CPU).run(marks := logits.clone(), rules, positions)
+    tokens, found = GumbelSampler(CPU).run(marks := logits.clone(), rules, positions)
 
     chosen = np.take_along_axis(scores, tokens.numpy()[:, None], 1)[:, 0]
     assert (scores.max(-1) - chosen).max() < 1e-5  # of two that are all but equal either may win
@@ -93,10 +93,10 @@ def test_the_winner_is_the_argmax_of_scaled_logits_plus_noise(
 def test_portions_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, size = 37, 192
     rules, positions = rules_of(2, rows, temperature=0.7, top_k=50), positions_of(rows)
-    whole = Race(CPU).run(of_whole := peaked_logits(rows, size), rules, positions)
+    whole = GumbelSampler(CPU).run(of_whole := peaked_logits(rows, size), rules, positions)
 
-    monkeypatch.setattr(race, "_CPU_ELEMENTS", 5 * size)
-    parts = Race(CPU).run(of_parts := peaked_logits(rows, size), rules, positions)
+    monkeypatch.setattr(gumbel_sampling, "_CPU_ELEMENTS", 5 * size)
+    parts = GumbelSampler(CPU).run(of_parts := peaked_logits(rows, size), rules, positions)
 
     assert torch.equal(of_whole, of_parts)
     for one, other in zip(whole, parts, strict=True):
@@ -110,7 +110,7 @@ def test_winners_are_distributed_as_the_softmax() -> None:
     rules = Rules(*(None if c is None else c.expand(rows, 1) for c in rules))
     p = logits[0].double().softmax(-1).numpy()
 
-    tokens, _ = Race(CPU).run(logits, rules, column(np.arange(rows), torch.int32))
+    tokens, _ = GumbelSampler(CPU).run(logits, rules, column(np.arange(rows), torch.int32))
 
     counts = np.bincount(tokens.numpy(), minlength=size)
     chi_square = ((counts - rows * p) ** 2 / (rows * p)).sum()
@@ -119,11 +119,11 @@ def test_winners_are_distributed_as_the_softmax() -> None:
 
 def test_rows_that_are_nan_say_so_and_leave_the_others_alone() -> None:
     rules, positions = rules_of(4, 3), positions_of(3)
-    tokens, logprobs = Race(CPU).run(peaked_logits(3, 50), rules, positions)
+    tokens, logprobs = GumbelSampler(CPU).run(peaked_logits(3, 50), rules, positions)
     broken = peaked_logits(3, 50)
     broken[1] = torch.nan
 
-    found, of_found = Race(CPU).run(broken, rules, positions)
+    found, of_found = GumbelSampler(CPU).run(broken, rules, positions)
 
     assert found[1] == broken[1].argmax() and of_found[1].isnan()
     assert found[[0, 2]].tolist() == tokens[[0, 2]].tolist()
@@ -133,12 +133,12 @@ def test_rows_that_are_nan_say_so_and_leave_the_others_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for CPUs with g++")
 def test_compiled_as_on_cuda_it_is_the_same_function() -> None:
-    compiled = torch.compile(race._win, dynamic=True, fullgraph=True)
+    compiled = torch.compile(gumbel._win, dynamic=True, fullgraph=True)
     for rows, size, seed in ((8, 192, 5), (20, 1000, 6)):
         rules, positions = rules_of(seed, rows, temperature=0.8), positions_of(rows)
-        vocabulary = race.Vocabulary.of(size, CPU)
+        vocabulary = gumbel.Vocabulary.of(size, CPU)
         scores, _ = expected_scores(peaked_logits(rows, size), rules, positions)
-        plain = race._win(peaked_logits(rows, size), rules, positions, vocabulary)
+        plain = gumbel._win(peaked_logits(rows, size), rules, positions, vocabulary)
 
         tokens, logprobs = compiled(peaked_logits(rows, size), rules, positions, vocabulary)
 

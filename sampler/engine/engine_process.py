@@ -1,8 +1,10 @@
-"""vLLM's AsyncLLM and the processes that it starts: calls with deadlines, and news of their death.
+"""vLLM's AsyncLLM and its processes: calls with deadlines, a watchdog, and the death of a core.
 
-Everything here runs on one event loop. The engine cores (one for each data-parallel rank) are
-vLLM's child processes; a call to one that died would wait for ever, so each is raced against the
-end of every core.
+All but `Loop` runs on one event loop. The engine cores (one for each data-parallel rank) are vLLM's
+child processes. A call to a dead core would never return, so each call also waits for the end of
+every core. An output has no deadline, because a sequence may take long. While outputs are awaited,
+the watchdog asks each core for a sign of life, so that a core that hangs (a kernel that never ends,
+a stopped process) is given up.
 """
 
 from __future__ import annotations
@@ -12,32 +14,37 @@ import logging
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, TypeVar
 
 from runspec.core.errors import UserError
 from runspec.core.process import RunStopped
-from sampler.engine import loop
-from sampler.engine.sockets import SocketFolder, read_cause
+from sampler.engine.processes import SocketFolder, read_exit_reason
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 START_S = 600.0
-"""How long vLLM may take to start."""
+"""Seconds that vLLM may take to start."""
 RPC_S = 600.0
-"""How long an engine core may take over one call: the longest reads all weights from disk."""
+"""Seconds that one call to an engine core may take: the longest reads all weights from disk."""
+ASK_S = 10.0
+"""Seconds between two signs of life. Each costs one message to the core and one back."""
+SILENCE_S = 600.0
+"""Seconds in which a core has to answer the watchdog. It answers between two steps, and after a
+call under way, none of which may take longer."""
 _GRACE_S, _KILL_S = 5.0, 10.0
-"""How long a core with ranks below it may take to leave when asked, and any when killed."""
+"""Seconds for a core with ranks of its own to end when asked, and for any core when killed."""
 _CODE_S = 1.0
-"""From the end of a core to its exit code."""
+"""Seconds from the end of a core to its exit code."""
 _POLL_S = 0.01
 _KILL_EVERY_S = 0.1
-"""Between two looks for what a start that is to end has started yet."""
+"""Seconds between two searches for processes of a start that has to end."""
 
 
 class EngineDied(UserError):
-    """An engine core ended or hangs: what was under way is lost; `Engine.load` starts a new one."""
+    """An engine core ended or hangs. Its sequences are lost; `Engine.load` starts a new one."""
 
     def __init__(
         self,
@@ -48,16 +55,19 @@ class EngineDied(UserError):
 
 
 class StartFailed(EngineDied):
-    """An engine core ended before it was ready; `cause` is what it said, where it did."""
+    """An engine core ended before it was ready; `exit_reason` is what it recorded, or empty."""
 
-    def __init__(self, cause: str, error: Exception) -> None:
-        super().__init__(f"the engine does not start: {cause or error}")
-        self.cause = cause
+    def __init__(self, exit_reason: str, error: Exception) -> None:
+        super().__init__(f"the engine does not start: {exit_reason or error}")
+        self.exit_reason = exit_reason
 
 
 def exit_code(process: BaseProcess) -> int | None:
-    """Of a child that has ended. vLLM's watch asks too, and while one thread is told by the kernel
-    the other is told that there is no such child: so it is asked for again, for a second."""
+    """Return the exit code of a child that has ended; waits up to a second for it.
+
+    vLLM's monitor asks too. While the kernel answers one thread, the other one is told that there
+    is no such child.
+    """
     end = time.monotonic() + _CODE_S
     while (code := process.exitcode) is None and time.monotonic() < end:
         time.sleep(_POLL_S)
@@ -65,8 +75,11 @@ def exit_code(process: BaseProcess) -> int | None:
 
 
 class Start:
-    """While vLLM starts it holds the event loop; what hangs there ends with the processes that it
-    started, which this kills after a while, or when told to. A context manager around the start."""
+    """Context manager around vLLM's start: kills the started processes on a timeout or on request.
+
+    vLLM holds the event loop while it starts. If it hangs there, it ends with the processes that it
+    started.
+    """
 
     def __init__(self, seconds: float = START_S) -> None:
         self._before = set(multiprocessing.active_children())
@@ -74,7 +87,7 @@ class Start:
         self._watchdog = threading.Thread(target=self._watch, args=(seconds,), daemon=True)
 
     def kill(self) -> None:
-        """What has been started, and what is started yet."""
+        """Kill what was started, and what is started from now on."""
         self._told.set()
 
     def _watch(self, seconds: float) -> None:
@@ -82,7 +95,7 @@ class Start:
         while not self._over.is_set():
             for process in set(multiprocessing.active_children()) - self._before:
                 process.kill()
-            self._over.wait(_KILL_EVERY_S)  # a process is a child a moment after it is started
+            self._over.wait(_KILL_EVERY_S)  # a process becomes a child a moment after its start
 
     def __enter__(self) -> Start:
         self._watchdog.start()
@@ -94,12 +107,84 @@ class Start:
         self._watchdog.join()
 
 
-class Core:
+class Loop:
+    """An event loop on a thread of its own, for callers on other threads that block."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        return self._loop.is_closed()
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a coroutine, which has its own deadlines, and wait for its result.
+
+        Raises:
+            TimeoutError: it does not end in time, for example because another one blocks the loop.
+        """
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    def soon(self, action: Callable[[], object]) -> None:
+        """Call a function on the loop, after what was submitted before."""
+        self._loop.call_soon_threadsafe(action)
+
+    def close(self, timeout_s: float) -> None:
+        """Cancel all tasks, wait for them and end the loop.
+
+        Raises:
+            TimeoutError: that takes too long.
+        """
+        self.run(_settle(), timeout_s)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _settle() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+class Watchdog:
+    """Context manager around each wait for an output: calls `ask` while at least one is open.
+
+    Args:
+        ask: asks every core for a sign of life and gives a silent one up.
+    """
+
+    def __init__(self, ask: Callable[[], Awaitable[None]]) -> None:
+        self._ask = ask
+        self._waiting = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> None:
+        self._waiting += 1
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._run())
+
+    def __exit__(self, *error: object) -> None:
+        self._waiting -= 1
+        if not self._waiting and self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(ASK_S)
+            await self._ask()
+
+
+class EngineProcesses:
     """A started AsyncLLM.
 
     Args:
         arguments: of `AsyncEngineArgs`.
-        died: called on the loop, once, when a core ends that was not closed.
+        died: called on the loop, once, if a core ends before `close`.
 
     Raises:
         StartFailed: it does not start.
@@ -119,10 +204,10 @@ class Core:
             with self._sockets.in_use():
                 self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         except BaseException as error:
-            cause = read_cause(self._sockets.path)
+            exit_reason = read_exit_reason(self._sockets.path)
             self._sockets.remove()
             if isinstance(error, (RuntimeError, TimeoutError)):
-                raise StartFailed(cause, error) from error
+                raise StartFailed(exit_reason, error) from error
             if isinstance(error, ValueError):
                 raise RunStopped(
                     f"vLLM refuses the model or the pool's settings: {error}",
@@ -134,46 +219,46 @@ class Core:
         self._client = client
         self._processes = list(client.resources.engine_manager.processes)
         self.ranks = len(self._processes)
-        """Data-parallel."""
-        self._watch = loop.Watch(self._ask)
+        """Number of data-parallel ranks."""
+        self._watchdog = Watchdog(self._ask)
         self._sentinels = [process.sentinel for process in self._processes]
         for sentinel, process in zip(self._sentinels, self._processes, strict=True):
             self._loop.add_reader(sentinel, self._ended, process)
 
     @property
     def pids(self) -> list[int]:
-        """Of the engine cores, one for each data-parallel rank."""
+        """Process ids of the engine cores, one for each data-parallel rank."""
         return [process.pid for process in self._processes]
 
     async def add(self, name: str, prompt: Any, params: Any, rank: int) -> Any:
-        """Hands vLLM a request.
+        """Give vLLM a request.
 
         Returns:
             Its collector; `get` waits for the one output.
         """
-        return await self._race(
+        return await self._call(
             self._llm.add_request(name, prompt, params, data_parallel_rank=rank), "a request"
         )
 
     async def output(self, collector: Any) -> Any:
-        """The finished output of a request, however long it takes a core that lives."""
-        with self._watch:
-            return await self._race(collector.get(), "an output", seconds=None)
+        """Return the finished output of a request; waits as long as the cores live."""
+        with self._watchdog:
+            return await self._call(collector.get(), "an output", seconds=None)
 
     async def abort(self, names: Sequence[str]) -> None:
-        await self._race(self._llm.abort(list(names)), "the abort of requests")
+        await self._call(self._llm.abort(list(names)), "the abort of requests")
 
     async def pause(self) -> None:
-        """Stops between two steps; sequences keep their place, their tokens and their cache."""
+        """Pause between two steps; sequences keep their slots, their tokens and their cache."""
         pausing = self._llm.pause_generation(mode="keep", clear_cache=False)
-        await self._race(pausing, "a pause")
+        await self._call(pausing, "a pause")
 
     async def resume(self) -> None:
-        await self._race(self._llm.resume_generation(), "the end of a pause")
+        await self._call(self._llm.resume_generation(), "the end of a pause")
 
     async def reset_prefix_cache(self) -> None:
         """Frees the blocks of keys and values that finished sequences left."""
-        await self._race(self._llm.reset_prefix_cache(), "the prefix cache")
+        await self._call(self._llm.reset_prefix_cache(), "the prefix cache")
 
     async def rpc(self, method: str, **kwargs: Any) -> list[Any]:
         """Calls a method on every worker of every rank; one answer from each."""
@@ -188,20 +273,20 @@ class Core:
         call = self._client._call_utility_async(
             "collective_rpc", method, None, (), kwargs, engine=self._client.core_engines[rank]
         )
-        return list(await self._race(call, f"`{method}`"))
+        return list(await self._call(call, f"`{method}`"))
 
     async def _ask(self) -> None:
-        """Asks each core for a sign of life, which it gives between two steps."""
+        """Ask each core for a sign of life, which it gives between two steps."""
         for engine, pid in zip(self._client.core_engines, self.pids, strict=True):
             call = self._client._call_utility_async("is_scheduler_paused", engine=engine)
-            with suppress(EngineDied):  # whoever waits for an output hears it
+            with suppress(EngineDied):  # the calls that wait for an output raise it
                 what = f"a sign of life of process {pid}, while outputs are awaited"
-                await self._race(call, what, seconds=loop.SILENCE_S)
+                await self._call(call, what, seconds=SILENCE_S)
 
     def close(self) -> None:
         """Ends the cores and waits for them; they have nothing to save."""
         self._forget_sentinels()
-        if not self.death.done():  # a call that is under way hears no more of it
+        if not self.death.done():  # calls under way fail
             self.death.set_result(EngineDied("the engine was closed"))
         if (handler := self._llm.output_handler) is not None:
             handler.cancel()
@@ -211,13 +296,13 @@ class Core:
             self._join(_GRACE_S)
         self._kill()
         self._llm.shutdown(timeout=_KILL_S)
-        # Where vLLM's own watch noticed the end first, it has put this off to the loop, which is
-        # busy here; and a context with open sockets never closes.
+        # If vLLM's own monitor noticed the end first, it left this to the loop, which is busy here;
+        # and a context with open sockets never closes.
         resources = self._client.resources
         for socket in (resources.input_socket, resources.output_socket, *_data_parallel(resources)):
             if socket is not None and not socket.closed:
                 socket.close(linger=0)
-        # A socket that nobody here knows of would keep it waiting for ever, and the engine with it.
+        # An unknown open socket would block this for ever, and the engine with it.
         ending = threading.Thread(target=resources.ctx.destroy, args=(0,), daemon=True)
         ending.start()
         ending.join(_KILL_S)
@@ -236,10 +321,10 @@ class Core:
         for process in self._processes:
             process.join(max(0.0, end - time.monotonic()))
 
-    async def _race(
+    async def _call(
         self, call: Coroutine[Any, Any, Any], what: str, seconds: float | None = RPC_S
     ) -> Any:
-        """Awaits a call, as long as the cores live and the time is not up.
+        """Await a call as long as the cores live and the time is not up.
 
         Raises:
             EngineDied: one has ended, or does not answer.
@@ -257,7 +342,7 @@ class Core:
             if task.done():
                 return task.result()
         except EngineDeadError:
-            # vLLM noticed first; the exit code follows, where the process has ended at all.
+            # vLLM noticed first; the exit code follows if the process has ended at all.
             await asyncio.wait({self.death}, timeout=_CODE_S)
             self._give_up(EngineDied("vLLM has given the engine core up"))
         finally:
@@ -272,7 +357,7 @@ class Core:
         raise self.death.result()
 
     def _give_up(self, error: EngineDied) -> None:
-        """Ends cores that no call reaches any more, unless they have ended."""
+        """Kill cores that no call reaches any more, unless they have ended."""
         if not self.death.done():
             self._kill()  # they have nothing to save
             self._end(error)

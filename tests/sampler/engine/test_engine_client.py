@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sampler.engine.core import EngineDied
-from sampler.engine.front import Front, Slots, Submission
-from sampler.engine.recorded import Recorded
-from sampler.engine.requests import GenerationAborted
+from sampler.engine.engine_client import EngineClient, Slots, Submission
+from sampler.engine.engine_process import EngineDied
+from sampler.engine.requests import GenerationAborted, Recorded
 from tests.sampler.engine.requests import batch
 from verify.toploc import TOP_K
 
@@ -68,22 +67,22 @@ def _recorded(sequences: int) -> Recorded:
 
 
 class Works:
-    """A front over a core that is driven by hand; `running` is the engine's count."""
+    """A client over a core that is driven by hand; `running` is the engine's count."""
 
     def __init__(self) -> None:
         self.core, self.running, self.failures = Core(), 0, list[Exception]()
-        self.front = Front(
+        self.client = EngineClient(
             self.core,  # type: ignore[arg-type]
             ended=self._ended,
             failed=self.failures.append,
         )
-        self.front.open()
+        self.client.open()
 
     def submit(self, sequences: int) -> Submission:
         submission = Submission(batch(1, sequences))
         submission.future.set_running_or_notify_cancel()
         self.running += sequences
-        self.front.add(submission)
+        self.client.add(submission)
         return submission
 
     def _ended(self, sequences: int) -> None:
@@ -94,7 +93,7 @@ class Works:
 async def works() -> Any:
     works = Works()
     yield works
-    works.front.close()
+    works.client.close()
 
 
 async def until(condition: Any) -> None:
@@ -113,7 +112,7 @@ async def drop_while_a_record_is_fetched(
     await until(lambda: len(works.core.names) == sequences)
     works.core.first_output.set()
     await until(lambda: works.core.calls)
-    dropping = asyncio.ensure_future(works.front.drop(GenerationAborted()))
+    dropping = asyncio.ensure_future(works.client.drop(GenerationAborted()))
     await until(submission.future.done)
     return submission, dropping
 
@@ -123,7 +122,7 @@ async def test_an_engine_that_dies_during_an_abort_fails_nothing_twice(works: Wo
     first, dropping = await drop_while_a_record_is_fetched(works, 3)
     # when the engine dies before vLLM has answered
     second = works.submit(2)
-    works.front.fail(EngineDied("killed"))
+    works.client.fail(EngineDied("killed"))
     dropping.cancel()
     # then each future has one error, and each sequence is counted once
     assert isinstance(first.future.exception(0), GenerationAborted)

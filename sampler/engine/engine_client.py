@@ -1,10 +1,12 @@
-"""Sequences on their way through vLLM: slots, records, results. Runs on the engine's event loop.
+"""Client of vLLM: queues sequences, gives them slots, collects their records and results.
+
+Everything here runs on the engine's event loop.
 
 Invariants:
 1. A sequence in vLLM has a slot; without a free one it waits, in the order of submission.
-2. A slot is free again only when vLLM's workers know no row of it any more: its record was fetched,
-   or, after an abort, forgotten.
-3. While the gate is shut (a version is being changed) no sequence enters and no result leaves.
+2. A slot is free again only when vLLM's workers hold no row of it: its record was fetched or, after
+   an abort, forgotten.
+3. While admission is closed (a version is being changed) no sequence enters and no result leaves.
 """
 
 from __future__ import annotations
@@ -21,21 +23,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from runspec.core.models.kv_cache import MAX_SEQUENCES
-from sampler.engine.core import Core
-from sampler.engine.requests import Sampled, SampleRequest
+from sampler.engine.engine_process import EngineProcesses
+from sampler.engine.requests import Recorded, Sampled, SampleRequest, split_recorded
 
 
 class Slot(NamedTuple):
-    """Where vLLM's workers keep the record of a sequence, until it was fetched."""
+    """Where vLLM's workers hold the record of a sequence until it was fetched."""
 
     rank: int
-    """Data-parallel."""
+    """Data-parallel rank."""
     number: int
     """0 <= number < slots of a rank."""
 
 
 class Slots:
-    """Free slots of every data-parallel rank, which has workers of its own.
+    """Free slots of every data-parallel rank; each rank has its own workers.
 
     Args:
         ranks: data-parallel ranks.
@@ -46,12 +48,12 @@ class Slots:
         self._free = [list(range(each))[::-1] for _ in range(ranks)]
 
     def take(self) -> Slot | None:
-        """A slot of the rank that has most free ones; None where none is free."""
+        """Take a slot of the rank with the most free ones; None if none is free."""
         rank = max(range(len(self._free)), key=lambda r: len(self._free[r]))
         return Slot(rank, self._free[rank].pop()) if self._free[rank] else None
 
     def give(self, slot: Slot) -> None:
-        """Makes a slot free again."""
+        """Free a slot."""
         self._free[slot.rank].append(slot.number)
 
 
@@ -71,20 +73,24 @@ class _Sequence:
     slot: Slot
     name: str
     output: Any = None
-    """vLLM's, once finished."""
+    """Output of vLLM, once finished."""
 
 
-class Front:
+class EngineClient:
     """Admits sequences, fetches their records in batches, resolves their submissions.
 
     Args:
-        core: vLLM.
-        ended: told how many sequences have been answered, or dropped.
-        failed: told what went wrong in the engine; nothing more will be answered.
+        core: vLLM's processes.
+        ended: called with the number of sequences that were answered or dropped.
+        failed: called with the error of the engine; nothing more will be answered.
     """
 
     def __init__(
-        self, core: Core, *, ended: Callable[[int], None], failed: Callable[[Exception], None]
+        self,
+        core: EngineProcesses,
+        *,
+        ended: Callable[[int], None],
+        failed: Callable[[Exception], None],
     ) -> None:
         self._core, self._ended, self._failed = core, ended, failed
         self._slots = Slots(core.ranks, MAX_SEQUENCES)
@@ -93,34 +99,34 @@ class Front:
         self._finished: list[_Sequence] = []
         self._open = asyncio.Event()
         self._news = asyncio.Event()
-        self._records = asyncio.Lock()  # one talk with the recorders at a time
+        self._records = asyncio.Lock()  # one call to the recorders at a time
         self._names = itertools.count()
         self._salt = "0"
         self._tasks: set[asyncio.Task[None]] = set()
         self._collector = asyncio.ensure_future(self._collect())
 
     def open(self) -> None:
-        """Opens the gate."""
+        """Open admission."""
         self._open.set()
         self._admit()
 
     def shut(self) -> None:
-        """Shuts the gate."""
+        """Close admission: no sequence enters, no result leaves."""
         self._open.clear()
 
     def set_salt(self, salt: str) -> None:
-        """From now on no block of keys and values made under another salt is used."""
+        """Use no block of keys and values that was made under another salt from now on."""
         self._salt = salt
 
     def add(self, submission: Submission) -> None:
-        """Queues a submission behind those that came before."""
+        """Queue a submission behind the earlier ones."""
         self._waiting.extend((submission, i) for i in range(len(submission.requests)))
         self._admit()
 
     async def prompt_logprobs(
         self, sequences: Sequence[Sequence[int]], *, rank: int = 0
     ) -> list[np.ndarray]:
-        """See `Engine.prompt_logprobs`; of one data-parallel rank. Passes the gate."""
+        """See `Engine.prompt_logprobs`; asks one rank, even while admission is closed."""
         from vllm import SamplingParams
         from vllm.inputs import tokens_input
 
@@ -135,10 +141,10 @@ class Front:
         return list(await asyncio.gather(*(one(tokens) for tokens in sequences)))
 
     async def drop(self, error: Exception) -> None:
-        """Fails every submission with an error and takes its sequences out of vLLM."""
+        """Fail every submission with an error and abort its sequences in vLLM."""
         self.fail(error)
         async with self._records:
-            # Not those of submissions that came while the last record was fetched.
+            # Submissions that arrived while the last record was fetched stay.
             victims = [s for s in self._live.values() if s.submission.future.done()]
             self._finished = [s for s in self._finished if s not in victims]
             for victim in victims:
@@ -153,7 +159,7 @@ class Front:
         self._admit()
 
     def fail(self, error: Exception) -> None:
-        """Fails every submission; vLLM is told nothing."""
+        """Fail every submission without a call to vLLM."""
         submissions = {s for s, _ in self._waiting} | {s.submission for s in self._live.values()}
         self._waiting.clear()
         for task in self._tasks:
@@ -163,7 +169,7 @@ class Front:
                 self._fail(submission, error)
 
     def close(self) -> None:
-        """Ends the tasks of this front."""
+        """Cancel the tasks of this client."""
         for task in (*self._tasks, self._collector):
             task.cancel()
 
@@ -187,14 +193,14 @@ class Front:
             params = _sampling_params(request, sequence.slot.number)
             collector = await self._core.add(sequence.name, prompt, params, sequence.slot.rank)
             sequence.output = await self._core.output(collector)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the futures raise it
+        except Exception as error:  # noqa: BLE001 - the futures raise it
             self._failed(error)
             return
         self._finished.append(sequence)
         self._news.set()
 
     async def _collect(self) -> None:
-        """Fetches the records of all that finished while the last ones were fetched."""
+        """Fetch the records of all sequences that finished during the last fetch."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -205,14 +211,12 @@ class Front:
                     for rank in range(self._core.ranks):
                         if of_rank := [s for s in batch if s.slot.rank == rank]:
                             await self._take(rank, of_rank)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the futures raise it
+            except Exception as error:  # noqa: BLE001 - the futures raise it
                 self._failed(error)
                 return
             self._admit()
 
     async def _take(self, rank: int, batch: list[_Sequence]) -> None:
-        from sampler.engine.recorded import Recorded, split_recorded
-
         results = [sequence.output.outputs[0] for sequence in batch]
         lengths = [len(result.token_ids) for result in results]
         answers = await self._core.rpc_of(
@@ -259,7 +263,7 @@ def _sampling_params(request: SampleRequest, slot: int) -> Any:
             temperature=0.0,  # the noise is in the logits
             max_tokens=request.max_new_tokens,
             stop_token_ids=[request.end_token],
-            ignore_eos=True,  # one rule for the end, ours
+            ignore_eos=True,  # only our end token counts
             extra_args=sampling_arguments(
                 slot,
                 request.noise_key or _random_key(),
@@ -272,7 +276,7 @@ def _sampling_params(request: SampleRequest, slot: int) -> Any:
 
 
 def _final(params: Any) -> Any:
-    """One output, when the sequence has ended, of token ids alone."""
+    """Ask for one output of token ids, when the sequence has ended."""
     from vllm.sampling_params import RequestOutputKind
 
     params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -282,5 +286,5 @@ def _final(params: Any) -> Any:
 
 
 def _random_key() -> tuple[int, int]:
-    """Words that nobody can predict, for pools that are not seeded."""
+    """Return an unpredictable key, for pools that are not seeded."""
     return secrets.randbits(32) - 2**31, secrets.randbits(32) - 2**31

@@ -1,4 +1,4 @@
-"""Which token wins, by public noise: the arithmetic of seeded sampling, without vLLM.
+"""Gumbel-max sampling with public noise: the arithmetic of seeded sampling, without vLLM.
 
 token = argmax_v(logits_v / T + gumbel_v) is a sample of softmax(logits / T) (Gumbel 1954; Maddison
 et al. 2014). The same token wins argmax_v(exp(logits_v / T) / exponential_v): see `verify.noise`.
@@ -14,30 +14,30 @@ from verify.noise import exponential, token_words
 from verify.truncation import kept_from
 
 _CPU_ELEMENTS = 1 << 16
-"""Logits worked on at once: what is between them stays in the caches."""
+"""Logits processed at once on CPUs, so that intermediate results stay in the caches."""
 
 _FAR = 2.0**60
 
 
 class Rules(NamedTuple):
-    """By which B rows are sampled."""
+    """Sampling parameters of B rows."""
 
     key_0: torch.Tensor
     """i32 [B, 1], as `key_1`: the words of `verify.noise.noise_key`."""
     key_1: torch.Tensor
     temperature: torch.Tensor | None
-    """f32 [B, 1]; None where all are 1."""
+    """f32 [B, 1]; None if all are 1."""
     top_p: torch.Tensor | None
-    """f32 [B, 1]; None where nobody cuts."""
+    """f32 [B, 1]; None if no row has one."""
     top_k: torch.Tensor | None
-    """i32 [B, 1]; None where nobody cuts."""
+    """i32 [B, 1]; None if no row has one."""
 
     def part(self, rows: slice) -> Rules:
         return Rules(*(None if column is None else column[rows] for column in self))
 
 
 class Vocabulary(NamedTuple):
-    """What depends on nothing but the number of tokens V."""
+    """Tensors that depend only on the number of tokens V."""
 
     words: torch.Tensor
     """i32 [1, V], of `token_words`."""
@@ -50,19 +50,19 @@ class Vocabulary(NamedTuple):
         return cls(token_words(tokens), (size - tokens).to(torch.float32))
 
 
-class Race:
+class GumbelSampler:
     """Samples rows of logits on one device. On CUDA the arithmetic is one compiled kernel."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._vocabulary: Vocabulary | None = None
-        # Some thirty passes over the logits otherwise, each through the device's memory.
+        # Uncompiled it is some thirty passes over the logits through the device's memory.
         self._win = torch.compile(_win, dynamic=True) if device.type == "cuda" else _win
 
     def run(
         self, logits: torch.Tensor, rules: Rules, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Overwrites the logits with marks whose argmax is the winner, and whose equals are none.
+        """Sample; overwrite the logits with values whose only maximum is at the sampled token.
 
         Args:
             logits: f32 [B, V].
@@ -70,7 +70,7 @@ class Race:
             positions: i32 [B, 1], indices of the output tokens.
 
         Returns:
-            i64 [B] tokens; f32 [B] their log-probs among the tokens that are kept.
+            i64 [B] tokens; f32 [B] their log-probs after top-k and top-p.
         """
         size = logits.shape[-1]
         if self._vocabulary is None or self._vocabulary.words.shape[1] != size:
