@@ -18,9 +18,10 @@ from aiohttp import web
 
 from broadcast.admission import Admission, RateLimit
 from broadcast.answers import FileAnswers
-from broadcast.app import Source, build_app
+from broadcast.app import build_app
 from broadcast.credentials import Reloaded, Tokens, read_tokens, server_context
 from broadcast.metrics import Metrics
+from broadcast.source import Source
 from runspec.core.connection_limits import (
     ConnectionLimiter,
     ConnectionLimits,

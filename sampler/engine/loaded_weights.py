@@ -31,6 +31,8 @@ from sampler.engine.requests import LoadReport
 
 _PLAIN = (torch.float32, torch.bfloat16)
 """Types in which a parameter holds the bits of the files; any other type is quantised."""
+Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
+"""vLLM's loader: (name, tensor) of whole layers."""
 
 
 @dataclass(frozen=True)
@@ -156,10 +158,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     # Compared as integers: two NaNs are the same bytes, 0.0 and -0.0 are not.
     integer = torch.int32 if tensor.element_size() == 4 else torch.int16
     return tensor.detach().cpu().contiguous().view(integer)
-
-
-Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
-"""vLLM's loader: (name, tensor) of whole layers."""
 
 
 def patch_weights(model: Any, base_dir: Path, weights_dir: Path, *, reload: Reload) -> bool:

@@ -27,6 +27,13 @@ from verify.toploc.selection import MAGNITUDE, blocks, select
 
 _PORTION_ELEMENTS = 1 << 23
 """Selected from at once on a device: some 200 MB of keys, however many chunks there are."""
+RUN_AHEAD = 4
+"""How far a sequence may be set back behind the furthest row that was computed for it. vLLM's
+schedulers run one row ahead of what they know."""
+STEPS = 8
+"""Engine steps that are written at once: each write costs as much for one step as for several."""
+RING = CHUNK_ROWS + STEPS + RUN_AHEAD
+"""Rows of hidden states that are kept of a sequence."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +102,6 @@ def by_partition(chunks: torch.Tensor, rows: np.ndarray) -> Selected:
     indices = np.concatenate([part.indices for part in found]).astype(np.int32)
     chosen = np.concatenate([part.bits for part in found]).astype(np.uint16).view(np.int16)
     return Selected(torch.from_numpy(indices), torch.from_numpy(chosen))
-
-
-RUN_AHEAD = 4
-"""How far a sequence may be set back behind the furthest row that was computed for it. vLLM's
-schedulers run one row ahead of what they know."""
-STEPS = 8
-"""Engine steps that are written at once: each write costs as much for one step as for several."""
-RING = CHUNK_ROWS + STEPS + RUN_AHEAD
-"""Rows of hidden states that are kept of a sequence."""
 
 
 class _Step(NamedTuple):

@@ -27,8 +27,7 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import load_config
 from runspec.core.models.prefill import prefill_bytes
 from runspec.core.spec.schema import Hardware, Learner, RunSpec
-from sampler.prefill.stages import divide
-from sampler.prefill.states import hidden_states, spans, upload
+from sampler.prefill.states import divide, hidden_states, spans, upload
 from verify.choices import Choices
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation, require_fits
 from verify.token_facts import Drawn, TokenFacts, Vocabulary, Wanted, facts_of, outputs_of

@@ -1,9 +1,18 @@
-"""Final hidden states of rollouts, by transformers' model: whole, or continued from shared prompts.
+"""transformers' model on several devices: its layers divided, and final hidden states of rollouts.
 
-The samples of a group have one prompt. Where that is much of what there is to compute, each prompt
-is computed once: its keys and values go before those of every output that continues it, under a
-mask that hides their padding, as a sampler's prefix cache does. Else rollouts of about one length
-share a batch, padded behind, so that causal attention needs no mask and no cache.
+Each device holds a *stage*: consecutive layers; the first also the embedding, the last also the
+final norm. Hidden states go from stage to stage. Tensor parallelism would need a process for each
+device (torchrun), NCCL, and a second way to load and to stop a validator. A validator needs several
+devices for their memory, and a prefill has many independent batches. Kernels are launched without
+waiting, so the first stage begins a batch while later stages compute earlier ones. B batches on S
+stages take (B + S - 1) / S of the time that one device would take for one batch, so little is lost
+where B is far above S. Every number is computed by the same kernel on operands of the same shape as
+on one device, so the results are equal bit for bit.
+
+The samples of a group share one prompt. If the prompts are much of the work, each one is computed
+once: its keys and values go before those of every output that continues it, under a mask that hides
+their padding, as a sampler's prefix cache does. Otherwise rollouts of similar length share a batch,
+padded at the end, so that causal attention needs no mask and no cache.
 """
 
 from __future__ import annotations
@@ -13,12 +22,56 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import DynamicCache
 
 from verify.plugins import PrefillInput, by_prompt
 
 WORTH_SHARING = 0.15
 """Share of all positions that must be repeated prompts; less pays for no mask."""
+
+
+def divide(body: Any, devices: Sequence[torch.device]) -> None:
+    """Move a model to devices in place, layer by layer, so that none holds more than its stage.
+
+    Args:
+        body: transformers' model without its head: `layers`, `norm`, and what comes before them.
+        devices: of the stages, in the order of the layers.
+    """
+    for name, child in body.named_children():
+        if name != "layers":
+            child.to(devices[-1] if name == "norm" else devices[0])
+    count = len(body.layers)
+    for stage, device in enumerate(devices):
+        enter = _Entrance(device)
+        for layer in body.layers[
+            stage * count // len(devices) : (stage + 1) * count // len(devices)
+        ]:
+            layer.to(device)
+            if len(devices) > 1:
+                layer.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+class _Entrance:
+    """Forward hook that moves the arguments of a stage's layers to its device, each tensor once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._here = WeakTensorKeyDictionary()  # a mask is as large as attention, and many need it
+
+    def __call__(
+        self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self._moved(args), {name: self._moved(value) for name, value in kwargs.items()}
+
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self._moved(each) for each in value)
+        if not isinstance(value, torch.Tensor) or value.device == self._device:
+            return value  # a cache has each layer's keys and values where the layer is
+        if value not in self._here:
+            self._here[value] = value.to(self._device)
+        return self._here[value]
 
 
 class Batch(NamedTuple):

@@ -13,7 +13,7 @@ from sampler.grading.answers import Answer, Result
 from sampler.grading.graders import Graders
 from sampler.grading.launch import require_graders
 from sampler.tasks.interfaces import LengthTerm, Score, length_term
-from sampler.tasks.keep import Problems, keeper, target_lengths
+from sampler.tasks.problems import Problems, keeper, target_lengths
 from sampler.tasks.prompts import PromptCodec, PromptForm
 from verify.plugins import Graded, GradeItem, GraderFault, Problem
 

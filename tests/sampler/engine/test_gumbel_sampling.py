@@ -133,12 +133,12 @@ def test_rows_that_are_nan_say_so_and_leave_the_others_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for CPUs with g++")
 def test_compiled_as_on_cuda_it_is_the_same_function() -> None:
-    compiled = torch.compile(gumbel._win, dynamic=True, fullgraph=True)
+    compiled = torch.compile(gumbel_sampling._win, dynamic=True, fullgraph=True)
     for rows, size, seed in ((8, 192, 5), (20, 1000, 6)):
         rules, positions = rules_of(seed, rows, temperature=0.8), positions_of(rows)
-        vocabulary = gumbel.Vocabulary.of(size, CPU)
+        vocabulary = gumbel_sampling.Vocabulary.of(size, CPU)
         scores, _ = expected_scores(peaked_logits(rows, size), rules, positions)
-        plain = gumbel._win(peaked_logits(rows, size), rules, positions, vocabulary)
+        plain = gumbel_sampling._win(peaked_logits(rows, size), rules, positions, vocabulary)
 
         tokens, logprobs = compiled(peaked_logits(rows, size), rules, positions, vocabulary)
 

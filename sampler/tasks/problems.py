@@ -1,4 +1,4 @@
-"""The problems of a run: of its sources those of the right split whose prompts fit."""
+"""The problems of a run: those of its sources that are in the split and whose prompts fit."""
 
 from __future__ import annotations
 

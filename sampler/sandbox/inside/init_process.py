@@ -1,8 +1,9 @@
-"""The two processes around the isolated program: a guard, and what becomes the program itself.
+"""The two processes around the isolated program: its init process, and what becomes the program.
 
-The guard is the first process of the PID namespace, or, without one, the process to which every
-orphan of the program falls: it collects what ends, and once the program has ended it ends all the
-rest. Trusted code, out of the program's reach: not traceable, not to be signalled.
+The init process is the first process of the PID namespace or, without one, the process that adopts
+every orphan of the program. It collects the processes that end, and once the program has ended it
+kills all the rest. It is trusted code out of the program's reach: the program can neither trace nor
+signal it.
 """
 
 from __future__ import annotations
@@ -10,26 +11,26 @@ from __future__ import annotations
 import os
 import resource
 
-from . import kernel, landlock, limits, namespaces, scratch, wire
-from .order import LANDLOCK, NAMESPACES, SECCOMP, Order
-from .watch import descendants
+from . import kernel, limits, messages, namespaces
+from .messages import LANDLOCK, NAMESPACES, SECCOMP, Order
+from .watchdog import descendants
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # as `typing` says it, without its import
+if TYPE_CHECKING:  # without the import of `typing`
     from collections.abc import Callable
 
 
-def guard(order: Order, user: int, tasks: int, ready: int, failures: int, report: int) -> None:
-    """Prepares the scratch directory, starts the program, waits for it, reports. Never returns.
+def run_init(order: Order, user: int, tasks: int, ready: int, failures: int, report: int) -> None:
+    """Prepare the scratch directory, start the program, wait for it, report. Never returns.
 
     Args:
         order: what to start.
         user: whose id the program gets outside of namespaces.
         tasks: limit on that user's processes and threads.
-        ready: descriptor on which a byte says that the ids are mapped; its end that nobody is
-            there any more.
-        failures: takes the reason where the program could not be started; closed by its start.
-        report: takes the message on how it ended.
+        ready: descriptor on which a byte says that the ids are mapped; its end says that the
+            launcher is gone.
+        failures: receives the reason if the program cannot be started; its start closes it.
+        report: receives the message on how it ended.
     """
     try:
         if not os.read(ready, 1):
@@ -59,7 +60,7 @@ def guard(order: Order, user: int, tasks: int, ready: int, failures: int, report
 
 
 def _end_with_parent(signal: int) -> None:
-    """The kernel signals this process once its parent has ended."""
+    """Have the kernel signal this process once its parent has ended."""
     parent = os.getppid()
     kernel.prctl("ending with the parent", kernel.PR_SET_PDEATHSIG, signal)
     if os.getppid() != parent:
@@ -75,7 +76,7 @@ def _write_files(place: bytes, files: list[tuple[bytes, bytes]]) -> None:
 
 
 def _become(order: Order, place: bytes, user: int, tasks: int, failures: int) -> None:
-    """Lays down every right and becomes the program. Never returns."""
+    """Give up every right and become the program. Never returns."""
     try:
         os.setsid()
         contained = order.isolates(NAMESPACES)
@@ -88,7 +89,7 @@ def _become(order: Order, place: bytes, user: int, tasks: int, failures: int) ->
         )
         _end_with_parent(kernel.SIGKILL)
         if order.isolates(LANDLOCK):
-            landlock.restrict(order.readable, [place], namespaces.DEVICES)
+            limits.restrict_files(order.readable, [place], namespaces.DEVICES)
         if order.isolates(SECCOMP):
             kernel.install_filter(order.filter)
         environment = dict(order.environment)
@@ -102,27 +103,30 @@ def _become(order: Order, place: bytes, user: int, tasks: int, failures: int) ->
 
 
 def _detach_streams() -> None:
-    """Lets go of the program's pipes, so that their ends mean its end."""
+    """Close the program's pipes here, so that they end when the program ends."""
     silent = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     for stream in (0, 1, 2):
         os.dup2(silent, stream, inheritable=False)
 
 
 def _wait(program: int, report: int, directory: bytes) -> None:
-    """Collects every process that ends until the program does; then ends the others, and takes
-    `directory` away (without one, the kernel ends all of the namespace with this process)."""
+    """Collect every process that ends until the program does.
+
+    Then kill the others and remove `directory`. Without one, the kernel ends all of the namespace
+    with this process.
+    """
     if directory:
         _end_on_signal(program, directory)
-    wire.answer(report, program=program)
+    messages.answer(report, program=program)
     status, ended = 0, 0
     while ended != program:
         ended, status = os.wait()
     if directory:
         _end_group(program)
-        scratch.remove(directory)
+        remove_scratch(directory)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = usage.ru_utime + usage.ru_stime
-    wire.answer(report, status=status, cpu_s=cpu_s, peak=usage.ru_maxrss << 10)
+    messages.answer(report, status=status, cpu_s=cpu_s, peak=usage.ru_maxrss << 10)
     os._exit(0)
 
 
@@ -131,16 +135,18 @@ def _end_on_signal(program: int, directory: bytes) -> None:
 
     def end(_number: int, _frame: object) -> None:
         _end_group(program)
-        scratch.remove(directory)
+        remove_scratch(directory)
         os._exit(0)
 
     signal.signal(signal.SIGTERM, end)
 
 
 def _end_group(program: int) -> None:
-    """Kills the program's process group until nothing is left below the guard. A signal to a group
-    reaches also what is being forked meanwhile; only where no filter holds can a process leave the
-    group."""
+    """Kill the program's process group until nothing is left below the init process.
+
+    A signal to a group also reaches what is being forked. A process can leave the group only where
+    no filter holds.
+    """
     try:
         while True:
             _kill(os.killpg, program)
@@ -156,3 +162,59 @@ def _kill(end: Callable[[int, int], None], pid: int) -> None:
         end(pid, kernel.SIGKILL)
     except ProcessLookupError:
         return
+
+
+def remove_scratch(path: bytes) -> None:
+    """Remove a scratch directory that a hostile program has filled; its writers are all dead.
+
+    Any depth and any permissions; symbolic links are removed and never followed. Directories are
+    moved up before they are emptied, so that no path grows with the depth.
+    """
+    try:
+        top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return  # already removed
+    try:
+        _empty(top)
+        os.rmdir(path)
+    finally:
+        os.close(top)
+
+
+def _empty(top: int) -> None:
+    moved = 0
+    while names := os.listdir(top):
+        for name in names:
+            if not _is_directory(name, top):
+                os.unlink(name, dir_fd=top)
+                continue
+            os.chmod(name, 0o700, dir_fd=top)
+            child = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+            try:
+                for inner in os.listdir(child):
+                    if not _is_directory(inner, child):
+                        os.unlink(inner, dir_fd=child)
+                        continue
+                    os.chmod(inner, 0o700, dir_fd=child)  # moving one writes its `..`
+                    moved += 1
+                    target = f".moved-{moved}"
+                    while _exists(target, top):
+                        moved += 1
+                        target = f".moved-{moved}"
+                    os.rename(inner, target, src_dir_fd=child, dst_dir_fd=top)
+            finally:
+                os.close(child)
+            os.rmdir(name, dir_fd=top)
+
+
+def _is_directory(name: str, directory: int) -> bool:
+    mode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
+    return mode & 0o170000 == 0o040000
+
+
+def _exists(name: str, directory: int) -> bool:
+    try:
+        os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,6 +1,6 @@
-"""What the kernel's limits do not bound: the sums over all processes of a program.
+"""Watchdog over the sums of all processes of a program, which the kernel's limits do not bound.
 
-Between two looks a program can go past a sum; the limits of each process hold all the while.
+Between two checks a program can exceed a sum; the limits of each process hold all the while.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import os
 import stat
 import time
 
-from .order import NAMESPACES, Order
+from .messages import NAMESPACES, Order
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # as `typing` says it, without its import
+if TYPE_CHECKING:  # without the import of `typing`
     from collections.abc import Callable
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -23,21 +23,21 @@ _MAX_ENTRIES = 4096
 """Files and directories in a scratch directory that is not a file system of its own."""
 
 
-class Watch:
-    """Looks at everything below a guard.
+class Watchdog:
+    """Watches everything below an init process.
 
     Args:
         order: the limits.
-        guard: process id of the guard, which is not counted.
+        init: process id of the init process, which is not counted.
         started: `time.monotonic()` from which the wall clock counts.
 
     Attributes:
         cpu, peak: seconds of CPU and most bytes of memory seen so far.
     """
 
-    def __init__(self, order: Order, guard: int, started: float) -> None:
+    def __init__(self, order: Order, init: int, started: float) -> None:
         self._order = order
-        self._guard = guard
+        self._init = init
         self._end = started + order.wall_s if order.wall_s else float("inf")
         self._tick_s = _TICK_S
         self.cpu = 0.0
@@ -68,11 +68,13 @@ class Watch:
         return ""
 
     def _sums(self) -> tuple[float, int, int, list[int]]:
-        """CPU seconds, bytes of memory, tasks, and process ids, of all below the guard (memory that
-        processes share counts for each)."""
+        """Return CPU seconds, bytes of memory, tasks and process ids of all below the init process.
+
+        Memory that processes share counts for each.
+        """
         pages = tasks = 0
         cpu = self._collected()
-        pids = descendants(self._guard)
+        pids = descendants(self._init)
         for pid in pids:
             try:
                 with open(f"/proc/{pid}/stat", "rb") as file:
@@ -87,9 +89,9 @@ class Watch:
         return cpu / _TICKS, pages * _PAGE, tasks, pids
 
     def _collected(self) -> int:
-        """Clock ticks of the processes that ended, fell to the guard and were collected by it."""
+        """Return the clock ticks of the ended processes that the init process collected."""
         try:
-            with open(f"/proc/{self._guard}/stat", "rb") as file:
+            with open(f"/proc/{self._init}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:
             return 0  # ended meanwhile
