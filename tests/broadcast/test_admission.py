@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broadcast.admission import RateLimit
-from broadcast.credentials import MAX_TOKENS_BYTES, Tokens, address_of, read_tokens
+from broadcast.admission import RateLimit, address_of
+from broadcast.credentials import MAX_TOKENS_BYTES, Tokens, read_tokens
 from broadcast.server import Limits, ServerOptions
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
