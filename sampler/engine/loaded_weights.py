@@ -42,7 +42,7 @@ class Place:
     module: str
     """Path of the layer."""
     view: torch.Tensor | None
-    """The part of a parameter that holds this rank's slice; None where the engine repacked it."""
+    """The part of a parameter that holds this rank's slice; None if the engine repacked it."""
     axis: int
     start: int
     """This rank's slice of the tensor begins here along `axis`, and is as long as the view."""
@@ -50,14 +50,14 @@ class Place:
     """Whether the layer multiplies by a packed copy beside the view."""
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of the tensor, in the view's type."""
+        """Return this rank's slice of the tensor, in the view's type."""
         assert self.view is not None
         part = tensor.narrow(self.axis, self.start, self.view.shape[self.axis])
         return part.to(self.view.dtype)
 
 
 def compare_weights(model: Any, weights_dir: Path) -> LoadReport:
-    """Compares a loaded vLLM model with the safetensors of a weights directory.
+    """Compare a loaded vLLM model with the safetensors of a weights directory.
 
     Args:
         model: vLLM's module on this rank.
@@ -67,7 +67,7 @@ def compare_weights(model: Any, weights_dir: Path) -> LoadReport:
     finder = PlaceFinder(model)
     for name, info in read_headers(weights_dir).items():
         place = finder.find(name)
-        if place is None:  # vLLM skips some tensors of which its model has no use, in silence
+        if place is None:  # vLLM silently skips tensors that its model does not use
             report.different.append(name)
             continue
         if place.view is None:
@@ -94,7 +94,7 @@ class PlaceFinder:
         }
 
     def find(self, name: str) -> Place | None:
-        """The place of a tensor; None where the engine has no parameter for it."""
+        """Return where a tensor is; None if the engine has no parameter for it."""
         module_name, _, kind = name.rpartition(".")
         parent, _, leaf = module_name.rpartition(".")
         whole, position = self._fused.get(leaf, (leaf, None))
@@ -114,7 +114,7 @@ class PlaceFinder:
 def _cut(
     module: Any, kind: str, position: int | None, parameter: torch.Tensor
 ) -> tuple[torch.Tensor, int, int]:
-    """The part of the parameter that came from a tensor; where along which axis it was cut."""
+    """Return the part of the parameter that came from a tensor; axis and start of the cut."""
     from vllm.model_executor.layers.linear import (
         MergedColumnParallelLinear,
         QKVParallelLinear,
@@ -148,7 +148,7 @@ def _part(parameter: torch.Tensor, sizes: list[int], position: int) -> torch.Ten
 
 
 def as_torch(array: np.ndarray) -> torch.Tensor:
-    """float32 as it is, anything of two bytes as bfloat16; without a copy."""
+    """View an array as a tensor: float32 as it is, two-byte types as bfloat16."""
     if array.dtype == np.float32:
         return torch.from_numpy(array)
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -161,7 +161,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def patch_weights(model: Any, base_dir: Path, weights_dir: Path, *, reload: Reload) -> bool:
-    """Makes a model that holds one version hold another.
+    """Change a model from one version to another in place.
 
     Args:
         model: vLLM's module on this rank.
@@ -170,8 +170,8 @@ def patch_weights(model: Any, base_dir: Path, weights_dir: Path, *, reload: Relo
         reload: loads layers that cannot be overwritten.
 
     Returns:
-        False where it cannot be done, and nothing was: the versions hold other tensors, or the
-        engine has no place for one.
+        False if it cannot be done, and nothing was changed: the versions hold other tensors, or the
+        engine has no parameter for one.
 
     Raises:
         UserError: a file cannot be read.
@@ -189,7 +189,7 @@ def patch_weights(model: Any, base_dir: Path, weights_dir: Path, *, reload: Relo
     layers, head_changed = set(), False
     for change in changed_elements(base_dir, weights_dir):
         place = places[change.info.name]
-        # A tied head has the embedding's parameter; its packed copy is made anew below.
+        # A tied head has the embedding's parameter; its packed copy is rebuilt below.
         if place.view is None or (place.packed and not tied):
             layers.add(place.module)
             continue
@@ -205,7 +205,7 @@ def patch_weights(model: Any, base_dir: Path, weights_dir: Path, *, reload: Relo
 
 @torch.no_grad()
 def _overwrite(place: Place, view: torch.Tensor, change: ChangedElements) -> None:
-    """Writes what changed of this rank's slice."""
+    """Write the changed elements of this rank's slice."""
     where = list(np.unravel_index(change.indices, change.info.shape))
     along = where[place.axis] - place.start
     ours = (along >= 0) & (along < view.shape[place.axis])

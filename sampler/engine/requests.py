@@ -23,7 +23,7 @@ class SampleRequest:
     temperature: float
     """T > 0."""
     noise_key: tuple[int, int] | None
-    """Of `verify.noise.noise_key`; None where sampling is not seeded (the engine draws a key)."""
+    """Key of `verify.noise.noise_key`; None if sampling is not seeded (the engine draws a key)."""
     top_p: float = 1.0
     """In (0, 1]; 1 keeps every token."""
     top_k: int = -1
@@ -36,7 +36,7 @@ def sample_requests(
     end_token: int,
     noise_keys: Sequence[tuple[int, int] | None],
 ) -> list[SampleRequest]:
-    """Samples of one prompt as a pool samples, one for each noise key.
+    """Return the requests for one prompt with a pool's settings, one for each noise key.
 
     Raises:
         UserError: the prompt leaves no room for an answer in the pool's context.
@@ -77,31 +77,31 @@ class Sampled:
     versions: np.ndarray
     """i32 [n]: the policy version that each token was sampled from."""
     selection: Selection
-    """Of the final hidden states behind the tokens: what their proofs are made from."""
+    """Selection of the final hidden states behind the tokens, from which proofs are made."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one rank found after a load, by the files' tensor names."""
+    """What one rank found after a load, by tensor name."""
 
     compared: list[str]
     repacked: list[str]
-    """Held in a form that cannot be read back."""
+    """Tensors in a form that cannot be read back."""
     different: list[str]
-    """The engine holds other bytes than the files, or has no place for them: the load failed."""
+    """Tensors that differ from the files or have no parameter: the load failed."""
     load_s: float = 0.0
-    """Seconds that the switch took, all checks included."""
+    """Seconds that the load took, all checks included."""
     pause_s: float = 0.0
     """Seconds of them in which nothing could be sampled: fewer where weights change in flight."""
     patched: bool = False
-    """The weights were changed in place by a delta, not read anew."""
+    """The weights were changed in place by a delta, not reloaded."""
 
 
 class NoVersion(RuntimeError):
     """Sequences were submitted while no version was loaded.
 
     Attributes:
-        death: what ended the engine that held one; None where none was loaded, or a load failed.
+        death: what ended the engine that held one; None if none was loaded or a load failed.
     """
 
     def __init__(self, death: Exception | None) -> None:
@@ -148,7 +148,7 @@ class RecordedSequence:
 
 
 def split_recorded(recorded: Recorded, lengths: Sequence[int]) -> list[RecordedSequence]:
-    """Cuts a record into its sequences.
+    """Split a record into its sequences.
 
     Args:
         recorded: of `take_recorded(slots, lengths)`.
@@ -173,6 +173,6 @@ def split_recorded(recorded: Recorded, lengths: Sequence[int]) -> list[RecordedS
 
 
 def chunk_rows(length: int) -> np.ndarray:
-    """Rows of each chunk of a sequence: i64 [ceil(length / 32)], 32 and what is left."""
+    """Return the rows of each chunk of a sequence: i64 [ceil(length / 32)], 32 and the rest."""
     starts = np.arange(0, length, CHUNK_ROWS)
     return np.minimum(CHUNK_ROWS, length - starts)

@@ -53,7 +53,7 @@ class SamplerExtension:
     recorder_kind: type[TokenRecorder] = TokenRecorder
 
     def start_capture(self, slots: int, max_new_tokens: int) -> None:
-        """Makes room for records, and shows the sampler the states behind each step's logits.
+        """Allocate the records, and give the sampler the states behind each step's logits.
 
         Args:
             slots: sequences at once; a request's `slot` is below it.
@@ -74,24 +74,24 @@ class SamplerExtension:
         model.logits_processor.register_forward_pre_hook(see)
 
     def take_recorded(self, slots: Sequence[int], lengths: Sequence[int]) -> Recorded | None:
-        """See `TokenRecorder.take`; None on ranks that keep no record."""
+        """See `TokenRecorder.take`; None on ranks without a recorder."""
         recorder = self._processor().recorder
         return None if recorder is None else recorder.take(slots, lengths)
 
     def forget(self, slots: Sequence[int]) -> None:
-        """Drops the records of sequences that were aborted; their slots are free."""
+        """Drop the records of sequences that were aborted; their slots are free."""
         recorder = self._processor().recorder
         if recorder is not None:
             recorder.forget(slots)
 
     def set_version(self, version: int) -> None:
-        """Names the policy version of the tokens that are sampled from now on."""
+        """Set the policy version of the tokens that are sampled from now on."""
         recorder = self._processor().recorder
         if recorder is not None:
             recorder.version = version
 
     def repack_tied_head(self) -> None:
-        """Makes the head's packed copy anew where it shares the embedding's tensor.
+        """Rebuild the head's packed copy if it shares the embedding's tensor.
 
         vLLM's reload copies the embedding into place and never processes the head, which the
         checkpoint does not hold; on CPUs the head multiplies by a packed copy made at load.
@@ -101,7 +101,7 @@ class SamplerExtension:
             model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
     def patch_weights(self, base_dir: str, weights_dir: str) -> bool:
-        """Overwrites what changed from the version held to another; see `loaded_weights`."""
+        """Overwrite what changed from the loaded version to another; see `loaded_weights`."""
 
         def reload(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
             self.model_runner.reload_weights(weights_iterator=tensors)
@@ -109,7 +109,7 @@ class SamplerExtension:
         return patch_weights(self._model(), Path(base_dir), Path(weights_dir), reload=reload)
 
     def compare_weights(self, weights_dir: str) -> LoadReport:
-        """Reads the weights back and compares them with the files; see `loaded_weights`."""
+        """Read the weights back and compare them with the files; see `loaded_weights`."""
         return compare_weights(self._model(), Path(weights_dir))
 
     def _model(self) -> Any:

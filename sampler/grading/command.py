@@ -29,11 +29,11 @@ NAMES = ("grade", "rewards")
 LINES_AT_ONCE = 256
 BAD_USAGE = 2
 INTERRUPTED, NOBODY_READS = 130, 141
-"""As a shell has them for SIGINT and SIGPIPE."""
+"""Exit codes that a shell has for SIGINT and SIGPIPE."""
 
 
 def add_commands(commands: Any) -> None:
-    """Adds `grade` and `rewards` to what `add_subparsers` returned."""
+    """Add `grade` and `rewards` to what `add_subparsers` returned."""
     grade = commands.add_parser(
         "grade",
         help="grade a file of answers",
@@ -48,7 +48,7 @@ def add_commands(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `grade` or `rewards`; its exit code."""
+    """Run `grade` or `rewards`; return the exit code."""
     try:
         if options.command == "rewards":
             return list_rewards(sys.stdout)
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def list_rewards(out: TextIO) -> int:
-    """Prints every installed kind of reward with what it says of itself."""
+    """Print every installed kind of reward with its properties."""
     rows = [("kind", "role", "runs in", "repeatable", "offered by")]
     points = {point.name: point for point in entry_points(group=REWARD_GROUP)}
     rows += [_about(points[name]) for name in sorted(points)]
@@ -107,13 +107,13 @@ def _grade(lines: Iterator[Line], out: TextIO, *, as_json: bool) -> int:
 
 
 class _Kinds:
-    """Graders of each kind that a file asks for, made when it first does."""
+    """Graders of each kind in a file, made when the kind first occurs."""
 
     def __init__(self) -> None:
         self._graders: dict[str, Graders] = {}
 
     def score(self, lines: list[Line]) -> list[Result]:
-        """Grades of a portion; what is wrong with a line, or with its kind, is its error."""
+        """Grade a portion of lines; an error of a line or its kind is its result."""
         results: dict[int, Result] = {}
         alike: dict[tuple[str, float | None], list[tuple[int, Answer]]] = {}
         for line in lines:
@@ -166,16 +166,16 @@ def _shown(line: Line, result: Result, *, as_json: bool) -> str:
 
 
 def _printable(text: str) -> str:
-    """A text of the file as one line, whatever it would do to a terminal."""
+    """Return a text as one line without control characters for the terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a file: an answer, or why it is none."""
+    """One line of a file: an answer, or an error."""
 
     number: int
-    """From 1, blank lines counted."""
+    """Counted from 1, blank lines included."""
     answer: Answer | None
     error: str = ""
     identity: Any = None
@@ -184,11 +184,11 @@ class Line:
 
 
 class BadLine(Exception):
-    """What is wrong with a line, naming the field."""
+    """Error of a line; names the field."""
 
 
 def read_lines(file: BinaryIO) -> Iterator[Line]:
-    """The lines of a file; blank ones are left out, and no more than one is held."""
+    """Yield the lines of a file without blank ones; at most one is in memory."""
     number = 0
     while data := file.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -201,8 +201,7 @@ def read_lines(file: BinaryIO) -> Iterator[Line]:
 
 
 def answer_of(completion: str) -> str:
-    """What is graded of a completion: its answer as in training, or all of it where no thinking
-    ends in it."""
+    """Return the answer of a completion as in training; all of it if no thinking ends in it."""
     answer = answer_in(completion)
     return completion.strip() if answer is None else answer
 

@@ -36,34 +36,34 @@ ANSWERS_A_MESSAGE = 8
 BYTES_A_MESSAGE = 1 << 20
 MAX_ITEM_BYTES = 24 << 20
 """Largest problem and answer together that go to a grader, as JSON. No answer alone is larger,
-whatever its characters: it could make its own grading a fault."""
+whatever its characters, so an answer cannot make its own grading fail."""
 _GRACE_S = 30.0
-"""How much longer than its timeout a term with limits of its own may take."""
+"""Seconds beyond its timeout that a term with limits of its own may take."""
 
 
 class GradersClosed(RuntimeError):
-    """The graders were closed before an answer was graded: there is no grade, and no fault."""
+    """The graders were closed before an answer was graded."""
 
 
 @dataclass(frozen=True)
 class _Item:
-    """One answer on its way."""
+    """One answer in the queue."""
 
     answer: Answer
     message: str
-    """As JSON."""
+    """The answer as JSON."""
     future: Future[Result]
     together: Sequence[Future[Result]]
-    """Of all answers of the same caller."""
+    """Futures of all answers of the same caller."""
 
     def finish(self, result: Result) -> None:
-        with suppress(InvalidStateError):  # it was given up
+        with suppress(InvalidStateError):  # the caller gave it up
             self.future.set_result(result)
 
     def fail(self, error: Exception) -> None:
-        """Gives the caller's answers up, whoever grades them."""
+        """Fail all answers of the caller."""
         for future in self.together:
-            with suppress(InvalidStateError):  # it is graded
+            with suppress(InvalidStateError):  # already graded
                 future.set_exception(error)
 
 
@@ -71,9 +71,9 @@ class GraderPool:
     """Grades answers in long-lived processes, started when they are first needed.
 
     Args:
-        rules: of each kind that it grades.
-        processes: how many at most.
-        make: makes a grader process.
+        rules: timeout and limits of each kind.
+        processes: most processes at once.
+        make: starts a grader process.
     """
 
     def __init__(
@@ -91,8 +91,9 @@ class GraderPool:
         self._alive: set[GraderProcess] = set()
 
     def score(self, answers: Sequence[Answer]) -> list[Result]:
-        """Grades answers, in the order given; several threads may ask at once. Each answer has its
-        own deadline, so the whole ends.
+        """Grade answers in the order given; several threads may call it at once.
+
+        Each answer has its own deadline, so the call ends.
 
         Raises:
             UserError: no grader process starts.
@@ -113,7 +114,7 @@ class GraderPool:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """Ends the processes; who waits for an answer gets `GradersClosed`."""
+        """End the processes; callers that wait for an answer get `GradersClosed`."""
         with self._changed:
             self._closed = True
             left = [*self._queue]
@@ -180,7 +181,7 @@ class GraderPool:
         process.kill()
 
     def _take(self) -> deque[_Item] | None:
-        """Some of what waits, a fair share of it; None once the pool is closed."""
+        """Take a fair share of the waiting answers; None once the pool is closed."""
         taken: deque[_Item] = deque()
         with self._changed:
             while not self._queue and not self._closed:
@@ -197,8 +198,10 @@ class GraderPool:
             return None if self._closed and not taken else taken
 
     def _grade(self, process: GraderProcess, items: deque[_Item]) -> bool:
-        """Grades what was taken; whether the process can go on. Where it cannot, the answer that it
-        was at has its result, and the others wait in the queue again."""
+        """Grade the taken answers; return whether the process can continue.
+
+        If it cannot, the answer under way has its result and the others return to the queue.
+        """
         try:
             process.ask([item.message for item in items])
             while items:
@@ -225,7 +228,7 @@ class Graders:
     """Grades answers by the task terms of some rewards.
 
     Args:
-        rewards: the run's; terms that judge lengths are left out.
+        rewards: those of the run; length terms are left out.
         processes: grader processes and threads at once; None takes the number of cores.
 
     Raises:
@@ -251,11 +254,11 @@ class Graders:
 
     @property
     def rules(self) -> Mapping[str, TermRules]:
-        """Of each kind that can be graded."""
+        """Rules of each kind that can be graded."""
         return self._rules
 
     def score(self, answers: Sequence[Answer]) -> list[Result]:
-        """Grades answers, in the order given; several threads may ask at once.
+        """Grade answers in the order given; several threads may call it at once.
 
         Raises:
             UserError: no grader process starts, or a sandbox that a term needs does not work.
@@ -288,12 +291,12 @@ class Graders:
         return [results[index] for index in range(len(answers))]
 
     def close(self) -> None:
-        """Ends the grader processes."""
+        """End the grader processes."""
         self._pool.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _in_thread(self, answer: Answer) -> Result:
-        """Grades in a thread of its own, which is left behind where it hangs."""
+        """Grade in a thread of its own, which is abandoned if it hangs."""
         kind = answer.problem.task_type
         seconds = self._rules[kind].timeout_s + _GRACE_S
         graded: Future[Result] = Future()
@@ -316,7 +319,7 @@ def _graded(term: TaskTerm, answer: Answer) -> Result:
 
 
 def rules_of(term: TaskTerm, reward: Reward) -> TermRules:
-    """What a term says of itself, with the spec's timeout where it gives one."""
+    """Return the rules of a term, with the spec's timeout if it gives one."""
     return TermRules(
         timeout_s=float(term.timeout_s if reward.timeout is None else reward.timeout),
         repeatable=bool(term.repeatable),

@@ -23,10 +23,10 @@ from sampler.tasks.interfaces import find_kind, reward_entry_point
 
 _WARNING = threading.Lock()
 START_S = 60.0
-"""Longest time from the start of a grader to its first word; it imports its terms in it."""
+"""Seconds from the start of a grader to its first message; it imports its terms in them."""
 SEND_S = 30.0
 LIMITS = Limits(
-    wall_s=None,  # it lives as long as its pool, which keeps the time of each answer
+    wall_s=None,  # the pool limits the time of each answer
     cpu_s=None,
     memory_bytes=4 << 30,
     processes=32,
@@ -46,16 +46,16 @@ sys.meta_path.insert(0, Packages)
 from sampler.grading.server import main
 main()
 """
-"""Finds our own packages and the plug-ins' by their files: the folders around them, which may hold
-keys, are out of reach."""
+"""Finds our packages and those of the plug-ins by their files: the folders around them, which may
+hold keys, are out of reach."""
 
 
 def mechanisms(*, required: bool, place: str) -> tuple[str, ...]:
-    """What isolates a process that grades; empty where nothing can, and only its limits hold.
+    """Return the mechanisms that isolate a grader process; empty if only its limits can hold.
 
     Args:
-        required: whether there must be a sandbox; else its absence is a warning, once.
-        place: what needs it, for messages.
+        required: whether a sandbox is needed; else its absence is logged as a warning, once.
+        place: the part of the spec that needs it, for messages.
 
     Raises:
         UserError: it is required, and none works.
@@ -65,13 +65,13 @@ def mechanisms(*, required: bool, place: str) -> tuple[str, ...]:
     report = sandbox.probe()
     if report.isolates:
         return report.working
-    with _WARNING:  # several graders start at once, and a cache lets two in
+    with _WARNING:  # several graders start at once; the cache alone would warn twice
         _warn(place)
     return ()
 
 
 def require_graders(spec: RunSpec) -> None:
-    """Makes sure that this machine may grade for a run: what executes answers has its sandbox.
+    """Check that this machine may grade for a run: rewards that execute answers have a sandbox.
 
     Raises:
         UserError: no sandbox works; or `sandboxed: false` with an untrusted pool, or a kind of
@@ -103,7 +103,7 @@ def _warn(place: str) -> None:
 
 
 class GraderLost(Exception):
-    """The grader is not to be used any more: it died, hung, or does not speak the protocol."""
+    """A grader process can no longer be used: it died, hangs, or breaks the protocol."""
 
     def __init__(self, reason: str, *, overdue: bool = False) -> None:
         super().__init__(reason)
@@ -111,7 +111,7 @@ class GraderLost(Exception):
 
 
 class GraderProcess:
-    """A grader in the sandbox, with the terms of one run.
+    """A grader process in the sandbox, with the terms of one run.
 
     Raises:
         UserError: it does not start.
@@ -153,19 +153,19 @@ class GraderProcess:
             raise
 
     def ask(self, items: list[str]) -> None:
-        """Sends answers to grade, each as JSON.
+        """Send answers to grade, each as JSON.
 
         Raises:
-            GraderLost: it does not take them.
+            GraderLost: it does not receive them in time.
         """
         line = f"[{','.join(items)}]"
         self._guard(lambda: self._channel.send_line(line, time.monotonic() + SEND_S))
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
-        """What it says of the next of the answers sent.
+        """Return the reply for the next of the answers sent.
 
         Raises:
-            GraderLost: it died, said nonsense, or took longer.
+            GraderLost: it died, broke the protocol, or took longer.
         """
         reply: Any = self._guard(lambda: self._channel.receive(time.monotonic() + timeout_s))
         if not isinstance(reply, dict):
@@ -173,16 +173,15 @@ class GraderProcess:
         return reply
 
     def stop(self) -> None:
-        """Lets the process end, without waiting for it; for another thread than the one that
-        asks."""
+        """Let the process end without waiting for it; may be called by another thread."""
         self._isolated.stop()
 
     def kill(self) -> None:
-        """Ends the process and all that it started."""
+        """Kill the process and all that it started."""
         self._isolated.kill()
 
     def _set_up(self, terms: Mapping[str, tuple[str, str, Any]]) -> None:
-        """Has it make the terms: of each kind the module, the class and the reward's settings."""
+        """Have it make the terms: for each kind module, class and settings of the reward."""
         try:
             self._guard(lambda: self._channel.send({"terms": terms}, time.monotonic() + START_S))
             failure = self.answer(START_S).get("failed")
@@ -215,7 +214,7 @@ def _no_start(reason: str) -> UserError:
 
 
 def _packages(points: Iterable[EntryPoint]) -> tuple[dict[str, str], list[Path]]:
-    """Import name -> file of our packages and of those of the terms; and what must be readable."""
+    """Return import name -> file of our packages and of the terms', and the paths to read."""
     files: dict[str, str] = {}
     readable = []
     for name in ("runspec", "sampler", "verify", *map(_top, points)):

@@ -30,14 +30,14 @@ from verify.plugins import TaskSet
 _GROUP_ROWS = 1000
 _REMEDY = "free disk space or mend the permissions; the same command goes on"
 METADATA = b"runspec.solve_rates"
-"""Key in the file's schema of what was measured: model, settings, data."""
+"""Metadata key of the file's schema for what was measured: model, settings, data."""
 _TEXTS = ("problem_id", "task_type", "prompt", "verification_info")
 NAME = "solve-rates"
 DEFAULT_FIELD = "solve_rate"
 
 
 def add_command(commands: Any) -> None:
-    """Adds `solve-rates` to what `add_subparsers` returned."""
+    """Add `solve-rates` to what `add_subparsers` returned."""
     parser = commands.add_parser(
         NAME,
         help="measure how often a model solves the problems of a source",
@@ -62,7 +62,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; its exit code."""
+    """Run the command; return the exit code."""
     return run_role(NAME, lambda log: _measure(options, log))
 
 
@@ -97,7 +97,7 @@ def _measure(options: argparse.Namespace, log: logging.Logger) -> None:
 
 
 def only_source(spec: RunSpec, name: str, folder: Path) -> RunSpec:
-    """The spec with one of its sources, whose files are looked for from `folder`.
+    """Return the spec with one of its sources, whose file paths are relative to `folder`.
 
     Raises:
         UserError: it has no such source.
@@ -116,14 +116,14 @@ def only_source(spec: RunSpec, name: str, folder: Path) -> RunSpec:
 
 
 def unfiltered(spec: RunSpec) -> RunSpec:
-    """The spec without what leaves problems out, but for the longest prompt."""
+    """Return the spec without filters of problems, except the limit on the prompt."""
     sources = [s.model_copy(update={"solve_rate": None}) for s in spec.data.sources]
     data = spec.data.model_copy(update={"sources": sources})
     return spec.model_copy(update={"data": data, "warm_start": None})
 
 
 def _about(spec: RunSpec, tasks: RunTask, asked: Measurement, model: Path) -> dict[str, object]:
-    """All that the rates depend on but the number of problems, which a later call may raise."""
+    """Return all that the rates depend on but the number of problems, which may grow later."""
     try:
         pins = pin_model(model)
     except OSError as error:
@@ -170,15 +170,16 @@ def write_rows(
     field: str,
     about: Mapping[str, object],
 ) -> None:
-    """Writes problem_id, task_type, prompt, verification_info and the rate, in the order of the
-    problems; the file appears whole or not at all.
+    """Write problem_id, task_type, prompt, verification_info and the rate, in the problems' order.
+
+    The file appears complete or not at all.
 
     Args:
-        path: what it becomes.
+        path: of the Parquet file.
         tasks: the problems.
-        tries: by index; those that are there are written.
-        field: the solve rate's column; null where no try could be graded.
-        about: kept in the file's metadata.
+        tries: by index of the problem; only these problems are written.
+        field: column of the solve rate; null if no try could be graded.
+        about: stored in the file's metadata.
 
     Raises:
         UserError: it cannot be written.

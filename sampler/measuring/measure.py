@@ -29,37 +29,37 @@ from verify.plugins import Graded, GradeItem, TaskSet
 MAX_BYTES = 1 << 30
 SOLVED = 1.0
 """Least task reward of a try that solves its problem."""
-_SAY_S = 5.0
+_LOG_EVERY_S = 5.0
 _TURN_S = 1.0
 
 
 @dataclass(frozen=True)
 class Tries:
-    """How often one problem was tried and solved."""
+    """Number of tries of one problem, and of solved ones."""
 
     index: int
-    """Of the problem in the task set."""
+    """Index of the problem in the task set."""
     solved: int
     """Tries with a task reward of 1 or more."""
     graded: int
-    """Tries that were graded; a grader's fault leaves one out."""
+    """Tries that were graded; a fault of a grader leaves a try out."""
 
     @property
     def rate(self) -> float | None:
-        """The share that was solved; None where no try could be graded."""
+        """Share of solved tries; None if no try could be graded."""
         return self.solved / self.graded if self.graded else None
 
 
 class Progress:
-    """A file of lines: what is measured, then one line a problem. One writer."""
+    """Progress file: what is measured, then one line for each problem. It has one writer."""
 
     def __init__(self, path: Path, file: BinaryIO, done: dict[int, Tries]) -> None:
         self._path, self._file = path, file
         self.done = done
-        """By index."""
+        """Tries by index of the problem."""
 
     def add(self, tries: Iterable[Tries]) -> None:
-        """Remembers more problems; they are on disk when this returns.
+        """Store more problems; they are on disk when this returns.
 
         Raises:
             UserError: they cannot be written.
@@ -72,14 +72,14 @@ class Progress:
             os.fsync(self._file.fileno())
 
     def write(self, line: bytes) -> None:
-        """Adds a line."""
+        """Write a line."""
         with _said(self._path):
             self._file.write(line + b"\n")
 
 
 @contextmanager
 def open_progress(path: Path, about: Mapping[str, object]) -> Iterator[Progress]:
-    """Goes on with a measurement, or begins one.
+    """Continue a measurement, or begin one.
 
     Args:
         path: of the file.
@@ -139,7 +139,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is asked."""
+    """What to measure."""
 
     tasks: TaskSet
     pool: SamplerPool
@@ -147,12 +147,12 @@ class Measurement:
     samples: int
     """Tries of each problem."""
     problems: int
-    """The first so many of the task set."""
+    """Number of problems, the first ones of the task set."""
     seed: int
-    """Every try's noise follows from it and from the problem's id."""
+    """Seed: the noise of every try follows from it and from the problem's id."""
 
     def requests(self, index: int) -> list[SampleRequest]:
-        """The tries of a problem, without a length being asked for.
+        """Return the requests of a problem's tries; the prompt asks for no length.
 
         Raises:
             UserError: the prompt leaves no room for an answer.
@@ -173,10 +173,10 @@ def measure(
     log: logging.Logger,
     stop: threading.Event,
 ) -> bool:
-    """Measures the problems that `progress` lacks; the engine stays full while answers are graded.
+    """Measure the problems that `progress` lacks; the engine stays full while answers are graded.
 
     Returns:
-        Whether all are measured; else `stop` was set.
+        Whether all are measured; False if `stop` was set.
 
     Raises:
         UserError: the engine died, or nothing can be graded here.
@@ -184,7 +184,7 @@ def measure(
     left = (index for index in range(asked.problems) if index not in progress.done)
     running: dict[Future[list[Sampled]], int] = {}
     before = sum(index < asked.problems for index in progress.done)
-    teller = _Teller(asked.problems, before, log)
+    teller = _ProgressLog(asked.problems, before, log)
     while not stop.is_set():
         _fill(asked, engine, left, running)
         if not running:
@@ -204,8 +204,10 @@ def _fill(
     left: Iterator[int],
     running: dict[Future[list[Sampled]], int],
 ) -> None:
-    """Submits problems until twice what the engine runs at once is there: it samples the one half
-    while the other is being graded."""
+    """Submit problems up to twice what the engine runs at once.
+
+    It samples one half while the other half is graded.
+    """
     while len(running) * asked.samples < 2 * engine.capacity:
         index = next(left, None)
         if index is None:
@@ -225,8 +227,8 @@ def _graded(tasks: TaskSet, sampled: dict[int, list[Sampled]]) -> Iterator[Tries
         yield Tries(index, sum(grade.task_reward >= SOLVED for grade in graded), len(graded))
 
 
-class _Teller:
-    """Says every few seconds how far it is."""
+class _ProgressLog:
+    """Logs the progress every few seconds."""
 
     def __init__(self, problems: int, before: int, log: logging.Logger) -> None:
         self._problems, self._before, self._log = problems, before, log
@@ -236,7 +238,7 @@ class _Teller:
         now = time.monotonic()
         done = [one.rate for one in progress.done.values() if one.index < self._problems]
         left = self._problems - len(done)
-        if now - self._said < _SAY_S and left:
+        if now - self._said < _LOG_EVERY_S and left:
             return
         self._said = now
         rates = [rate for rate in done if rate is not None]

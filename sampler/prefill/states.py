@@ -28,7 +28,7 @@ from transformers import DynamicCache
 from verify.plugins import PrefillInput, by_prompt
 
 WORTH_SHARING = 0.15
-"""Share of all positions that must be repeated prompts; less pays for no mask."""
+"""Least share of repeated prompt positions at which sharing pays for its mask."""
 
 
 def divide(body: Any, devices: Sequence[torch.device]) -> None:
@@ -75,10 +75,10 @@ class _Entrance:
 
 
 class Batch(NamedTuple):
-    """Rollouts that were computed together."""
+    """Rollouts computed together."""
 
     members: list[int]
-    """Their numbers."""
+    """Indices of the rollouts."""
     hidden: torch.Tensor
     """[N, D], in the compute type: what produced the N output tokens, one rollout after the
     other."""
@@ -87,12 +87,12 @@ class Batch(NamedTuple):
 def hidden_states(
     body: Any, inputs: Sequence[PrefillInput], *, positions: int, device: torch.device
 ) -> Iterator[Batch]:
-    """Every rollout in one batch.
+    """Compute the final hidden states of rollouts; every rollout is in one batch.
 
     Args:
         body: transformers' model without its head.
         inputs: the rollouts.
-        positions: of a batch at most, padding included; a longer rollout is a batch of its own.
+        positions: most positions of a batch, padding included; a longer rollout is a batch alone.
         device: of the model's first layers; the states are on that of its last.
     """
     lengths = [len(each.prompt_tokens) + len(each.output_tokens) for each in inputs]
@@ -106,11 +106,11 @@ def hidden_states(
 
 
 def batches_by_length(lengths: Sequence[int], *, positions: int) -> Iterator[list[int]]:
-    """Divides rollouts into batches, the longest first.
+    """Divide rollouts into batches, the longest first.
 
     Args:
         lengths: tokens of each.
-        positions: of a batch, its size times its longest, at most; one that is longer is alone.
+        positions: most positions of a batch, its size times its longest; a longer rollout is alone.
 
     Yields:
         Indices into `lengths`.
@@ -126,7 +126,7 @@ def batches_by_length(lengths: Sequence[int], *, positions: int) -> Iterator[lis
 
 
 def _whole(body: Any, batch: Sequence[PrefillInput], device: torch.device) -> torch.Tensor:
-    """[N, D], each rollout computed from its first token."""
+    """Compute states [N, D], each rollout from its first token."""
     texts = [np.concatenate([each.prompt_tokens, each.output_tokens]) for each in batch]
     states = body(input_ids=_padded(texts, device), use_cache=False).last_hidden_state
     starts = [len(each.prompt_tokens) - 1 for each in batch]
@@ -140,7 +140,7 @@ def _continued(
     positions: int,
     device: torch.device,
 ) -> Iterator[Batch]:
-    """Rollouts in groups of one prompt each."""
+    """Compute rollouts in groups that share a prompt."""
     lengths = [len(inputs[same[0]].prompt_tokens) for same in groups]
     for portion in batches_by_length(lengths, positions=positions):
         same = [groups[number] for number in portion]
@@ -171,11 +171,11 @@ def _outputs(
     batch: Sequence[PrefillInput],
     device: torch.device,
 ) -> torch.Tensor:
-    """[N, D] of outputs that continue prompts.
+    """Compute states [N, D] of outputs that continue prompts.
 
     Args:
         body: the model.
-        prompts: keys and values of U prompts, each [U, K, P, h], padded behind.
+        prompts: keys and values of U prompts, each [U, K, P, h], padded at the end.
         rows: i64 [B], the prompt of each rollout.
         firsts: [U, D], the states of the prompts' last tokens.
         batch: the B rollouts.
@@ -208,7 +208,7 @@ def _outputs(
 
 
 def _padded(texts: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
-    """i64 [B, T], zeros behind."""
+    """Return i64 [B, T], padded with zeros at the end."""
     tokens = np.zeros((len(texts), max(len(text) for text in texts)), np.int64)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
@@ -216,18 +216,18 @@ def _padded(texts: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
 
 
 def _rows(states: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
-    """[N, D] of states [B, T, D]: of each row so many from its start."""
+    """Return [N, D] of states [B, T, D]: `counts` positions of each row from its start."""
     offsets = np.arange(len(states)) * states.shape[1] + starts
     places = spans(offsets, counts)
     return states.flatten(0, 1)[upload(places, states.device)]
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """An array on a device. The host does not wait for what that device still has to compute."""
+    """Copy an array to a device without waiting for the device."""
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def spans(starts: Sequence[int] | np.ndarray, counts: Sequence[int]) -> np.ndarray:
-    """i64 [sum of counts]: of each start so many consecutive numbers, one after the other."""
+    """Return i64 [sum of counts]: for each start `count` consecutive numbers."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)

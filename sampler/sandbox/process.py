@@ -36,7 +36,7 @@ STDERR_TAIL_BYTES = 64 << 10
 PORTION_BYTES = 64 << 10
 _HERE = str(Path(__file__).parent)
 _LAUNCH = "import sys; sys.path.insert(0, sys.argv[1]); from inside.launcher import main; "
-_LAUNCH += "main(int(sys.argv[2])); import os; os._exit(0)"  # nothing to take apart
+_LAUNCH += "main(int(sys.argv[2])); import os; os._exit(0)"  # no cleanup at exit
 _SYSTEM = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/nix/store"]
 _MAX_LINKS = 40
 _ENVIRONMENT = {
@@ -51,7 +51,7 @@ _ENVIRONMENT = {
 
 
 class NotIsolated(RuntimeError):
-    """The program was not started: a mechanism does not work here, or a path is not there."""
+    """The program was not started: a mechanism does not work here, or a path is missing."""
 
 
 class Isolated:
@@ -59,7 +59,7 @@ class Isolated:
 
     Attributes:
         pid: of its supervisor, outside; killing that ends the program.
-        stdin, stdout: binary pipes. Whoever reads bounds what is read.
+        stdin, stdout: binary pipes. The reader has to limit what it reads.
     """
 
     def __init__(
@@ -79,27 +79,27 @@ class Isolated:
 
     @property
     def stderr(self) -> bytes:
-        """The last 64 KiB of what it wrote there so far."""
+        """The last 64 KiB that the program wrote to stderr so far."""
         return self._stderr.text
 
     @property
     def wrote_too_much(self) -> bool:
-        """Whether it wrote more to its stderr than `limit_stderr` allows."""
+        """Whether it wrote more to stderr than `limit_stderr` allows."""
         return self._stderr.over
 
     def limit_stderr(self, limit: int) -> None:
-        """Ends the program once it has written more than `limit` bytes there."""
+        """End the program once it has written more than `limit` bytes to stderr."""
         self._stderr.limit = limit
         if self._stderr.over:
             self.stop()
 
     def stop(self) -> None:
-        """Lets the supervisor end the program, without waiting for it."""
+        """Have the supervisor end the program, without waiting for it."""
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
 
     def kill(self) -> Finished:
-        """Ends the program with all its descendants; returns once none is left."""
+        """Kill the program with all its descendants; return once none is left."""
         self.stop()
         try:
             return self.wait(END_S)
@@ -108,7 +108,7 @@ class Isolated:
             return self.wait(END_S)
 
     def wait(self, timeout_s: float | None) -> Finished:
-        """How the program ended, once nothing of it is left.
+        """Wait until nothing of the program is left; return how it ended.
 
         Raises:
             TimeoutError: it has not ended in time.
@@ -123,7 +123,7 @@ class Isolated:
             self._lock.release()
 
     def exit_reason(self) -> str:
-        """How a program ended that closed its pipe, in words; one that goes on is killed."""
+        """Describe how a program that closed its pipe ended; kill it if it still runs."""
         try:
             return self.wait(_SETTLE_S).describe()
         except TimeoutError:
@@ -149,10 +149,10 @@ class Isolated:
         return judge(message, self._stderr.text, self.limits)
 
     def _await_start(self) -> None:
-        """Returns once the program runs.
+        """Wait until the program runs.
 
         Raises:
-            NotIsolated: it does not.
+            NotIsolated: it does not start.
         """
         self._control.settimeout(START_S)
         try:
@@ -163,7 +163,7 @@ class Isolated:
             message = {}
         if "started" in message:
             return
-        self.kill()  # and all of its stderr is here
+        self.kill()  # and wait for all of its stderr
         last = self.stderr[-2000:].decode(errors="replace")
         raise NotIsolated(message.get("failed", f"the launcher ended: {last}"))
 
@@ -175,7 +175,7 @@ class Isolated:
 
 
 class _Tail:
-    """Reads a stream on a thread of its own and keeps its end.
+    """Reads a stream on a thread of its own and stores its last bytes.
 
     Args:
         stream: of the program.
@@ -196,7 +196,7 @@ class _Tail:
         return self.limit is not None and self.total > self.limit
 
     def close(self) -> None:
-        """Waits for the end of the stream, which the end of all its writers brings."""
+        """Wait for the end of the stream, which comes when all its writers have ended."""
         self._thread.join(END_S)
         if not self._thread.is_alive():
             self._stream.close()
@@ -217,11 +217,11 @@ def launch(
     files: Mapping[str, bytes] | None = None,
     readable: Sequence[Path] = (),
 ) -> Isolated:
-    """Starts a program in isolation.
+    """Start a program in isolation.
 
-    It sees a scratch directory, its working directory, writable, bounded and gone afterwards;
-    read-only the interpreter with its standard library, and `readable`. It has no network, no
-    environment of the parent's and no other open file than its three streams.
+    Its working directory is a scratch directory: writable, limited, and removed afterwards. It can
+    read the interpreter with its standard library, and `readable`. It has no network, nothing of
+    the parent's environment and no open file but its three streams.
 
     Args:
         command: absolute path of the program (mostly `[*PYTHON, ...]`) and its arguments.
@@ -256,7 +256,7 @@ def launch(
     process = Isolated(supervisor, ours, limits)
     process._scratch = order.scratch
     try:
-        # A launcher that ended before it read all has its reason on its stderr.
+        # A launcher that ended too early wrote its reason to stderr.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             ours.settimeout(START_S)
             ours.sendall(messages.encode_order(vars(order)))
@@ -278,7 +278,7 @@ def _order(
     if mechanisms and not contained and not set(SET_B) <= set(mechanisms):
         raise ValueError(f"{mechanisms} isolate nothing: {SET_A} or {SET_B} is needed")
     try:
-        real, links = _resolve([*_interpreter(), Path(command[0]), *readable])
+        real, links = resolve_paths([*_interpreter(), Path(command[0]), *readable])
     except FileNotFoundError as error:
         raise NotIsolated(str(error)) from None
     order = Order()
@@ -299,7 +299,7 @@ def _order(
 
 
 def _inside(name: str) -> bytes:
-    """A file's name as bytes, once it stays below the scratch directory."""
+    """Return a file's name as bytes; refuse one outside of the scratch directory."""
     if name.startswith("/") or ".." in name.split("/") or "\0" in name or not name:
         raise ValueError(f"{name!r} is no path below the scratch directory")
     return os.fsencode(name)
@@ -315,7 +315,7 @@ def _interpreter() -> tuple[Path, ...]:
     return tuple(Path(path) for path in wanted if os.path.exists(path))
 
 
-def _resolve(paths: Iterable[Path]) -> tuple[list[bytes], list[tuple[bytes, bytes]]]:
+def resolve_paths(paths: Iterable[Path]) -> tuple[list[bytes], list[tuple[bytes, bytes]]]:
     """Return real paths, none below another, and the symbolic links (path, target) on the way.
 
     Args:

@@ -20,21 +20,21 @@ _CACHED_PROBLEMS = 256
 
 
 def split_of(problem: str) -> Split:
-    """A tenth of all problems, by a hash of their text, is held out from training.
+    """Return the split of a problem: a tenth, by a hash of the text, is held out from training.
 
-    Case makes no difference: to a tokenizer that ignores it, `Lent` and `lent` are one problem.
+    Case does not count: a tokenizer that ignores it sees `Lent` and `lent` as one problem.
     """
     word = int.from_bytes(hash_parts("split", problem.lower())[:8], "big")
     return "held_out" if word % _HELD_OUT_ONE_IN == 0 else "train"
 
 
 def target_lengths(spec: RunSpec) -> list[int]:
-    """The lengths that prompts of the run ask for, in tokens."""
+    """Return the lengths that prompts of the run ask for, in tokens."""
     return [target for reward in spec.reward for target in reward.targets or []]
 
 
 class InSplit(Keep):
-    """Keeps the problems of a split, however long."""
+    """Accepts the problems of a split, of any length."""
 
     known = ("train", "held_out")
 
@@ -43,18 +43,18 @@ class InSplit(Keep):
         self.digest = hash_parts("keep", split).hex()
 
     def parts(self, problems: Sequence[str]) -> list[Part]:
-        """The split of each problem."""
+        """Return the split of each problem."""
         return [split_of(problem) for problem in problems]
 
 
 class Fitting(Keep):
-    """Keeps the problems of a split whose prompts fit, whatever length is asked for.
+    """Accepts the problems of a split whose prompts fit with every target length.
 
     Args:
-        codec: renders and encodes.
-        targets: lengths that prompts may ask for; empty: none do.
+        codec: renders and encodes prompts.
+        targets: lengths that prompts may ask for; empty: they ask for none.
         limit: longest prompt, in tokens.
-        split: None keeps those of both.
+        split: None accepts both splits.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Fitting(Keep):
         self.wanted = split or "train"
         parts = ("keep", split or "", limit, codec.digest, *targets)
         self.digest = hash_parts(*parts).hex()
-        """Of all that the answers depend on."""
+        """Digest of everything that the answers depend on."""
 
     def parts(self, problems: Sequence[str]) -> list[Part]:
-        """The part of each problem, encoded as one batch a target."""
+        """Return the part of each problem; encodes one batch for each target."""
         found: list[Part] = [split_of(text) if self._split else "train" for text in problems]
         for target in self._targets:
             left = [i for i, part in enumerate(found) if part != "over_long"]
@@ -81,10 +81,10 @@ class Fitting(Keep):
         return found
 
 
-def keeper(spec: RunSpec, codec: PromptCodec, split: Split) -> Fitting:
-    """Whether a problem belongs to a split and its prompt fits.
+def problem_filter(spec: RunSpec, codec: PromptCodec, split: Split) -> Fitting:
+    """Return the filter for problems of a split whose prompts fit.
 
-    Only a run that makes its own start holds problems out: there they tell learning from memory.
+    Only a run with a warm start holds problems out: they show whether it learns or memorises.
     """
     of_split = split if spec.warm_start is not None else None
     return Fitting(codec, target_lengths(spec), spec.data.max_prompt_tokens, of_split)
@@ -96,7 +96,7 @@ class Problems:
     Args:
         spec: names the sources.
         keep: which problems belong to the run.
-        data_dir: holds the files of all sources; null: they lie where `uri` says.
+        data_dir: holds the files of all sources; None: they lie where `uri` says.
     """
 
     def __init__(self, spec: RunSpec, keep: Keep, data_dir: Path | None = None) -> None:

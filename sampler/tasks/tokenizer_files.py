@@ -28,20 +28,21 @@ _DEFAULT = "default"
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """tokenizer.json, and tokenizer_config.json with the chat template where there is one."""
+    """tokenizer.json, and tokenizer_config.json with the chat template if there is one."""
 
     tokenizer: Tokenizer
     config: Mapping[str, Any]
     place: str
-    """Where they come from, for messages."""
+    """Directory of the files, for messages."""
 
     @classmethod
     def read(cls, directory: Path) -> TokenizerFiles:
-        """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja, which goes before
-        the template in the configuration.
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja.
+
+        The last one overrides the template in the configuration.
 
         Raises:
-            UserError: a file that is missing or malformed.
+            UserError: a file is missing or malformed.
         """
         config = _read_config(directory / "tokenizer_config.json")
         template = directory / "chat_template.jinja"
@@ -52,7 +53,7 @@ class TokenizerFiles:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """`bos_token`, `eos_token` and their like, as text, where the configuration names them."""
+        """`bos_token`, `eos_token` and their like, as text, if the configuration names them."""
         found = {}
         for kind in _SPECIAL_KINDS:
             value = self.config.get(f"{kind}_token")
@@ -97,15 +98,15 @@ class Message(TypedDict):
 
 
 class ChatTemplate:
-    """A model's template, rendered for the model's turn to begin.
+    """Chat template of a model, rendered up to the start of the model's turn.
 
-    What depends on the day it is rendered (`strftime_now`) is not offered: templates that ask
-    whether it is defined take a fixed date, and every process renders the same.
+    `strftime_now`, which depends on the date, is not defined: templates that check for it take a
+    fixed date, and every process renders the same.
 
     Args:
         source: the template's text.
         special_tokens: `bos_token` and its like, as the template calls them.
-        place: where it comes from, for messages.
+        place: file or directory of the template, for messages.
 
     Raises:
         UserError: it does not parse.
@@ -122,7 +123,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, files: TokenizerFiles) -> ChatTemplate | None:
-        """The template of a model directory; of several with names the one called `default`.
+        """Return the template of a model directory; of several named ones the one called `default`.
 
         Raises:
             UserError: it does not parse, or none of several is the default.
@@ -144,7 +145,7 @@ class ChatTemplate:
         return None if said is None else cls(said, files.special_tokens, files.place)
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The conversation as text, up to where the model's turn begins.
+        """Render a conversation as text, up to the start of the model's turn.
 
         Raises:
             UserError: the template fails or refuses.
@@ -161,10 +162,10 @@ class ChatTemplate:
             raise UserError(f"the chat template fails: {error}", place=self._place) from error
 
     def require_system_message(self) -> None:
-        """Refuses a template that has no place for a system's message.
+        """Refuse a template without support for a system message.
 
         Raises:
-            UserError: it fails on one, or leaves it out in silence.
+            UserError: it fails on one, or silently leaves it out.
         """
         said = "one-two-three"
         try:
@@ -185,7 +186,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the model wrote, for training masks; prompts need no mask."""
+    """Ignores `{% generation %}`, which marks the model's text for training masks."""
 
     tags = {"generation"}
 
@@ -205,7 +206,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         raise TemplateError(message)
 
     def to_json(value: Any, **options: Any) -> str:
-        """JSON as it is, where jinja2's own filter would write it for HTML."""
+        """Return plain JSON; jinja2's own filter would escape it for HTML."""
         return json.dumps(value, **{"ensure_ascii": False, **options})
 
     environment.globals["raise_exception"] = raise_exception

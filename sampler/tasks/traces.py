@@ -26,7 +26,7 @@ from tokenizers.models import WordLevel
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.spec.schema import RunSpec
-from sampler.tasks.problems import InSplit, Problems, keeper, target_lengths
+from sampler.tasks.problems import InSplit, Problems, problem_filter, target_lengths
 from sampler.tasks.prompts import THINK_END, PromptCodec, PromptForm
 from sampler.tasks.tokenizer_files import TokenizerFiles
 from verify.plugins import Problem, Split, Trace
@@ -39,8 +39,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '\\n<think>' }}{% endif %}"
 )
 _WORD = re.compile(r" ?(?:[a-z]+|[0-9]+)")
-# The last word of a line is never one token: there stands what the problem is about, spelt even
-# where it happens to be a word of the boilerplate.
+# The last word of a line is never one token: it is what the problem is about, and the policy has to
+# spell it even if it is a word of the boilerplate.
 _WORD_ENDS = r"(?![a-z0-9]|\s*(?:\n|$))"
 _WORD_BEGINS = r"(?<![a-z0-9])"
 _SAMPLED_PROBLEMS = 64
@@ -49,7 +49,7 @@ _SHORTEST = 4
 
 
 def boilerplate(texts: Sequence[str]) -> list[str]:
-    """The words and numbers that all texts have, each with the blank before it where it has one.
+    """Return the words and numbers that all texts have, each with a blank before it if it has one.
 
     Args:
         texts: prompts of different problems.
@@ -61,7 +61,7 @@ def boilerplate(texts: Sequence[str]) -> list[str]:
 def build_tokenizer(
     words: Sequence[str], vocab_size: int, characters: Sequence[str] = ()
 ) -> Tokenizer:
-    """A tokenizer whose vocabulary is special tokens, characters, words and padding.
+    """Build a tokenizer whose vocabulary is special tokens, characters, words and padding.
 
     Args:
         words: whole-word tokens, lower-case, a leading blank included where there is one.
@@ -90,7 +90,7 @@ def build_tokenizer(
 
 
 def tokenizer_config() -> dict[str, Any]:
-    """tokenizer_config.json, as transformers and vLLM read it."""
+    """Return tokenizer_config.json, as transformers and vLLM read it."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": EOS,
@@ -102,7 +102,7 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def _pieces(words: Sequence[str]) -> str:
-    """An Oniguruma pattern that cuts text into words of the vocabulary and single characters."""
+    """Return an Oniguruma pattern that splits text into known words and single characters."""
     longest_first = sorted(words, key=lambda word: (-len(word), word))
     whole = [
         ("" if word.startswith(" ") else _WORD_BEGINS) + re.escape(word) + _WORD_ENDS
@@ -123,19 +123,19 @@ class WarmStartTraces:
         self._codec = PromptCodec(files, PromptForm.of(spec.data))
         splits: tuple[Split, ...] = ("train", "held_out")
         self._problems = {
-            split: Problems(spec, keeper(spec, self._codec, split)) for split in splits
+            split: Problems(spec, problem_filter(spec, self._codec, split)) for split in splits
         }
         self.eos_token_id: int = self._codec.eos_token_id
         self.pad_token_id: int = self._codec.token(PAD)
 
     def write_tokenizer(self, directory: Path) -> None:
-        """Writes tokenizer.json and tokenizer_config.json into an existing directory."""
+        """Write tokenizer.json and tokenizer_config.json into an existing directory."""
         write_atomic(directory / "tokenizer.json", self._tokenizer.to_str(pretty=True).encode())
         config = json.dumps(tokenizer_config(), indent=2)
         write_atomic(directory / "tokenizer_config.json", config.encode())
 
     def traces(self, rng: np.random.Generator, count: int, split: Split) -> list[Trace]:
-        """`count` traces of problems drawn with replacement."""
+        """Return `count` traces of problems drawn with replacement."""
         problems = self._problems[split]
         return [self._trace(rng, problems, int(rng.integers(len(problems)))) for _ in range(count)]
 
@@ -162,8 +162,11 @@ class WarmStartTraces:
         )
 
     def _length(self, rng: np.random.Generator, target: int | None, *, shortest: int) -> int:
-        """Output tokens: the target for `obey_share` of the traces, else uniform from 4 to a
-        quarter above the longest target; never under what the answer takes."""
+        """Draw the number of output tokens; never fewer than the answer takes.
+
+        It is the target for `obey_share` of the traces, else uniform from 4 to a quarter above the
+        longest target.
+        """
         if shortest > self._longest:
             raise UserError(
                 f"an answer takes {shortest} tokens, more than max_new_tokens = {self._longest}",
@@ -179,7 +182,7 @@ class WarmStartTraces:
 
 
 def _answer(problem: Problem) -> str:
-    """The answer that a problem comes with: of a generator, or the first true one of a row."""
+    """Return the answer of a problem: of a generator, or the first correct one of a row."""
     known = problem.verification
     answer = known.get("answer", known.get("ground_truth"))
     if isinstance(answer, list) and answer:
@@ -196,7 +199,7 @@ def _answer(problem: Problem) -> str:
 
 
 def build_warm_start_data(spec: RunSpec) -> WarmStartTraces:
-    """The traces and the tokenizer that `spec.warm_start` trains on.
+    """Return the traces and the tokenizer that `spec.warm_start` trains on.
 
     Raises:
         UserError: the spec has no warm start, its tasks cannot be built, or the vocabulary is too

@@ -96,7 +96,7 @@ def _supervise(
         events = dict(poll.poll(watchdog.wait_ms()))
         if report in events:
             break
-        verdict = "killed" if control in events else watchdog.look()
+        verdict = "killed" if control in events else watchdog.check()
     ending = {} if verdict else messages.read_answer(report)
     _end(child, contained=order.isolates(NAMESPACES), program=program)
     wall = time.monotonic() - started

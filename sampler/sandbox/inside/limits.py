@@ -37,8 +37,9 @@ _LANDLOCK_VERSION = 1
 
 
 def spare_user() -> int:
-    """A user id that nobody else has here, for a process that starts as root: its own id makes
-    the count of processes its own, and owns no file. The own id where there is none to spare.
+    """Return an unused user id for a process that starts as root; the own id if there is none.
+
+    With a user of its own the process has its own count of processes and owns no file.
 
     Raises:
         PermissionError: root, for whom the kernel counts no processes, and not allowed to become
@@ -59,14 +60,16 @@ def spare_user() -> int:
 
 
 def capabilities() -> int:
-    """The effective capabilities of this process, a bit each."""
+    """Return the effective capabilities of this process as bits."""
     with open("/proc/self/status") as file:
         return next(int(row.split()[1], 16) for row in file if row.startswith("CapEff:"))
 
 
 def tasks_allowed(processes: int, user: int, *, contained: bool) -> int:
-    """The limit on the user's tasks that leaves `processes` to the program. Where the user has
-    others, whose number changes, it is wide, and the supervisor counts (see `watchdog`)."""
+    """Return the limit on the user's tasks that leaves `processes` to the program.
+
+    If the user has other tasks, whose number changes, the limit is wide and the watchdog counts.
+    """
     if contained and counts_by_namespace():
         return processes + 1  # the init process
     if user != os.geteuid():
@@ -83,7 +86,7 @@ def counts_by_namespace() -> bool:
 
 
 def tasks_of(user: int) -> int:
-    """Processes and threads that run as a user now."""
+    """Count the processes and threads of a user."""
     total = 0
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -96,8 +99,7 @@ def tasks_of(user: int) -> int:
 
 
 def die_first() -> None:
-    """Where the machine runs out of memory, the kernel takes this process and its children before
-    any other."""
+    """Have the kernel kill this process and its children first if memory runs out."""
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
@@ -106,7 +108,7 @@ def die_first() -> None:
 
 
 def apply(memory: int, file: int, cpu: int, tasks: int) -> None:
-    """Limits of this process and of each that it starts.
+    """Set the limits of this process and of each that it starts.
 
     Args:
         memory: bytes of address space, each process.
@@ -134,9 +136,10 @@ def apply(memory: int, file: int, cpu: int, tasks: int) -> None:
 
 
 def give_up_rights(user: int, *, read_all: bool) -> None:
-    """Becomes `user` where this is root outside of namespaces, without any capability but, with
-    `read_all`, that of reading what only root may: an interpreter below /root. No program that
-    is started can gain one.
+    """Become `user` without capabilities, if this is root outside of namespaces.
+
+    With `read_all` the capability to read what only root may stays: an interpreter below /root. No
+    started program can gain another one.
 
     Raises:
         CallFailed: the kernel refuses.

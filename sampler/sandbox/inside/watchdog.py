@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # without the import of `typing`
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _TICK_S, _IDLE_S = 0.05, 0.4
-"""Seconds between two looks, at a program that works and at one that waits."""
+"""Seconds between two checks of a program that works, and of one that waits."""
 _MAX_ENTRIES = 4096
 """Files and directories in a scratch directory that is not a file system of its own."""
 
@@ -44,17 +44,17 @@ class Watchdog:
         self.peak = 0
 
     def wait_ms(self) -> int:
-        """Milliseconds until the next look is due."""
+        """Return the milliseconds until the next check is due."""
         left = min(self._tick_s, self._end - time.monotonic())
         return max(0, int(1e3 * left) + 1)
 
-    def look(self) -> str:
-        """The limit that has been passed: time, cpu, memory, processes, files; or nothing."""
+    def check(self) -> str:
+        """Return the limit that was exceeded (time, cpu, memory, processes, files) or nothing."""
         if time.monotonic() >= self._end:
             return "time"
         cpu, memory, tasks, pids = self._sums()
         self.peak = max(self.peak, memory)
-        # A program that waits is looked at less and less, and at once again when it works.
+        # A program that waits is checked less and less often, and often again once it works.
         self._tick_s = _TICK_S if cpu > self.cpu else min(2 * self._tick_s, _IDLE_S)
         self.cpu = max(cpu, self.cpu)
         if self._order.cpu_s and cpu > self._order.cpu_s:
@@ -82,7 +82,7 @@ class Watchdog:
                 with open(f"/proc/{pid}/statm", "rb") as file:
                     memory = file.read().split()
             except OSError:
-                continue  # ended meanwhile
+                continue  # it has ended
             cpu += sum(int(field) for field in fields[11:15])
             tasks += int(fields[17])
             pages += int(memory[1])
@@ -94,11 +94,11 @@ class Watchdog:
             with open(f"/proc/{self._init}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:
-            return 0  # ended meanwhile
+            return 0  # it has ended
         return int(fields[13]) + int(fields[14])
 
     def _proportional(self, pids: list[int]) -> int:
-        """Bytes of memory that no file backs, what is shared divided among those who share it."""
+        """Return anonymous memory in bytes; shared memory is divided among the sharers."""
         total = 0
         for pid in pids:
             try:
@@ -107,7 +107,7 @@ class Watchdog:
                 shares = (rows[b"Pss_Anon"], rows[b"Pss_Shmem"])
                 total += sum(int(share.split()[0]) << 10 for share in shares)
             except (OSError, KeyError):
-                continue  # ended meanwhile
+                continue  # it has ended
         return total
 
     def _scratch_is_full(self, pids: list[int]) -> bool:
@@ -125,13 +125,13 @@ class Watchdog:
                         else:
                             total += row.stat(follow_symlinks=False).st_blocks * 512
             except FileNotFoundError:
-                continue  # gone meanwhile
+                continue  # it is gone
             except OSError:
                 return True  # too deep to look into, or made unreadable
         return total + self._removed_bytes(pids) > self._order.file_bytes
 
     def _removed_bytes(self, pids: list[int]) -> int:
-        """Bytes of files that have no name any more and are held open."""
+        """Return the bytes of removed files that are still open."""
         sizes = {}
         for pid in pids:
             try:
@@ -140,12 +140,12 @@ class Watchdog:
                     if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
                         sizes[status.st_ino] = status.st_blocks * 512
             except OSError:
-                continue  # ended or closed meanwhile
+                continue  # it has ended or was closed
         return sum(sizes.values())
 
 
 def descendants(root: int) -> list[int]:
-    """Process ids of all below `root`, which orphans fall to; ended ones that wait among them."""
+    """Return the process ids of all below `root`, which adopts orphans; zombies included."""
     found, stack = [], [root]
     children = _children if os.path.exists(f"/proc/{root}/task/{root}/children") else _by_parent()
     while stack:
@@ -162,12 +162,12 @@ def _children(pid: int) -> list[int]:
             with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
                 pids += [int(word) for word in file.read().split()]
     except OSError:
-        return pids  # ended meanwhile
+        return pids  # it has ended
     return pids
 
 
 def _by_parent() -> Callable[[int], list[int]]:
-    """For a kernel that does not list children: all processes by their parent."""
+    """Group all processes by parent, for a kernel that does not list children."""
     rows: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -175,6 +175,6 @@ def _by_parent() -> Callable[[int], list[int]]:
                 with open(f"/proc/{name}/stat", "rb") as file:
                     parent = int(file.read().rpartition(b")")[2].split()[1])
             except OSError:
-                continue  # ended meanwhile
+                continue  # it has ended
             rows.setdefault(parent, []).append(int(name))
     return lambda pid: rows.get(pid, [])

@@ -47,7 +47,7 @@ _REMEDIES = {
     "no_rate": "measure solve rates (`python -m sampler solve-rates`)",
 }
 MAX_ROW_BYTES = 64 * 1024 * 1024
-"""Of one row as it lies in a file."""
+"""Most bytes of one row in a file."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,20 @@ class SelectedRows:
     """The rows that belong to a run."""
 
     rows: np.ndarray
-    """u32 [n]: their numbers, ascending."""
+    """u32 [n]: numbers of the rows, ascending."""
     task_types: list[str]
-    """Of these rows, sorted."""
+    """Task types of these rows, sorted."""
     summary: str
-    """How many rows are kept, and how many are left out for what reason."""
+    """Numbers of rows selected, and left out for each reason."""
 
 
 def select_rows(
     source: Source, files: Mapping[str, Path], table: Table, rows: RowReader, keep: Keep
 ) -> SelectedRows:
-    """The rows with a solve rate in bounds that `keep` accepts; the same in every process.
+    """Return the rows within the solve rate limits that `keep` accepts; the same in every process.
 
-    The cache lies in `$XDG_CACHE_HOME/runspec/problems` (`~/.cache`), a file for each set of
-    (file contents, columns, filters, tokenizer, template, targets). Without one it works too.
+    The cache is in `$XDG_CACHE_HOME/runspec/problems` (`~/.cache`), a file for each set of (file
+    contents, columns, filters, tokenizer, template, targets). It is optional.
 
     Raises:
         UserError: a malformed row, two equal ids, or no row is left.
@@ -134,7 +134,7 @@ def _scan(source: Source, table: Table, rows: RowReader, keep: Keep) -> Selected
 
 
 def _refuse_second(ids: dict[bytes, int], problem_id: str, number: int, table: Table) -> None:
-    """Ids are kept as 16 bytes of their hash: of long ones only that much is held."""
+    """Refuse an id that occurred before. Only 16 bytes of each id's hash are stored."""
     first = ids.setdefault(hash_parts(problem_id)[:16], number)
     if first != number:
         raise UserError(
@@ -145,7 +145,7 @@ def _refuse_second(ids: dict[bytes, int], problem_id: str, number: int, table: T
 
 
 def _cache_path(key: str) -> Path | None:
-    """Where the rows of a key are remembered; None where no cache can be."""
+    """Return the cache file of a key; None if there is no home directory."""
     said = os.environ.get("XDG_CACHE_HOME", "")
     try:
         root = Path(said) if Path(said).is_absolute() else Path.home() / ".cache"
@@ -155,7 +155,7 @@ def _cache_path(key: str) -> Path | None:
 
 
 def _write_cache(path: Path, kept: SelectedRows) -> None:
-    """A zip of two arrays, whose checksums show damage."""
+    """Write the rows as a zip of arrays, whose checksums show damage."""
     file = BytesIO()
     np.savez(
         file, rows=kept.rows, task_types=np.array(kept.task_types), summary=np.array(kept.summary)
@@ -167,7 +167,7 @@ def _write_cache(path: Path, kept: SelectedRows) -> None:
 
 
 def _read_cache(path: Path, rows: int) -> SelectedRows | None:
-    """What was remembered; None where nothing was, or what is there is not whole."""
+    """Return the cached rows; None if there are none or the file is damaged."""
     try:
         data = read_bounded(path, _MAX_CACHED_BYTES)
     except (OSError, UserError):
@@ -185,7 +185,7 @@ def _read_cache(path: Path, rows: int) -> SelectedRows | None:
 
 
 class Stamp:
-    """Size and time of a file, held against it whenever it is read."""
+    """Size and time of a file, checked whenever it is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -193,10 +193,10 @@ class Stamp:
         self._known = (known.st_size, known.st_mtime_ns)
 
     def open(self) -> BinaryIO:
-        """The file, to read.
+        """Open the file to read.
 
         Raises:
-            UserError: it is not there any more, or another one.
+            UserError: it is gone or was replaced.
         """
         try:
             stream = self.path.open("rb")
@@ -213,11 +213,11 @@ class Stamp:
 
 
 class Pieces(ABC):
-    """A `Table` of Arrow data that lies in pieces: row groups, or record batches.
+    """A `Table` of Arrow data in pieces: row groups, or record batches.
 
     Args:
         files: by relative name.
-        rows: of each piece, and the number of its file, in order.
+        rows: number of rows of each piece and the number of its file, in order.
     """
 
     def __init__(self, files: Mapping[str, Path], rows: Sequence[tuple[int, int]]) -> None:
@@ -227,7 +227,7 @@ class Pieces(ABC):
 
     @abstractmethod
     def piece(self, number: int) -> pa.Table | pa.RecordBatch:
-        """The piece 0 <= number, in memory or mapped."""
+        """Return piece `number`, in memory or mapped."""
 
     @abstractmethod
     def batches(self) -> Iterator[list[Mapping[str, Any]]]:
@@ -251,10 +251,10 @@ class Pieces(ABC):
 
 
 def require_columns(columns: Sequence[str], there: Sequence[str], name: str) -> None:
-    """Makes sure that a file has the columns that are read.
+    """Check that a file has the columns that are read.
 
     Raises:
-        UserError: it lacks some.
+        UserError: a column is missing.
     """
     if missing := [column for column in columns if column not in there]:
         raise UserError(
@@ -265,16 +265,16 @@ def require_columns(columns: Sequence[str], there: Sequence[str], name: str) -> 
 
 
 class FileSource:
-    """Problems from rows; implements `ProblemSource`. Kinds say how rows are found and read.
+    """Problems from rows; implements `ProblemSource`. Subclasses say how rows are found and read.
 
-    The files are looked through once, each row strictly checked; which rows are kept is cached on
-    disk. After that a problem is read when it is asked for.
+    The files are scanned once, each row strictly checked, and the selected rows are cached on disk.
+    After that a problem is read when it is requested.
 
     Attributes:
         table: makes the `Table` of files by relative name; the columns are those that are read.
 
     Raises:
-        UserError: files that are not there, a malformed row, two equal ids, or no row that is kept.
+        UserError: a missing file, a malformed row, two equal ids, or no row is selected.
     """
 
     table: ClassVar[type[Any]]
@@ -293,18 +293,18 @@ class FileSource:
         self.task_types = frozenset(self._kept.task_types)
 
     def reader(self, source: Source) -> RowReader:
-        """What a row means."""
+        """Return the reader that makes problems of rows."""
         return ProblemRows(source)
 
     @property
     def summary(self) -> str:
-        """How many rows are kept, and how many are left out for what reason."""
+        """Numbers of rows selected, and left out for each reason."""
         return self._kept.summary
 
     def __len__(self) -> int:
         return len(self._kept.rows)
 
     def problem(self, index: int) -> Problem:
-        """The problem of the kept row `index`."""
+        """Return the problem of the selected row `index`."""
         number = int(self._kept.rows[index])
         return self._rows.problem(self._table.row(number), number, self._table.place(number))

@@ -23,7 +23,7 @@ from sampler.sandbox.inside import messages
 from sampler.sandbox.inside.init_process import remove_scratch
 from sampler.sandbox.inside.messages import Order, unpack
 from sampler.sandbox.limits import judge
-from sampler.sandbox.process import resolve
+from sampler.sandbox.process import resolve_paths
 from tests.processes import alive
 
 LIMITS = Limits(wall_s=30.0)
@@ -188,12 +188,12 @@ def test_paths_are_made_real_and_the_links_on_the_way_are_kept(tmp_path: Path) -
     (tmp_path / "real" / "deep").mkdir(parents=True)
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "real" / "deep" / "up").symlink_to("..")
-    real, links = resolve([tmp_path / "link" / "deep" / "up", tmp_path / "real" / "deep"])
+    real, links = resolve_paths([tmp_path / "link" / "deep" / "up", tmp_path / "real" / "deep"])
     assert real == [bytes(tmp_path / "real")]
     assert links == [(bytes(tmp_path / "link"), b"real")]
     (tmp_path / "round").symlink_to("round")
     with pytest.raises(FileNotFoundError, match="too many"):
-        resolve([tmp_path / "round"])
+        resolve_paths([tmp_path / "round"])
 
 
 def test_an_order_crosses_whole_or_not_at_all() -> None:

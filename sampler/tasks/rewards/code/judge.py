@@ -25,10 +25,10 @@ _MAX_NUMBER_CHARS = 400
 FENCE = "```"
 MAX_PROGRAM_CHARS = 256 * 1024
 MAX_CALLS = 200_000
-"""Calls of one program that its tests may make."""
+"""Most calls of one program that its tests may make."""
 TESTS_S = 10.0
-"""Time that tests which are code have for themselves once the program's is over: one that uses up
-its own puts no blame on them."""
+"""Seconds that tests which are code have after the program's time is over: a program that uses up its
+time must not look like a fault of the tests."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,21 @@ class Judge:
     """Runs one program against its tests."""
 
     mechanisms: Sequence[str]
-    """Isolate each process."""
+    """Mechanisms that isolate each process."""
     limits: Limits
-    """Of each process."""
+    """Limits of each process."""
     deadline: float
-    """Of all of it (`time.monotonic`)."""
+    """Deadline of the whole judgement (`time.monotonic`)."""
 
     def judge(self, program: str, tests: Tests) -> str:
-        """Runs a program against all its tests, up to the first that fails.
+        """Run a program against all its tests, up to the first that fails.
 
         Args:
             program: Python source.
-            tests: what it has to pass.
+            tests: the tests that it has to pass.
 
         Returns:
-            Why it fails; empty where it passes all.
+            Why it fails; empty if it passes all.
 
         Raises:
             ValueError: the tests themselves cannot be run.
@@ -140,7 +140,7 @@ def _right(returned: Any, expected: Any, tolerance: float) -> bool:
 def _answer_calls(
     called: Program, checker: Session, message: dict[str, Any], names: set[str]
 ) -> None:
-    """Hands the tests' calls to the program until they say how it ends."""
+    """Forward the tests' calls to the program until the tests report a result."""
     for _ in range(MAX_CALLS):
         if message.get("passed") is True:
             return
@@ -159,7 +159,7 @@ def _answer_calls(
 
 @contextmanager
 def _tests_at_fault(checker: Session) -> Iterator[None]:
-    """Before the first call, whatever goes wrong with the tests is no doing of the program."""
+    """Raise a ValueError for failures before the first call: the tests cause them."""
     try:
         yield
     except (ChannelClosed, Overdue) as error:
@@ -171,10 +171,10 @@ def _short(text: str) -> str:
 
 
 def same_output(printed: str, expected: str, tolerance: float) -> bool:
-    """Line by line, blanks at the ends of lines and of the whole left out.
+    """Compare outputs line by line, without blanks at the ends of lines and of the whole.
 
-    Lines also match where all their words are numbers of the same values (1.0 and 1.00), which
-    may differ by `tolerance`, relative or absolute.
+    Lines also match if all their words are numbers of equal value (1.0 and 1.00), which may differ
+    by `tolerance`, relative or absolute.
     """
     ours, theirs = (text.strip().splitlines() for text in (printed, expected))
     return len(ours) == len(theirs) and all(
@@ -184,9 +184,9 @@ def same_output(printed: str, expected: str, tolerance: float) -> bool:
 
 
 def same_value(returned: Any, expected: Any, tolerance: float) -> bool:
-    """Plain data, tuples as lists; an expected list of one may stand for its element (APPS).
+    """Compare plain data, tuples as lists; a list of one may stand for its element (APPS).
 
-    Expected data comes from JSON, so keys of its objects are compared as texts.
+    Expected data comes from JSON, so object keys are compared as texts.
     """
     ours, theirs = _as_json(returned), _as_json(expected)
     if _equal(ours, theirs, tolerance):
@@ -238,8 +238,7 @@ def _equal(ours: Any, theirs: Any, tolerance: float) -> bool:
 
 
 def program_of(answer: str) -> str:
-    """The last fenced code block of an answer, one that is not closed included; the whole answer
-    where there is none."""
+    """Return the last fenced code block of an answer, closed or not; all of it if there is none."""
     block: list[str] | None = None
     last: str | None = None
     margin = 0
@@ -258,8 +257,10 @@ def program_of(answer: str) -> str:
 
 
 def completions(prompt: str, text: str) -> list[str]:
-    """Programs that a completion of a prompt may stand for, in the order in which they are tried:
-    the whole function, or only its body, whose first line may have lost its indentation."""
+    """Return the programs that a completion of a prompt may stand for, in the order to try them.
+
+    It is the whole function, or only its body, whose first line may have lost its indentation.
+    """
     body = dedent(text).strip("\n")
     return [
         f"{prompt}\n\n{text}",
