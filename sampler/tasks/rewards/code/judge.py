@@ -27,8 +27,8 @@ MAX_PROGRAM_CHARS = 256 * 1024
 MAX_CALLS = 200_000
 """Most calls of one program that its tests may make."""
 TESTS_S = 10.0
-"""Seconds that tests which are code have after the program's time is over: a program that uses up its
-time must not look like a fault of the tests."""
+"""Seconds that tests which are code have after the program's time is over: a program that uses
+up its time must not look like a fault of the tests."""
 
 
 @dataclass(frozen=True)
