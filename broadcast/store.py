@@ -44,7 +44,7 @@ TENSORS_NAME = "tensors.json"
 DELTA_NAME = "delta"
 """Sub-folder of a version's directory that holds its delta."""
 LOCK_DEADLINE_S = 30.0
-"""How long to wait for another process that publishes or prunes."""
+"""Seconds to wait for another process that publishes or prunes."""
 
 
 def publish(
@@ -59,7 +59,7 @@ def publish(
     base: int | None = None,
     whole: bool = True,
 ) -> str:
-    """Publishes the files of `directory` as a version and moves latest.json forward.
+    """Publish the files of `directory` as a version and move latest.json forward.
 
     Every file but `tensors.json` (which goes into the manifest) becomes an object; with a base,
     every file of `directory/delta/` becomes part of its delta. Publishing the same version again
@@ -68,14 +68,14 @@ def publish(
 
     Args:
         store: the store's directory, shared by all runs.
-        directory: the version's files; of sub-directories only `delta` is looked at.
+        directory: the version's files; of sub-directories only `delta` is read.
         run: the run's id.
-        version: a version number is published once.
+        version: its number; a number is published once.
         key: a publisher's key, which `roles` names.
-        roles: the signed roles.json to publish beside it.
+        roles: the signed roles.json to publish with it.
         chunk_bytes: size of the pieces that files are cut into.
         base: the published version from which `directory/delta/` makes this one.
-        whole: False leaves out the files that hold the tensors: the delta must do.
+        whole: False leaves out the files that hold the tensors; the delta replaces them.
 
     Returns:
         The manifest digest.
@@ -127,10 +127,10 @@ def publish(
 
 
 def refresh_latest(store: Path, *, run: str, key: SigningKey, roles: bytes | None = None) -> None:
-    """Signs latest.json again, so that it does not expire; nothing where none is published.
+    """Sign latest.json again, so that it does not expire; do nothing if no version is published.
 
-    It names the newest version that is stored: one whose publication was cut short before it was
-    announced is announced now.
+    It names the newest stored version. A version whose publication stopped before its announcement
+    is announced now.
 
     Args:
         store: the store's directory.
@@ -152,9 +152,9 @@ def refresh_latest(store: Path, *, run: str, key: SigningKey, roles: bytes | Non
 
 
 def prune(store: Path, *, run: str, keep_versions: int) -> None:
-    """Removes the versions that `versions_to_keep` does not name, and chunks that none needs.
+    """Remove the versions that `versions_to_keep` does not name, and chunks that none needs.
 
-    A version that somebody reads is kept for a while (`pins`). A file that is being read stays
+    A version that a client reads stays for a while (`pins`). A file that is being read stays
     readable.
 
     Raises:
@@ -191,7 +191,7 @@ def prune(store: Path, *, run: str, keep_versions: int) -> None:
 
 
 def newest_version(store: Path, *, run: str) -> int | None:
-    """The version that latest.json names; None where none is published."""
+    """Return the version that latest.json names; None if none is published."""
     path = store / layout.latest_name(run)
     if not path.exists():
         return None
@@ -199,7 +199,7 @@ def newest_version(store: Path, *, run: str) -> int | None:
 
 
 def latest_version(data: bytes, *, place: Path) -> int:
-    """The version in a latest.json of one's own store, expired or not."""
+    """Return the version in a latest.json of one's own store, expired or not."""
     try:
         payload = open_document(
             data, kind=latest_format.KIND, keys=None, max_bytes=latest_format.MAX_BYTES
@@ -215,7 +215,7 @@ def latest_version(data: bytes, *, place: Path) -> int:
 
 @lru_cache(maxsize=64)  # a manifest is written once, and pruning looks at all of them each time
 def _stored(path: Path, run: str, identity: Identity | None) -> WeightsManifest:
-    """A manifest of the store; `identity` tells its file from one that was there before."""
+    """Return a manifest of the store; `identity` distinguishes its file from an earlier one."""
     try:
         return open_manifest(read_bounded(path, MAX_BYTES), run=run, publishers=None)
     except BadSignature as error:
@@ -301,7 +301,7 @@ def _check_base(
     files: Collection[str],
     publishers: Collection[str],
 ) -> None:
-    """A base must be older, stored, of the same files, and believed by those who will need it."""
+    """Check that the base is older, stored, of the same files and signed by a publisher."""
     path = store / layout.manifest_name(run, base)
     said = None
     if base >= version or not path.exists():
@@ -334,7 +334,7 @@ def _check_number(store: Path, run: str, version: int, newest: int | None) -> No
 
 
 def _write_manifest(store: Path, manifest: WeightsManifest, key: SigningKey) -> str:
-    """Writes it unless it is there; returns its digest.
+    """Write a manifest unless it exists; return its digest.
 
     Raises:
         UserError: another manifest of that version is there, or no client would accept this one.

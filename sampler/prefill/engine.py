@@ -2,7 +2,7 @@
 
 A validator loads it by name (`verify.plugins.PrefillEngine`, entry point `torch`). It says what the
 JAX engine says, up to rounding. The body is transformers' own model, in `learner.compute_dtype`
-(`states`), its layers divided over the devices of the validator (`stages`). The head sees only the
+(`states`), its layers divided over the devices of the validator. The head sees only the
 positions that predict an output token, a chunk at a time, and multiplies in float32 what the body
 rounded: [B, T, V] never exists.
 """

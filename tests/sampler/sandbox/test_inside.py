@@ -62,7 +62,7 @@ def test_where_landlock_does_not_scope_signals_the_filter_refuses_them(
 ) -> None:
     if not set(SET_B) <= set(probe().working):
         pytest.skip("set B is not available here")
-    monkeypatch.setattr(parent_side, "abi", lambda: 5)
+    monkeypatch.setattr(parent_side, "landlock_abi", lambda: 5)
 
     def program(source: str) -> Finished:
         command = [sys.executable, "-I", "-S", "-c", source]
