@@ -34,11 +34,11 @@ _ON_DEMAND_S = 5.0
 _MAX_LOOKUPS = 16
 _LOG_AGAIN_S = 60.0
 _LOCK_DEADLINE_S = 2.0
-"""One that was told to end lets go of its folder within a second."""
+"""Seconds to wait for another relay; one that ends releases its folder within a second."""
 
 
 class Mirror:
-    """A run as the relay knows it (a `source.Source`)."""
+    """State of the mirrored run, as a `source.Source`."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Mirror:
         """The newest version that was brought here whole."""
 
     async def recall(self) -> None:
-        """Takes up what is on disk, so that a restarted relay serves with its upstreams away."""
+        """Load what is on disk, so that a restarted relay serves without its upstreams."""
         self._heed_roles()
         await self._announce()
 
@@ -102,7 +102,7 @@ class Mirror:
         return self._relay_store.manifests if run == self._run else {}
 
     async def work(self) -> None:
-        """Follows the upstreams' latest.json; a newer version takes over from an unfinished one."""
+        """Follow the upstreams' latest.json; a newer version replaces an unfinished one."""
         while True:
             try:
                 self._heed_roles()
@@ -117,7 +117,7 @@ class Mirror:
                 await asyncio.sleep(_PAUSE_S)
 
     async def close(self) -> None:
-        """Ends what is under way."""
+        """Cancel everything under way."""
         tasks: list[asyncio.Task[bool]] = list(self._lookups.values())
         if self._filling is not None:
             tasks.append(self._filling[1])
@@ -127,7 +127,7 @@ class Mirror:
         await self._transfers.close()
 
     def _heed_roles(self) -> None:
-        """What is on disk is believed as soon, and as long, as roles.json names who signed it."""
+        """Trust what is on disk as soon, and as long, as roles.json names its signer."""
         roles = self._fetcher.roles
         if roles is None or roles.publisher == self._believed:
             return
@@ -164,7 +164,7 @@ class Mirror:
             self._relay_store.adopt(manifest, data)
 
     async def _look_up(self, version: int) -> bool:
-        """Asks the upstreams, once for all who ask, for a version older than what is here."""
+        """Request an older version from the upstreams, once for all clients that ask."""
         if version in self._missed:
             return False
         if version not in self._lookups:
@@ -187,7 +187,7 @@ class Mirror:
         return version in self._relay_store.manifests
 
     def _start_filling(self, version: int) -> None:
-        """Brings the newest version here unless that is under way or done."""
+        """Start to fetch the newest version unless that is under way or done."""
         manifest = self._relay_store.manifests.get(version)
         if manifest is None:
             return
@@ -200,11 +200,11 @@ class Mirror:
         self._filling = (version, asyncio.create_task(self._fill(manifest)))
 
     async def _fill(self, manifest: WeightsManifest) -> bool:
-        """Brings a version here, drops the oldest, then brings what a joiner needs besides.
+        """Fetch a version, drop the oldest, then fetch what else a joiner needs.
 
         Returns:
             Whether all of it is here; else it is tried again after the next poll, and chunk by
-            chunk for whoever asks.
+            chunk on request.
         """
         version, started = manifest.version, time.monotonic()
         try:
@@ -230,7 +230,7 @@ class Mirror:
         return True
 
     async def _chain(self, manifest: WeightsManifest) -> AsyncIterator[WeightsManifest]:
-        """What a version is rebuilt from: its base, that one's base, and so on to an anchor."""
+        """Yield what a version is rebuilt from: its base, that one's base, up to an anchor."""
         while (base := manifest.rebuilt_from) is not None:
             deadline = time.monotonic() + _MANIFEST_DEADLINE_S
             await self._take(base, None, deadline, keep_asking=False)
@@ -245,14 +245,14 @@ class Mirror:
 
 
 def light(manifest: WeightsManifest) -> list[Chunk]:
-    """The chunks that come first: the delta, and what is small besides the weights."""
+    """Return the chunks to fetch first: the delta, and the files that hold no tensors."""
     small = [info for name, info in manifest.objects.items() if name not in manifest.files]
     infos = [*manifest.delta.values(), *small]
     return list({c.blake3: c for info in infos for c in info.chunks}.values())
 
 
 def to_rebuild(manifest: WeightsManifest) -> list[Chunk]:
-    """The chunks of an older version from which newer ones are rebuilt."""
+    """Return the chunks of an older version from which newer ones are rebuilt."""
     parts = manifest.objects if manifest.is_anchor else manifest.delta
     return list({c.blake3: c for info in parts.values() for c in info.chunks}.values())
 
@@ -270,22 +270,22 @@ async def run_relay(
     access: Access = NO_TOKEN,
     options: ServerOptions = DEFAULT_OPTIONS,
 ) -> None:
-    """Mirrors and serves a run until SIGTERM. The upstreams may come later.
+    """Mirror and serve a run until SIGTERM. The upstreams may start later.
 
     Args:
-        store: keeps the newest versions; a restart takes them up.
+        store: holds the newest versions, also over restarts.
         run: the run's id.
         upstreams: base URLs of origins or relays; several for failover.
         root_public_key: pinned.
-        keep_versions: how many of the newest versions, at least 1, and their bases stay here.
+        keep_versions: number of newest versions to hold, at least 1, besides their bases.
         log: of this process.
         started: called with the port once connections are accepted.
-        max_bytes: of manifests and chunks on disk, never exceeded; None: no bound.
+        max_bytes: of manifests and chunks on disk, never exceeded; None: no limit.
         access: token and certificates for the upstreams.
         options: where to listen, who may read what, how fast, and over what.
 
     Raises:
-        UserError: `run` names none, or another relay has the folder.
+        UserError: `run` is malformed, or another relay uses the folder.
     """
     if not layout.is_run(run):
         raise UserError(f"{run!r} is not the name of a run")

@@ -52,7 +52,7 @@ from verify.thresholds import precision_of
 __all__ = ["Engine", "EngineDied"]
 
 CLOSE_S = 60.0
-"""How long the end may take."""
+"""Seconds that `close` may take."""
 
 
 class Engine:
@@ -100,15 +100,15 @@ class Engine:
 
     @property
     def pids(self) -> list[int]:
-        """Of the engine cores, one for each data-parallel rank; none where vLLM does not run."""
+        """Process ids of the engine cores, one for each data-parallel rank; empty without vLLM."""
         return [] if self._core is None else self._core.pids
 
     def load(self, weights_dir: Path, version: int) -> LoadReport:
-        """Makes a policy version the one that is sampled from, and checks that it is.
+        """Switch sampling to a policy version and check it.
 
-        Starts vLLM where it does not run. Where the pool has `in_flight_updates`, sequences under
-        way go on under the new version after a pause; none of them is answered before the checks
-        have passed, and where these fail each of them raises what this raises.
+        Starts vLLM if it does not run. If the pool has `in_flight_updates`, sequences under way
+        continue under the new version after a pause. None of them is answered before the checks
+        have passed; if these fail, each of them raises what this raises.
 
         Args:
             weights_dir: a published version (Hugging Face files, `probe.json`).
@@ -117,7 +117,7 @@ class Engine:
         Raises:
             UserError: see `check`; nothing can be submitted until another load succeeds.
             EngineDied: vLLM ended, or does not start.
-            RuntimeError: sequences are under way, and the pool is of one version a rollout.
+            RuntimeError: sequences are under way, and the pool allows one version for a rollout.
         """
         with self._loading:
             with self._counting:
@@ -138,17 +138,17 @@ class Engine:
             return replace(report, load_s=seconds, pause_s=paused, patched=patched)
 
     def submit(self, requests: Sequence[SampleRequest]) -> Future[list[Sampled]]:
-        """Samples every request, together with whatever else is under way.
+        """Sample every request, together with everything else under way.
 
-        What comes out does not depend on which sequences share a batch.
+        The result does not depend on which sequences share a batch.
 
         Returns:
             What was sampled, in the order of the requests. Raises GenerationAborted after `abort`,
-            EngineDied where vLLM ends, a UserError where a load in flight fails its checks.
+            EngineDied if vLLM ends, a UserError if a load in flight fails its checks.
 
         Raises:
             UserError: a request is longer than the pool allows.
-            NoVersion: none is loaded, perhaps since the engine died a moment ago.
+            NoVersion: none is loaded, for example because the engine died a moment ago.
         """
         for request in requests:
             self._require_room(request)
@@ -165,7 +165,7 @@ class Engine:
         return submission.future
 
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Log-probs of given tokens, by prefill, at temperature 1.
+        """Return the log-probs of given tokens, by prefill, at temperature 1.
 
         Returns:
             For each sequence f32 [n - 1]: of token i + 1 given the tokens up to i.
@@ -173,10 +173,10 @@ class Engine:
         return self._loop.run(self._prompt_logprobs(sequences))[0]
 
     def check(self, weights_dir: Path, version: int) -> LoadReport:
-        """Compares what the engine holds with a version's files and probe, on every rank.
+        """Compare what the engine holds with a version's files and probe, on every rank.
 
         Returns:
-            What the first rank compared, and the differences of all of them.
+            The report of the first rank with the differences of all ranks.
 
         Raises:
             UserError: a tensor differs from the files, or the probe's log-probs from the learner's.
@@ -198,15 +198,15 @@ class Engine:
         return report
 
     def repack(self) -> None:
-        """Makes the packed copies anew that vLLM's reload leaves stale."""
+        """Rebuild the packed copies that vLLM's reload leaves stale."""
         self._rpc("repack_tied_head")
 
     def abort(self) -> None:
-        """Gives up everything submitted so far: its futures raise GenerationAborted."""
+        """Abort everything submitted so far: its futures raise GenerationAborted."""
         self._loop.run(self._abort())
 
     def close(self) -> None:
-        """Ends vLLM's processes; what is under way raises GenerationAborted. The engine's end.
+        """End vLLM's processes, for good; what is under way raises GenerationAborted.
 
         Raises:
             TimeoutError: it cannot be ended within a minute.
@@ -226,15 +226,15 @@ class Engine:
             self._loading.release()
 
     def patch(self, held: Path, weights_dir: Path) -> bool:
-        """Overwrites what differs between the version held and another, in place.
+        """Overwrite what differs between the loaded version and another, in place.
 
         Returns:
-            False where a rank cannot; then all is to be loaded.
+            False if a rank cannot; then everything has to be loaded.
         """
         return all(self._rpc("patch_weights", base_dir=str(held), weights_dir=str(weights_dir)))
 
     def _replace(self, held: Path | None, weights_dir: Path, version: int) -> bool:
-        """Brings weights into vLLM; returns whether as a patch. Pauses what is under way."""
+        """Load weights into vLLM; return whether as a patch. Pauses what is under way."""
         self._loads += 1
         if self._core is None:
             self._loop.run(self._start(weights_dir, version))
@@ -257,7 +257,7 @@ class Engine:
         return patched
 
     def _rpc(self, method: str, **kwargs: Any) -> list[Any]:
-        """Calls a method on every worker of every rank; one answer from each."""
+        """Call a method on every worker of every rank; return one answer from each."""
 
         async def call() -> list[Any]:
             return await self._require_core().rpc(method, **kwargs)
@@ -302,7 +302,7 @@ class Engine:
             self._paused_at = time.monotonic()
 
     async def _relabel(self, version: int) -> None:
-        """What is computed from now on is the new version's, and so is what it may be read from."""
+        """Attribute all that is computed from now on to the new version, cache included."""
         core = self._require_core()
         await core.rpc("set_version", version=version)
         self._require_client().set_salt(str(self._loads))
@@ -320,7 +320,7 @@ class Engine:
         self.version, self._held = version, weights_dir
 
     async def _give_up(self, error: Exception) -> None:
-        """After a load that failed: no sequence under way is answered."""
+        """Fail every sequence under way after a failed load."""
         if self._core is None or self._core.death.done():
             self._fail(error)
         elif self._client is not None:
@@ -334,7 +334,7 @@ class Engine:
             await self._client.drop(GenerationAborted())
 
     async def _prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
-        """Of each data-parallel rank."""
+        """Return the log-probs of each data-parallel rank."""
         client, ranks = self._require_client(), range(self._require_core().ranks)
         return [await client.prompt_logprobs(sequences, rank=rank) for rank in ranks]
 
