@@ -10,7 +10,7 @@ Three engines on the same prompts, each core in a process of its own, on the GPU
 `proofs_share` is proven over seeded, each with the batch WAVES times in small submissions, a new
 one when one is answered, as a worker samples lease after lease. `seeded_share` is seeded over
 plain, each with the batch at once. Both are in tokens a second of wall time, `..._cpu_share` in
-tokens a second of CPU time of front and core together: medians of the rounds' ratios. The bars are
+tokens a second of CPU time of client and core together: medians of the rounds' ratios. The bars are
 0.97 and 0.95. A random model makes outputs of full length unless it hits its end token.
 """
 
