@@ -25,10 +25,10 @@ from runspec.core.models.kv_cache import MAX_SEQUENCES
 from runspec.core.spec.schema import SamplerPool
 from sampler.engine.arguments import (
     engine_arguments,
-    lack_of_room,
-    look_at_class,
+    kv_cache_error,
     prepare_environment,
-    refuse,
+    refuse_unsupported,
+    register_model_class,
 )
 from sampler.engine.checks import (
     PROBE_FILE,
@@ -71,7 +71,7 @@ class Engine:
     def __init__(
         self, pool: SamplerPool, *, options: Mapping[str, Any] | None = None, probe: bool = True
     ) -> None:
-        refuse(pool)
+        refuse_unsupported(pool)
         prepare_environment()
         self._pool, self._options, self._probe = pool, dict(options or {}), probe
         self._loop = Loop(f"engine of {pool.name}")
@@ -284,10 +284,10 @@ class Engine:
                 if self._closing:  # before `close` could see that it starts
                     raise EngineDied("the engine was closed")
                 if self._pool.hardware.kind == "cpu":
-                    look_at_class(weights_dir)
+                    register_model_class(weights_dir)
                 self._core = core = EngineProcesses(arguments, self._fail)
         except StartFailed as error:
-            raise lack_of_room(error.exit_reason, self._pool) or error from error
+            raise kv_cache_error(error.exit_reason, self._pool) or error from error
         finally:
             self._starting = None
         slots, length = MAX_SEQUENCES, self._pool.max_new_tokens
