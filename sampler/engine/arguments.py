@@ -139,7 +139,7 @@ def refuse_unsupported(pool: SamplerPool) -> None:
 
 
 def kv_cache_error(exit_reason: str, pool: SamplerPool) -> UserError | None:
-    """Return the error if a core ended because its KV cache has no room for one sequence, else None.
+    """Return the error of a core whose KV cache had no room for one sequence; None for others.
 
     Args:
         exit_reason: message of vLLM.
