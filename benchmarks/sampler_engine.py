@@ -6,9 +6,9 @@ Ours samples with seeded noise and records log-probs and proofs' activations; ba
 at temperature 1. Both have their engine core in a process of its own, with one thread and the same
 executor. Rounds alternate; a share is the median of the rounds' ratios, tokens a second those of
 the best round. `share` is of tokens a second of wall time, `cpu_share` of tokens a second of CPU
-time, of front and core together. `submissions_share` is `share` where ours get the batch as sixteen
-submissions. `proofs_s` is what one batch's proofs cost, `load_s` a switch of version with its
-checks (`patch_s`: to one that differs in a few tensors), `start_s` the first load.
+time, of client and core together. `submissions_share` is `share` where ours get the batch as
+sixteen submissions. `proofs_s` is what one batch's proofs cost, `load_s` a switch of version with
+its checks (`patch_s`: to one that differs in a few tensors), `start_s` the first load.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Side:
         self.cpu.append(tokens / (self._cpu_s() - cpu))
 
     def _cpu_s(self) -> float:
-        """Of all threads of front and core; an idle core of the other side's adds nothing."""
+        """CPU time of all threads of client and core; an idle core of the other side adds none."""
         return cpu_s(self._pids)
 
 

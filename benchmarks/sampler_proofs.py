@@ -10,7 +10,7 @@ Three engines on the same prompts, each core in a process of its own, on the GPU
 `proofs_share` is proven over seeded, each with the batch WAVES times in small submissions, a new
 one when one is answered, as a worker samples lease after lease. `seeded_share` is seeded over
 plain, each with the batch at once. Both are in tokens a second of wall time, `..._cpu_share` in
-tokens a second of CPU time of front and core together: medians of the rounds' ratios. The bars are
+tokens a second of CPU time of client and core together: medians of the rounds' ratios. The bars are
 0.97 and 0.95. A random model makes outputs of full length unless it hits its end token.
 """
 
@@ -36,8 +36,7 @@ from benchmarks.sampler_engine import WAIT_S, Side, bare_loop, share
 from runspec.core.spec.schema import SamplerPool
 from sampler.engine.arguments import engine_arguments
 from sampler.engine.engine import Engine
-from sampler.engine.largest import Selected
-from sampler.engine.recorder import TokenRecorder
+from sampler.engine.recorder import Selected, TokenRecorder
 from sampler.engine.requests import SampleRequest
 from sampler.engine.worker_extension import SamplerExtension
 from verify.noise import noise_key

@@ -1,11 +1,18 @@
-"""The HTTP face of a store, the same for origin and relay: static files and one long poll.
+"""HTTP application of an origin or a relay: static files, one long poll, metrics.
 
 GET /<run>/roles.json
 GET /<run>/latest.json[?after=<version>&wait=<seconds>]
 GET /<run>/versions/<N>/manifest.json
 GET /<run>/chunks/<blake3>
-GET /<run>/shardcast/...               see `shardcast`
+GET /<run>/shardcast/distribution.txt
+GET /<run>/shardcast/v<N>/shard_<number from 00001>.bin
+GET /<run>/shardcast/data1.bin
 GET /metrics  /healthz
+
+The `shardcast` paths serve clients of the published `shardcast` package from the store's own
+chunks. Such a client downloads one file for each version and joins its shards, so it sees only the
+anchors whose weights are the one file `model.safetensors`. It checks the BLAKE3 of the whole file,
+but no signature.
 """
 
 from __future__ import annotations
@@ -14,22 +21,22 @@ import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from aiohttp import web
 
-from broadcast import shardcast
 from broadcast.admission import Admission
 from broadcast.answers import IMMUTABLE, REVALIDATE, FileAnswers, Kind, not_modified
 from broadcast.layout import RUN
-from broadcast.manifest import WeightsManifest
+from broadcast.manifest import Chunk, WeightsManifest
 from broadcast.metrics import CONTENT_TYPE, Metrics
+from broadcast.source import Source
 from runspec.core.connection_limits import connection_of
 from runspec.core.hashing import digest_bytes
 
 MAX_WAIT_S = 60.0
+"""Longest wait of a poll, in seconds."""
 _GONE = 499
-"""Status, in the metrics only, of an answer that nobody waited for."""
+"""Status, in the metrics only, of an answer whose client has disconnected."""
 _HEALTH = "healthz"
 _METRICS = "metrics"
 _CLIENT = web.RequestKey("client", str)
@@ -38,36 +45,17 @@ _ROLES = Kind("roles", REVALIDATE, "application/json")
 _MANIFEST = Kind("manifest", IMMUTABLE, "application/json")
 _CHUNK = Kind("chunk", IMMUTABLE)
 _SHARD = Kind("shard", IMMUTABLE)
+_SHARDCAST_FILE = "model.safetensors"
+_SHARDCAST_PROBE = bytes(64 * 1024)
+"""`data1.bin`, which a shardcast client downloads first to measure the server."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class Source(Protocol):
-    """Where a server's answers come from. None means: there is no such thing (404)."""
-
-    async def roles(self, run: str) -> Path | None: ...
-
-    async def latest(self, run: str, after: int | None, wait_s: float) -> bytes | None:
-        """latest.json; where `after` is not older than it, the next one if it comes in time."""
-        ...
-
-    async def manifest(self, run: str, version: int) -> Path | None: ...
-
-    async def chunk(self, run: str, digest: str) -> Path | None: ...
-
-    async def manifests(self, run: str) -> Mapping[int, WeightsManifest]:
-        """Of the versions that are held, by version; empty for another run."""
-        ...
-
-    async def work(self) -> None:
-        """Runs beside the server until it is cancelled."""
-        ...
 
 
 def build_app(
     source: Source, metrics: Metrics, admission: Admission, files: FileAnswers
 ) -> web.Application:
-    """The application; only paths of exactly the forms above reach a file."""
+    """Return the application; only paths of exactly the forms above reach a file."""
     run = f"{{run:{RUN.pattern}}}"
 
     async def send(
@@ -104,19 +92,19 @@ def build_app(
     async def distribution(request: web.Request) -> web.StreamResponse:
         held = await source.manifests(request.match_info["run"])
         headers = {"Cache-Control": REVALIDATE}
-        return web.Response(text=shardcast.distribution(held), headers=headers)
+        return web.Response(text=shardcast_distribution(held), headers=headers)
 
     async def shard(request: web.Request) -> web.StreamResponse:
         run, version = request.match_info["run"], int(request.match_info["version"])
         held = (await source.manifests(run)).get(version)
-        chunk = shardcast.shard(held, int(request.match_info["number"])) if held else None
+        chunk = shardcast_shard(held, int(request.match_info["number"])) if held else None
         if chunk is None:
             raise web.HTTPNotFound(text="not here\n")
         path = await source.chunk(run, chunk.blake3)
         return await send(request, path, _SHARD, chunk.blake3)
 
     async def probe(request: web.Request) -> web.StreamResponse:
-        return web.Response(body=shardcast.PROBE, headers={"Cache-Control": "no-store"})
+        return web.Response(body=_SHARDCAST_PROBE, headers={"Cache-Control": "no-store"})
 
     async def prometheus(request: web.Request) -> web.StreamResponse:
         return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE})
@@ -125,7 +113,7 @@ def build_app(
         return web.Response(text="ok\n")
 
     version = "{version:[0-9]{1,10}}"
-    app = web.Application(middlewares=[_guard(admission, metrics)])
+    app = web.Application(middlewares=[_middleware(admission, metrics)])
     app.add_routes(
         [
             web.get(f"/{run}/roles.json", roles, name="roles"),
@@ -146,11 +134,39 @@ def build_app(
     return app
 
 
-def _guard(admission: Admission, metrics: Metrics) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """Around every answer: who may ask, how much of one client at once, and what is counted."""
+def shardcast_distribution(manifests: Mapping[int, WeightsManifest]) -> str:
+    """Return `distribution.txt`: lines `v<N>: <BLAKE3 of the weights>|<shards>`."""
+    lines = []
+    for version in sorted(manifests):
+        if _is_for_shardcast(manifests[version]):
+            weights = manifests[version].objects[_SHARDCAST_FILE]
+            lines.append(f"v{version}: {weights.blake3}|{len(weights.chunks)}\n")
+    return "".join(lines)
+
+
+def shardcast_shard(manifest: WeightsManifest, number: int) -> Chunk | None:
+    """Return the chunk that is shard `number` (from 1) of a version; None if there is none."""
+    if not _is_for_shardcast(manifest):
+        return None
+    chunks = manifest.objects[_SHARDCAST_FILE].chunks
+    return chunks[number - 1] if 1 <= number <= len(chunks) else None
+
+
+def _is_for_shardcast(manifest: WeightsManifest) -> bool:
+    return (
+        manifest.files in ((_SHARDCAST_FILE,), ())  # () where the publisher named no tensors
+        and manifest.is_anchor
+        and _SHARDCAST_FILE in manifest.objects
+    )
+
+
+def _middleware(
+    admission: Admission, metrics: Metrics
+) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """Return the middleware that authenticates, limits and counts every request."""
 
     @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         what = request.match_info.route.name or "other"
         status = 500
         try:
@@ -159,7 +175,7 @@ def _guard(admission: Admission, metrics: Metrics) -> Callable[..., Awaitable[we
             status = response.status
             return response
         except web.HTTPException as error:
-            error.headers["Cache-Control"] = "no-store"  # it may be there the next time
+            error.headers["Cache-Control"] = "no-store"  # the next request may succeed
             status = error.status
             raise
         except asyncio.CancelledError:
@@ -174,12 +190,12 @@ def _guard(admission: Admission, metrics: Metrics) -> Callable[..., Awaitable[we
         if what == _HEALTH:
             return await handler(request)
         request[_CLIENT] = client = admission.client(request)
-        if what == _METRICS:  # to be seen most of all while a client has all its places taken
+        if what == _METRICS:  # readable even while the client has all its slots taken
             return await handler(request)
-        with admission.place(client):
+        with admission.slot(client):
             return await handler(request)
 
-    return guard
+    return middleware
 
 
 def _poll_parameters(request: web.Request) -> tuple[int | None, float]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from broadcast.cache import Cache
-from broadcast.disk import Patience, allocated, copy_file
+from broadcast.disk import Cancellation, allocated, copy_file
 from broadcast.manifest import FILE_NAME, MAX_BYTES, Chunk, ObjectInfo, WeightsManifest
 from runspec.core.canonical import canonical_json
 from runspec.core.distribution import install_command
@@ -79,16 +79,16 @@ class Assembly:
     Args:
         recipe: what to make it of.
         cache: where.
-        patience: for the work that takes long.
+        cancellation: for the work that takes long.
     """
 
-    def __init__(self, recipe: Recipe, cache: Cache, patience: Patience) -> None:
+    def __init__(self, recipe: Recipe, cache: Cache, cancellation: Cancellation) -> None:
         version = recipe.manifest.version
         self.recipe = recipe
         self.name = f"version {version}"
         self.partial = cache.partial(version)
         self._deltas = cache.deltas(version)
-        self._cache, self._patience = cache, patience
+        self._cache, self._cancellation = cache, cancellation
         self.resumed = False
         """Whether an earlier attempt was already applying the deltas to the files that lie there"""
 
@@ -151,7 +151,7 @@ class Assembly:
             source = known.get(info.blake3)
             if source is not None and not path.exists():
                 with suppress(FileNotFoundError):  # removed by hand: it is fetched then
-                    copy_file(source, path, self._patience)
+                    copy_file(source, path, self._cancellation)
 
     def missing(self) -> list[Piece]:
         """Gives every file its full size and lists the chunks that are not what they should be.
@@ -169,7 +169,7 @@ class Assembly:
             with path.open("r+b" if held else "wb") as file:
                 offset = 0
                 for chunk in info.chunks:
-                    self._patience.check("looking at what is here already", path)
+                    self._cancellation.check("looking at what is here already", path)
                     intact = offset + chunk.size <= held and (
                         digest_bytes(os.pread(file.fileno(), chunk.size, offset)) == chunk.blake3
                     )
@@ -191,7 +191,7 @@ class Assembly:
         for name in self.recipe.manifest.files:
             source = self.recipe.base / name
             try:
-                copy_file(source, self.partial / name, self._patience)
+                copy_file(source, self.partial / name, self._cancellation)
             except FileNotFoundError as error:
                 raise BadBase("is gone", place=str(source)) from error
 
@@ -202,7 +202,7 @@ class Assembly:
             BadBase: they did not become what the manifest says; they are removed.
         """
         recipe = self.recipe
-        self._patience.check("waiting for the deltas", self.partial)
+        self._cancellation.check("waiting for the deltas", self.partial)
         _LOG.info("%s: applying deltas %s", self.name, _numbers(recipe))
         (self._deltas / _APPLYING).touch()
         folders = [self._deltas / str(delta.version) for delta in recipe.deltas]

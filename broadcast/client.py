@@ -1,4 +1,4 @@
-"""The client: fetches versions, believes nothing, waits for nothing without a deadline."""
+"""The client: fetches versions, checks everything, and has a deadline for every wait."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from broadcast.assemble import ApplyDeltas, Assembly, BadBase, Recipe, delta_applier
 from broadcast.cache import Cache
-from broadcast.chain import Link, Unknown, cheapest
-from broadcast.disk import Patience
+from broadcast.delta_chains import Link, Unknown, cheapest
+from broadcast.disk import Cancellation
 from broadcast.download import download
 from broadcast.fetcher import NO_TOKEN, Fetcher
 from broadcast.manifest import WeightsManifest
@@ -25,7 +25,7 @@ from runspec.core.latest import Latest
 T = TypeVar("T")
 Manifests = Mapping[int, WeightsManifest]
 DETOUR_S = 3.0
-"""For how long the manifest of an older version is asked for that may only save bytes."""
+"""Seconds to request an older manifest that can only save bytes."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -74,42 +74,42 @@ class WeightsClient:
         """Held versions that deltas did not turn into what they should."""
 
     def latest(self, after: int | None, wait_s: float) -> Latest | None:
-        """The newest version where it is newer than `after` (any, where None), else None.
+        """Return the newest version if it is newer than `after` (None: any), else None.
 
-        Waits up to `wait_s` for one to be announced. Never goes back behind what was seen before,
-        but where the key that called that the newest is revoked: then any version is news.
+        Waits up to `wait_s` seconds for an announcement. An older version than one seen before is
+        refused, unless the key that signed the newer one was revoked.
 
         Raises:
-            UserError: within `wait_s` no URL gave an answer that could be believed.
+            UserError: within `wait_s` no URL gave a valid answer.
         """
         return self._run(self._fetcher.latest(after, wait_s))
 
     def fetch(self, version: int, *, manifest_digest: str | None, deadline_s: float) -> Path:
-        """Fetches a version: `cache_dir/v<N>`, whole and checked; at once where it is there.
+        """Fetch a version to `cache_dir/v<N>`, complete and checked; return at once if it is there.
 
-        Of all ways the one that moves the fewest bytes: the files of an anchor, or deltas on the
-        files of a version that is here or of an older anchor.
+        It takes the way that moves the fewest bytes: the files of an anchor, or deltas on the files
+        of a version that is here or of an older anchor.
 
         Args:
-            version: which.
+            version: its number.
             manifest_digest: the only manifest accepted (of a lease or latest.json); None accepts
                 any that a publisher of the run signed.
-            deadline_s: seconds to give up after. Deltas that have all come are still applied.
+            deadline_s: seconds until it gives up. Deltas that have all arrived are still applied.
 
         Returns:
             The directory: the published files and `manifest.json`.
 
         Raises:
-            UserError: not there in time; names the relays and what was wrong with each.
+            UserError: not fetched in time; names the relays and the fault of each.
         """
         return self._run(self._fetch(version, manifest_digest, deadline_s))
 
     def prune(self, keep: set[int]) -> None:
-        """Removes versions other than `keep`, partial ones too, but none that a fetch works on."""
+        """Remove versions other than `keep`, partial ones too, but none that a fetch works on."""
         self._cache.prune(keep)
 
     def cancel(self) -> None:
-        """Ends what other threads have under way: they get a `CancelledError`."""
+        """Cancel the calls of other threads: they raise a `CancelledError`."""
 
         async def end() -> None:
             others = asyncio.all_tasks() - {asyncio.current_task()}
@@ -120,7 +120,7 @@ class WeightsClient:
         self._run(end())
 
     def close(self) -> None:
-        """Closes the connections; no other thread may have anything under way."""
+        """Close the connections; no other thread may have a call under way."""
         self._run(self._fetcher.close())
         self._stop()
 
@@ -160,7 +160,7 @@ class WeightsClient:
                 return await self._obtain(version, manifest_digest, versions, deadline)
 
     def _held(self, version: int, digest: str | None) -> Path | None:
-        """Where a version lies that may be handed out."""
+        """Return the folder of a version that is here and trusted, or None."""
         held = self._cache.digest(version)
         if held is None or digest not in (None, held) or version in self._distrusted:
             return None
@@ -169,22 +169,22 @@ class WeightsClient:
     async def _obtain(
         self, version: int, digest: str | None, held: Manifests, deadline: float
     ) -> Path:
-        """Fetches a version, once more from an anchor where a held base turns out damaged."""
+        """Fetch a version; once more from an anchor if a held base proves damaged."""
         started = time.monotonic()
         manifest, data = await self._fetcher.manifest(version, digest, deadline)
         usable = held.keys() - self._distrusted
-        patience = Patience(deadline)
+        cancellation = Cancellation(deadline)
         blamed: int | None = None
         while True:
             recipe = await self._recipe(manifest, data, held, usable, deadline)
-            assembly = Assembly(recipe, self._cache, patience)
+            assembly = Assembly(recipe, self._cache, cancellation)
             try:
                 received = await download(
                     self._fetcher,
                     assembly,
                     held,
                     _applier(recipe),
-                    patience=patience,
+                    cancellation=cancellation,
                     deadline=deadline,
                 )
                 break
@@ -219,9 +219,9 @@ class WeightsClient:
         usable: set[int],
         deadline: float,
     ) -> Recipe:
-        """The way that moves the fewest bytes, looking up as many older manifests as that takes.
+        """Choose the way that moves the fewest bytes; request as many older manifests as needed.
 
-        Where an anchor is known already, the search for something cheaper is a short one.
+        If an anchor is known already, the search for a cheaper way is short.
         """
         target = manifest.version
         manifests = {target: manifest}
@@ -246,9 +246,9 @@ class WeightsClient:
         )
 
     async def _older(self, version: int, until: float) -> WeightsManifest | None:
-        """An older version's manifest; None where no server gave it in time."""
+        """Return an older version's manifest; None if no server gave it in time."""
         try:
-            manifest, _ = await self._fetcher.manifest(version, None, until, patient=False)
+            manifest, _ = await self._fetcher.manifest(version, None, until, keep_asking=False)
         except UserError as error:
             _LOG.info("%s", error)
             return None

@@ -1,4 +1,4 @@
-"""Work on the disk that takes long: in a thread, between two steps of which it can be ended."""
+"""Long work on the disk: runs in a thread and can be cancelled between two steps."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from runspec.core.errors import UserError
 
 T = TypeVar("T")
 Identity = tuple[int, int, int]
-"""Of a file: inode, size, time of its last change."""
+"""Inode, size and time of the last change of a file."""
 _COPY_STEP = 64 * 1024 * 1024
 _NO_COPY_RANGE = {errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP}
 
 
-class Patience:
-    """Ends disk work between two steps of it: at the deadline, or when nobody wants it any more."""
+class Cancellation:
+    """Ends disk work between two of its steps: at the deadline, or once `cancelled` is set."""
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
-        self.over = False
+        self.cancelled = False
 
     def check(self, work: str, place: Path) -> None:
-        if self.over or time.monotonic() > self._deadline:
+        """Raise a UserError if the work has to end."""
+        if self.cancelled or time.monotonic() > self._deadline:
             raise UserError(
                 f"the time was up while {work}",
                 place=str(place),
@@ -37,25 +38,25 @@ class Patience:
             )
 
 
-async def in_thread(work: Callable[[], T], patience: Patience) -> T:
-    """Runs disk work beside the event loop, and is never outlived by it.
+async def in_thread(work: Callable[[], T], cancellation: Cancellation) -> T:
+    """Run disk work beside the event loop; return only after the work has ended.
 
-    A cancelled call ends the work at its next step and waits for that: whoever comes next must
-    find files that nobody else is changing.
+    A cancelled call ends the work at its next step and waits for that, so that the next user of the
+    files finds them unchanged by others.
     """
     running = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        patience.over = True
+        cancellation.cancelled = True
         await ended(running)
         raise
 
 
 async def ended(work: asyncio.Future[Any]) -> None:
-    """Waits until `work` has ended, and is cancelled only then.
+    """Wait until `work` has ended; a cancellation takes effect only then.
 
-    A thread that was started goes on to the end of its write. Until then the file is its own.
+    A started thread continues to the end of its write. Until then it owns the file.
     """
     cancelled = False
     while not work.done():
@@ -69,17 +70,17 @@ async def ended(work: asyncio.Future[Any]) -> None:
         raise asyncio.CancelledError
 
 
-def copy_file(source: Path, target: Path, patience: Patience) -> None:
-    """Copies a file's bytes inside the kernel; a file system that can shares the blocks."""
+def copy_file(source: Path, target: Path, cancellation: Cancellation) -> None:
+    """Copy a file inside the kernel; file systems that can share the blocks."""
     try:
         with source.open("rb") as old, target.open("wb") as new:
             size, done = os.fstat(old.fileno()).st_size, 0
             while done < size:
-                patience.check(f"copying {source}", target)
+                cancellation.check(f"copying {source}", target)
                 step = min(_COPY_STEP, size - done)
                 copied = os.copy_file_range(old.fileno(), new.fileno(), step, done, done)
                 if copied == 0:
-                    break  # it became shorter; whoever checks the copy will say so
+                    break  # it became shorter; the check of the copy reports it
                 done += copied
     except AttributeError:  # not on Linux
         shutil.copyfile(source, target)
@@ -90,7 +91,7 @@ def copy_file(source: Path, target: Path, patience: Patience) -> None:
 
 
 def identity(path: Path) -> Identity | None:
-    """What is another when a file is replaced or written; None where there is no file."""
+    """Return a value that changes when a file is replaced or written; None if there is no file."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -99,7 +100,7 @@ def identity(path: Path) -> Identity | None:
 
 
 def allocated(path: Path) -> int:
-    """Bytes that a file takes on its disk, holes left out; 0 where there is none."""
+    """Return the bytes that a file takes on its disk, without holes; 0 if there is none."""
     try:
         return path.stat().st_blocks * 512
     except FileNotFoundError:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from broadcast import layout
-from broadcast.asking import Asker, Attempt
 from broadcast.chunk_transfer import Transfer, fetch_chunk
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
+from broadcast.retry import Attempt, Requester
 from broadcast.transport import Access, Fault, Lie, base_url, get, new_session
-from broadcast.upstreams import PATIENCE_S, Upstream, pause_after
+from broadcast.upstreams import SLOW_AFTER_S, Upstream, pause_after
 from runspec.core import latest as latest_format
 from runspec.core import roles as roles_format
 from runspec.core.errors import UserError
@@ -76,8 +76,8 @@ class Fetcher:
         folder: Path,
         access: Access = NO_TOKEN,
     ) -> None:
-        self._asker = Asker([base_url(url) for url in urls], most=MOST_CHUNKS)
-        self.upstreams = self._asker.upstreams
+        self._requester = Requester([base_url(url) for url in urls], most=MOST_CHUNKS)
+        self.upstreams = self._requester.upstreams
         self.latest_bytes: bytes | None = None
         self.seen_version = -1
         """The newest version that a checked latest.json ever named: never gone behind again."""
@@ -133,7 +133,7 @@ class Fetcher:
         return None
 
     async def manifest(
-        self, version: int, digest: str | None, deadline: float, *, patient: bool = True
+        self, version: int, digest: str | None, deadline: float, *, keep_asking: bool = True
     ) -> tuple[WeightsManifest, bytes]:
         """A version's manifest and its signed bytes.
 
@@ -141,7 +141,7 @@ class Fetcher:
             version: which.
             digest: the only one accepted; None accepts what a publisher signed.
             deadline: of the monotonic clock.
-            patient: False ends the search as soon as no server has it.
+            keep_asking: False ends the search once every server answered 404.
 
         Raises:
             UserError: not to be had in time; names every server and its fault.
@@ -151,7 +151,7 @@ class Fetcher:
             upstream = attempt.upstream
             others = set(self.upstreams.all) - attempt.wanted.shunned - {upstream}
             # A relay may have to ask for it itself: who does not insist leaves it that time.
-            limit_s = PATIENCE_S if others and patient else _SMALL_TIMEOUT_S
+            limit_s = SLOW_AFTER_S if others and keep_asking else _SMALL_TIMEOUT_S
             timeout_s = _within(deadline, limit_s)
             url = f"{upstream.url}/{layout.manifest_name(self._run, version)}"
             data = await get(self._session, url, max_bytes=MAX_BYTES, timeout_s=timeout_s)
@@ -171,7 +171,7 @@ class Fetcher:
             return manifest, data
 
         what = f"manifest of version {version}"
-        return await self._asker.ask(what, get_it, deadline, patient=patient)
+        return await self._requester.request(what, get_it, deadline, keep_asking=keep_asking)
 
     async def chunk(
         self, chunk: Chunk, what: str, deadline: float, *, into: Path, offset: int = 0
@@ -212,7 +212,7 @@ class Fetcher:
                 attempt.received = transfer.received
 
         what = f"{what}, chunk {chunk.blake3[:16]}"
-        await self._asker.ask(what, bring, deadline, size=chunk.size)
+        await self._requester.request(what, bring, deadline, size=chunk.size)
 
     async def _poll(
         self, upstream: Upstream, after: int | None, deadline: float, answered: set[Upstream]

@@ -1,13 +1,21 @@
-"""Where everything lies: in a store on disk, and by the same path below a server's URL."""
+"""Paths of a store, on disk and below a server's URL, and the lock of its one writer."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from runspec.core.errors import UserError
 
 MAX_VERSION = 2**31
 RUN = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 """Form of a run's id: the run spec's `name`."""
+_LOCK_POLL_S = 0.02
 
 
 def is_run(text: object) -> bool:
@@ -40,6 +48,42 @@ def chunk_name(run: str, digest: str) -> str:
 
 
 def stored_versions(store: Path, run: str) -> list[int]:
-    """Versions whose manifest lies in a store, in ascending order."""
+    """Return the versions whose manifest is in a store, in ascending order."""
     found = (path.parent.name for path in store.glob(f"{run}/versions/*/manifest.json"))
     return sorted(int(name) for name in found if name.isdecimal())
+
+
+@contextmanager
+def locked(store: Path, run: str, deadline_s: float) -> Iterator[None]:
+    """Hold the write lock of a run's part of a store: one publisher, or one relay.
+
+    The lock excludes every other process; a killed process releases it.
+
+    Args:
+        store: the store's directory.
+        run: the run's id.
+        deadline_s: seconds to wait for another holder; the thread sleeps.
+
+    Raises:
+        UserError: another process still holds it.
+    """
+    folder = store / run
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        deadline = time.monotonic() + deadline_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"another publisher or relay has held this store for {deadline_s:g} s",
+                        place=str(folder),
+                        remedy="let one process publish a run, and give each relay its own folder",
+                    ) from None
+                time.sleep(_LOCK_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,46 +1,109 @@
-"""The origin: serves a store that the publisher writes, read-only but for the pins."""
+"""The origin: serves a store that the publisher writes. Of the store it writes only the pins."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from broadcast import layout
-from broadcast.announcement import Announcement
 from broadcast.chunk_files import ProvenChunks
 from broadcast.disk import Identity, identity
-from broadcast.manifest import WeightsManifest
+from broadcast.manifest import MAX_BYTES, WeightsManifest, open_manifest
 from broadcast.metrics import Metrics
-from broadcast.pins import Pins
-from broadcast.recent import Recent
+from broadcast.pins import Pins, owners
 from broadcast.server import DEFAULT_OPTIONS, ServerOptions, serve
+from broadcast.source import Announcement, Recent
 from broadcast.store import latest_version
-from broadcast.stored_manifests import StoredManifests
+from runspec.core import latest as latest_format
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.latest import MAX_BYTES
+from runspec.core.signed import BadSignature
 
-_WATCH_EVERY_S = 0.025
-_SAY_AGAIN_S = 60.0
+MANIFESTS_EVERY_S = 1.0
+"""Shortest time between two readings of the manifests folder, in seconds."""
+_LATEST_EVERY_S = 0.025
+_LOG_AGAIN_S = 60.0
+
+
+class StoredManifests:
+    """The manifests of a run in a store on disk; each is parsed once while its file is the same.
+
+    Args:
+        store: the store's directory.
+        run: the run's id.
+        log: receives an error for each damaged file, once.
+    """
+
+    def __init__(self, store: Path, run: str, log: logging.Logger) -> None:
+        self._store = store
+        self._run = run
+        self._log = log
+        self._looked_at = -math.inf
+        self._looking = asyncio.Lock()
+        self._parsed: dict[int, tuple[Identity, WeightsManifest | None]] = {}
+        self._owners: dict[str, int] = {}
+
+    async def current(self) -> Mapping[int, WeightsManifest]:
+        """Return the manifests by version, as they were at most `MANIFESTS_EVERY_S` ago."""
+        async with self._looking:
+            if time.monotonic() - self._looked_at >= MANIFESTS_EVERY_S:
+                await asyncio.to_thread(self._look)
+                self._looked_at = time.monotonic()
+        return {v: manifest for v, (_, manifest) in self._parsed.items() if manifest is not None}
+
+    async def owner(self, digest: str) -> int | None:
+        """Return the one version that a chunk belongs to; None if there is none or several."""
+        if digest not in self._owners:
+            await self.current()
+        return self._owners.get(digest)
+
+    def _look(self) -> None:
+        parsed = {}
+        for version in layout.stored_versions(self._store, self._run):
+            path = self._store / layout.manifest_name(self._run, version)
+            found, known = identity(path), self._parsed.get(version)
+            if found is None:  # pruned since
+                continue
+            if known and known[0] == found:
+                parsed[version] = known
+                continue
+            with suppress(FileNotFoundError):
+                parsed[version] = found, self._parse(path)
+        if parsed != self._parsed:
+            self._parsed = parsed
+            self._owners = owners(m for _, m in parsed.values() if m is not None)
+
+    def _parse(self, path: Path) -> WeightsManifest | None:
+        try:
+            return open_manifest(read_bounded(path, MAX_BYTES), run=self._run, publishers=None)
+        except (BadSignature, UserError) as error:
+            self._log.error("%s: damaged: %s", path, error)
+            return None
 
 
 class _StoredRun:
-    """A run of a store: what of it is announced, held and read."""
+    """State of one run of a store: the announced version, the manifests, the pins."""
 
     def __init__(self, store: Path, run: str, log: logging.Logger) -> None:
         self.announced = Announcement()
         self.manifests = StoredManifests(store, run, log)
         self.pins = Pins(store, run)
         self.seen: Identity | None = None
-        """The latest.json that was read last."""
+        """Identity of the latest.json that was read last."""
 
 
 class StoreSource:
-    """A store on disk (an `app.Source`). latest.json is watched by its inode while someone waits
-    for a change; who asks for a version's manifest or chunks pins it. A chunk is hashed before it
-    is first served: a power cut may have left it short or zeroed."""
+    """A store on disk as a `source.Source`.
+
+    While a request waits for a newer version, the inode of latest.json is polled. A request for a
+    version's manifest or chunks pins the version. A chunk is hashed before it is first served,
+    because a power cut may have left it short or zeroed.
+    """
 
     def __init__(self, store: Path, metrics: Metrics, log: logging.Logger) -> None:
         self._store = store
@@ -48,7 +111,7 @@ class StoreSource:
         self._log = log
         self._runs: dict[str, _StoredRun] = {}
         self._proven = ProvenChunks()
-        self._said = Recent(_SAY_AGAIN_S)
+        self._logged = Recent(_LOG_AGAIN_S)
         self._asked = asyncio.Event()
 
     async def roles(self, run: str) -> Path | None:
@@ -79,8 +142,8 @@ class StoreSource:
             stored.pins.touch(version)
         if await self._proven.prove(path):
             return path
-        if path not in self._said:
-            self._said.note(path)
+        if path not in self._logged:
+            self._logged.note(path)
             self._log.error("%s: damaged, not served; publish the version again to mend it", path)
         return None
 
@@ -89,7 +152,7 @@ class StoreSource:
         return {} if stored is None else await stored.manifests.current()
 
     async def work(self) -> None:
-        """Looks for news while somebody waits for them."""
+        """Poll latest.json while a request waits for a newer version."""
         while True:
             waited_for = [
                 (r, stored) for r, stored in self._runs.items() if stored.announced.waiting
@@ -99,10 +162,10 @@ class StoreSource:
                 await self._asked.wait()
             for run, stored in waited_for:
                 await self._look(run, stored)
-            await asyncio.sleep(_WATCH_EVERY_S)
+            await asyncio.sleep(_LATEST_EVERY_S)
 
     def _run(self, run: str) -> _StoredRun | None:
-        """What is known of a run; None where the store has none of this name."""
+        """Return the state of a run; None if the store has no run of this name."""
         if run not in self._runs and (self._store / run).is_dir():
             self._runs[run] = _StoredRun(self._store, run, self._log)
         return self._runs.get(run)
@@ -112,21 +175,21 @@ class StoreSource:
         return path if path.is_file() else None
 
     async def _look(self, run: str, stored: _StoredRun) -> None:
-        """Reads latest.json where it is another file than the last time."""
+        """Read latest.json if it is another file than the last time."""
         path = self._store / layout.latest_name(run)
         try:
             seen = identity(path)
             if seen is None or stored.seen == seen:
                 return
-            data = read_bounded(path, MAX_BYTES)
+            data = read_bounded(path, latest_format.MAX_BYTES)
             stored.seen = seen
             version = latest_version(data, place=path)
-        except OSError as error:  # too many open files, say: the next look may be luckier
-            if path not in self._said:
-                self._said.note(path)
+        except OSError as error:  # for example too many open files; the next read may succeed
+            if path not in self._logged:
+                self._logged.note(path)
                 self._log.error("%s: cannot be read: %s", path, error)
             return
-        except UserError as error:  # said once: it is looked at again when it is another file
+        except UserError as error:  # logged once: it is read again when it is another file
             stored.seen = seen
             self._log.error("%s", error)
             return
@@ -141,7 +204,7 @@ async def run_origin(
     started: Callable[[int], None] = lambda port: None,
     options: ServerOptions = DEFAULT_OPTIONS,
 ) -> None:
-    """Serves a store, of one run or many, until SIGTERM. The store may still be empty.
+    """Serve a store of one or more runs until SIGTERM. The store may still be empty.
 
     Args:
         store: the store's directory.

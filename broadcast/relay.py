@@ -16,14 +16,13 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from broadcast import layout
-from broadcast.announcement import Announcement
 from broadcast.fetcher import NO_TOKEN, Fetcher
-from broadcast.lock import locked
+from broadcast.layout import locked
 from broadcast.manifest import Chunk, WeightsManifest
 from broadcast.metrics import Metrics
-from broadcast.recent import Recent
+from broadcast.relay_store import RelayStore
 from broadcast.server import DEFAULT_OPTIONS, ServerOptions, serve
-from broadcast.shelf import Shelf
+from broadcast.source import Announcement, Recent
 from broadcast.transfers import MISSED_S, Transfers
 from broadcast.transport import Access
 from runspec.core.errors import UserError
@@ -33,27 +32,33 @@ _PAUSE_S = 0.5
 _MANIFEST_DEADLINE_S = 30.0
 _ON_DEMAND_S = 5.0
 _MAX_LOOKUPS = 16
-_SAY_AGAIN_S = 60.0
+_LOG_AGAIN_S = 60.0
 _LOCK_DEADLINE_S = 2.0
-"""One that was told to end lets go of its folder within a second."""
+"""Seconds to wait for another relay; one that ends releases its folder within a second."""
 
 
 class Mirror:
-    """A run as the relay knows it (an `app.Source`)."""
+    """State of the mirrored run, as a `source.Source`."""
 
     def __init__(
-        self, fetcher: Fetcher, metrics: Metrics, shelf: Shelf, *, run: str, log: logging.Logger
+        self,
+        fetcher: Fetcher,
+        metrics: Metrics,
+        relay_store: RelayStore,
+        *,
+        run: str,
+        log: logging.Logger,
     ) -> None:
         self._fetcher = fetcher
         self._metrics = metrics
-        self._shelf = shelf
+        self._relay_store = relay_store
         self._run = run
         self._log = log
-        self._said = Recent(_SAY_AGAIN_S)
-        self._transfers = Transfers(fetcher, shelf, complain=self._complain)
+        self._logged = Recent(_LOG_AGAIN_S)
+        self._transfers = Transfers(fetcher, relay_store, complain=self._complain)
         self._announced = Announcement()
         self._believed: frozenset[str] | None = None
-        """The publishers' keys by which what is on the shelf was judged; None: nothing yet."""
+        """Publishers' keys by which the contents of the store were judged; None: not yet judged."""
         self._lookups: dict[int, asyncio.Task[bool]] = {}
         self._missed = Recent(MISSED_S)
         """Versions that no upstream had."""
@@ -63,14 +68,14 @@ class Mirror:
         """The newest version that was brought here whole."""
 
     async def recall(self) -> None:
-        """Takes up what is on disk, so that a restarted relay serves with its upstreams away."""
+        """Load what is on disk, so that a restarted relay serves without its upstreams."""
         self._heed_roles()
         await self._announce()
 
     async def roles(self, run: str) -> Path | None:
         if run != self._run or self._fetcher.roles is None:
             return None
-        return self._shelf.roles_path
+        return self._relay_store.roles_path
 
     async def latest(self, run: str, after: int | None, wait_s: float) -> bytes | None:
         if run != self._run:
@@ -80,24 +85,24 @@ class Mirror:
     async def manifest(self, run: str, version: int) -> Path | None:
         if run != self._run or version > self._fetcher.seen_version:
             return None
-        if version not in self._shelf.manifests and not await self._look_up(version):
+        if version not in self._relay_store.manifests and not await self._look_up(version):
             return None
-        self._shelf.pins.touch(version)
-        return self._shelf.manifest_path(version)
+        self._relay_store.pins.touch(version)
+        return self._relay_store.manifest_path(version)
 
     async def chunk(self, run: str, digest: str) -> Path | None:
-        if run != self._run or self._shelf.find(digest) is None:
+        if run != self._run or self._relay_store.find(digest) is None:
             return None
-        self._shelf.note_reader(digest)
-        path = self._shelf.chunk_path(digest)
-        here = path in self._shelf.proven or await self._transfers.arrives(digest)
+        self._relay_store.note_reader(digest)
+        path = self._relay_store.chunk_path(digest)
+        here = path in self._relay_store.proven or await self._transfers.arrives(digest)
         return path if here else None
 
     async def manifests(self, run: str) -> Mapping[int, WeightsManifest]:
-        return self._shelf.manifests if run == self._run else {}
+        return self._relay_store.manifests if run == self._run else {}
 
     async def work(self) -> None:
-        """Follows the upstreams' latest.json; a newer version takes over from an unfinished one."""
+        """Follow the upstreams' latest.json; a newer version replaces an unfinished one."""
         while True:
             try:
                 self._heed_roles()
@@ -112,7 +117,7 @@ class Mirror:
                 await asyncio.sleep(_PAUSE_S)
 
     async def close(self) -> None:
-        """Ends what is under way."""
+        """Cancel everything under way."""
         tasks: list[asyncio.Task[bool]] = list(self._lookups.values())
         if self._filling is not None:
             tasks.append(self._filling[1])
@@ -122,42 +127,44 @@ class Mirror:
         await self._transfers.close()
 
     def _heed_roles(self) -> None:
-        """What is on disk is believed as soon, and as long, as roles.json names who signed it."""
+        """Trust what is on disk as soon, and as long, as roles.json names its signer."""
         roles = self._fetcher.roles
         if roles is None or roles.publisher == self._believed:
             return
         if self._believed is None:
-            self._shelf.recall(roles.publisher)
+            self._relay_store.recall(roles.publisher)
         else:
-            self._shelf.keep_signed(roles.publisher)
+            self._relay_store.keep_signed(roles.publisher)
         self._believed = roles.publisher
-        if self._filling is not None and self._filling[0] not in self._shelf.manifests:
+        if self._filling is not None and self._filling[0] not in self._relay_store.manifests:
             self._filling[1].cancel()
             self._filling = None
-        if self._announced.version not in self._shelf.manifests:
+        if self._announced.version not in self._relay_store.manifests:
             self._announced.withdraw()
 
     async def _announce(self) -> None:
         version, data = self._fetcher.seen_version, self._fetcher.latest_bytes
-        if data is not None and version in self._shelf.manifests:
+        if data is not None and version in self._relay_store.manifests:
             if version > self._announced.version:
                 self._metrics.announced(self._run, version)
                 self._metrics.behind_since(self._run, time.time())
             await self._announced.post(data, version)
 
     async def _take(
-        self, version: int, digest: str | None, deadline: float, *, patient: bool = True
+        self, version: int, digest: str | None, deadline: float, *, keep_asking: bool = True
     ) -> None:
         self._heed_roles()
-        if version in self._shelf.manifests:
+        if version in self._relay_store.manifests:
             return
-        manifest, data = await self._fetcher.manifest(version, digest, deadline, patient=patient)
+        manifest, data = await self._fetcher.manifest(
+            version, digest, deadline, keep_asking=keep_asking
+        )
         self._heed_roles()
-        if version not in self._shelf.manifests:
-            self._shelf.adopt(manifest, data)
+        if version not in self._relay_store.manifests:
+            self._relay_store.adopt(manifest, data)
 
     async def _look_up(self, version: int) -> bool:
-        """Asks the upstreams, once for all who ask, for a version older than what is here."""
+        """Request an older version from the upstreams, once for all clients that ask."""
         if version in self._missed:
             return False
         if version not in self._lookups:
@@ -170,18 +177,18 @@ class Mirror:
 
     async def _take_older(self, version: int) -> bool:
         try:
-            await self._take(version, None, time.monotonic() + _ON_DEMAND_S, patient=False)
-            self._shelf.pins.touch(version)  # or it would go at once
-            self._shelf.prune(self._whole)
+            await self._take(version, None, time.monotonic() + _ON_DEMAND_S, keep_asking=False)
+            self._relay_store.pins.touch(version)  # or it would go at once
+            self._relay_store.prune(self._whole)
         except (UserError, OSError) as error:
             self._log.info("version %d was asked for: %s", version, error)
             self._missed.note(version)
             return False
-        return version in self._shelf.manifests
+        return version in self._relay_store.manifests
 
     def _start_filling(self, version: int) -> None:
-        """Brings the newest version here unless that is under way or done."""
-        manifest = self._shelf.manifests.get(version)
+        """Start to fetch the newest version unless that is under way or done."""
+        manifest = self._relay_store.manifests.get(version)
         if manifest is None:
             return
         if self._filling is not None:
@@ -193,29 +200,29 @@ class Mirror:
         self._filling = (version, asyncio.create_task(self._fill(manifest)))
 
     async def _fill(self, manifest: WeightsManifest) -> bool:
-        """Brings a version here, drops the oldest, then brings what a joiner needs besides.
+        """Fetch a version, drop the oldest, then fetch what else a joiner needs.
 
         Returns:
             Whether all of it is here; else it is tried again after the next poll, and chunk by
-            chunk for whoever asks.
+            chunk on request.
         """
         version, started = manifest.version, time.monotonic()
         try:
             chunks = light(manifest)
-            self._shelf.check_fits(version, chunks)
+            self._relay_store.check_fits(version, chunks)
             await self._transfers.bring(chunks)
             chunks = list(manifest.chunks().values())
-            self._shelf.check_fits(version, chunks)
+            self._relay_store.check_fits(version, chunks)
             await self._transfers.bring(chunks)
             self._whole = version
             self._metrics.behind_since(self._run, None)
-            self._shelf.prune(version)
+            self._relay_store.prune(version)
             self._log.info("version %d: whole, %.2f s", version, time.monotonic() - started)
             needed = chunks
             async for older in self._chain(manifest):
                 chunks = to_rebuild(older)
                 needed += chunks
-                self._shelf.check_fits(version, needed)
+                self._relay_store.check_fits(version, needed)
                 await self._transfers.bring(chunks)
         except (UserError, OSError) as error:
             self._complain(error)
@@ -223,29 +230,29 @@ class Mirror:
         return True
 
     async def _chain(self, manifest: WeightsManifest) -> AsyncIterator[WeightsManifest]:
-        """What a version is rebuilt from: its base, that one's base, and so on to an anchor."""
+        """Yield what a version is rebuilt from: its base, that one's base, up to an anchor."""
         while (base := manifest.rebuilt_from) is not None:
             deadline = time.monotonic() + _MANIFEST_DEADLINE_S
-            await self._take(base, None, deadline, patient=False)
-            manifest = self._shelf.manifests[base]
+            await self._take(base, None, deadline, keep_asking=False)
+            manifest = self._relay_store.manifests[base]
             yield manifest
 
     def _complain(self, error: BaseException) -> None:
-        """Logs an error unless it was said lately."""
-        if str(error) not in self._said:
-            self._said.note(str(error))
+        """Log an error unless it was logged recently."""
+        if str(error) not in self._logged:
+            self._logged.note(str(error))
             self._log.warning("%s", error)
 
 
 def light(manifest: WeightsManifest) -> list[Chunk]:
-    """The chunks that come first: the delta, and what is small besides the weights."""
+    """Return the chunks to fetch first: the delta, and the files that hold no tensors."""
     small = [info for name, info in manifest.objects.items() if name not in manifest.files]
     infos = [*manifest.delta.values(), *small]
     return list({c.blake3: c for info in infos for c in info.chunks}.values())
 
 
 def to_rebuild(manifest: WeightsManifest) -> list[Chunk]:
-    """The chunks of an older version from which newer ones are rebuilt."""
+    """Return the chunks of an older version from which newer ones are rebuilt."""
     parts = manifest.objects if manifest.is_anchor else manifest.delta
     return list({c.blake3: c for info in parts.values() for c in info.chunks}.values())
 
@@ -263,22 +270,22 @@ async def run_relay(
     access: Access = NO_TOKEN,
     options: ServerOptions = DEFAULT_OPTIONS,
 ) -> None:
-    """Mirrors and serves a run until SIGTERM. The upstreams may come later.
+    """Mirror and serve a run until SIGTERM. The upstreams may start later.
 
     Args:
-        store: keeps the newest versions; a restart takes them up.
+        store: holds the newest versions, also over restarts.
         run: the run's id.
         upstreams: base URLs of origins or relays; several for failover.
         root_public_key: pinned.
-        keep_versions: how many of the newest versions, at least 1, and their bases stay here.
+        keep_versions: number of newest versions to hold, at least 1, besides their bases.
         log: of this process.
         started: called with the port once connections are accepted.
-        max_bytes: of manifests and chunks on disk, never exceeded; None: no bound.
+        max_bytes: of manifests and chunks on disk, never exceeded; None: no limit.
         access: token and certificates for the upstreams.
         options: where to listen, who may read what, how fast, and over what.
 
     Raises:
-        UserError: `run` names none, or another relay has the folder.
+        UserError: `run` is malformed, or another relay uses the folder.
     """
     if not layout.is_run(run):
         raise UserError(f"{run!r} is not the name of a run")
@@ -287,9 +294,11 @@ async def run_relay(
         fetcher = Fetcher(
             upstreams, run=run, root_public_key=root_public_key, folder=store / run, access=access
         )
-        shelf = Shelf(store, run, keep_versions=keep_versions, max_bytes=max_bytes, log=log)
-        metrics.report_versions(run, shelf.shares)
-        mirror = Mirror(fetcher, metrics, shelf, run=run, log=log)
+        relay_store = RelayStore(
+            store, run, keep_versions=keep_versions, max_bytes=max_bytes, log=log
+        )
+        metrics.report_versions(run, relay_store.shares)
+        mirror = Mirror(fetcher, metrics, relay_store, run=run, log=log)
         try:
             await mirror.recall()
             await serve(mirror, metrics, log, options, started)

@@ -16,14 +16,12 @@ from typing import Any
 
 from aiohttp import web
 
-from broadcast.access import Tokens, read_tokens
-from broadcast.admission import Admission
+from broadcast.admission import Admission, RateLimit
 from broadcast.answers import FileAnswers
-from broadcast.app import Source, build_app
+from broadcast.app import build_app
+from broadcast.credentials import Reloaded, Tokens, read_tokens, server_context
 from broadcast.metrics import Metrics
-from broadcast.rate_limit import RateLimit
-from broadcast.reloaded import Reloaded
-from broadcast.tls import server_context
+from broadcast.source import Source
 from runspec.core.connection_limits import (
     ConnectionLimiter,
     ConnectionLimits,

@@ -1,10 +1,10 @@
-"""The store: versions of a run as static files, so that any HTTP server can serve them.
+"""The store: publishes versions of a run as static files, so that any HTTP server can serve them.
 
     STORE/<run>/roles.json  latest.json  versions/<N>/manifest.json  chunks/<blake3>
 
-Chunks are named by their contents, so versions share those that they have in common. Every file
-appears by rename; the manifest after its chunks, latest.json after the manifest. Those two are
-synced; chunks are not, and proven before they are served (`chunk_files`).
+Chunks are named by their contents, so versions share equal chunks. Every file appears by rename:
+the manifest after its chunks, latest.json after the manifest. Manifest and latest.json are synced.
+Chunks are not: they are verified before they are served (`chunk_files`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 from broadcast import layout
 from broadcast.chunk_files import new_chunks
+from broadcast.delta_chains import versions_to_keep
 from broadcast.disk import Identity, identity
-from broadcast.given_roles import check_newest, publishers_of
-from broadcast.lock import locked
+from broadcast.layout import locked
 from broadcast.manifest import (
     FILE_NAME,
     MAX_BYTES,
@@ -30,8 +30,8 @@ from broadcast.manifest import (
     sign_manifest,
 )
 from broadcast.pins import Pins
-from broadcast.retention import kept
 from runspec.core import latest as latest_format
+from runspec.core import roles as roles_format
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers, write_atomic
@@ -44,7 +44,7 @@ TENSORS_NAME = "tensors.json"
 DELTA_NAME = "delta"
 """Sub-folder of a version's directory that holds its delta."""
 LOCK_DEADLINE_S = 30.0
-"""How long to wait for another process that publishes or prunes."""
+"""Seconds to wait for another process that publishes or prunes."""
 
 
 def publish(
@@ -59,7 +59,7 @@ def publish(
     base: int | None = None,
     whole: bool = True,
 ) -> str:
-    """Publishes the files of `directory` as a version and moves latest.json forward.
+    """Publish the files of `directory` as a version and move latest.json forward.
 
     Every file but `tensors.json` (which goes into the manifest) becomes an object; with a base,
     every file of `directory/delta/` becomes part of its delta. Publishing the same version again
@@ -68,14 +68,14 @@ def publish(
 
     Args:
         store: the store's directory, shared by all runs.
-        directory: the version's files; of sub-directories only `delta` is looked at.
+        directory: the version's files; of sub-directories only `delta` is read.
         run: the run's id.
-        version: a version number is published once.
+        version: its number; a number is published once.
         key: a publisher's key, which `roles` names.
-        roles: the signed roles.json to publish beside it.
+        roles: the signed roles.json to publish with it.
         chunk_bytes: size of the pieces that files are cut into.
         base: the published version from which `directory/delta/` makes this one.
-        whole: False leaves out the files that hold the tensors: the delta must do.
+        whole: False leaves out the files that hold the tensors; the delta replaces them.
 
     Returns:
         The manifest digest.
@@ -90,12 +90,12 @@ def publish(
         raise UserError(f"run {run!r} or version {version} is malformed", place=str(directory))
     if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
         raise UserError(f"chunk_bytes {chunk_bytes} is not in 1 to {MAX_CHUNK_BYTES}")
-    publishers = publishers_of(roles, run, key)
+    publishers = _publishers_of(roles, run, key)
     model_digest, tensors, files = _tensors(directory / TENSORS_NAME)
     if base is not None or not whole:
         _check_delta(directory, version, files, base)
     with locked(store, run, LOCK_DEADLINE_S):
-        check_newest(store / layout.roles_name(run), roles)
+        _check_newest(store / layout.roles_name(run), roles)
         if base is not None:
             _check_base(store, run, base, version, files, publishers)
         newest = newest_version(store, run=run)
@@ -127,10 +127,10 @@ def publish(
 
 
 def refresh_latest(store: Path, *, run: str, key: SigningKey, roles: bytes | None = None) -> None:
-    """Signs latest.json again, so that it does not expire; nothing where none is published.
+    """Sign latest.json again, so that it does not expire; do nothing if no version is published.
 
-    It names the newest version that is stored: one whose publication was cut short before it was
-    announced is announced now.
+    It names the newest stored version. A version whose publication stopped before its announcement
+    is announced now.
 
     Args:
         store: the store's directory.
@@ -143,7 +143,7 @@ def refresh_latest(store: Path, *, run: str, key: SigningKey, roles: bytes | Non
         if newest is None:
             return
         if roles is not None:
-            check_newest(store / layout.roles_name(run), roles)
+            _check_newest(store / layout.roles_name(run), roles)
             write_atomic(store / layout.roles_name(run), roles)
         digest = digest_bytes(read_bounded(store / layout.manifest_name(run, newest), MAX_BYTES))
         write_atomic(
@@ -152,9 +152,9 @@ def refresh_latest(store: Path, *, run: str, key: SigningKey, roles: bytes | Non
 
 
 def prune(store: Path, *, run: str, keep_versions: int) -> None:
-    """Removes the versions that `retention.kept` does not name, and chunks that none needs.
+    """Remove the versions that `versions_to_keep` does not name, and chunks that none needs.
 
-    A version that somebody reads is kept for a while (`pins`). A file that is being read stays
+    A version that a client reads stays for a while (`pins`). A file that is being read stays
     readable.
 
     Raises:
@@ -174,7 +174,7 @@ def prune(store: Path, *, run: str, keep_versions: int) -> None:
         }
         manifests = {v: _stored(path, run, identity(path)) for v, path in paths.items()}
         pins = Pins(store, run)
-        remaining = kept(
+        remaining = versions_to_keep(
             {version: manifest.rebuilt_from for version, manifest in manifests.items()},
             newest,
             keep_versions,
@@ -191,7 +191,7 @@ def prune(store: Path, *, run: str, keep_versions: int) -> None:
 
 
 def newest_version(store: Path, *, run: str) -> int | None:
-    """The version that latest.json names; None where none is published."""
+    """Return the version that latest.json names; None if none is published."""
     path = store / layout.latest_name(run)
     if not path.exists():
         return None
@@ -199,7 +199,7 @@ def newest_version(store: Path, *, run: str) -> int | None:
 
 
 def latest_version(data: bytes, *, place: Path) -> int:
-    """The version in a latest.json of one's own store, expired or not."""
+    """Return the version in a latest.json of one's own store, expired or not."""
     try:
         payload = open_document(
             data, kind=latest_format.KIND, keys=None, max_bytes=latest_format.MAX_BYTES
@@ -215,13 +215,60 @@ def latest_version(data: bytes, *, place: Path) -> int:
 
 @lru_cache(maxsize=64)  # a manifest is written once, and pruning looks at all of them each time
 def _stored(path: Path, run: str, identity: Identity | None) -> WeightsManifest:
-    """A manifest of the store; `identity` tells its file from one that was there before."""
+    """Return a manifest of the store; `identity` distinguishes its file from an earlier one."""
     try:
         return open_manifest(read_bounded(path, MAX_BYTES), run=run, publishers=None)
     except BadSignature as error:
         raise UserError(
             f"damaged: {error}", place=str(path), remedy="remove the version's folder"
         ) from error
+
+
+def _publishers_of(roles: bytes, run: str, key: SigningKey) -> list[str]:
+    """Return the publishers' keys in a roles.json; refuse what every client would refuse later.
+
+    Its signature is not checked here: the clients pin the root's key.
+    """
+    payload = _roles_payload(roles)
+    publishers: list[str] = payload["roles"]["publisher"] if payload["run"] == run else []
+    if key.public_hex not in publishers:
+        raise UserError(
+            f"roles.json does not name {key.public_hex[:16]} a publisher of run {run!r}",
+            remedy="publish with a publisher's key, or sign a roles.json that names this one",
+        )
+    return publishers
+
+
+def _check_newest(path: Path, roles: bytes) -> None:
+    """Refuse a roles.json older than the one at `path`: new clients would trust a revoked key."""
+    if not path.exists():
+        return
+    try:
+        stored = _roles_payload(read_bounded(path, roles_format.MAX_BYTES))
+    except UserError:  # a damaged one may be replaced
+        return
+    given = _roles_payload(roles)
+    if given["run"] == stored["run"] and given["issued"] < stored["issued"]:
+        raise UserError(
+            "this roles.json is newer than the one to publish with",
+            place=str(path),
+            remedy="put the newest roles.json beside the key",
+        )
+
+
+def _roles_payload(roles: bytes) -> dict[str, Any]:
+    """Return the payload of a roles.json after a check of its form."""
+    try:
+        payload = open_document(
+            roles, kind=roles_format.KIND, keys=None, max_bytes=roles_format.MAX_BYTES
+        ).payload
+        run, issued, publishers = payload["run"], payload["issued"], payload["roles"]["publisher"]
+        types = isinstance(run, str), isinstance(issued, int | float), isinstance(publishers, list)
+        if not all(types):
+            raise TypeError("run, issued or publisher is malformed")
+    except (BadSignature, KeyError, TypeError) as error:
+        raise UserError(f"cannot read roles.json: {error}", remedy="sign a new one") from error
+    return payload
 
 
 def _check_delta(directory: Path, version: int, files: Collection[str], base: int | None) -> None:
@@ -254,7 +301,7 @@ def _check_base(
     files: Collection[str],
     publishers: Collection[str],
 ) -> None:
-    """A base must be older, stored, of the same files, and believed by those who will need it."""
+    """Check that the base is older, stored, of the same files and signed by a publisher."""
     path = store / layout.manifest_name(run, base)
     said = None
     if base >= version or not path.exists():
@@ -287,7 +334,7 @@ def _check_number(store: Path, run: str, version: int, newest: int | None) -> No
 
 
 def _write_manifest(store: Path, manifest: WeightsManifest, key: SigningKey) -> str:
-    """Writes it unless it is there; returns its digest.
+    """Write a manifest unless it exists; return its digest.
 
     Raises:
         UserError: another manifest of that version is there, or no client would accept this one.

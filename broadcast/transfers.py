@@ -1,4 +1,4 @@
-"""Chunks on their way to a relay's disk: each is fetched once, whoever wants it, and checked."""
+"""Transfers of chunks to a relay's disk: each chunk is fetched once for all readers and checked."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from pathlib import Path
 
 from broadcast.fetcher import PARALLEL_CHUNKS, Fetcher, chunk_timeout_s, for_each
 from broadcast.manifest import Chunk
-from broadcast.recent import Recent
-from broadcast.shelf import Shelf
+from broadcast.relay_store import RelayStore
+from broadcast.source import Recent
 from runspec.core.errors import UserError
 from runspec.core.files import FULL
 
 STALL_S = 5.0
-"""Who waits for a chunk is sent away when no byte of it has come for so long."""
+"""Seconds without a byte after which a reader stops waiting for a chunk."""
 MISSED_S = 3.0
-"""What no upstream had is not asked for again before this."""
+"""Seconds before a chunk that no upstream had is requested again."""
 
 
 @dataclass(eq=False)
 class _Transfer:
     chunk: Chunk
     version: int
-    """The newest that needs it."""
+    """The newest version that needs it."""
     readers: int = 0
-    """How many wait for it, besides the relay itself."""
+    """Readers that wait for it, besides the relay itself."""
     into: Path | None = None
-    """The file that grows."""
+    """The file that receives it."""
 
     def arrived(self) -> tuple[int, int] | None:
-        """Changes with every byte that comes; None before the first."""
+        """Return a value that changes with every received byte; None before the first."""
         try:
             status = self.into.stat() if self.into is not None else None
         except FileNotFoundError:
@@ -42,30 +42,34 @@ class _Transfer:
 
 
 class Transfers:
-    """Brings chunks of the manifests on a shelf.
+    """Fetches chunks of the manifests in a relay's store.
 
-    So many at a time for the newest version, and as many for what readers want of older ones, so
-    that neither keeps the other waiting.
+    The newest version and the chunks of older versions that readers want have a limit each, so that
+    neither delays the other.
 
     Args:
-        fetcher: asks the upstreams.
-        shelf: where chunks go.
-        complain: told of a transfer that failed.
+        fetcher: sends requests to the upstreams.
+        relay_store: stores the chunks.
+        complain: called with the error of a transfer that failed.
     """
 
     def __init__(
-        self, fetcher: Fetcher, shelf: Shelf, *, complain: Callable[[BaseException], None]
+        self,
+        fetcher: Fetcher,
+        relay_store: RelayStore,
+        *,
+        complain: Callable[[BaseException], None],
     ) -> None:
-        self._fetcher, self._shelf, self._complain = fetcher, shelf, complain
+        self._fetcher, self._relay_store, self._complain = fetcher, relay_store, complain
         self._running: dict[str, tuple[_Transfer, asyncio.Task[None]]] = {}
         self._newest_lane = asyncio.Semaphore(PARALLEL_CHUNKS)
         self._older_lane = asyncio.Semaphore(PARALLEL_CHUNKS)
         self._missed = Recent(MISSED_S)
 
     async def arrives(self, digest: str) -> bool:
-        """Waits for a known chunk while bytes of it come.
+        """Wait for a known chunk as long as bytes of it arrive; return whether it is here.
 
-        No longer: of relays that are upstream of each other each would wait for the other.
+        Without that limit, relays that are upstream of each other would wait for each other.
         """
         if digest not in self._running and digest in self._missed:
             return False
@@ -83,15 +87,15 @@ class Transfers:
         return not task.cancelled() and task.exception() is None
 
     async def bring(self, chunks: Iterable[Chunk]) -> None:
-        """Brings chunks here in their order, some at a time; those that are here are proven.
+        """Fetch chunks in their order, some at a time; verify those that are stored already.
 
         Raises:
-            UserError: one cannot be had or stored, or its version was dropped.
+            UserError: one cannot be fetched or stored, or its version was dropped.
         """
         await for_each(chunks, self._bring_one, parallel=PARALLEL_CHUNKS)
 
     def cancel_all_but(self, wanted: Collection[str]) -> None:
-        """Ends the transfers of other chunks, but for those that somebody waits for."""
+        """End the transfers of other chunks, except those that a reader waits for."""
         for digest, (transfer, task) in self._running.items():
             if digest not in wanted and not transfer.readers:
                 task.cancel()
@@ -103,9 +107,9 @@ class Transfers:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _bring_one(self, chunk: Chunk) -> None:
-        if self._shelf.chunk_path(chunk.blake3) in self._shelf.proven:
+        if self._relay_store.chunk_path(chunk.blake3) in self._relay_store.proven:
             return
-        if self._shelf.find(chunk.blake3) is None:
+        if self._relay_store.find(chunk.blake3) is None:
             raise UserError("its version was dropped")
         task = self._start(chunk.blake3, queue=False)[1]
         await asyncio.wait({task})  # which, unlike awaiting it, leaves it alone when cancelled
@@ -114,12 +118,12 @@ class Transfers:
         task.result()
 
     def _start(self, digest: str, *, queue: bool = True) -> tuple[_Transfer, asyncio.Task[None]]:
-        """The one transfer of a chunk; without `queue` the caller counts how many it has."""
+        """Return the one transfer of a chunk; without `queue` the caller limits their number."""
         if digest not in self._running:
-            known = self._shelf.find(digest)
+            known = self._relay_store.find(digest)
             assert known is not None
             transfer = _Transfer(*known)
-            newest = transfer.version == max(self._shelf.manifests)
+            newest = transfer.version == max(self._relay_store.manifests)
             lane = self._newest_lane if newest else self._older_lane
             task = asyncio.create_task(self._run(transfer, lane if queue else nullcontext()))
             self._running[digest] = (transfer, task)
@@ -135,21 +139,21 @@ class Transfers:
     async def _run(self, transfer: _Transfer, lane: AbstractAsyncContextManager) -> None:
         chunk, version = transfer.chunk, transfer.version
         async with lane:
-            if await self._shelf.has(chunk.blake3):
+            if await self._relay_store.has(chunk.blake3):
                 return
             what = f"chunk of version {version}"
             deadline = time.monotonic() + chunk_timeout_s(chunk.size)
             while True:
                 try:
-                    with self._shelf.place(chunk, version) as into:
+                    with self._relay_store.new_chunk(chunk, version) as into:
                         transfer.into = into
                         await self._fetcher.chunk(chunk, what, deadline, into=into)
                     return
                 except OSError as error:
-                    if error.errno in FULL and self._shelf.drop_one(version):
+                    if error.errno in FULL and self._relay_store.drop_one(version):
                         continue
                     raise UserError(
                         f"cannot store a chunk of version {version}: {error.strerror}",
-                        place=str(self._shelf.chunk_path(chunk.blake3)),
+                        place=str(self._relay_store.chunk_path(chunk.blake3)),
                         remedy="free disk space; it is tried again, what is here is served on",
                     ) from error

@@ -35,8 +35,8 @@ AHEAD_S = 0.5
 AHEAD = (2, 8)
 """... but not fewer and not more requests than these: a thin link brings the first chunks first,
 and has the next request waiting when one is done."""
-PATIENCE_S = 2.0
-"""For how long a request may be slow before anything is concluded from it."""
+SLOW_AFTER_S = 2.0
+"""Seconds after which a request that is still under way may count as slow."""
 _MEMORY_S = 3.0
 """Busy seconds after which a measurement counts a third."""
 _SLOWEST = 1024 * 1024
@@ -97,7 +97,7 @@ class Upstream:
         self.in_flight_bytes -= ticket.size
         self.received += received
         share_s = self._charged_s - ticket.charged_s
-        if ticket.size and (received or share_s > PATIENCE_S / 2):
+        if ticket.size and (received or share_s > SLOW_AFTER_S / 2):
             fade = math.exp(-share_s / _MEMORY_S)
             # The early seconds of a long request have faded by its end, too.
             weight = (1 - fade) * _MEMORY_S / share_s if share_s else 0.0
@@ -237,7 +237,7 @@ class Upstreams:
         self, now: float, wanted: Wanted, upstream: Upstream, received: int, elapsed_s: float
     ) -> bool:
         """Whether all of it should be had elsewhere long before the rest has come from here."""
-        if elapsed_s < PATIENCE_S:
+        if elapsed_s < SLOW_AFTER_S:
             return False
         here_s = (wanted.size - received) * elapsed_s / max(received, 1)
         others = [
@@ -245,7 +245,7 @@ class Upstreams:
             for u in self.all
             if u is not upstream and _is_a_way_out(now, wanted, u)
         ]
-        return here_s > PATIENCE_S + 3 * min(others, default=math.inf)
+        return here_s > SLOW_AFTER_S + 3 * min(others, default=math.inf)
 
     def faults(self) -> str:
         """What was last wrong with each, for a message."""

@@ -1,8 +1,8 @@
 """Processes that have vLLM imported when they start.
 
-vLLM's import takes ten seconds of a core. The server of `sampler.engine.forked` imports it once for
-a process of tests. vLLM's engine processes are forked from it, and here their ranks and programs
-that `Program` starts as well.
+vLLM's import takes ten seconds of a core. The server of `sampler.engine.processes` imports it once
+for a process of tests. vLLM's engine processes are forked from it, and here their ranks and
+programs that `Program` starts as well.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from sampler.engine import forked
-from sampler.engine.forked import CONTEXT, FORKED
+from sampler.engine import processes
+from sampler.engine.processes import CONTEXT, FORKED
 
 SAMPLER = "import runpy; runpy.run_module('sampler', run_name='__main__', alter_sys=True)"
 """Code of `python -m sampler`."""
@@ -26,7 +26,7 @@ SAMPLER = "import runpy; runpy.run_module('sampler', run_name='__main__', alter_
 
 def serve() -> None:
     """Starts the server; it ends with this process."""
-    forked.serve("tests.preloads")
+    processes.serve("tests.preloads")
 
 
 @contextmanager

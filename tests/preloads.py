@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 from multiprocessing import forkserver
 
-import sampler.engine.executors
 import sampler.engine.preload
+import sampler.engine.worker_extension
 import sampler.worker.start
-from sampler.engine.forked import FORKED
+from sampler.engine.processes import FORKED
 
 __all__ = ["sampler"]
 
 gc.freeze()
-sampler.engine.executors.RANKS = FORKED
+sampler.engine.worker_extension.RANKS = FORKED
 forkserver.ensure_running = lambda: None
 forkserver._forkserver.ensure_running = forkserver.ensure_running  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
 """Seeded sampling and proofs on the device: the sampler's kernels without vLLM.
 
 A random Qwen2 of 7B's layer shape decodes in bfloat16 by transformers, with a cache of keys and
-values. Tokens come from `sampler.engine.race`, log-probs and proofs from `sampler.engine.recorder`.
+values. Tokens come from `sampler.engine.gumbel_sampling`, log-probs and proofs from
+`sampler.engine.recorder`.
 Both are held against the CPU's. Weights and rollouts stay in the folder for the parts that prefill.
 """
 
@@ -22,9 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.accelerator.case import SHAPES
 from benchmarks.accelerator.rollouts import GROUP_SIZE, Rollouts
 from benchmarks.accelerator.rows import Row, Settings, at_most, serve
-from sampler.engine.race import Race, Rules
-from sampler.engine.recorded import split_recorded
+from sampler.engine.gumbel_sampling import GumbelSampler, Rules
 from sampler.engine.recorder import TokenRecorder
+from sampler.engine.requests import split_recorded
 from verify.noise import noise_key
 from verify.toploc import build_proofs_batch, build_proofs_of
 
@@ -104,7 +105,7 @@ def agreement(sizes: Sizes, device: torch.device, *, cut: bool) -> Iterator[Row]
     found = []
     for place in (device, torch.device("cpu")):
         by = rules(sizes.batch, place, cut=cut)[0]
-        result = Race(place).run(logits.to(place, copy=True), by, at.to(place))
+        result = GumbelSampler(place).run(logits.to(place, copy=True), by, at.to(place))
         found.append([each.cpu().double() for each in result])
     ours, theirs = found
     what = f"seeded tokens, {sizes.batch} x {vocabulary}"
@@ -116,14 +117,14 @@ def agreement(sizes: Sizes, device: torch.device, *, cut: bool) -> Iterator[Row]
 def costs(sizes: Sizes, device: torch.device, settings: Settings) -> Iterator[Row]:
     """Seconds of what an engine step adds to the model's."""
     vocabulary, width = SHAPES[sizes.shape]["vocab_size"], SHAPES[sizes.shape]["hidden_size"]
-    race, (by, _) = Race(device), rules(sizes.batch, device, cut=False)
+    sampler, (by, _) = GumbelSampler(device), rules(sizes.batch, device, cut=False)
     logits = 2.0 * torch.randn(sizes.batch, vocabulary, device=device)
     at = torch.arange(sizes.batch, dtype=torch.int32, device=device)[:, None]
-    step = mean_seconds(device, lambda _: race.run(logits, by, at))
+    step = mean_seconds(device, lambda _: sampler.run(logits, by, at))
     what = f"seeded tokens, {sizes.batch} x {vocabulary}, plain: a step"
     yield Row(what, settings.speed(f"{step * 1e6:.0f} us"))
     recorder = TokenRecorder(sizes.batch, 64, width, device)
-    tokens, logprobs = race.run(logits, by, at)
+    tokens, logprobs = sampler.run(logits, by, at)
     hidden = torch.randn(sizes.batch, width, device=device, dtype=torch.bfloat16)
     slots = np.arange(sizes.batch)
 
@@ -153,7 +154,7 @@ def sampled(model: Any, sizes: Sizes, device: torch.device, settings: Settings) 
     each = np.random.default_rng(0).integers(0, vocabulary, (GROUPS, sizes.prompt), np.int32)
     prompts = each.repeat(GROUP_SIZE, axis=0)
     by, keys = rules(ROWS, device, cut=False)
-    race, recorder = Race(device), TokenRecorder(ROWS, sizes.output, width, device)
+    sampler, recorder = GumbelSampler(device), TokenRecorder(ROWS, sizes.output, width, device)
     head = model.get_output_embeddings().weight.float()
     ids, past, states = torch.from_numpy(prompts).long().to(device), None, []
     begun = time.perf_counter()
@@ -161,7 +162,7 @@ def sampled(model: Any, sizes: Sizes, device: torch.device, settings: Settings) 
         found = model.model(input_ids=ids, past_key_values=past, use_cache=True)
         past, hidden = found.past_key_values, found.last_hidden_state[:, -1].contiguous()
         at = torch.full((ROWS, 1), position, dtype=torch.int32, device=device)
-        tokens, logprobs = race.run(hidden.float() @ head.T, by, at)
+        tokens, logprobs = sampler.run(hidden.float() @ head.T, by, at)
         recorder.record(np.arange(ROWS), np.full(ROWS, position), tokens, logprobs, hidden)
         states.append(hidden)
         ids = tokens[:, None]

@@ -1,4 +1,4 @@
-"""What vLLM is told: from a pool of the spec to `AsyncEngineArgs`, for each kind of hardware."""
+"""Arguments of vLLM: from a pool of the spec to `AsyncEngineArgs`, for each kind of hardware."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ from runspec.core.spec.schema import RunSpec, SamplerPool
 _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # threads and CUDA do not survive a fork
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the runner that CPUs have: one interface everywhere
-    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings speak of choices that are ours; loads are checked
+    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about choices made here; loads are checked
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
 
 _NO_ROOM = ("KV cache is needed, which is larger", "No available memory for the cache blocks")
-"""Of vLLM's words where the memory that weights leave is not enough for one sequence."""
+"""Parts of vLLM's messages if the memory beside the weights is not enough for one sequence."""
 
 
 def prepare_environment() -> None:
-    """Sets what vLLM reads at import, here and in its processes, and keeps it quiet; variables that
-    are set already stay."""
+    """Set the environment variables that vLLM reads at import, and its log level.
+
+    Variables that are set already stay.
+    """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
@@ -46,16 +48,16 @@ def prepare_environment() -> None:
 def engine_arguments(
     pool: SamplerPool, weights_dir: Path, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Arguments of `AsyncEngineArgs` for a pool.
+    """Return the arguments of `AsyncEngineArgs` for a pool.
 
     Args:
         pool: dtype, quantization, eager or graphs, context length, parallelism and hardware come
             from here.
         weights_dir: the first version.
-        options: replace what is chosen here.
+        options: override the arguments chosen here.
 
     Raises:
-        RunStopped: the cache that a CPU is given has no room for one sequence.
+        RunStopped: on a CPU, the KV cache has no room for one sequence.
     """
     kind = pool.hardware.kind
     arguments: dict[str, Any] = {
@@ -80,7 +82,7 @@ def engine_arguments(
         arguments["block_size"] = CPU_BLOCK_TOKENS
         arguments["kv_cache_memory_bytes"] = cpu_kv_bytes(pool, load_config(weights_dir))
     if not kind.startswith("tpu"):  # those have an executor of their own
-        from sampler.engine.executors import ManyRanks, OneRank
+        from sampler.engine.worker_extension import ManyRanks, OneRank
 
         executor = OneRank if pool.parallel.tensor == 1 else ManyRanks
         arguments["distributed_executor_backend"] = executor
@@ -90,11 +92,11 @@ def engine_arguments(
     return arguments
 
 
-def look_at_class(weights_dir: Path) -> None:
-    """Tells vLLM's registry the class that config.json names; one that it lacks it will refuse.
+def register_model_class(weights_dir: Path) -> None:
+    """Register the class that config.json names in vLLM's registry; an unknown one is left to vLLM.
 
-    Else vLLM starts a process for it that imports all of vLLM, to keep CUDA out of a process that
-    may fork. On CPUs there is no CUDA to keep out.
+    Otherwise vLLM starts a process that imports all of vLLM to inspect the class, so that a process
+    that may fork does not initialise CUDA. On CPUs there is no CUDA.
     """
     from vllm.model_executor.models.registry import ModelRegistry
 
@@ -106,10 +108,10 @@ def look_at_class(weights_dir: Path) -> None:
 
 
 def find_pool(spec: RunSpec, name: str) -> SamplerPool:
-    """The pool of the spec that a worker serves.
+    """Return the pool of the spec by its name.
 
     Raises:
-        UserError: there is none of the name.
+        UserError: there is no pool of that name.
     """
     pools = {pool.name: pool for pool in spec.samplers}
     if name not in pools:
@@ -121,8 +123,8 @@ def find_pool(spec: RunSpec, name: str) -> SamplerPool:
     return pools[name]
 
 
-def refuse(pool: SamplerPool) -> None:
-    """Names what no engine can do, before vLLM starts.
+def refuse_unsupported(pool: SamplerPool) -> None:
+    """Refuse a pool that no engine supports, before vLLM starts.
 
     Raises:
         UserError: the pool is quantised and on CPUs.
@@ -136,24 +138,23 @@ def refuse(pool: SamplerPool) -> None:
         )
 
 
-def lack_of_room(cause: str, pool: SamplerPool) -> UserError | None:
-    """What to say where a core ended since its cache has no room for one sequence; None where it
-    ended for another reason.
+def kv_cache_error(exit_reason: str, pool: SamplerPool) -> UserError | None:
+    """Return the error of a core whose KV cache had no room for one sequence; None for others.
 
     Args:
-        cause: vLLM's words.
+        exit_reason: message of vLLM.
     """
-    if not any(words in cause for words in _NO_ROOM):
+    if not any(words in exit_reason for words in _NO_ROOM):
         return None
     return UserError(
-        f"the cache of keys and values has no room for one sequence: {cause}",
+        f"the cache of keys and values has no room for one sequence: {exit_reason}",
         place=f"samplers.{pool.name}.max_model_len",
         remedy="lower it, or use more tensor-parallel ranks, or a GPU with more memory",
     )
 
 
 def _require_room(pool: SamplerPool, weights_dir: Path, arguments: Mapping[str, Any]) -> None:
-    """A sequence that never fits would wait for ever, or end vLLM's start with a stack trace."""
+    """Refuse a KV cache without room for one sequence, which would wait for ever."""
     block = int(arguments["block_size"])
     tokens = (-(-int(arguments["max_model_len"]) // block) + 1) * block  # vLLM keeps one empty
     needed = tokens * int(kv_token_bytes(pool, load_config(weights_dir)))

@@ -1,9 +1,10 @@
 """Real vLLM behind a few calls: load a policy version, submit requests, take what was sampled.
 
-The engine core runs in processes of vLLM's (`core`), sequences come and go while others run
-(`front`), both on an event loop of their own; the calls here block, or return futures. Each load is
-followed by checks: weights read back and compared with the files, log-probs of the learner's probe
-recomputed. A stale or corrupt tensor stops the worker by name.
+vLLM runs in processes of its own (`engine_process`), and sequences start and end while others run
+(`engine_client`), both on one event loop. The calls here block or return futures. Each load is
+followed by checks: weights are read back and compared with the files, and the log-probs of the
+learner's probe are recomputed. A stale or corrupt tensor stops the worker with an error that names
+it.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from runspec.core.models.memory import MAX_SEQUENCES
 from runspec.core.spec.schema import SamplerPool
 from sampler.engine.arguments import (
     engine_arguments,
-    lack_of_room,
-    look_at_class,
+    kv_cache_error,
     prepare_environment,
-    refuse,
+    refuse_unsupported,
+    register_model_class,
 )
 from sampler.engine.checks import (
     PROBE_FILE,
@@ -36,11 +37,9 @@ from sampler.engine.checks import (
     require_same_bytes,
     require_same_logprobs,
 )
-from sampler.engine.core import Core, EngineDied, Start, StartFailed
-from sampler.engine.forked import FORKED, serve
-from sampler.engine.front import Front, Submission
-from sampler.engine.guard import SPAWNED
-from sampler.engine.loop import Loop
+from sampler.engine.engine_client import EngineClient, Submission
+from sampler.engine.engine_process import EngineDied, EngineProcesses, Loop, Start, StartFailed
+from sampler.engine.processes import FORKED, SPAWNED, serve
 from sampler.engine.requests import (
     GenerationAborted,
     LoadReport,
@@ -53,7 +52,7 @@ from verify.thresholds import precision_of
 __all__ = ["Engine", "EngineDied"]
 
 CLOSE_S = 60.0
-"""How long the end may take."""
+"""Seconds that `close` may take."""
 
 
 class Engine:
@@ -72,12 +71,12 @@ class Engine:
     def __init__(
         self, pool: SamplerPool, *, options: Mapping[str, Any] | None = None, probe: bool = True
     ) -> None:
-        refuse(pool)
+        refuse_unsupported(pool)
         prepare_environment()
         self._pool, self._options, self._probe = pool, dict(options or {}), probe
         self._loop = Loop(f"engine of {pool.name}")
-        self._core: Core | None = None
-        self._front: Front | None = None
+        self._core: EngineProcesses | None = None
+        self._client: EngineClient | None = None
         self._starting: Start | None = None
         self._closing = False
         self._loading = threading.Lock()
@@ -101,15 +100,15 @@ class Engine:
 
     @property
     def pids(self) -> list[int]:
-        """Of the engine cores, one for each data-parallel rank; none where vLLM does not run."""
+        """Process ids of the engine cores, one for each data-parallel rank; empty without vLLM."""
         return [] if self._core is None else self._core.pids
 
     def load(self, weights_dir: Path, version: int) -> LoadReport:
-        """Makes a policy version the one that is sampled from, and checks that it is.
+        """Switch sampling to a policy version and check it.
 
-        Starts vLLM where it does not run. Where the pool has `in_flight_updates`, sequences under
-        way go on under the new version after a pause; none of them is answered before the checks
-        have passed, and where these fail each of them raises what this raises.
+        Starts vLLM if it does not run. If the pool has `in_flight_updates`, sequences under way
+        continue under the new version after a pause. None of them is answered before the checks
+        have passed; if these fail, each of them raises what this raises.
 
         Args:
             weights_dir: a published version (Hugging Face files, `probe.json`).
@@ -118,7 +117,7 @@ class Engine:
         Raises:
             UserError: see `check`; nothing can be submitted until another load succeeds.
             EngineDied: vLLM ended, or does not start.
-            RuntimeError: sequences are under way, and the pool is of one version a rollout.
+            RuntimeError: sequences are under way, and the pool allows one version for a rollout.
         """
         with self._loading:
             with self._counting:
@@ -139,17 +138,17 @@ class Engine:
             return replace(report, load_s=seconds, pause_s=paused, patched=patched)
 
     def submit(self, requests: Sequence[SampleRequest]) -> Future[list[Sampled]]:
-        """Samples every request, together with whatever else is under way.
+        """Sample every request, together with everything else under way.
 
-        What comes out does not depend on which sequences share a batch.
+        The result does not depend on which sequences share a batch.
 
         Returns:
             What was sampled, in the order of the requests. Raises GenerationAborted after `abort`,
-            EngineDied where vLLM ends, a UserError where a load in flight fails its checks.
+            EngineDied if vLLM ends, a UserError if a load in flight fails its checks.
 
         Raises:
             UserError: a request is longer than the pool allows.
-            NoVersion: none is loaded, perhaps since the engine died a moment ago.
+            NoVersion: none is loaded, for example because the engine died a moment ago.
         """
         for request in requests:
             self._require_room(request)
@@ -166,7 +165,7 @@ class Engine:
         return submission.future
 
     def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Log-probs of given tokens, by prefill, at temperature 1.
+        """Return the log-probs of given tokens, by prefill, at temperature 1.
 
         Returns:
             For each sequence f32 [n - 1]: of token i + 1 given the tokens up to i.
@@ -174,10 +173,10 @@ class Engine:
         return self._loop.run(self._prompt_logprobs(sequences))[0]
 
     def check(self, weights_dir: Path, version: int) -> LoadReport:
-        """Compares what the engine holds with a version's files and probe, on every rank.
+        """Compare what the engine holds with a version's files and probe, on every rank.
 
         Returns:
-            What the first rank compared, and the differences of all of them.
+            The report of the first rank with the differences of all ranks.
 
         Raises:
             UserError: a tensor differs from the files, or the probe's log-probs from the learner's.
@@ -199,15 +198,15 @@ class Engine:
         return report
 
     def repack(self) -> None:
-        """Makes the packed copies anew that vLLM's reload leaves stale."""
+        """Rebuild the packed copies that vLLM's reload leaves stale."""
         self._rpc("repack_tied_head")
 
     def abort(self) -> None:
-        """Gives up everything submitted so far: its futures raise GenerationAborted."""
+        """Abort everything submitted so far: its futures raise GenerationAborted."""
         self._loop.run(self._abort())
 
     def close(self) -> None:
-        """Ends vLLM's processes; what is under way raises GenerationAborted. The engine's end.
+        """End vLLM's processes, for good; what is under way raises GenerationAborted.
 
         Raises:
             TimeoutError: it cannot be ended within a minute.
@@ -227,15 +226,15 @@ class Engine:
             self._loading.release()
 
     def patch(self, held: Path, weights_dir: Path) -> bool:
-        """Overwrites what differs between the version held and another, in place.
+        """Overwrite what differs between the loaded version and another, in place.
 
         Returns:
-            False where a rank cannot; then all is to be loaded.
+            False if a rank cannot; then everything has to be loaded.
         """
         return all(self._rpc("patch_weights", base_dir=str(held), weights_dir=str(weights_dir)))
 
     def _replace(self, held: Path | None, weights_dir: Path, version: int) -> bool:
-        """Brings weights into vLLM; returns whether as a patch. Pauses what is under way."""
+        """Load weights into vLLM; return whether as a patch. Pauses what is under way."""
         self._loads += 1
         if self._core is None:
             self._loop.run(self._start(weights_dir, version))
@@ -258,7 +257,7 @@ class Engine:
         return patched
 
     def _rpc(self, method: str, **kwargs: Any) -> list[Any]:
-        """Calls a method on every worker of every rank; one answer from each."""
+        """Call a method on every worker of every rank; return one answer from each."""
 
         async def call() -> list[Any]:
             return await self._require_core().rpc(method, **kwargs)
@@ -285,28 +284,28 @@ class Engine:
                 if self._closing:  # before `close` could see that it starts
                     raise EngineDied("the engine was closed")
                 if self._pool.hardware.kind == "cpu":
-                    look_at_class(weights_dir)
-                self._core = core = Core(arguments, self._fail)
+                    register_model_class(weights_dir)
+                self._core = core = EngineProcesses(arguments, self._fail)
         except StartFailed as error:
-            raise lack_of_room(error.cause, self._pool) or error from error
+            raise kv_cache_error(error.exit_reason, self._pool) or error from error
         finally:
             self._starting = None
         slots, length = MAX_SEQUENCES, self._pool.max_new_tokens
         await core.rpc("start_capture", slots=slots, max_new_tokens=length)
         await core.rpc("set_version", version=version)
-        self._front = Front(core, ended=self._count_ended, failed=self._fail)
+        self._client = EngineClient(core, ended=self._count_ended, failed=self._fail)
 
     async def _pause(self) -> None:
-        self._require_front().shut()
+        self._require_client().shut()
         if self._pool.in_flight_updates:
             await self._require_core().pause()
             self._paused_at = time.monotonic()
 
     async def _relabel(self, version: int) -> None:
-        """What is computed from now on is the new version's, and so is what it may be read from."""
+        """Attribute all that is computed from now on to the new version, cache included."""
         core = self._require_core()
         await core.rpc("set_version", version=version)
-        self._require_front().set_salt(str(self._loads))
+        self._require_client().set_salt(str(self._loads))
         if not self._pool.in_flight_updates:
             await core.reset_prefix_cache()  # the salt alone would do; this frees the room at once
 
@@ -317,67 +316,67 @@ class Engine:
 
     async def _open(self, weights_dir: Path, version: int) -> None:
         await self._resume()
-        self._require_front().open()  # or it died since the checks: then there is no version
+        self._require_client().open()  # or it died since the checks: then there is no version
         self.version, self._held = version, weights_dir
 
     async def _give_up(self, error: Exception) -> None:
-        """After a load that failed: no sequence under way is answered."""
+        """Fail every sequence under way after a failed load."""
         if self._core is None or self._core.death.done():
             self._fail(error)
-        elif self._front is not None:
-            await self._front.drop(error)
+        elif self._client is not None:
+            await self._client.drop(error)
             await self._resume()
         else:
             await self._stop(error)
 
     async def _abort(self) -> None:
-        if self._front is not None:
-            await self._front.drop(GenerationAborted())
+        if self._client is not None:
+            await self._client.drop(GenerationAborted())
 
     async def _prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
-        """Of each data-parallel rank."""
-        front, ranks = self._require_front(), range(self._require_core().ranks)
-        return [await front.prompt_logprobs(sequences, rank=rank) for rank in ranks]
+        """Return the log-probs of each data-parallel rank."""
+        client, ranks = self._require_client(), range(self._require_core().ranks)
+        return [await client.prompt_logprobs(sequences, rank=rank) for rank in ranks]
 
     def _add(self, submission: Submission) -> None:
-        if self._front is None:  # it died since
+        if self._client is None:  # it died since
             submission.future.set_exception(EngineDied("the engine core ended"))
             self._count_ended(len(submission.requests))
         else:
-            self._front.add(submission)
+            self._client.add(submission)
 
     def _count_ended(self, sequences: int) -> None:
         with self._counting:
             self.running -= sequences
 
     def _fail(self, error: Exception) -> None:
-        """The engine is of no use any more: everybody hears why, and its processes end."""
+        """Fail everything under way with an error and end vLLM's processes."""
         self.version = self._held = self._paused_at = None
         self._death = error if isinstance(error, EngineDied) else None
-        core, front = self._core, self._front
-        self._core = self._front = None
-        if front is not None:
-            front.fail(error)
-            front.close()
+        core, client = self._core, self._client
+        self._core = self._client = None
+        if client is not None:
+            client.fail(error)
+            client.close()
         if core is not None:
             core.close()
 
     async def _stop(self, error: Exception) -> None:
         self._fail(error)
 
-    def _require_core(self) -> Core:
+    def _require_core(self) -> EngineProcesses:
         if self._core is None:
             raise EngineDied("no engine runs")
         return self._core
 
-    def _require_front(self) -> Front:
-        if self._front is None:
+    def _require_client(self) -> EngineClient:
+        if self._client is None:
             raise EngineDied("no engine runs")
-        return self._front
+        return self._client
 
 
 async def _import(*, forked: bool) -> None:
-    """What modules make stays: looking for garbage in it was a fifth of the import's time."""
+    """Import vLLM; without garbage collection, which would take a fifth of the import's time."""
     if forked:
         serve()
     gc.disable()

@@ -1,4 +1,4 @@
-"""The modules that the server of `sampler.engine.forked` imports. It ends with the worker."""
+"""Imports what the fork server of `sampler.engine.processes` preloads; ends with the worker."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ _MODULES = (
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
-    "sampler.engine.executors",
-    "sampler.engine.seeded",
     "sampler.engine.worker_extension",
 )
 

@@ -1,4 +1,4 @@
-"""What the engine is asked and what it answers: plain data, free of torch and vLLM."""
+"""Plain data between the worker, the engine and vLLM's processes: requests, results, reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import SamplerPool
-from verify.toploc import Selection
+from verify.toploc import CHUNK_ROWS, TOP_K, Selection
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class SampleRequest:
     temperature: float
     """T > 0."""
     noise_key: tuple[int, int] | None
-    """Of `verify.noise.noise_key`; None where sampling is not seeded (the engine draws a key)."""
+    """Key of `verify.noise.noise_key`; None if sampling is not seeded (the engine draws a key)."""
     top_p: float = 1.0
     """In (0, 1]; 1 keeps every token."""
     top_k: int = -1
@@ -36,7 +36,7 @@ def sample_requests(
     end_token: int,
     noise_keys: Sequence[tuple[int, int] | None],
 ) -> list[SampleRequest]:
-    """Samples of one prompt as a pool samples, one for each noise key.
+    """Return the requests for one prompt with a pool's settings, one for each noise key.
 
     Raises:
         UserError: the prompt leaves no room for an answer in the pool's context.
@@ -77,31 +77,31 @@ class Sampled:
     versions: np.ndarray
     """i32 [n]: the policy version that each token was sampled from."""
     selection: Selection
-    """Of the final hidden states behind the tokens: what their proofs are made from."""
+    """Selection of the final hidden states behind the tokens, from which proofs are made."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one rank found after a load, by the files' tensor names."""
+    """What one rank found after a load, by tensor name."""
 
     compared: list[str]
     repacked: list[str]
-    """Held in a form that cannot be read back."""
+    """Tensors in a form that cannot be read back."""
     different: list[str]
-    """The engine holds other bytes than the files, or has no place for them: the load failed."""
+    """Tensors that differ from the files or have no parameter: the load failed."""
     load_s: float = 0.0
-    """Seconds that the switch took, all checks included."""
+    """Seconds that the load took, all checks included."""
     pause_s: float = 0.0
     """Seconds of them in which nothing could be sampled: fewer where weights change in flight."""
     patched: bool = False
-    """The weights were changed in place by a delta, not read anew."""
+    """The weights were changed in place by a delta, not reloaded."""
 
 
 class NoVersion(RuntimeError):
     """Sequences were submitted while no version was loaded.
 
     Attributes:
-        death: what ended the engine that held one; None where none was loaded, or a load failed.
+        death: what ended the engine that held one; None if none was loaded or a load failed.
     """
 
     def __init__(self, death: Exception | None) -> None:
@@ -111,3 +111,68 @@ class NoVersion(RuntimeError):
 
 class GenerationAborted(Exception):
     """Generation ended early because the caller asked for it; nothing was sampled."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """N tokens and C chunks of several sequences, one after the other; bytes cross any transport.
+
+    Between processes msgpack makes a dict of it: `Recorded(**reply)`.
+    """
+
+    tokens: bytes
+    """i32 [N]."""
+    logprobs: bytes
+    """f32 [N]: of log_softmax(logits / T) after top-k / top-p, before noise."""
+    versions: bytes
+    """i32 [N]: the policy version that sampled each token."""
+    indices: bytes
+    """i32 [C, 128]: positions of the largest activations in the flattened chunk."""
+    bits: bytes
+    """u16 [C, 128]: bf16 bits there."""
+    hidden_size: int
+
+
+@dataclass(frozen=True)
+class RecordedSequence:
+    """The record of one sequence of n tokens."""
+
+    tokens: np.ndarray
+    """i32 [n]."""
+    logprobs: np.ndarray
+    """f32 [n]."""
+    versions: np.ndarray
+    """i32 [n]."""
+    selection: Selection
+    """A chunk for each 32 tokens begun: what `verify.toploc.build_proofs_of` makes proofs of."""
+
+
+def split_recorded(recorded: Recorded, lengths: Sequence[int]) -> list[RecordedSequence]:
+    """Split a record into its sequences.
+
+    Args:
+        recorded: of `take_recorded(slots, lengths)`.
+        lengths: output tokens of each sequence.
+    """
+    tokens = np.frombuffer(recorded.tokens, np.int32)
+    logprobs = np.frombuffer(recorded.logprobs, np.float32)
+    versions = np.frombuffer(recorded.versions, np.int32)
+    indices = np.frombuffer(recorded.indices, np.int32).reshape(-1, TOP_K).astype(np.int64)
+    bits = np.frombuffer(recorded.bits, np.uint16).reshape(-1, TOP_K).astype(np.int64)
+    sequences, row, chunk = [], 0, 0
+    for length in lengths:
+        rows = slice(row, row + length)
+        sizes = chunk_rows(length) * recorded.hidden_size
+        chunks = slice(chunk, chunk + len(sizes))
+        selection = Selection(indices[chunks], bits[chunks], sizes)
+        sequences.append(RecordedSequence(tokens[rows], logprobs[rows], versions[rows], selection))
+        row, chunk = rows.stop, chunks.stop
+    if (row, chunk) != (len(tokens), len(indices)):
+        raise ValueError(f"a record of {len(tokens)} tokens for sequences of {row}")
+    return sequences
+
+
+def chunk_rows(length: int) -> np.ndarray:
+    """Return the rows of each chunk of a sequence: i64 [ceil(length / 32)], 32 and the rest."""
+    starts = np.arange(0, length, CHUNK_ROWS)
+    return np.minimum(CHUNK_ROWS, length - starts)

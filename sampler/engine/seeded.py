@@ -1,9 +1,9 @@
 """Gumbel-max sampling inside vLLM, through its public interface for logits processors.
 
-The arithmetic is `race`'s: the token that wins is a public function of the logits and the request's
-key. Requests run at vLLM's temperature 0, without its own top-k and top-p, so that its greedy
-argmax picks the token, and carry slot, key, T, top-p and top-k in `extra_args`. Log-probs are taken
-here because vLLM's own are at T = 1, or after the noise, as its mode says.
+The arithmetic is in `gumbel_sampling`: the token that wins is a public function of the logits and
+the request's key. Requests run at vLLM's temperature 0, without its own top-k and top-p, so that
+its greedy argmax picks the token, and carry slot, key, T, top-p and top-k in `extra_args`. Log-
+probs are taken here because vLLM's own are at T = 1, or after the noise, as its mode says.
 
 Nothing here is inside a CUDA graph. vLLM (0.32, `v1/worker/gpu_model_runner.py`) captures the
 model's `forward` alone: it wraps the model in `CUDAGraphWrapper`, whose other attributes are the
@@ -26,9 +26,8 @@ from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
-from sampler.engine.largest import on_device
-from sampler.engine.race import Race, Rules
-from sampler.engine.recorder import TokenRecorder
+from sampler.engine.gumbel_sampling import GumbelSampler, Rules
+from sampler.engine.recorder import TokenRecorder, on_device
 
 _EVERYTHING = np.iinfo(np.int32).max
 
@@ -92,7 +91,7 @@ class SeededSampler(LogitsProcessor):
         self._requests: dict[int, _Request] = {}
         self._rows: _Rows | None = None
         self._hidden: torch.Tensor | None = None
-        self._race = Race(device)
+        self._sampler = GumbelSampler(device)
         # Every tensor-parallel rank samples the same tokens; one of them keeps the books.
         self.records = vllm_config.parallel_config.rank == 0
         self.recorder: TokenRecorder | None = None
@@ -119,7 +118,7 @@ class SeededSampler(LogitsProcessor):
         positions = np.array([len(output) for output in rows.outputs])
         ours = logits if rows.index is None else logits[rows.index]
         at = on_device(positions.astype(np.int32), self._device)[:, None]
-        tokens, logprobs = self._race.run(ours, rows.rules, at)
+        tokens, logprobs = self._sampler.run(ours, rows.rules, at)
         if rows.index is not None:
             logits[rows.index] = ours
         if self.recorder is not None:

@@ -1,4 +1,4 @@
-"""`python -m sampler grade` and `python -m sampler rewards`."""
+"""`python -m sampler grade` and `rewards`: grades a JSON Lines file of answers, lists plug-ins."""
 
 from __future__ import annotations
 
@@ -8,29 +8,32 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from runspec.core.errors import UserError
 from runspec.core.spec.plugins import REWARD_GROUP
 from runspec.core.spec.schema import Reward
 from sampler.grading.answers import Answer, Result
 from sampler.grading.graders import Graders
-from sampler.grading.lines import Line, read_lines
 from sampler.tasks.interfaces import completed, find_kind
-from verify.plugins import GraderFault
+from sampler.tasks.prompts import answer_in
+from verify.plugins import GraderFault, Problem
 
+MAX_LINE_BYTES = 64 * 1024 * 1024
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 3600.0
 NAMES = ("grade", "rewards")
 LINES_AT_ONCE = 256
 BAD_USAGE = 2
 INTERRUPTED, NOBODY_READS = 130, 141
-"""As a shell has them for SIGINT and SIGPIPE."""
+"""Exit codes that a shell has for SIGINT and SIGPIPE."""
 
 
 def add_commands(commands: Any) -> None:
-    """Adds `grade` and `rewards` to what `add_subparsers` returned."""
+    """Add `grade` and `rewards` to what `add_subparsers` returned."""
     grade = commands.add_parser(
         "grade",
         help="grade a file of answers",
@@ -45,7 +48,7 @@ def add_commands(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs `grade` or `rewards`; its exit code."""
+    """Run `grade` or `rewards`; return the exit code."""
     try:
         if options.command == "rewards":
             return list_rewards(sys.stdout)
@@ -67,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def list_rewards(out: TextIO) -> int:
-    """Prints every installed kind of reward with what it says of itself."""
+    """Print every installed kind of reward with its properties."""
     rows = [("kind", "role", "runs in", "repeatable", "offered by")]
     points = {point.name: point for point in entry_points(group=REWARD_GROUP)}
     rows += [_about(points[name]) for name in sorted(points)]
@@ -104,13 +107,13 @@ def _grade(lines: Iterator[Line], out: TextIO, *, as_json: bool) -> int:
 
 
 class _Kinds:
-    """Graders of each kind that a file asks for, made when it first does."""
+    """Graders of each kind in a file, made when the kind first occurs."""
 
     def __init__(self) -> None:
         self._graders: dict[str, Graders] = {}
 
     def score(self, lines: list[Line]) -> list[Result]:
-        """Grades of a portion; what is wrong with a line, or with its kind, is its error."""
+        """Grade a portion of lines; an error of a line or its kind is its result."""
         results: dict[int, Result] = {}
         alike: dict[tuple[str, float | None], list[tuple[int, Answer]]] = {}
         for line in lines:
@@ -163,5 +166,95 @@ def _shown(line: Line, result: Result, *, as_json: bool) -> str:
 
 
 def _printable(text: str) -> str:
-    """A text of the file as one line, whatever it would do to a terminal."""
+    """Return a text as one line without control characters for the terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a file: an answer, or an error."""
+
+    number: int
+    """Counted from 1, blank lines included."""
+    answer: Answer | None
+    error: str = ""
+    identity: Any = None
+    """Its `id`."""
+    timeout_s: float | None = None
+
+
+class BadLine(Exception):
+    """Error of a line; names the field."""
+
+
+def read_lines(file: BinaryIO) -> Iterator[Line]:
+    """Yield the lines of a file without blank ones; at most one is in memory."""
+    number = 0
+    while data := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(data) > MAX_LINE_BYTES:
+            while data and not data.endswith(b"\n"):
+                data = file.readline(MAX_LINE_BYTES)
+            yield Line(number, None, f"longer than {MAX_LINE_BYTES} bytes")
+        elif data.strip():
+            yield _line(number, data)
+
+
+def answer_of(completion: str) -> str:
+    """Return the answer of a completion as in training; all of it if no thinking ends in it."""
+    answer = answer_in(completion)
+    return completion.strip() if answer is None else answer
+
+
+def _line(number: int, data: bytes) -> Line:
+    identity = None
+    try:
+        row = _object(data, "the line")
+        identity = row.get("id")
+        problem = Problem(
+            problem_id=f"line {number}",
+            task_type=_text(row, "task_type"),
+            prompt="",
+            verification=_verification(row),
+        )
+        answer = Answer(problem, answer_of(_text(row, "completion")))
+        return Line(number, answer, "", identity, _timeout(row))
+    except BadLine as error:
+        return Line(number, None, str(error), identity)
+
+
+def _verification(row: dict[str, Any]) -> dict[str, Any]:
+    value = row.get("verification_info")
+    if isinstance(value, str):
+        return _object(value.encode(errors="surrogatepass"), "verification_info")
+    if not isinstance(value, dict):
+        raise BadLine("verification_info: neither an object nor one as a JSON string")
+    return value
+
+
+def _timeout(row: dict[str, Any]) -> float | None:
+    value = row.get("timeout")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise BadLine("timeout: not a number of seconds")
+    if not MIN_TIMEOUT_S <= value <= MAX_TIMEOUT_S:
+        raise BadLine(f"timeout: {value} is not in {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g} s")
+    return float(value)
+
+
+def _text(row: dict[str, Any], field: str) -> str:
+    value = row.get(field)
+    if not isinstance(value, str):
+        raise BadLine(f"{field}: {'missing' if value is None else 'not a text'}")
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _object(data: bytes, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadLine(f"{what}: no JSON: {str(error)[:100]}") from error
+    if not isinstance(value, dict):
+        raise BadLine(f"{what}: no JSON object")
+    return value

@@ -1,32 +1,43 @@
-"""`python -m sampler solve-rates`: measures how often a model solves the problems of a source."""
+"""`python -m sampler solve-rates`: measures solve rates and writes them as a Parquet file."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import threading
+from collections.abc import Mapping
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from runspec.core.errors import UserError
+from runspec.core.files import atomic_file
 from runspec.core.process import run_role, stop_event
 from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.lock_file import pin_model
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import whole_uri
 from sampler.engine.arguments import find_pool
-from sampler.measuring.measure import Measurement, measure
-from sampler.measuring.progress import open_progress
-from sampler.measuring.rows import write_rows
+from sampler.measuring.measure import Measurement, Tries, measure, open_progress
 from sampler.tasks.task_set import RunTask, build_task_set
+from verify.plugins import TaskSet
 
+_GROUP_ROWS = 1000
+_REMEDY = "free disk space or mend the permissions; the same command goes on"
+METADATA = b"runspec.solve_rates"
+"""Metadata key of the file's schema for what was measured: model, settings, data."""
+_TEXTS = ("problem_id", "task_type", "prompt", "verification_info")
 NAME = "solve-rates"
 DEFAULT_FIELD = "solve_rate"
 
 
 def add_command(commands: Any) -> None:
-    """Adds `solve-rates` to what `add_subparsers` returned."""
+    """Add `solve-rates` to what `add_subparsers` returned."""
     parser = commands.add_parser(
         NAME,
         help="measure how often a model solves the problems of a source",
@@ -51,7 +62,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; its exit code."""
+    """Run the command; return the exit code."""
     return run_role(NAME, lambda log: _measure(options, log))
 
 
@@ -86,7 +97,7 @@ def _measure(options: argparse.Namespace, log: logging.Logger) -> None:
 
 
 def only_source(spec: RunSpec, name: str, folder: Path) -> RunSpec:
-    """The spec with one of its sources, whose files are looked for from `folder`.
+    """Return the spec with one of its sources, whose file paths are relative to `folder`.
 
     Raises:
         UserError: it has no such source.
@@ -105,14 +116,14 @@ def only_source(spec: RunSpec, name: str, folder: Path) -> RunSpec:
 
 
 def unfiltered(spec: RunSpec) -> RunSpec:
-    """The spec without what leaves problems out, but for the longest prompt."""
+    """Return the spec without filters of problems, except the limit on the prompt."""
     sources = [s.model_copy(update={"solve_rate": None}) for s in spec.data.sources]
     data = spec.data.model_copy(update={"sources": sources})
     return spec.model_copy(update={"data": data, "warm_start": None})
 
 
 def _about(spec: RunSpec, tasks: RunTask, asked: Measurement, model: Path) -> dict[str, object]:
-    """All that the rates depend on but the number of problems, which a later call may raise."""
+    """Return all that the rates depend on but the number of problems, which may grow later."""
     try:
         pins = pin_model(model)
     except OSError as error:
@@ -149,3 +160,46 @@ def _sample(
         engine.load(options.model, 0)
         log.info("%d tries of %d problems", asked.samples, asked.problems)
         return measure(asked, engine, progress, log, stop)
+
+
+def write_rows(
+    path: Path,
+    tasks: TaskSet,
+    tries: Mapping[int, Tries],
+    *,
+    field: str,
+    about: Mapping[str, object],
+) -> None:
+    """Write problem_id, task_type, prompt, verification_info and the rate, in the problems' order.
+
+    The file appears complete or not at all.
+
+    Args:
+        path: of the Parquet file.
+        tasks: the problems.
+        tries: by index of the problem; only these problems are written.
+        field: column of the solve rate; null if no try could be graded.
+        about: stored in the file's metadata.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    texts = [(name, pa.string()) for name in _TEXTS]
+    schema = pa.schema(
+        [*texts, (field, pa.float64())],
+        metadata={METADATA: json.dumps(about, sort_keys=True).encode()},
+    )
+    rows = (_row(tasks, tries[index], field) for index in sorted(tries))
+    with (
+        atomic_file(path, remedy=_REMEDY) as file,
+        pq.ParquetWriter(file, schema, compression="zstd") as writer,
+    ):
+        while group := list(islice(rows, _GROUP_ROWS)):
+            writer.write_table(pa.Table.from_pylist(group, schema=schema))
+
+
+def _row(tasks: TaskSet, tries: Tries, field: str) -> dict[str, Any]:
+    problem = tasks.problem(tries.index)
+    info = json.dumps(dict(problem.verification), ensure_ascii=False)
+    texts = (problem.problem_id, problem.task_type, problem.prompt, info)
+    return {**dict(zip(_TEXTS, texts, strict=True)), field: tries.rate}

@@ -1,35 +1,145 @@
-"""Tries every problem a few times with a model and counts what is solved."""
+"""Measures solve rates: samples every problem a few times with a model and counts the solved tries.
+
+Progress is written to disk line by line, so a killed measurement continues.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
 from runspec.core.hashing import hash_parts
 from runspec.core.spec.schema import SamplerPool
 from sampler.engine.requests import Sampled, SampleRequest, sample_requests
-from sampler.measuring.progress import Progress, Tries
 from verify.noise import noise_key
 from verify.plugins import Graded, GradeItem, TaskSet
 
-if TYPE_CHECKING:
-    from sampler.engine.engine import Engine
-
+MAX_BYTES = 1 << 30
 SOLVED = 1.0
 """Least task reward of a try that solves its problem."""
-_SAY_S = 5.0
+_LOG_EVERY_S = 5.0
 _TURN_S = 1.0
 
 
 @dataclass(frozen=True)
+class Tries:
+    """Number of tries of one problem, and of solved ones."""
+
+    index: int
+    """Index of the problem in the task set."""
+    solved: int
+    """Tries with a task reward of 1 or more."""
+    graded: int
+    """Tries that were graded; a fault of a grader leaves a try out."""
+
+    @property
+    def rate(self) -> float | None:
+        """Share of solved tries; None if no try could be graded."""
+        return self.solved / self.graded if self.graded else None
+
+
+class Progress:
+    """Progress file: what is measured, then one line for each problem. It has one writer."""
+
+    def __init__(self, path: Path, file: BinaryIO, done: dict[int, Tries]) -> None:
+        self._path, self._file = path, file
+        self.done = done
+        """Tries by index of the problem."""
+
+    def add(self, tries: Iterable[Tries]) -> None:
+        """Store more problems; they are on disk when this returns.
+
+        Raises:
+            UserError: they cannot be written.
+        """
+        for one in tries:
+            self.done[one.index] = one
+            self.write(json.dumps(asdict(one)).encode())
+        with _said(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def write(self, line: bytes) -> None:
+        """Write a line."""
+        with _said(self._path):
+            self._file.write(line + b"\n")
+
+
+@contextmanager
+def open_progress(path: Path, about: Mapping[str, object]) -> Iterator[Progress]:
+    """Continue a measurement, or begin one.
+
+    Args:
+        path: of the file.
+        about: all that the solve rates depend on.
+
+    Raises:
+        UserError: the file is of another measurement, or cannot be read or written.
+    """
+    head = json.dumps(about, sort_keys=True).encode()
+    with _said(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = read_bounded(path, MAX_BYTES) if path.exists() else b""
+        whole = data.rfind(b"\n") + 1  # a killed process may leave half a line
+        lines = data[:whole].splitlines()
+        if lines and lines[0] != head:
+            raise UserError(
+                "a measurement with another model, other data or other settings",
+                place=str(path),
+                remedy="measure with those again, or take the file away to begin anew",
+            )
+        done = _tries(lines[1:], path)
+        file = path.open("r+b" if lines else "wb")
+    with file:
+        file.truncate(whole)
+        file.seek(whole)
+        progress = Progress(path, file, done)
+        if not lines:
+            progress.write(head)
+        yield progress
+
+
+@contextmanager
+def _said(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot keep the progress: {error.strerror or error}",
+            place=str(path),
+            remedy="free disk space or mend the permissions; the same command goes on",
+        ) from error
+
+
+def _tries(lines: list[bytes], path: Path) -> dict[int, Tries]:
+    try:
+        found = [Tries(**json.loads(line)) for line in lines]
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"damaged: {error}", place=str(path), remedy="take the file away to begin anew"
+        ) from error
+    return {one.index: one for one in found}
+
+
+if TYPE_CHECKING:
+    from sampler.engine.engine import Engine
+
+
+@dataclass(frozen=True)
 class Measurement:
-    """What is asked."""
+    """What to measure."""
 
     tasks: TaskSet
     pool: SamplerPool
@@ -37,12 +147,12 @@ class Measurement:
     samples: int
     """Tries of each problem."""
     problems: int
-    """The first so many of the task set."""
+    """Number of problems, the first ones of the task set."""
     seed: int
-    """Every try's noise follows from it and from the problem's id."""
+    """Seed: the noise of every try follows from it and from the problem's id."""
 
     def requests(self, index: int) -> list[SampleRequest]:
-        """The tries of a problem, without a length being asked for.
+        """Return the requests of a problem's tries; the prompt asks for no length.
 
         Raises:
             UserError: the prompt leaves no room for an answer.
@@ -63,10 +173,10 @@ def measure(
     log: logging.Logger,
     stop: threading.Event,
 ) -> bool:
-    """Measures the problems that `progress` lacks; the engine stays full while answers are graded.
+    """Measure the problems that `progress` lacks; the engine stays full while answers are graded.
 
     Returns:
-        Whether all are measured; else `stop` was set.
+        Whether all are measured; False if `stop` was set.
 
     Raises:
         UserError: the engine died, or nothing can be graded here.
@@ -74,7 +184,7 @@ def measure(
     left = (index for index in range(asked.problems) if index not in progress.done)
     running: dict[Future[list[Sampled]], int] = {}
     before = sum(index < asked.problems for index in progress.done)
-    teller = _Teller(asked.problems, before, log)
+    teller = _ProgressLog(asked.problems, before, log)
     while not stop.is_set():
         _fill(asked, engine, left, running)
         if not running:
@@ -94,8 +204,10 @@ def _fill(
     left: Iterator[int],
     running: dict[Future[list[Sampled]], int],
 ) -> None:
-    """Submits problems until twice what the engine runs at once is there: it samples the one half
-    while the other is being graded."""
+    """Submit problems up to twice what the engine runs at once.
+
+    It samples one half while the other half is graded.
+    """
     while len(running) * asked.samples < 2 * engine.capacity:
         index = next(left, None)
         if index is None:
@@ -115,8 +227,8 @@ def _graded(tasks: TaskSet, sampled: dict[int, list[Sampled]]) -> Iterator[Tries
         yield Tries(index, sum(grade.task_reward >= SOLVED for grade in graded), len(graded))
 
 
-class _Teller:
-    """Says every few seconds how far it is."""
+class _ProgressLog:
+    """Logs the progress every few seconds."""
 
     def __init__(self, problems: int, before: int, log: logging.Logger) -> None:
         self._problems, self._before, self._log = problems, before, log
@@ -126,7 +238,7 @@ class _Teller:
         now = time.monotonic()
         done = [one.rate for one in progress.done.values() if one.index < self._problems]
         left = self._problems - len(done)
-        if now - self._said < _SAY_S and left:
+        if now - self._said < _LOG_EVERY_S and left:
             return
         self._said = now
         rates = [rate for rate in done if rate is not None]

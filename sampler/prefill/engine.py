@@ -2,7 +2,7 @@
 
 A validator loads it by name (`verify.plugins.PrefillEngine`, entry point `torch`). It says what the
 JAX engine says, up to rounding. The body is transformers' own model, in `learner.compute_dtype`
-(`states`), its layers divided over the devices of the validator (`stages`). The head sees only the
+(`states`), its layers divided over the devices of the validator. The head sees only the
 positions that predict an output token, a chunk at a time, and multiplies in float32 what the body
 rounded: [B, T, V] never exists.
 """
@@ -27,8 +27,7 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import load_config
 from runspec.core.models.memory import prefill_bytes
 from runspec.core.spec.schema import Hardware, Learner, RunSpec
-from sampler.prefill.stages import divide
-from sampler.prefill.states import hidden_states, spans, upload
+from sampler.prefill.states import divide, hidden_states, spans, upload
 from verify.choices import Choices
 from verify.plugins import PrefillInput, PrefillOutput, WeightsLocation, require_fits
 from verify.token_facts import Drawn, TokenFacts, Vocabulary, Wanted, facts_of, outputs_of

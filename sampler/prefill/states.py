@@ -1,9 +1,18 @@
-"""Final hidden states of rollouts, by transformers' model: whole, or continued from shared prompts.
+"""transformers' model on several devices: its layers divided, and final hidden states of rollouts.
 
-The samples of a group have one prompt. Where that is much of what there is to compute, each prompt
-is computed once: its keys and values go before those of every output that continues it, under a
-mask that hides their padding, as a sampler's prefix cache does. Else rollouts of about one length
-share a batch, padded behind, so that causal attention needs no mask and no cache.
+Each device holds a *stage*: consecutive layers; the first also the embedding, the last also the
+final norm. Hidden states go from stage to stage. Tensor parallelism would need a process for each
+device (torchrun), NCCL, and a second way to load and to stop a validator. A validator needs several
+devices for their memory, and a prefill has many independent batches. Kernels are launched without
+waiting, so the first stage begins a batch while later stages compute earlier ones. B batches on S
+stages take (B + S - 1) / S of the time that one device would take for one batch, so little is lost
+where B is far above S. Every number is computed by the same kernel on operands of the same shape as
+on one device, so the results are equal bit for bit.
+
+The samples of a group share one prompt. If the prompts are much of the work, each one is computed
+once: its keys and values go before those of every output that continues it, under a mask that hides
+their padding, as a sampler's prefix cache does. Otherwise rollouts of similar length share a batch,
+padded at the end, so that causal attention needs no mask and no cache.
 """
 
 from __future__ import annotations
@@ -13,19 +22,63 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import DynamicCache
 
 from verify.plugins import PrefillInput, by_prompt
 
 WORTH_SHARING = 0.15
-"""Share of all positions that must be repeated prompts; less pays for no mask."""
+"""Least share of repeated prompt positions at which sharing pays for its mask."""
+
+
+def divide(body: Any, devices: Sequence[torch.device]) -> None:
+    """Move a model to devices in place, layer by layer, so that none holds more than its stage.
+
+    Args:
+        body: transformers' model without its head: `layers`, `norm`, and what comes before them.
+        devices: of the stages, in the order of the layers.
+    """
+    for name, child in body.named_children():
+        if name != "layers":
+            child.to(devices[-1] if name == "norm" else devices[0])
+    count = len(body.layers)
+    for stage, device in enumerate(devices):
+        enter = _Entrance(device)
+        for layer in body.layers[
+            stage * count // len(devices) : (stage + 1) * count // len(devices)
+        ]:
+            layer.to(device)
+            if len(devices) > 1:
+                layer.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+class _Entrance:
+    """Forward hook that moves the arguments of a stage's layers to its device, each tensor once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._here = WeakTensorKeyDictionary()  # a mask is as large as attention, and many need it
+
+    def __call__(
+        self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self._moved(args), {name: self._moved(value) for name, value in kwargs.items()}
+
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self._moved(each) for each in value)
+        if not isinstance(value, torch.Tensor) or value.device == self._device:
+            return value  # a cache has each layer's keys and values where the layer is
+        if value not in self._here:
+            self._here[value] = value.to(self._device)
+        return self._here[value]
 
 
 class Batch(NamedTuple):
-    """Rollouts that were computed together."""
+    """Rollouts computed together."""
 
     members: list[int]
-    """Their numbers."""
+    """Indices of the rollouts."""
     hidden: torch.Tensor
     """[N, D], in the compute type: what produced the N output tokens, one rollout after the
     other."""
@@ -34,12 +87,12 @@ class Batch(NamedTuple):
 def hidden_states(
     body: Any, inputs: Sequence[PrefillInput], *, positions: int, device: torch.device
 ) -> Iterator[Batch]:
-    """Every rollout in one batch.
+    """Compute the final hidden states of rollouts; every rollout is in one batch.
 
     Args:
         body: transformers' model without its head.
         inputs: the rollouts.
-        positions: of a batch at most, padding included; a longer rollout is a batch of its own.
+        positions: most positions of a batch, padding included; a longer rollout is a batch alone.
         device: of the model's first layers; the states are on that of its last.
     """
     lengths = [len(each.prompt_tokens) + len(each.output_tokens) for each in inputs]
@@ -53,11 +106,11 @@ def hidden_states(
 
 
 def batches_by_length(lengths: Sequence[int], *, positions: int) -> Iterator[list[int]]:
-    """Divides rollouts into batches, the longest first.
+    """Divide rollouts into batches, the longest first.
 
     Args:
         lengths: tokens of each.
-        positions: of a batch, its size times its longest, at most; one that is longer is alone.
+        positions: most positions of a batch, its size times its longest; a longer rollout is alone.
 
     Yields:
         Indices into `lengths`.
@@ -73,7 +126,7 @@ def batches_by_length(lengths: Sequence[int], *, positions: int) -> Iterator[lis
 
 
 def _whole(body: Any, batch: Sequence[PrefillInput], device: torch.device) -> torch.Tensor:
-    """[N, D], each rollout computed from its first token."""
+    """Compute states [N, D], each rollout from its first token."""
     texts = [np.concatenate([each.prompt_tokens, each.output_tokens]) for each in batch]
     states = body(input_ids=_padded(texts, device), use_cache=False).last_hidden_state
     starts = [len(each.prompt_tokens) - 1 for each in batch]
@@ -87,7 +140,7 @@ def _continued(
     positions: int,
     device: torch.device,
 ) -> Iterator[Batch]:
-    """Rollouts in groups of one prompt each."""
+    """Compute rollouts in groups that share a prompt."""
     lengths = [len(inputs[same[0]].prompt_tokens) for same in groups]
     for portion in batches_by_length(lengths, positions=positions):
         same = [groups[number] for number in portion]
@@ -118,11 +171,11 @@ def _outputs(
     batch: Sequence[PrefillInput],
     device: torch.device,
 ) -> torch.Tensor:
-    """[N, D] of outputs that continue prompts.
+    """Compute states [N, D] of outputs that continue prompts.
 
     Args:
         body: the model.
-        prompts: keys and values of U prompts, each [U, K, P, h], padded behind.
+        prompts: keys and values of U prompts, each [U, K, P, h], padded at the end.
         rows: i64 [B], the prompt of each rollout.
         firsts: [U, D], the states of the prompts' last tokens.
         batch: the B rollouts.
@@ -155,7 +208,7 @@ def _outputs(
 
 
 def _padded(texts: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
-    """i64 [B, T], zeros behind."""
+    """Return i64 [B, T], padded with zeros at the end."""
     tokens = np.zeros((len(texts), max(len(text) for text in texts)), np.int64)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
@@ -163,18 +216,18 @@ def _padded(texts: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
 
 
 def _rows(states: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
-    """[N, D] of states [B, T, D]: of each row so many from its start."""
+    """Return [N, D] of states [B, T, D]: `counts` positions of each row from its start."""
     offsets = np.arange(len(states)) * states.shape[1] + starts
     places = spans(offsets, counts)
     return states.flatten(0, 1)[upload(places, states.device)]
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """An array on a device. The host does not wait for what that device still has to compute."""
+    """Copy an array to a device without waiting for the device."""
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def spans(starts: Sequence[int] | np.ndarray, counts: Sequence[int]) -> np.ndarray:
-    """i64 [sum of counts]: of each start so many consecutive numbers, one after the other."""
+    """Return i64 [sum of counts]: for each start `count` consecutive numbers."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)

@@ -4,14 +4,32 @@
 
     finished = run([*PYTHON, "-c", source], limits=Limits(wall_s=2.0))
 
-Two sets of mechanisms, each enough by itself; what works on the machine is applied together. A:
-user, PID, network, mount, IPC and UTS namespaces. B: Landlock and seccomp. See docs/sandbox.md.
+There are two sets of mechanisms, each enough by itself; those that work on the machine are applied
+together. A: user, PID, network, mount, IPC and UTS namespaces. B: Landlock and seccomp. See
+docs/sandbox.md.
 """
 
-from sampler.sandbox.isolate import run, start
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
 from sampler.sandbox.limits import Finished, Limits
-from sampler.sandbox.probe import probe, require
-from sampler.sandbox.process import PYTHON, SET_A, SET_B, Isolated, NotIsolated
+from sampler.sandbox.probe import probe, require, working
+from sampler.sandbox.process import (
+    PORTION_BYTES,
+    PYTHON,
+    SET_A,
+    SET_B,
+    Isolated,
+    NotIsolated,
+    launch,
+)
 
 __all__ = [
     "PYTHON",
@@ -26,3 +44,64 @@ __all__ = [
     "run",
     "start",
 ]
+
+
+def start(
+    command: Sequence[str],
+    *,
+    limits: Limits,
+    files: Mapping[str, bytes] | None = None,
+    readable: Sequence[Path] = (),
+    mechanisms: Sequence[str] | None = None,
+) -> Isolated:
+    """Start a program in isolation, as `launch`; by default with all mechanisms that work here.
+
+    Raises:
+        NotIsolated: a mechanism fails, the program or a path is not there.
+        UserError: no set of mechanisms works here.
+    """
+    chosen = working() if mechanisms is None else mechanisms
+    return launch(command, limits=limits, mechanisms=chosen, files=files, readable=readable)
+
+
+def run(
+    command: Sequence[str],
+    *,
+    stdin: bytes = b"",
+    limits: Limits,
+    files: Mapping[str, bytes] | None = None,
+    readable: Sequence[Path] = (),
+    mechanisms: Sequence[str] | None = None,
+) -> Finished:
+    """Run a program in isolation until it ends or hits a limit; nothing of it is left then.
+
+    Args and errors as of `start`. `stdin` is all that the program can read there.
+    """
+    process = start(command, limits=limits, files=files, readable=readable, mechanisms=mechanisms)
+    process.limit_stderr(limits.output_bytes)
+    writer = threading.Thread(target=_feed, args=(process.stdin, stdin), daemon=True)
+    writer.start()
+    stdout = bytearray()
+    try:
+        while len(stdout) <= limits.output_bytes:
+            if not (part := os.read(process.stdout.fileno(), PORTION_BYTES)):
+                break
+            stdout += part
+        else:
+            process.stop()
+        finished = process.wait(None)
+    finally:
+        process.kill()
+        writer.join()
+    too_much = len(stdout) > limits.output_bytes or process.wrote_too_much
+    if too_much and finished.outcome == "killed":
+        finished = replace(finished, outcome="output")
+    return replace(finished, stdout=bytes(stdout[: limits.output_bytes]))
+
+
+def _feed(stream: IO[bytes], data: bytes) -> None:
+    """Write the program's standard input; it need not read it."""
+    with contextlib.suppress(OSError, ValueError):
+        stream.write(data)
+    with contextlib.suppress(OSError, ValueError):
+        stream.close()

@@ -94,7 +94,7 @@ def judge(message: Mapping[str, str], stderr: bytes, limits: Limits) -> Finished
     code = os.waitstatus_to_exitcode(int(message.get("status", signal.SIGKILL)))
     verdict: Any = message.get("verdict", "killed")
     if not verdict and "status" not in message:
-        verdict = "killed"  # the guard itself was, from outside
+        verdict = "killed"  # the init process itself was, from outside
     cpu_s = max(float(message.get(name, 0.0)) for name in ("cpu_s", "cpu_seen"))
     return Finished(
         verdict or _by_status(code, cpu_s, stderr, limits),

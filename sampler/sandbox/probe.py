@@ -8,9 +8,8 @@ from functools import cache
 
 from runspec.core.errors import UserError
 from sampler.sandbox import filter as seccomp
-from sampler.sandbox.inside import landlock
-from sampler.sandbox.inside.limits import ROOT_STAYS_ROOT
-from sampler.sandbox.inside.order import LANDLOCK, NAMESPACES, SECCOMP
+from sampler.sandbox.inside.limits import ROOT_STAYS_ROOT, landlock_abi
+from sampler.sandbox.inside.messages import LANDLOCK, NAMESPACES, SECCOMP
 from sampler.sandbox.limits import Limits
 from sampler.sandbox.process import PYTHON, SET_A, SET_B, NotIsolated, launch
 
@@ -70,7 +69,7 @@ def probe() -> Report:
     alone = _try(SET_A)
     namespaces = Mechanism(NAMESPACES, not alone, alone or "a root of its own was built")
     base = SET_A if namespaces.works else ()
-    abi = landlock.abi()
+    abi = landlock_abi()
     why = "no Landlock in this kernel"
     if abi:
         why = _try((*base, LANDLOCK)) if base else _try(SET_B)

@@ -1,4 +1,4 @@
-"""Starting an isolated program, and holding on to it."""
+"""Starts an isolated program, with the files that it may read, and controls it until its end."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import IO
 
 from sampler.sandbox import filter as seccomp
-from sampler.sandbox import paths
-from sampler.sandbox.inside import scratch, wire
-from sampler.sandbox.inside.landlock import abi
-from sampler.sandbox.inside.limits import READ_ALL, capabilities
-from sampler.sandbox.inside.order import LANDLOCK, NAMESPACES, SECCOMP, Order
+from sampler.sandbox.inside import messages
+from sampler.sandbox.inside.init_process import remove_scratch
+from sampler.sandbox.inside.limits import READ_ALL, capabilities, landlock_abi
+from sampler.sandbox.inside.messages import LANDLOCK, NAMESPACES, SECCOMP, Order
 from sampler.sandbox.limits import Finished, Limits, judge
 
 PYTHON = [sys.executable, "-I"]
@@ -36,7 +36,9 @@ STDERR_TAIL_BYTES = 64 << 10
 PORTION_BYTES = 64 << 10
 _HERE = str(Path(__file__).parent)
 _LAUNCH = "import sys; sys.path.insert(0, sys.argv[1]); from inside.launcher import main; "
-_LAUNCH += "main(int(sys.argv[2])); import os; os._exit(0)"  # nothing to take apart
+_LAUNCH += "main(int(sys.argv[2])); import os; os._exit(0)"  # no cleanup at exit
+_SYSTEM = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/nix/store"]
+_MAX_LINKS = 40
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LC_ALL": "C.UTF-8",
@@ -49,7 +51,7 @@ _ENVIRONMENT = {
 
 
 class NotIsolated(RuntimeError):
-    """The program was not started: a mechanism does not work here, or a path is not there."""
+    """The program was not started: a mechanism does not work here, or a path is missing."""
 
 
 class Isolated:
@@ -57,7 +59,7 @@ class Isolated:
 
     Attributes:
         pid: of its supervisor, outside; killing that ends the program.
-        stdin, stdout: binary pipes. Whoever reads bounds what is read.
+        stdin, stdout: binary pipes. The reader has to limit what it reads.
     """
 
     def __init__(
@@ -77,27 +79,27 @@ class Isolated:
 
     @property
     def stderr(self) -> bytes:
-        """The last 64 KiB of what it wrote there so far."""
+        """The last 64 KiB that the program wrote to stderr so far."""
         return self._stderr.text
 
     @property
     def wrote_too_much(self) -> bool:
-        """Whether it wrote more to its stderr than `limit_stderr` allows."""
+        """Whether it wrote more to stderr than `limit_stderr` allows."""
         return self._stderr.over
 
     def limit_stderr(self, limit: int) -> None:
-        """Ends the program once it has written more than `limit` bytes there."""
+        """End the program once it has written more than `limit` bytes to stderr."""
         self._stderr.limit = limit
         if self._stderr.over:
             self.stop()
 
     def stop(self) -> None:
-        """Lets the supervisor end the program, without waiting for it."""
+        """Have the supervisor end the program, without waiting for it."""
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
 
     def kill(self) -> Finished:
-        """Ends the program with all its descendants; returns once none is left."""
+        """Kill the program with all its descendants; return once none is left."""
         self.stop()
         try:
             return self.wait(END_S)
@@ -106,7 +108,7 @@ class Isolated:
             return self.wait(END_S)
 
     def wait(self, timeout_s: float | None) -> Finished:
-        """How the program ended, once nothing of it is left.
+        """Wait until nothing of the program is left; return how it ended.
 
         Raises:
             TimeoutError: it has not ended in time.
@@ -120,8 +122,8 @@ class Isolated:
         finally:
             self._lock.release()
 
-    def fate(self) -> str:
-        """How a program ended that closed its pipe, in words; one that goes on is killed."""
+    def exit_reason(self) -> str:
+        """Describe how a program that closed its pipe ended; kill it if it still runs."""
         try:
             return self.wait(_SETTLE_S).describe()
         except TimeoutError:
@@ -136,32 +138,32 @@ class Isolated:
         self._control.setblocking(False)
         message: dict[str, str] = {}
         with contextlib.suppress(OSError):
-            message = wire.read_answer(self._control, socket.socket.recv)
+            message = messages.read_answer(self._control, socket.socket.recv)
         self._stderr.close()
         for stream in (self.stdin, self.stdout):
             with contextlib.suppress(OSError):
                 stream.close()
         self._control.close()
         if self._scratch:
-            scratch.remove(self._scratch)
+            remove_scratch(self._scratch)
         return judge(message, self._stderr.text, self.limits)
 
     def _await_start(self) -> None:
-        """Returns once the program runs.
+        """Wait until the program runs.
 
         Raises:
-            NotIsolated: it does not.
+            NotIsolated: it does not start.
         """
         self._control.settimeout(START_S)
         try:
-            message = wire.read_answer(self._control, socket.socket.recv)
+            message = messages.read_answer(self._control, socket.socket.recv)
         except TimeoutError:
             message = {"failed": f"the launcher said nothing for {START_S:g} s"}
         except ConnectionResetError:
             message = {}
         if "started" in message:
             return
-        self.kill()  # and all of its stderr is here
+        self.kill()  # and wait for all of its stderr
         last = self.stderr[-2000:].decode(errors="replace")
         raise NotIsolated(message.get("failed", f"the launcher ended: {last}"))
 
@@ -173,7 +175,7 @@ class Isolated:
 
 
 class _Tail:
-    """Reads a stream on a thread of its own and keeps its end.
+    """Reads a stream on a thread of its own and stores its last bytes.
 
     Args:
         stream: of the program.
@@ -194,7 +196,7 @@ class _Tail:
         return self.limit is not None and self.total > self.limit
 
     def close(self) -> None:
-        """Waits for the end of the stream, which the end of all its writers brings."""
+        """Wait for the end of the stream, which comes when all its writers have ended."""
         self._thread.join(END_S)
         if not self._thread.is_alive():
             self._stream.close()
@@ -215,11 +217,11 @@ def launch(
     files: Mapping[str, bytes] | None = None,
     readable: Sequence[Path] = (),
 ) -> Isolated:
-    """Starts a program in isolation.
+    """Start a program in isolation.
 
-    It sees a scratch directory, its working directory, writable, bounded and gone afterwards;
-    read-only the interpreter with its standard library, and `readable`. It has no network, no
-    environment of the parent's and no other open file than its three streams.
+    Its working directory is a scratch directory: writable, limited, and removed afterwards. It can
+    read the interpreter with its standard library, and `readable`. It has no network, nothing of
+    the parent's environment and no open file but its three streams.
 
     Args:
         command: absolute path of the program (mostly `[*PYTHON, ...]`) and its arguments.
@@ -249,15 +251,15 @@ def launch(
     except OSError:
         ours.close()
         if order.scratch:
-            scratch.remove(order.scratch)
+            remove_scratch(order.scratch)
         raise
     process = Isolated(supervisor, ours, limits)
     process._scratch = order.scratch
     try:
-        # A launcher that ended before it read all has its reason on its stderr.
+        # A launcher that ended too early wrote its reason to stderr.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             ours.settimeout(START_S)
-            ours.sendall(wire.encode_order(vars(order)))
+            ours.sendall(messages.encode_order(vars(order)))
         process._await_start()
     except BaseException:
         process.kill()
@@ -276,7 +278,7 @@ def _order(
     if mechanisms and not contained and not set(SET_B) <= set(mechanisms):
         raise ValueError(f"{mechanisms} isolate nothing: {SET_A} or {SET_B} is needed")
     try:
-        real, links = paths.resolve([*paths.interpreter(), Path(command[0]), *readable])
+        real, links = resolve_paths([*_interpreter(), Path(command[0]), *readable])
     except FileNotFoundError as error:
         raise NotIsolated(str(error)) from None
     order = Order()
@@ -286,18 +288,80 @@ def _order(
     order.readable, order.links = real, links
     order.mechanisms = list(mechanisms)
     if SECCOMP in mechanisms:
-        order.filter = seccomp.build(contained=contained, signals_scoped=abi() >= 6)
+        order.filter = seccomp.build(contained=contained, signals_scoped=landlock_abi() >= 6)
     order.wall_s, order.cpu_s = limits.wall_s or 0.0, limits.cpu_s or 0.0
     order.memory, order.processes = limits.memory_bytes, limits.processes
     order.file_bytes = limits.file_bytes
     if not contained:
-        order.read_all = bool(capabilities() & READ_ALL) and not paths.open_to_all(real)
+        order.read_all = bool(capabilities() & READ_ALL) and not open_to_all(real)
         order.scratch = os.fsencode(tempfile.mkdtemp(prefix="sandbox-"))
     return order
 
 
 def _inside(name: str) -> bytes:
-    """A file's name as bytes, once it stays below the scratch directory."""
+    """Return a file's name as bytes; refuse one outside of the scratch directory."""
     if name.startswith("/") or ".." in name.split("/") or "\0" in name or not name:
         raise ValueError(f"{name!r} is no path below the scratch directory")
     return os.fsencode(name)
+
+
+@cache
+def _interpreter() -> tuple[Path, ...]:
+    """Return what this interpreter needs to start, with its standard library.
+
+    The site-packages of a virtual environment are not included.
+    """
+    wanted = [sys.executable, f"{sys.prefix}/pyvenv.cfg", f"{sys.base_prefix}/lib", *_SYSTEM]
+    return tuple(Path(path) for path in wanted if os.path.exists(path))
+
+
+def resolve_paths(paths: Iterable[Path]) -> tuple[list[bytes], list[tuple[bytes, bytes]]]:
+    """Return real paths, none below another, and the symbolic links (path, target) on the way.
+
+    Args:
+        paths: files and directories, absolute.
+
+    Raises:
+        FileNotFoundError: a path is missing, or its links form a circle.
+    """
+    links: dict[str, str] = {}
+    real = sorted({_follow(os.path.abspath(path), links) for path in paths})
+    tops: list[str] = []
+    for path in real:
+        if not tops or not path.startswith(tops[-1].rstrip("/") + "/"):
+            tops.append(path)
+    below = tuple(path + "/" for path in tops)
+    rows = [(path, target) for path, target in links.items() if not path.startswith(below)]
+    return [os.fsencode(p) for p in tops], [(os.fsencode(p), os.fsencode(t)) for p, t in rows]
+
+
+def _follow(path: str, links: dict[str, str]) -> str:
+    """Return the real path; note each link on the way."""
+    for _ in range(_MAX_LINKS):
+        done = ""
+        parts = path.strip("/").split("/")
+        for index, part in enumerate(parts):
+            done += f"/{part}"
+            if os.path.islink(done):
+                links[done] = target = os.readlink(done)
+                rest = "/".join(parts[index + 1 :])
+                path = os.path.normpath(os.path.join(os.path.dirname(done), target, rest))
+                break
+        else:
+            if not os.path.exists(path):
+                raise FileNotFoundError(f"{path} is not there")
+            return path
+    raise FileNotFoundError(f"{path}: too many symbolic links")
+
+
+def open_to_all(paths: Iterable[bytes]) -> bool:
+    """Whether any user may reach and read these paths."""
+    for path in paths:
+        if not os.stat(path).st_mode & 0o004:
+            return False
+        while path := os.path.dirname(path):
+            if not os.stat(path).st_mode & 0o001:
+                return False
+            if path == b"/":
+                break
+    return True

@@ -1,7 +1,7 @@
 """`python -m sampler check`: reads a run's problems and tries its graders, before a role starts.
 
 It imports the plug-ins, so `runspec` calls it as a process of its own. What it reads is cached for
-the roles (`sampler.tasks.sources.kept`).
+the roles (`sampler.tasks.sources.file_source`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sampler.grading.answers import Answer
 from sampler.grading.graders import Graders
 from sampler.grading.launch import require_graders
 from sampler.tasks.interfaces import Keep, Part, ProblemSource, make_source, make_term
-from sampler.tasks.keep import keeper
+from sampler.tasks.problems import problem_filter
 from sampler.tasks.prompts import PromptCodec, PromptForm
 from verify.plugins import GraderFault, Problem, load_warm_start_data
 
@@ -151,7 +151,7 @@ def _measure(spec: RunSpec, model: Path | None, checked: Checked) -> None:
         with checked.catching("model"):
             codec = PromptCodec.read(model, PromptForm.of(spec.data))
     if codec is not None:
-        fitting = _read(spec, keeper(spec, codec, "train"), checked)
+        fitting = _read(spec, problem_filter(spec, codec, "train"), checked)
         checked.notes += [f"source {name}: {_count(each)}" for name, each in fitting.items()]
 
 

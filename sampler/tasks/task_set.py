@@ -13,7 +13,7 @@ from sampler.grading.answers import Answer, Result
 from sampler.grading.graders import Graders
 from sampler.grading.launch import require_graders
 from sampler.tasks.interfaces import LengthTerm, Score, length_term
-from sampler.tasks.keep import Problems, keeper, target_lengths
+from sampler.tasks.problems import Problems, problem_filter, target_lengths
 from sampler.tasks.prompts import PromptCodec, PromptForm
 from verify.plugins import Graded, GradeItem, GraderFault, Problem
 
@@ -96,5 +96,5 @@ def build_task_set(spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None = N
     """
     require_graders(spec)
     codec = PromptCodec.read(tokenizer_dir, PromptForm.of(spec.data))
-    problems = Problems(spec, keeper(spec, codec, "train"), data_dir)
+    problems = Problems(spec, problem_filter(spec, codec, "train"), data_dir)
     return RunTask(spec, codec, problems, data_digest(spec, data_dir))

@@ -1,13 +1,20 @@
-"""The tokenizer files of a model directory, read with bounds."""
+"""Tokenizer files of a model directory, read with limits, and the chat template among them.
+
+The template is rendered by sandboxed jinja2 with the settings that its author expects.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from runspec.core.errors import UserError
@@ -15,25 +22,27 @@ from runspec.core.files import read_bounded
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
-_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_SPECIAL_KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+_DEFAULT = "default"
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """tokenizer.json, and tokenizer_config.json with the chat template where there is one."""
+    """tokenizer.json, and tokenizer_config.json with the chat template if there is one."""
 
     tokenizer: Tokenizer
     config: Mapping[str, Any]
     place: str
-    """Where they come from, for messages."""
+    """Directory of the files, for messages."""
 
     @classmethod
     def read(cls, directory: Path) -> TokenizerFiles:
-        """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja, which goes before
-        the template in the configuration.
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja.
+
+        The last one overrides the template in the configuration.
 
         Raises:
-            UserError: a file that is missing or malformed.
+            UserError: a file is missing or malformed.
         """
         config = _read_config(directory / "tokenizer_config.json")
         template = directory / "chat_template.jinja"
@@ -44,9 +53,9 @@ class TokenizerFiles:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """`bos_token`, `eos_token` and their like, as text, where the configuration names them."""
+        """`bos_token`, `eos_token` and their like, as text, if the configuration names them."""
         found = {}
-        for kind in _SPECIAL:
+        for kind in _SPECIAL_KINDS:
             value = self.config.get(f"{kind}_token")
             content = value.get("content") if isinstance(value, dict) else value
             if isinstance(content, str):
@@ -79,3 +88,127 @@ def _read_config(path: Path) -> dict[str, Any]:
         place=str(path),
         remedy="point at a model directory with a tokenizer_config.json",
     )
+
+
+class Message(TypedDict):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class ChatTemplate:
+    """Chat template of a model, rendered up to the start of the model's turn.
+
+    `strftime_now`, which depends on the date, is not defined: templates that check for it take a
+    fixed date, and every process renders the same.
+
+    Args:
+        source: the template's text.
+        special_tokens: `bos_token` and its like, as the template calls them.
+        place: file or directory of the template, for messages.
+
+    Raises:
+        UserError: it does not parse.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], place: str) -> None:
+        self.source = source
+        self.special_tokens = special_tokens
+        self._place = place
+        try:
+            self._template = _environment().from_string(source)
+        except (TemplateError, TypeError) as error:
+            raise UserError(f"broken chat template: {error}", place=place) from error
+
+    @classmethod
+    def of(cls, files: TokenizerFiles) -> ChatTemplate | None:
+        """Return the template of a model directory; of several named ones the one called `default`.
+
+        Raises:
+            UserError: it does not parse, or none of several is the default.
+        """
+        said = files.config.get("chat_template")
+        if isinstance(said, list):
+            named = {
+                entry.get("name"): entry.get("template")
+                for entry in said
+                if isinstance(entry, dict)
+            }
+            if _DEFAULT not in named:
+                raise UserError(
+                    f"of the chat templates {', '.join(map(str, named))} none is the default",
+                    place=files.place,
+                    remedy="put the one to use into chat_template.jinja",
+                )
+            said = named[_DEFAULT]
+        return None if said is None else cls(said, files.special_tokens, files.place)
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Render a conversation as text, up to the start of the model's turn.
+
+        Raises:
+            UserError: the template fails or refuses.
+        """
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self.special_tokens,
+            )
+        except Exception as error:  # a template can divide by zero as well as any program
+            raise UserError(f"the chat template fails: {error}", place=self._place) from error
+
+    def require_system_message(self) -> None:
+        """Refuse a template without support for a system message.
+
+        Raises:
+            UserError: it fails on one, or silently leaves it out.
+        """
+        said = "one-two-three"
+        try:
+            text = self.render(
+                [{"role": "system", "content": said}, {"role": "user", "content": "four"}]
+            )
+        except UserError as error:
+            reason = f"refuses a system message: {error.thing.partition(': ')[2]}"
+        else:
+            if said in text:
+                return
+            reason = "leaves the system message out"
+        raise UserError(
+            f"the chat template {reason}",
+            place=self._place,
+            remedy="take data.system_prompt out, and set data.length_prompt_role: user",
+        )
+
+
+class _Generation(Extension):
+    """Ignores `{% generation %}`, which marks the model's text for training masks."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _Generation],
+    )
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, **options: Any) -> str:
+        """Return plain JSON; jinja2's own filter would escape it for HTML."""
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
+    environment.globals["raise_exception"] = raise_exception
+    environment.filters["tojson"] = to_json
+    return environment

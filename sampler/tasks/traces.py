@@ -1,37 +1,114 @@
-"""Supervised traces for a warm start: thinking of the asked length, then the answer.
+"""Data of a warm start: a small tokenizer, and supervised traces that think, then answer.
 
-The thinking is drafts of the answer, cut anywhere: `ymed,ymed,ym</think>ymed<eos>`. It teaches
-the form, and only by some share that the length follows the prompt: that, and being right more
-often, is left to reinforcement learning.
+A trace thinks with drafts of the answer, cut to the length asked for:
+`ymed,ymed,ym</think>ymed<eos>`. It teaches the form, and only in some share of the traces that the
+length follows the prompt. That, and to be right more often, is left to reinforcement learning.
+
+The tokenizer is for a model that the run makes itself, written as real Hugging Face files. Words
+that every prompt has are one token each, everything else is single characters: the policy sees a
+word that it must spell letter by letter. All text is lower-cased (the scorers used here ignore
+case), which saves the small model a second alphabet.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import string
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import WordLevel
 
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.spec.schema import RunSpec
-from sampler.tasks.keep import InSplit, Problems, keeper, target_lengths
+from sampler.tasks.problems import InSplit, Problems, problem_filter, target_lengths
 from sampler.tasks.prompts import THINK_END, PromptCodec, PromptForm
-from sampler.tasks.tokenizer import (
-    EOS,
-    PAD,
-    UNKNOWN,
-    boilerplate,
-    build_tokenizer,
-    tokenizer_config,
-)
 from sampler.tasks.tokenizer_files import TokenizerFiles
 from verify.plugins import Problem, Split, Trace
 
+PAD, EOS, UNKNOWN, THINK = "<pad>", "<eos>", "<unk>", "<think>"
+SPECIAL = (PAD, EOS, UNKNOWN, THINK, THINK_END)
+CHARACTERS = string.ascii_lowercase + string.digits + string.punctuation + " \n"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\\n<think>' }}{% endif %}"
+)
+_WORD = re.compile(r" ?(?:[a-z]+|[0-9]+)")
+# The last word of a line is never one token: it is what the problem is about, and the policy has to
+# spell it even if it is a word of the boilerplate.
+_WORD_ENDS = r"(?![a-z0-9]|\s*(?:\n|$))"
+_WORD_BEGINS = r"(?<![a-z0-9])"
 _SAMPLED_PROBLEMS = 64
 _SAMPLED_FOR_CHARACTERS = 1000
 _SHORTEST = 4
+
+
+def boilerplate(texts: Sequence[str]) -> list[str]:
+    """Return the words and numbers that all texts have, each with a blank before it if it has one.
+
+    Args:
+        texts: prompts of different problems.
+    """
+    common = set.intersection(*(set(_WORD.findall(text.lower())) for text in texts))
+    return sorted(common)
+
+
+def build_tokenizer(
+    words: Sequence[str], vocab_size: int, characters: Sequence[str] = ()
+) -> Tokenizer:
+    """Build a tokenizer whose vocabulary is special tokens, characters, words and padding.
+
+    Args:
+        words: whole-word tokens, lower-case, a leading blank included where there is one.
+        vocab_size: of the model; unused ids are named <unused0>, <unused1>, ...
+        characters: lower-case ones beside those of `CHARACTERS`.
+
+    Raises:
+        UserError: the model's vocabulary is too small.
+    """
+    tokens = list(dict.fromkeys([*SPECIAL, *CHARACTERS, *characters, *words]))
+    if len(tokens) > vocab_size:
+        raise UserError(
+            f"{len(tokens)} tokens do not fit a vocabulary of {vocab_size}",
+            place="model.shape.vocab_size",
+            remedy=f"make it at least {len(tokens)}",
+        )
+    tokens += [f"<unused{i}>" for i in range(vocab_size - len(tokens))]
+    tokenizer = Tokenizer(
+        WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=UNKNOWN)
+    )
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_pieces(words)), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    return tokenizer
+
+
+def tokenizer_config() -> dict[str, Any]:
+    """Return tokenizer_config.json, as transformers and vLLM read it."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "unk_token": UNKNOWN,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def _pieces(words: Sequence[str]) -> str:
+    """Return an Oniguruma pattern that splits text into known words and single characters."""
+    longest_first = sorted(words, key=lambda word: (-len(word), word))
+    whole = [
+        ("" if word.startswith(" ") else _WORD_BEGINS) + re.escape(word) + _WORD_ENDS
+        for word in longest_first
+    ]
+    return "(?m)" + "|".join([*whole, "."])  # (?m): the dot matches a line break too
 
 
 class WarmStartTraces:
@@ -46,19 +123,19 @@ class WarmStartTraces:
         self._codec = PromptCodec(files, PromptForm.of(spec.data))
         splits: tuple[Split, ...] = ("train", "held_out")
         self._problems = {
-            split: Problems(spec, keeper(spec, self._codec, split)) for split in splits
+            split: Problems(spec, problem_filter(spec, self._codec, split)) for split in splits
         }
         self.eos_token_id: int = self._codec.eos_token_id
         self.pad_token_id: int = self._codec.token(PAD)
 
     def write_tokenizer(self, directory: Path) -> None:
-        """Writes tokenizer.json and tokenizer_config.json into an existing directory."""
+        """Write tokenizer.json and tokenizer_config.json into an existing directory."""
         write_atomic(directory / "tokenizer.json", self._tokenizer.to_str(pretty=True).encode())
         config = json.dumps(tokenizer_config(), indent=2)
         write_atomic(directory / "tokenizer_config.json", config.encode())
 
     def traces(self, rng: np.random.Generator, count: int, split: Split) -> list[Trace]:
-        """`count` traces of problems drawn with replacement."""
+        """Return `count` traces of problems drawn with replacement."""
         problems = self._problems[split]
         return [self._trace(rng, problems, int(rng.integers(len(problems)))) for _ in range(count)]
 
@@ -85,8 +162,11 @@ class WarmStartTraces:
         )
 
     def _length(self, rng: np.random.Generator, target: int | None, *, shortest: int) -> int:
-        """Output tokens: the target for `obey_share` of the traces, else uniform from 4 to a
-        quarter above the longest target; never under what the answer takes."""
+        """Draw the number of output tokens; never fewer than the answer takes.
+
+        It is the target for `obey_share` of the traces, else uniform from 4 to a quarter above the
+        longest target.
+        """
         if shortest > self._longest:
             raise UserError(
                 f"an answer takes {shortest} tokens, more than max_new_tokens = {self._longest}",
@@ -102,7 +182,7 @@ class WarmStartTraces:
 
 
 def _answer(problem: Problem) -> str:
-    """The answer that a problem comes with: of a generator, or the first true one of a row."""
+    """Return the answer of a problem: of a generator, or the first correct one of a row."""
     known = problem.verification
     answer = known.get("answer", known.get("ground_truth"))
     if isinstance(answer, list) and answer:
@@ -119,7 +199,7 @@ def _answer(problem: Problem) -> str:
 
 
 def build_warm_start_data(spec: RunSpec) -> WarmStartTraces:
-    """The traces and the tokenizer that `spec.warm_start` trains on.
+    """Return the traces and the tokenizer that `spec.warm_start` trains on.
 
     Raises:
         UserError: the spec has no warm start, its tasks cannot be built, or the vocabulary is too

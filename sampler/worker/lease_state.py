@@ -1,9 +1,11 @@
-"""A lease in the worker's hands, from the grant to the submission, and what happens to it."""
+"""State of a lease in the worker's hands, its events, and the thread that works beside the loop."""
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -15,14 +17,14 @@ from verify.formats.lease import Lease
 
 @dataclass
 class HeldLease(OpenLease):
-    """Changed by the loop's thread alone."""
+    """A lease and the state of its sampling; only the loop's thread changes it."""
 
     lease: Lease
     plan: Sequence[PlannedRollout]
     future: Future[list[Sampled]] | None = None
-    """Of its sampling; a new one where it is sampled again."""
+    """Result of its sampling; a new one if it is sampled again."""
     deaths: int = 0
-    """Engines that died under it."""
+    """Engines that died while they sampled it."""
     since: float = field(default_factory=time.monotonic)
     """When its sampling began."""
 
@@ -38,14 +40,14 @@ class Granted:
 
 @dataclass(frozen=True)
 class NotGranted:
-    """There is no lease just now, or the coordinator cannot be asked for one any more."""
+    """There is no lease now, or the coordinator can no longer be asked."""
 
     error: BaseException | None = None
 
 
 @dataclass(frozen=True)
 class SamplingEnded:
-    """The engine is done with a lease, one way or the other."""
+    """The engine has ended the sampling of a lease, with a result or an error."""
 
     digest: str
     future: Future[list[Sampled]]
@@ -53,10 +55,32 @@ class SamplingEnded:
 
 @dataclass(frozen=True)
 class Settled:
-    """A lease is handed in or refused, or its submission failed."""
+    """A lease was submitted or refused, or its submission failed."""
 
     digest: str
     error: BaseException | None = None
 
 
 Event = Granted | NotGranted | SamplingEnded | Settled
+
+
+class Background:
+    """A thread that runs work in order and reports the event of each piece. Ends with the process.
+
+    Args:
+        name: of the thread.
+        report: receives what the work returns, on that thread.
+    """
+
+    def __init__(self, name: str, report: Callable[[Event], None]) -> None:
+        self._report = report
+        self._queue: queue.SimpleQueue[Callable[[], Event]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def add(self, work: Callable[[], Event]) -> None:
+        """Queue a piece of work, which limits its own time and raises nothing."""
+        self._queue.put(work)
+
+    def _run(self) -> None:
+        while True:
+            self._report(self._queue.get()())

@@ -23,8 +23,8 @@ from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from sampler.engine.engine import Engine, EngineDied
 from sampler.engine.requests import GenerationAborted, NoVersion, Sampled
-from sampler.worker.background import Background
 from sampler.worker.lease_state import (
+    Background,
     Event,
     Granted,
     HeldLease,

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from sampler.sandbox import NotIsolated, run
-from sampler.sandbox.paths import open_to_all
+from sampler.sandbox.process import open_to_all
 from tests.attacks.sandboxed import LIMITS, PRELUDE, SETS, Sandbox, refused
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from broadcast.disk import Patience, in_thread
+from broadcast.disk import Cancellation, in_thread
 from broadcast.manifest import (
     MAX_CHUNK_BYTES,
     Chunk,
@@ -214,7 +214,7 @@ def test_a_long_fetch_says_how_far_it_is_and_who_sends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run.publish(0, weights())
-    monkeypatch.setattr("broadcast.progress.EVERY_S", 0.01)
+    monkeypatch.setattr("broadcast.download.EVERY_S", 0.01)
     client = run.client(counted.url)
     server = counted.server
     half = threading.Event()
@@ -255,24 +255,24 @@ def test_a_disk_without_room_is_said_before_anything_is_fetched(run: Run, counte
 # -- Disk work beside an event loop: it can be ended, and is waited for ----------------------------
 
 
-def forever() -> Patience:
-    return Patience(time.monotonic() + 60)
+def forever() -> Cancellation:
+    return Cancellation(time.monotonic() + 60)
 
 
 async def test_cancelled_work_is_ended_and_waited_for() -> None:
-    # given work in a thread that looks at its patience now and then
-    patience, working, look = forever(), threading.Event(), threading.Event()
+    # given work in a thread that looks at its cancellation now and then
+    cancellation, working, look = forever(), threading.Event(), threading.Event()
     ended: list[str] = []
 
     def work() -> None:
         working.set()
         look.wait(20)
         try:
-            patience.check("working", Path("here"))
+            cancellation.check("working", Path("here"))
         except UserError as error:
             ended.append(str(error))
 
-    running = asyncio.create_task(in_thread(work, patience))
+    running = asyncio.create_task(in_thread(work, cancellation))
     await asyncio.to_thread(working.wait, 20)
 
     # when it is cancelled, twice, then nobody is told so before the thread is done

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from broadcast.asking import Asker, Attempt
 from broadcast.fetcher import Fetcher, for_each
 from broadcast.manifest import Chunk
+from broadcast.retry import Attempt, Requester
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 
@@ -88,7 +88,7 @@ async def test_chunks_come_from_everyone_who_has_them(
 
 async def test_chunks_are_asked_for_in_the_order_in_which_they_were_wanted() -> None:
     """Whoever is done and wants the next does not overtake those who wait for room."""
-    asker = Asker(["http://a"], most=16)
+    requester = Requester(["http://a"], most=16)
     asked: list[int] = []
 
     async def make(attempt: Attempt, number: int) -> None:
@@ -98,7 +98,7 @@ async def test_chunks_are_asked_for_in_the_order_in_which_they_were_wanted() -> 
 
     async def want(number: int) -> None:
         deadline = time.monotonic() + 20
-        await asker.ask("x", partial(make, number=number), deadline, size=10**9)
+        await requester.request("x", partial(make, number=number), deadline, size=10**9)
 
     await for_each(range(30), want, parallel=8)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from broadcast.origin import StoredManifests
 from broadcast.pins import TOUCH_EVERY_S, VALID_S, Pins
-from broadcast.stored_manifests import StoredManifests
 from runspec.core.files import write_atomic
 
 from .conftest import LOG, Run, weights
@@ -107,7 +107,7 @@ def test_a_chunk_that_is_asked_for_pins_the_version_that_alone_has_it(run: Run) 
 @pytest.fixture
 def always_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder of manifests is looked at for each question."""
-    monkeypatch.setattr("broadcast.stored_manifests.EVERY_S", 0.0)
+    monkeypatch.setattr("broadcast.origin.MANIFESTS_EVERY_S", 0.0)
 
 
 @pytest.mark.usefixtures("always_looked_at")

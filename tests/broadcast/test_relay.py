@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from broadcast.manifest import WeightsManifest, read_manifest
-from broadcast.recent import Recent
 from broadcast.relay import run_relay, to_rebuild
 from broadcast.server import ServerOptions
+from broadcast.source import Recent
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from tests.waiting import eventually

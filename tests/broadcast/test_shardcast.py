@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from broadcast.app import shardcast_distribution
 from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest
 from broadcast.server import ServerOptions
-from broadcast.shardcast import distribution
 from runspec.core.hashing import digest_bytes
 from tests.waiting import eventually
 
@@ -165,4 +165,4 @@ def test_only_versions_of_one_weights_file_are_listed() -> None:
         5: manifest(5, {"config.json": 1}, files=()),
     }
 
-    assert distribution(held) == f"v2: {'m' * 64}|3\nv12: {'m' * 64}|3\n"
+    assert shardcast_distribution(held) == f"v2: {'m' * 64}|3\nv12: {'m' * 64}|3\n"

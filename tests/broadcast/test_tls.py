@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from broadcast.credentials import server_context
 from broadcast.origin import run_origin
 from broadcast.server import DEFAULT_OPTIONS, Limits, ServerOptions
-from broadcast.tls import server_context
 from broadcast.transport import Access
 from runspec.core.errors import UserError
 from tests.waiting import eventually

@@ -15,9 +15,9 @@ from broadcast.upstreams import (
     AHEAD,
     BUSY_S,
     DISTRUST_S,
-    PATIENCE_S,
     RECENT_S,
     RETRY_S,
+    SLOW_AFTER_S,
     Choice,
     Ticket,
     Upstream,
@@ -168,9 +168,9 @@ def test_a_drip_is_hopeless_where_another_is_known_to_be_better() -> None:
 
     assert not hopeless(0, 60.0)  # nothing is known of the other
     measured(good, 25 * MB)
-    assert hopeless(0, PATIENCE_S)
-    assert hopeless(5, PATIENCE_S)
-    assert not hopeless(0, PATIENCE_S - 0.1)
+    assert hopeless(0, SLOW_AFTER_S)
+    assert hopeless(5, SLOW_AFTER_S)
+    assert not hopeless(0, SLOW_AFTER_S - 0.1)
     assert not hopeless(12 * MB, 10.0)  # 3 s more here, 0.7 s there: not worth a change
     assert hopeless(12 * MB, 30.0)  # 10 s more
     for _ in range(8):

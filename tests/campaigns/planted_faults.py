@@ -93,7 +93,7 @@ PLANTED = [
     ),
     Planted(
         "a tied head is new after a patch",
-        "sampler/engine/patch.py",
+        "sampler/engine/loaded_weights.py",
         "    if head_changed:\n",
         "    if False:\n",
         ("tests/sampler/engine/test_reload.py",),

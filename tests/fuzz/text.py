@@ -11,9 +11,9 @@ from urllib.parse import parse_qsl
 
 from aiohttp import web
 
-from broadcast.access import Tokens
 from broadcast.answers import byte_range
 from broadcast.app import MAX_WAIT_S, _poll_parameters
+from broadcast.credentials import Tokens
 from broadcast.transport import base_url
 from runspec.core.address import parse_join_link
 from runspec.core.errors import UserError

@@ -1,8 +1,8 @@
-"""The launcher: started for each isolated program, its supervisor until the end.
+"""The launcher: one process for each isolated program, which supervises it until the end.
 
-It reads its order from a socket that stays open as long as the parent wants the program: the end
-of the socket, for whatever reason, is the program's end. It answers with what it started or why it
-could not, and at last with how it ended.
+It reads its order from a socket that stays open as long as the parent wants the program. The end of
+the socket, for whatever reason, ends the program. The launcher answers with what it started, or why
+it could not, and at last with how the program ended.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 import os
 import time
 
-from . import guard, kernel, limits, namespaces, wire
-from .order import NAMESPACES, Order, unpack
-from .watch import Watch
+from . import init_process, kernel, limits, messages, namespaces
+from .messages import NAMESPACES, Order, unpack
+from .watchdog import Watchdog
 
 _END_S = 10.0
-"""Longest wait for the guard to end what is below it."""
+"""Longest wait for the init process to end what is below it."""
 
 
 def main(control: int) -> None:
-    """Runs the order that comes over the descriptor `control`; returns once nothing is left."""
+    """Run the order that comes over the descriptor `control`; return once nothing is left."""
     os.set_inheritable(control, False)
-    fields = wire.read_order(control)
+    fields = messages.read_order(control)
     if not fields:
         return
     order = unpack(fields)
@@ -35,27 +35,27 @@ def main(control: int) -> None:
         tasks = limits.tasks_allowed(order.processes, user, contained=contained)
         child = kernel.clone(namespaces.FLAGS) if contained else os.fork()
     except OSError as error:
-        wire.answer(control, failed=str(error))
+        messages.answer(control, failed=str(error))
         return
     if child == 0:
         for descriptor in (control, go, failures, report):
             os.close(descriptor)
-        guard.guard(order, user, tasks, ready, failures_in, report_in)
+        init_process.run_init(order, user, tasks, ready, failures_in, report_in)
     for descriptor in (ready, failures_in, report_in):
         os.close(descriptor)
     problem = _let_go(order, child, user, go)
     problem = problem or _text(failures)
     if problem:
         _end(child, contained=contained)
-        wire.answer(control, failed=problem)
+        messages.answer(control, failed=problem)
         return
-    first = wire.read_answer(report)  # the guard's name for the program
-    wire.answer(control, started="yes")
+    first = messages.read_answer(report)  # the program's process id
+    messages.answer(control, started="yes")
     _supervise(order, control, child, report, int(first.get("program", 0)), started)
 
 
 def _let_go(order: Order, child: int, user: int, go: int) -> str:
-    """Maps the child's ids and lets it go on; says what went wrong."""
+    """Map the child's ids and let it continue; return what went wrong, or nothing."""
     try:
         if order.isolates(NAMESPACES):
             namespaces.map_ids(child, user, user if os.geteuid() == 0 else os.getegid())
@@ -70,7 +70,7 @@ def _let_go(order: Order, child: int, user: int, go: int) -> str:
 
 
 def _text(descriptor: int) -> str:
-    """All that comes until the descriptor's other ends are closed."""
+    """Read until the descriptor's other ends are closed."""
     text = b""
     while part := os.read(descriptor, 4096):
         text += part
@@ -81,34 +81,34 @@ def _text(descriptor: int) -> str:
 def _supervise(
     order: Order, control: int, child: int, report: int, program: int, started: float
 ) -> None:
-    """Waits for the end of the program, of the parent's interest or of a limit."""
-    import select  # only now: the program has started meanwhile
+    """Wait until the program ends, the parent closes the socket, or a limit is passed."""
+    import select  # only now: the program starts meanwhile
 
     silent = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     for stream in (0, 1, 2):
         os.dup2(silent, stream, inheritable=False)
-    watch = Watch(order, child, started)
+    watchdog = Watchdog(order, child, started)
     poll = select.poll()
     poll.register(control, select.POLLIN | select.POLLHUP)
     poll.register(report, select.POLLIN | select.POLLHUP)
     verdict = ""
     while not verdict:
-        events = dict(poll.poll(watch.wait_ms()))
+        events = dict(poll.poll(watchdog.wait_ms()))
         if report in events:
             break
-        verdict = "killed" if control in events else watch.look()
-    ending = {} if verdict else wire.read_answer(report)
+        verdict = "killed" if control in events else watchdog.check()
+    ending = {} if verdict else messages.read_answer(report)
     _end(child, contained=order.isolates(NAMESPACES), program=program)
     wall = time.monotonic() - started
     try:
-        seen = {"wall_s": wall, "seen": watch.peak, "cpu_seen": watch.cpu}
-        wire.answer(control, verdict=verdict, **seen, **ending)
+        seen = {"wall_s": wall, "seen": watchdog.peak, "cpu_seen": watchdog.cpu}
+        messages.answer(control, verdict=verdict, **seen, **ending)
     except OSError:
-        return  # the parent has closed its end: nobody asks
+        return  # the parent has closed its end
 
 
 def _end(child: int, *, contained: bool, program: int = 0) -> None:
-    """Ends the guard and all below it, and waits for that."""
+    """End the init process and all below it, and wait for that."""
     try:
         os.kill(child, kernel.SIGKILL if contained else kernel.SIGTERM)
         end = time.monotonic() + _END_S

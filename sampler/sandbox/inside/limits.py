@@ -1,7 +1,14 @@
-"""Resource limits of a process, its user, and what it may still do afterwards."""
+"""Limits and rights of a process: its user, resource limits, capabilities, and Landlock.
+
+Landlock says which files a process and its descendants may open, whatever their owner may. Rights
+that a kernel does not know yet are left out: `landlock_abi` says what there is (1: Linux 5.13,
+2: moving between directories 5.19, 3: truncating 6.2, 4: TCP 6.7, 5: ioctl on devices 6.10,
+6: abstract sockets and signals 6.12).
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 
@@ -21,9 +28,18 @@ _USERS_FROM, _USERS = 1_700_000_000, 1 << 22
 _COUNTS_BY_NAMESPACE = (5, 14)
 
 
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+_MAKE_CHAR, _MAKE_BLOCK, _TRUNCATE = 1 << 6, 1 << 11, 1 << 14
+_FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | _TRUNCATE
+_RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15}
+_LANDLOCK_RIGHTS = 16  # from ABI 5
+_LANDLOCK_VERSION = 1
+
+
 def spare_user() -> int:
-    """A user id that nobody else has here, for a process that starts as root: its own id makes
-    the count of processes its own, and owns no file. The own id where there is none to spare.
+    """Return an unused user id for a process that starts as root; the own id if there is none.
+
+    With a user of its own the process has its own count of processes and owns no file.
 
     Raises:
         PermissionError: root, for whom the kernel counts no processes, and not allowed to become
@@ -44,16 +60,18 @@ def spare_user() -> int:
 
 
 def capabilities() -> int:
-    """The effective capabilities of this process, a bit each."""
+    """Return the effective capabilities of this process as bits."""
     with open("/proc/self/status") as file:
         return next(int(row.split()[1], 16) for row in file if row.startswith("CapEff:"))
 
 
 def tasks_allowed(processes: int, user: int, *, contained: bool) -> int:
-    """The limit on the user's tasks that leaves `processes` to the program. Where the user has
-    others, whose number changes, it is wide, and the supervisor counts (see `watch`)."""
+    """Return the limit on the user's tasks that leaves `processes` to the program.
+
+    If the user has other tasks, whose number changes, the limit is wide and the watchdog counts.
+    """
     if contained and counts_by_namespace():
-        return processes + 1  # the guard
+        return processes + 1  # the init process
     if user != os.geteuid():
         return processes + contained
     return tasks_of(user) + processes + _SLACK
@@ -68,7 +86,7 @@ def counts_by_namespace() -> bool:
 
 
 def tasks_of(user: int) -> int:
-    """Processes and threads that run as a user now."""
+    """Count the processes and threads of a user."""
     total = 0
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -76,13 +94,12 @@ def tasks_of(user: int) -> int:
                 if os.stat(f"/proc/{name}").st_uid == user:
                     total += len(os.listdir(f"/proc/{name}/task"))
             except OSError:
-                continue  # ended meanwhile
+                continue  # it has ended
     return total
 
 
 def die_first() -> None:
-    """Where the machine runs out of memory, the kernel takes this process and its children before
-    any other."""
+    """Have the kernel kill this process and its children first if memory runs out."""
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
@@ -91,7 +108,7 @@ def die_first() -> None:
 
 
 def apply(memory: int, file: int, cpu: int, tasks: int) -> None:
-    """Limits of this process and of each that it starts.
+    """Set the limits of this process and of each that it starts.
 
     Args:
         memory: bytes of address space, each process.
@@ -119,9 +136,10 @@ def apply(memory: int, file: int, cpu: int, tasks: int) -> None:
 
 
 def give_up_rights(user: int, *, read_all: bool) -> None:
-    """Becomes `user` where this is root outside of namespaces, without any capability but, with
-    `read_all`, that of reading what only root may: an interpreter below /root. No program that
-    is started can gain one.
+    """Become `user` without capabilities, if this is root outside of namespaces.
+
+    With `read_all` the capability to read what only root may stays: an interpreter below /root. No
+    started program can gain another one.
 
     Raises:
         CallFailed: the kernel refuses.
@@ -137,3 +155,50 @@ def give_up_rights(user: int, *, read_all: bool) -> None:
     if keep:
         kernel.prctl("keeping a capability", kernel.PR_CAP_AMBIENT, 2, 2)
     kernel.prctl("no new privileges", kernel.PR_SET_NO_NEW_PRIVS, 1)
+
+
+def landlock_abi() -> int:
+    """Return Landlock's version here; 0 without it."""
+    try:
+        return kernel.call("Landlock", kernel.NR_LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)
+    except kernel.CallFailed:
+        return 0
+
+
+def restrict_files(readable: list[bytes], writable: list[bytes], devices: list[bytes]) -> None:
+    """Restrict this process by Landlock, for good; needs no_new_privs.
+
+    Only these paths open: `readable` to read and execute, `writable` to change as well, `devices`
+    to read and write. TCP, abstract sockets of outside and signals to outside are refused, as far
+    as the kernel knows those.
+
+    Raises:
+        CallFailed, OSError: no Landlock here, or a missing path.
+    """
+    version = landlock_abi()
+    rights = (1 << _RIGHTS_BY_ABI.get(version, _LANDLOCK_RIGHTS)) - 1
+    handled = (ctypes.c_uint64 * 3)(rights, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    ruleset = kernel.call("Landlock", kernel.NR_LANDLOCK_CREATE, ctypes.byref(handled), size, 0)
+    for path in readable:
+        _allow_path(ruleset, path, EXECUTE | READ_FILE | READ_DIR)
+    for path in writable:
+        _allow_path(ruleset, path, rights & ~(_MAKE_CHAR | _MAKE_BLOCK))
+    for path in devices:
+        _allow_path(ruleset, path, READ_FILE | WRITE_FILE)
+    kernel.call("Landlock", kernel.NR_LANDLOCK_RESTRICT, ruleset, 0)
+    os.close(ruleset)
+
+
+def _allow_path(ruleset: int, path: bytes, rights: int) -> None:
+    class Beneath(ctypes.Structure):
+        _pack_ = 1
+        _fields_ = [("rights", ctypes.c_uint64), ("descriptor", ctypes.c_int32)]
+
+    descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        directory = os.stat(descriptor).st_mode & 0o170000 == 0o040000
+        rule = Beneath(rights if directory else rights & _FILE_RIGHTS, descriptor)
+        kernel.call("Landlock rule", kernel.NR_LANDLOCK_ADD, ruleset, 1, ctypes.byref(rule), 0)
+    finally:
+        os.close(descriptor)

@@ -21,7 +21,7 @@ from runspec.core.spec.validate import to_python
 from runspec.core.spec.yaml_nodes import parse_yaml
 from runspec.lint.check import check_spec
 from runspec.local.preflight import look, missing
-from sampler.tasks.tokenizer import build_tokenizer, tokenizer_config
+from sampler.tasks.traces import build_tokenizer, tokenizer_config
 from tests.harness import ROOT
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.core.spec.spec_files import SPECS

@@ -21,9 +21,9 @@ import pytest
 
 from runspec.core.errors import UserError
 from sampler.engine import engine as engine_module
-from sampler.engine.core import Start, exit_code
 from sampler.engine.engine import Engine, EngineDied
-from sampler.engine.sockets import SocketFolder
+from sampler.engine.engine_process import Start, exit_code
+from sampler.engine.processes import SocketFolder
 from tests.preloaded import Program
 from tests.processes import alive, cpu_seconds, descendants
 from tests.sampler.engine.requests import WAIT_S, batch

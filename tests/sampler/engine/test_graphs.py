@@ -17,9 +17,9 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sampler.engine.race import Race, Rules, Vocabulary, _win
-from sampler.engine.recorded import split_recorded
+from sampler.engine.gumbel_sampling import GumbelSampler, Rules, Vocabulary, _win
 from sampler.engine.recorder import TokenRecorder
+from sampler.engine.requests import split_recorded
 from sampler.engine.seeded import SeededSampler
 from tests.sampler.engine.test_seeded import VOCABULARY, changed, logits, ours
 from verify.toploc import build_proofs, build_proofs_of
@@ -111,7 +111,7 @@ def test_the_race_is_one_graph_of_torch_and_chooses_as_without() -> None:
     graph = torch.compile(_win, fullgraph=True, dynamic=True, backend="eager")
     vocabulary = Vocabulary.of(VOCABULARY, torch.device("cpu"))
 
-    expected = Race(torch.device("cpu")).run(logits(rows), rules, at)
+    expected = GumbelSampler(torch.device("cpu")).run(logits(rows), rules, at)
     found = graph(logits(rows), rules, at, vocabulary)
 
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])

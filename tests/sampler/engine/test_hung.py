@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sampler.engine import loop
+from sampler.engine import engine_process
 from sampler.engine.engine import Engine, EngineDied
 from tests.processes import alive
 from tests.sampler.engine.requests import WAIT_S, batch
@@ -21,9 +21,9 @@ ASK_S, SILENCE_S = 0.05, 8.0
 
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A watch that asks often and waits little."""
-    monkeypatch.setattr(loop, "ASK_S", ASK_S)
-    monkeypatch.setattr(loop, "SILENCE_S", SILENCE_S)
+    """A watchdog that asks often and waits little."""
+    monkeypatch.setattr(engine_process, "ASK_S", ASK_S)
+    monkeypatch.setattr(engine_process, "SILENCE_S", SILENCE_S)
 
 
 def test_a_core_that_hangs_fails_what_is_under_way_and_a_load_starts_another(

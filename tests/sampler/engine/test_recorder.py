@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runspec.estimate.sampler import RECORDED_ROWS
-from sampler.engine.largest import Selected, by_partition, by_topk, select_largest
-from sampler.engine.recorded import split_recorded
+from sampler.engine.recorder import Selected, by_partition, by_topk, select_largest
+from sampler.engine.requests import split_recorded
 from verify.toploc import build_proofs, build_proofs_of
 from verify.toploc.selection import CHUNK_ROWS, TOP_K, select
 

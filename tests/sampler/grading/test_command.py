@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sampler.__main__ import main
-from sampler.grading.lines import read_lines
+from sampler.grading.command import read_lines
 from tests.processes import with_word
 from tests.sampler.grading.plugin import install, install_term
 from tests.waiting import eventually
@@ -145,7 +145,7 @@ def test_a_package_that_does_not_import_is_the_error_of_its_lines(
 def test_an_over_long_line_is_named_and_the_next_one_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sampler.grading.lines.MAX_LINE_BYTES", 200)
+    monkeypatch.setattr("sampler.grading.command.MAX_LINE_BYTES", 200)
     path = written(tmp_path, row("x" * 1000), row("18"), row("y" * 300))
     with Path(path).open("rb") as file:
         lines = list(read_lines(file))

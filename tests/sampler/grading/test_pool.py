@@ -15,8 +15,7 @@ import pytest
 
 from runspec.core.process import RunStopped
 from sampler.grading.answers import MAX_ANSWER_CHARS
-from sampler.grading.graders import Graders
-from sampler.grading.pool import GradersClosed
+from sampler.grading.graders import Graders, GradersClosed
 from sampler.tasks.interfaces import Score, completed
 from tests.processes import with_word
 from tests.sampler.grading.plugin import TERM, answers, install_term, reward

@@ -17,9 +17,8 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import SamplerPool, Source
 from sampler.engine.requests import Sampled, SampleRequest
-from sampler.measuring.measure import Measurement, measure
-from sampler.measuring.progress import Tries, open_progress
-from sampler.measuring.rows import write_rows
+from sampler.measuring.command import write_rows
+from sampler.measuring.measure import Measurement, Tries, measure, open_progress
 from sampler.tasks.interfaces import make_source
 from tests.sampler.tasks.row_files import KeepAll
 from verify.plugins import Graded, GradeItem, GraderFault, Problem

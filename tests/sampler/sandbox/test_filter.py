@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sampler.sandbox.filter import ALLOW, ARCHITECTURES, KILL, build
-from sampler.sandbox.syscalls import BY_ARGUMENT, CONTAINED, PLAIN
+from sampler.sandbox.filter import ALLOW, ARCHITECTURES, BY_ARGUMENT, CONTAINED, KILL, PLAIN, build
 
 EPERM, ENOSYS = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
 TABLES = {**PLAIN, **CONTAINED, **BY_ARGUMENT}

@@ -11,7 +11,7 @@ import pytest
 
 from sampler.sandbox import SET_B, Finished, Limits, probe, run
 from sampler.sandbox import process as parent_side
-from sampler.sandbox.inside import landlock, limits, watch
+from sampler.sandbox.inside import limits, watchdog
 
 SANDBOX = Path(parent_side.__file__).parent
 LIMITS = Limits(wall_s=30.0, processes=8)
@@ -28,24 +28,24 @@ def plain(source: str, *arguments: str) -> str:
 
 def test_the_launcher_imports_nothing_that_takes_its_time() -> None:
     loaded = set(plain("import inside.launcher; print(*sys.modules)").split())
-    assert "inside.guard" in loaded
+    assert "inside.init_process" in loaded
     assert not loaded & {"re", "json", "typing", "dataclasses", "enum", "pathlib", "subprocess"}
 
 
 @pytest.mark.parametrize("abi", range(1, 7))
 def test_landlock_holds_with_the_rights_of_an_older_kernel(abi: int, tmp_path: Path) -> None:
-    if landlock.abi() < abi:
+    if limits.landlock_abi() < abi:
         pytest.skip(f"Landlock's ABI {abi} is not here")
     for name in ("readable", "writable", "outside"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
     source = f"""
 import os
-from inside import kernel, landlock
-landlock.abi = lambda: {abi}
+from inside import kernel, limits
+limits.landlock_abi = lambda: {abi}
 kernel.prctl("", kernel.PR_SET_NO_NEW_PRIVS, 1)
 top = sys.argv[1].encode()
-landlock.restrict([top + b"/readable"], [top + b"/writable"], [b"/dev/null"])
+limits.restrict_files([top + b"/readable"], [top + b"/writable"], [b"/dev/null"])
 for name in ("readable", "writable", "outside"):
     for mode in ("r", "a", "x"):
         path = os.path.join(sys.argv[1], name, "new" if mode == "x" else "file")
@@ -62,7 +62,7 @@ def test_where_landlock_does_not_scope_signals_the_filter_refuses_them(
 ) -> None:
     if not set(SET_B) <= set(probe().working):
         pytest.skip("set B is not available here")
-    monkeypatch.setattr(parent_side, "abi", lambda: 5)
+    monkeypatch.setattr(parent_side, "landlock_abi", lambda: 5)
 
     def program(source: str) -> Finished:
         command = [sys.executable, "-I", "-S", "-c", source]
@@ -86,8 +86,8 @@ os.kill(0, 9)
 
 def test_children_are_found_without_the_kernel_s_list() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        assert child.pid in watch._by_parent()(os.getpid())
-        assert child.pid in watch.descendants(os.getpid())
+        assert child.pid in watchdog._by_parent()(os.getpid())
+        assert child.pid in watchdog.descendants(os.getpid())
         child.communicate(b"\n")
 
 

@@ -19,10 +19,11 @@ from runspec.core.errors import UserError
 from sampler.sandbox import PYTHON, Finished, Limits, NotIsolated, probe, require, run, start
 from sampler.sandbox import probe as probe_function
 from sampler.sandbox.__main__ import main
-from sampler.sandbox.inside import scratch, wire
-from sampler.sandbox.inside.order import Order, unpack
+from sampler.sandbox.inside import messages
+from sampler.sandbox.inside.init_process import remove_scratch
+from sampler.sandbox.inside.messages import Order, unpack
 from sampler.sandbox.limits import judge
-from sampler.sandbox.paths import resolve
+from sampler.sandbox.process import resolve_paths
 from tests.processes import alive
 
 LIMITS = Limits(wall_s=30.0)
@@ -187,37 +188,37 @@ def test_paths_are_made_real_and_the_links_on_the_way_are_kept(tmp_path: Path) -
     (tmp_path / "real" / "deep").mkdir(parents=True)
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "real" / "deep" / "up").symlink_to("..")
-    real, links = resolve([tmp_path / "link" / "deep" / "up", tmp_path / "real" / "deep"])
+    real, links = resolve_paths([tmp_path / "link" / "deep" / "up", tmp_path / "real" / "deep"])
     assert real == [bytes(tmp_path / "real")]
     assert links == [(bytes(tmp_path / "link"), b"real")]
     (tmp_path / "round").symlink_to("round")
     with pytest.raises(FileNotFoundError, match="too many"):
-        resolve([tmp_path / "round"])
+        resolve_paths([tmp_path / "round"])
 
 
 def test_an_order_crosses_whole_or_not_at_all() -> None:
     order = Order()
     order.command, order.environment, order.wall_s = [b"a", b""], {b"A": bytes(range(256))}, 1.5
-    message = wire.encode_order(vars(order))
-    assert vars(unpack(wire.read_order(BytesIO(message), BytesIO.read))) == vars(order)
+    message = messages.encode_order(vars(order))
+    assert vars(unpack(messages.read_order(BytesIO(message), BytesIO.read))) == vars(order)
     for short in (b"", message[:4], message[:-1]):
-        assert wire.read_order(BytesIO(short), BytesIO.read) == {}
+        assert messages.read_order(BytesIO(short), BytesIO.read) == {}
 
 
 def test_an_answer_is_text_within_a_bound() -> None:
     here, there = os.pipe()
-    wire.answer(there, verdict="", failed="two\nlines", status=-9, wall_s=1.5)
-    assert wire.read_answer(here) == {
+    messages.answer(there, verdict="", failed="two\nlines", status=-9, wall_s=1.5)
+    assert messages.read_answer(here) == {
         "verdict": "",
         "failed": "two lines",
         "status": "-9",
         "wall_s": "1.5",
     }
-    for size in (wire.MAX_ANSWER_BYTES + 1, 1 << 62):  # nothing of it is read
+    for size in (messages.MAX_ANSWER_BYTES + 1, 1 << 62):  # nothing of it is read
         os.write(there, size.to_bytes(8, "big"))
-        assert wire.read_answer(here) == {}
+        assert messages.read_answer(here) == {}
     os.write(there, (8).to_bytes(8, "big") + b"a \xff\x00 b\nc")  # whatever stands there
-    assert wire.read_answer(here) == {"a": "\ufffd\x00 b", "c": ""}
+    assert messages.read_answer(here) == {"a": "\ufffd\x00 b", "c": ""}
     os.close(there)
     os.close(here)
 
@@ -258,7 +259,7 @@ def test_a_scratch_directory_goes_however_deep_and_closed(tmp_path: Path) -> Non
         (inner / "file").touch()
     inner.chmod(0)
     (top / ".moved-1").chmod(0o300)
-    scratch.remove(bytes(top))
+    remove_scratch(bytes(top))
     assert not top.exists()
     assert (outside / "kept").exists()
-    scratch.remove(bytes(top))
+    remove_scratch(bytes(top))

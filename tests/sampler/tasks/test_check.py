@@ -14,7 +14,7 @@ import pytest
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from sampler.tasks.check import check
-from sampler.tasks.sources import kept
+from sampler.tasks.sources import file_source
 from sampler.tasks.task_set import build_task_set
 from sampler.tasks.traces import build_warm_start_data
 from tests.sampler.grading.plugin import install
@@ -45,7 +45,7 @@ def test_problems_that_are_right_are_counted_and_cached_for_the_roles(tmp_path: 
     assert checked.faults == []
     assert checked.notes == ["source words: 88 to train on, 11 held out, 1 over-long"]
     # And the roles need not look through the rows again
-    with patch.object(kept, "_look_through", side_effect=AssertionError):
+    with patch.object(file_source, "_scan", side_effect=AssertionError):
         data = build_warm_start_data(spec)
         data.write_tokenizer(tmp_path)
         assert len(build_task_set(spec, tmp_path)) == 88
@@ -137,7 +137,7 @@ def test_prompts_are_measured_with_the_tokenizer_of_a_model_that_is_here(
     assert check(spec, tokenizer_dir).notes == [
         "source words: 19 to train on, 0 held out, 1 over-long"
     ]
-    with patch.object(kept, "_look_through", side_effect=AssertionError):
+    with patch.object(file_source, "_scan", side_effect=AssertionError):
         assert len(build_task_set(spec, tokenizer_dir)) == 19
     # and without it the rows are read all the same
     del rows[5]["task_type"]

@@ -12,7 +12,7 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Source
 from sampler.tasks.interfaces import make_source
-from sampler.tasks.keep import Fitting, InSplit, split_of
+from sampler.tasks.problems import Fitting, InSplit, split_of
 from sampler.tasks.prompts import PromptCodec, PromptForm
 from tests.sampler.tasks.conftest import laptop_spec
 from tests.sampler.tasks.row_files import (

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Reward
 from sampler.grading.answers import Answer
+from sampler.grading.command import answer_of
 from sampler.grading.graders import Graders
-from sampler.grading.lines import answer_of
 from sampler.tasks.interfaces import Score
 from sampler.tasks.prompts import PromptCodec, PromptForm, answer_in
 from sampler.tasks.task_set import RunTask

@@ -17,7 +17,7 @@ from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.plugins import missing_plugins
 from runspec.lint.check import check_spec
-from sampler.tasks.keep import split_of
+from sampler.tasks.problems import split_of
 from sampler.tasks.sources.gym import REFUSED
 from sampler.tasks.task_set import RunTask, build_task_set
 from tests.sampler.tasks.conftest import SPECS, laptop_spec

@@ -10,10 +10,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from runspec.core.errors import UserError
-from sampler.tasks.keep import split_of
+from sampler.tasks.problems import split_of
 from sampler.tasks.task_set import RunTask
-from sampler.tasks.tokenizer import SPECIAL, build_tokenizer
-from sampler.tasks.traces import WarmStartTraces, build_warm_start_data
+from sampler.tasks.traces import SPECIAL, WarmStartTraces, build_tokenizer, build_warm_start_data
 from tests.sampler.tasks.conftest import laptop_spec
 from tests.sampler.tasks.row_files import make_rows, write_jsonl
 from verify.plugins import GradeItem

@@ -1,28 +1,34 @@
-"""Whether a program passes its tests. The program never sees the tests, and says nothing here but
-values: the judgement is made outside its sandbox."""
+"""Judges a program by its tests: takes it from the answer, runs it, compares outputs and values.
+
+The program never sees the tests and returns nothing but values: the judgement is made outside its
+sandbox.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from textwrap import shorten
+from decimal import Decimal, InvalidOperation
+from textwrap import dedent, indent, shorten
 from typing import Any
 
 from sampler.grading.channel import ChannelClosed, Overdue
 from sampler.sandbox import PYTHON, Limits, run
-from sampler.tasks.rewards.code.compare import same_output, same_value
 from sampler.tasks.rewards.code.formats import CallTest, CheckTests, StdioTest, Tests
 from sampler.tasks.rewards.code.plain import decode, encode
-from sampler.tasks.rewards.code.program import MAX_PROGRAM_CHARS, completions
 from sampler.tasks.rewards.code.sessions import Program, ProgramFailed, Session
 
+_MAX_NUMBER_CHARS = 400
+FENCE = "```"
+MAX_PROGRAM_CHARS = 256 * 1024
 MAX_CALLS = 200_000
-"""Calls of one program that its tests may make."""
+"""Most calls of one program that its tests may make."""
 TESTS_S = 10.0
-"""Time that tests which are code have for themselves once the program's is over: one that uses up
-its own puts no blame on them."""
+"""Seconds that tests which are code have after the program's time is over: a program that uses
+up its time must not look like a fault of the tests."""
 
 
 @dataclass(frozen=True)
@@ -30,21 +36,21 @@ class Judge:
     """Runs one program against its tests."""
 
     mechanisms: Sequence[str]
-    """Isolate each process."""
+    """Mechanisms that isolate each process."""
     limits: Limits
-    """Of each process."""
+    """Limits of each process."""
     deadline: float
-    """Of all of it (`time.monotonic`)."""
+    """Deadline of the whole judgement (`time.monotonic`)."""
 
     def judge(self, program: str, tests: Tests) -> str:
-        """Runs a program against all its tests, up to the first that fails.
+        """Run a program against all its tests, up to the first that fails.
 
         Args:
             program: Python source.
-            tests: what it has to pass.
+            tests: the tests that it has to pass.
 
         Returns:
-            Why it fails; empty where it passes all.
+            Why it fails; empty if it passes all.
 
         Raises:
             ValueError: the tests themselves cannot be run.
@@ -134,7 +140,7 @@ def _right(returned: Any, expected: Any, tolerance: float) -> bool:
 def _answer_calls(
     called: Program, checker: Session, message: dict[str, Any], names: set[str]
 ) -> None:
-    """Hands the tests' calls to the program until they say how it ends."""
+    """Forward the tests' calls to the program until the tests report a result."""
     for _ in range(MAX_CALLS):
         if message.get("passed") is True:
             return
@@ -153,12 +159,113 @@ def _answer_calls(
 
 @contextmanager
 def _tests_at_fault(checker: Session) -> Iterator[None]:
-    """Before the first call, whatever goes wrong with the tests is no doing of the program."""
+    """Raise a ValueError for failures before the first call: the tests cause them."""
     try:
         yield
     except (ChannelClosed, Overdue) as error:
-        raise ValueError(f"the tests cannot be run: {checker.fate()}") from error
+        raise ValueError(f"the tests cannot be run: {checker.exit_reason()}") from error
 
 
 def _short(text: str) -> str:
     return repr(shorten(text[:400], 120))
+
+
+def same_output(printed: str, expected: str, tolerance: float) -> bool:
+    """Compare outputs line by line, without blanks at the ends of lines and of the whole.
+
+    Lines also match if all their words are numbers of equal value (1.0 and 1.00), which may differ
+    by `tolerance`, relative or absolute.
+    """
+    ours, theirs = (text.strip().splitlines() for text in (printed, expected))
+    return len(ours) == len(theirs) and all(
+        a.strip() == b.strip() or _same_numbers(a.split(), b.split(), tolerance)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def same_value(returned: Any, expected: Any, tolerance: float) -> bool:
+    """Compare plain data, tuples as lists; a list of one may stand for its element (APPS).
+
+    Expected data comes from JSON, so object keys are compared as texts.
+    """
+    ours, theirs = _as_json(returned), _as_json(expected)
+    if _equal(ours, theirs, tolerance):
+        return True
+    return isinstance(theirs, list) and len(theirs) == 1 and _equal(ours, theirs[0], tolerance)
+
+
+def _same_numbers(ours: list[str], theirs: list[str], tolerance: float) -> bool:
+    if len(ours) != len(theirs):
+        return False
+    for a, b in zip(ours, theirs, strict=True):
+        if a == b:
+            continue
+        if max(len(a), len(b)) > _MAX_NUMBER_CHARS:
+            return False
+        try:
+            left, right = Decimal(a), Decimal(b)
+            if left == right:
+                continue
+            if not tolerance or not math.isclose(
+                float(left), float(right), rel_tol=tolerance, abs_tol=tolerance
+            ):
+                return False
+        except (InvalidOperation, OverflowError):
+            return False
+    return True
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_as_json(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    return value
+
+
+def _equal(ours: Any, theirs: Any, tolerance: float) -> bool:
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(
+            _equal(a, b, tolerance) for a, b in zip(ours, theirs, strict=True)
+        )
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(
+            _equal(ours[key], theirs[key], tolerance) for key in theirs
+        )
+    if tolerance and isinstance(ours, float) and isinstance(theirs, (int, float)):
+        return math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=tolerance)
+    return bool(ours == theirs)
+
+
+def program_of(answer: str) -> str:
+    """Return the last fenced code block of an answer, closed or not; all of it if there is none."""
+    block: list[str] | None = None
+    last: str | None = None
+    margin = 0
+    for line in answer.splitlines():
+        text = line.lstrip()
+        if not text.startswith(FENCE):
+            if block is not None:
+                block.append(line[margin:] if not line[:margin].strip() else line)
+        elif block is None:
+            block, margin = [], len(line) - len(text)
+        else:
+            last, block = "\n".join(block), None
+    if block:
+        last = "\n".join(block)
+    return answer if last is None else last
+
+
+def completions(prompt: str, text: str) -> list[str]:
+    """Return the programs that a completion of a prompt may stand for, in the order to try them.
+
+    It is the whole function, or only its body, whose first line may have lost its indentation.
+    """
+    body = dedent(text).strip("\n")
+    return [
+        f"{prompt}\n\n{text}",
+        text,
+        f"{prompt}{text}",
+        f"{prompt}    {text.lstrip()}",
+        f"{prompt}{indent(body, '    ')}",
+    ]

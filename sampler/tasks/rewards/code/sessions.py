@@ -75,9 +75,9 @@ class Session:
             raise NoMessage("a message that is no object")
         return message
 
-    def fate(self) -> str:
+    def exit_reason(self) -> str:
         """How the process ended, in words."""
-        return f"the program: {self._process.fate()}"
+        return f"the program: {self._process.exit_reason()}"
 
 
 class Program:
@@ -137,7 +137,7 @@ class Program:
         except NoMessage as error:
             raise ProgramFailed(f"the program sent {error}") from error
         except ChannelClosed as error:
-            raise ProgramFailed(f"{self._session.fate()} ({error})") from error
+            raise ProgramFailed(f"{self._session.exit_reason()} ({error})") from error
         except Overdue as error:
             raise ProgramFailed("the program took too long") from error
 

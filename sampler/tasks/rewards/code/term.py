@@ -11,8 +11,7 @@ from sampler.grading.launch import mechanisms
 from sampler.sandbox import Limits
 from sampler.tasks.interfaces import Score, TaskTerm
 from sampler.tasks.rewards.code.formats import read_tests
-from sampler.tasks.rewards.code.judge import Judge
-from sampler.tasks.rewards.code.program import program_of
+from sampler.tasks.rewards.code.judge import Judge, program_of
 from verify.plugins import Problem
 
 TIMEOUT_S = 60.0

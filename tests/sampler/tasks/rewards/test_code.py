@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from sampler.grading.answers import Answer, Result
 from sampler.grading.graders import Graders
 from sampler.tasks.interfaces import Score
-from sampler.tasks.rewards.code.compare import same_output, same_value
 from sampler.tasks.rewards.code.formats import Malformed, read_tests
+from sampler.tasks.rewards.code.judge import program_of, same_output, same_value
 from sampler.tasks.rewards.code.plain import NotPlain, decode, encode
-from sampler.tasks.rewards.code.program import program_of
 from tests.sampler.grading.plugin import reward
 from verify.plugins import GraderFault, Problem
 

@@ -1,0 +1,245 @@
+"""Disk of a relay: the manifests and chunks of one run, within a limit on their bytes."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from broadcast import layout
+from broadcast.chunk_files import ProvenChunks
+from broadcast.delta_chains import versions_to_keep, with_bases
+from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
+from broadcast.pins import Pins, owners
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, remove_leftovers, temporary_name, write_atomic
+from runspec.core.signed import BadSignature
+
+
+class RelayStore:
+    """The versions that a relay holds; drops some when others need the room.
+
+    A version displaces only older ones: not those that are being read (`pins`), nor what the
+    newest is rebuilt from. The newest displaces every other: those that are being read last, and
+    of the rest what it is rebuilt from.
+
+    Args:
+        store: the relay's directory.
+        run: the run's id.
+        keep_versions: how many of the newest stay (`delta_chains.versions_to_keep`).
+        max_bytes: limit on manifests and chunks together, incoming ones included; None: no limit.
+        log: of this process.
+    """
+
+    def __init__(
+        self,
+        store: Path,
+        run: str,
+        *,
+        keep_versions: int,
+        max_bytes: int | None,
+        log: logging.Logger,
+    ) -> None:
+        self._store, self._run = store, run
+        self._keep_versions, self._max_bytes = keep_versions, max_bytes
+        self._log = log
+        self.manifests: dict[int, WeightsManifest] = {}
+        self.proven = ProvenChunks()
+        self.pins = Pins(store, run)
+        self._known: dict[str, tuple[Chunk, int]] = {}
+        """Each chunk of the manifests, and the newest version that needs it."""
+        self._owners: dict[str, int] = {}
+        self._chunk_bytes: dict[str, int] = {}
+        """Sizes of the stored chunk files."""
+        self._manifest_bytes: dict[int, int] = {}
+        self._used = 0
+
+    @property
+    def roles_path(self) -> Path:
+        return self._store / layout.roles_name(self._run)
+
+    def recall(self, publishers: Collection[str]) -> None:
+        """Load what is on disk; remove what no manifest signed by one of these keys names."""
+        remove_leftovers(self._store / self._run)
+        remove_leftovers(self._store / layout.chunks_name(self._run))
+        for version in layout.stored_versions(self._store, self._run):
+            path = self.manifest_path(version)
+            try:
+                data = read_bounded(path, MAX_BYTES)
+                manifest = open_manifest(data, run=self._run, publishers=publishers)
+            except BadSignature as error:
+                self._log.warning("%s: removed: %s", path, error)
+                shutil.rmtree(path.parent)
+            else:
+                self.manifests[version] = manifest
+                self._manifest_bytes[version] = len(data)
+        for path in (self._store / layout.chunks_name(self._run)).glob("*"):
+            self._chunk_bytes[path.name] = path.stat().st_size
+        self._used = sum(self._chunk_bytes.values()) + sum(self._manifest_bytes.values())
+        self._drop(())
+        while self._max_bytes is not None and self._used > self._max_bytes and self.manifests:
+            self._drop([min(self.manifests)])
+
+    def keep_signed(self, publishers: Collection[str]) -> None:
+        """Drop the versions whose manifests none of these keys signed, after a key was revoked."""
+        revoked = []
+        for version in self.manifests:
+            path = self.manifest_path(version)
+            try:
+                data = read_bounded(path, MAX_BYTES)
+                open_manifest(data, run=self._run, publishers=publishers)
+            except (BadSignature, OSError, UserError) as error:
+                self._log.warning("%s: removed: %s", path, error)
+                revoked.append(version)
+        self._drop(revoked)
+
+    def manifest_path(self, version: int) -> Path:
+        return self._store / layout.manifest_name(self._run, version)
+
+    def chunk_path(self, digest: str) -> Path:
+        return self._store / layout.chunk_name(self._run, digest)
+
+    def find(self, digest: str) -> tuple[Chunk, int] | None:
+        """Return a chunk by its digest and the newest version that needs it."""
+        return self._known.get(digest)
+
+    def note_reader(self, digest: str) -> None:
+        """Pin the version that the request for a chunk belongs to."""
+        if digest in self._owners:
+            self.pins.touch(self._owners[digest])
+
+    def adopt(self, manifest: WeightsManifest, data: bytes) -> None:
+        """Store a checked manifest; from now on its chunks are known.
+
+        Raises:
+            UserError: it does not fit.
+        """
+        version = manifest.version
+        self._make_room(len(data), version)
+        write_atomic(self.manifest_path(version), data)
+        self.manifests[version] = manifest
+        self._manifest_bytes[version] = len(data)
+        self._used += len(data)
+        self._index()
+
+    def shares(self) -> dict[int, float]:
+        """Return the stored share of each version: 0.0 to 1.0 of its chunks' bytes."""
+        found = {}
+        for version, manifest in self.manifests.items():
+            chunks = manifest.chunks()
+            here = sum(self._chunk_bytes.get(digest, 0) for digest in chunks)
+            total = sum(chunk.size for chunk in chunks.values())
+            found[version] = here / total if total else 1.0
+        return found
+
+    async def has(self, digest: str) -> bool:
+        """Whether a chunk is stored and correct; a damaged one is removed."""
+        path = self.chunk_path(digest)
+        if await self.proven.prove(path):
+            return True
+        if digest in self._chunk_bytes:
+            self._log.warning("%s: damaged on disk, fetching it again", path)
+            self._remove_chunk(digest)
+        return False
+
+    @contextmanager
+    def new_chunk(self, chunk: Chunk, version: int) -> Iterator[Path]:
+        """Yield an empty file for a chunk's checked bytes; it becomes the chunk at the end.
+
+        Raises:
+            UserError: there is no room for it, even if all that may be dropped is dropped.
+            OSError: it cannot be written.
+        """
+        self._make_room(chunk.size, version)
+        path = self.chunk_path(chunk.blake3)
+        temporary = temporary_name(path)
+        self._used += chunk.size
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.touch()
+            yield temporary
+            temporary.rename(path)
+        except BaseException:
+            self._used -= chunk.size
+            temporary.unlink(missing_ok=True)
+            raise
+        self._chunk_bytes[chunk.blake3] = chunk.size
+        self.proven.add(path)
+        if chunk.blake3 not in self._known:  # its versions were dropped since
+            self._remove_chunk(chunk.blake3)
+
+    def check_fits(self, version: int, chunks: Iterable[Chunk]) -> None:
+        """Check that these chunks fit all at once, before anything is dropped for them.
+
+        Raises:
+            UserError: they do not fit; nothing was dropped.
+        """
+        size = sum({chunk.blake3: chunk.size for chunk in chunks}.values())
+        if self._max_bytes is not None and size + self._manifest_bytes[version] > self._max_bytes:
+            raise UserError(
+                f"version {version} needs {size:,} bytes here, {self._max_bytes:,} are allowed; "
+                "what is here is served on",
+                place=str(self._store / self._run),
+                remedy="allow the relay more bytes",
+            )
+
+    def drop_one(self, version: int) -> bool:
+        """Drop the version that this one displaces first; return False if it may displace none."""
+        newest = max(self.manifests, default=version)
+        others = sorted(v for v in self.manifests if v != version)
+        pinned = self.pins.newest_first()[: self._keep_versions]
+        needed = with_bases([newest], self._needs())
+        if version >= newest:
+            victims = sorted(others, key=lambda v: (v in pinned, v in needed, v))
+        else:
+            victims = [v for v in others if v < version and v not in needed and v not in pinned]
+        if not victims:
+            return False
+        self._log.info("version %d goes: version %d needs the room", victims[0], version)
+        self._drop(victims[:1])
+        return True
+
+    def prune(self, newest: int) -> None:
+        """Drop the versions not to be kept; `newest` is the newest that is complete here."""
+        pinned = self.pins.newest_first()
+        remaining = versions_to_keep(self._needs(), newest, self._keep_versions, pinned)
+        self._drop(self.manifests.keys() - remaining)
+        self.pins.keep_only(remaining)
+
+    def _needs(self) -> dict[int, int | None]:
+        return {version: manifest.rebuilt_from for version, manifest in self.manifests.items()}
+
+    def _make_room(self, size: int, version: int) -> None:
+        while self._max_bytes is not None and self._used + size > self._max_bytes:
+            if not self.drop_one(version):
+                raise UserError(
+                    f"version {version} does not fit: {self._used:,} of {self._max_bytes:,} bytes "
+                    "are taken by newer versions and those that are being read",
+                    place=str(self._store / self._run),
+                    remedy="allow the relay more bytes, or let it keep fewer versions",
+                )
+
+    def _drop(self, versions: Iterable[int]) -> None:
+        """Remove versions, manifests first, and the chunks that no other version needs."""
+        for version in versions:
+            shutil.rmtree(self.manifest_path(version).parent, ignore_errors=True)
+            del self.manifests[version]
+            self._used -= self._manifest_bytes.pop(version)
+        self._index()
+        for digest in self._chunk_bytes.keys() - self._known.keys():
+            self._remove_chunk(digest)
+
+    def _remove_chunk(self, digest: str) -> None:
+        self.chunk_path(digest).unlink(missing_ok=True)
+        self._used -= self._chunk_bytes.pop(digest)
+
+    def _index(self) -> None:
+        ascending = [self.manifests[version] for version in sorted(self.manifests)]
+        self._owners = owners(ascending)
+        self._known = {
+            digest: (chunk, manifest.version)
+            for manifest in ascending
+            for digest, chunk in manifest.chunks().items()
+        }

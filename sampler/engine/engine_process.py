@@ -1,0 +1,388 @@
+"""vLLM's AsyncLLM and its processes: calls with deadlines, a watchdog, and the death of a core.
+
+All but `Loop` runs on one event loop. The engine cores (one for each data-parallel rank) are vLLM's
+child processes. A call to a dead core would never return, so each call also waits for the end of
+every core. An output has no deadline, because a sequence may take long. While outputs are awaited,
+the watchdog asks each core for a sign of life, so that a core that hangs (a kernel that never ends,
+a stopped process) is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
+from typing import Any, TypeVar
+
+from runspec.core.errors import UserError
+from runspec.core.process import RunStopped
+from sampler.engine.processes import SocketFolder, read_exit_reason
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+START_S = 600.0
+"""Seconds that vLLM may take to start."""
+RPC_S = 600.0
+"""Seconds that one call to an engine core may take: the longest reads all weights from disk."""
+ASK_S = 10.0
+"""Seconds between two signs of life. Each costs one message to the core and one back."""
+SILENCE_S = 600.0
+"""Seconds in which a core has to answer the watchdog. It answers between two steps, and after a
+call under way, none of which may take longer."""
+_GRACE_S, _KILL_S = 5.0, 10.0
+"""Seconds for a core with ranks of its own to end when asked, and for any core when killed."""
+_CODE_S = 1.0
+"""Seconds from the end of a core to its exit code."""
+_POLL_S = 0.01
+_KILL_EVERY_S = 0.1
+"""Seconds between two searches for processes of a start that has to end."""
+
+
+class EngineDied(UserError):
+    """An engine core ended or hangs. Its sequences are lost; `Engine.load` starts a new one."""
+
+    def __init__(
+        self,
+        thing: str,
+        remedy: str = "see the log above; out of memory is the usual cause (`dmesg` names it)",
+    ) -> None:
+        super().__init__(thing, place="vLLM", remedy=remedy)
+
+
+class StartFailed(EngineDied):
+    """An engine core ended before it was ready; `exit_reason` is what it recorded, or empty."""
+
+    def __init__(self, exit_reason: str, error: Exception) -> None:
+        super().__init__(f"the engine does not start: {exit_reason or error}")
+        self.exit_reason = exit_reason
+
+
+def exit_code(process: BaseProcess) -> int | None:
+    """Return the exit code of a child that has ended; waits up to a second for it.
+
+    vLLM's monitor asks too. While the kernel answers one thread, the other one is told that there
+    is no such child.
+    """
+    end = time.monotonic() + _CODE_S
+    while (code := process.exitcode) is None and time.monotonic() < end:
+        time.sleep(_POLL_S)
+    return code
+
+
+class Start:
+    """Context manager around vLLM's start: kills the started processes on a timeout or on request.
+
+    vLLM holds the event loop while it starts. If it hangs there, it ends with the processes that it
+    started.
+    """
+
+    def __init__(self, seconds: float = START_S) -> None:
+        self._before = set(multiprocessing.active_children())
+        self._told, self._over = threading.Event(), threading.Event()
+        self._watchdog = threading.Thread(target=self._watch, args=(seconds,), daemon=True)
+
+    def kill(self) -> None:
+        """Kill what was started, and what is started from now on."""
+        self._told.set()
+
+    def _watch(self, seconds: float) -> None:
+        self._told.wait(seconds)
+        while not self._over.is_set():
+            for process in set(multiprocessing.active_children()) - self._before:
+                process.kill()
+            self._over.wait(_KILL_EVERY_S)  # a process becomes a child a moment after its start
+
+    def __enter__(self) -> Start:
+        self._watchdog.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._told.set()
+        self._watchdog.join()
+
+
+class Loop:
+    """An event loop on a thread of its own, for callers on other threads that block."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        return self._loop.is_closed()
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run a coroutine, which has its own deadlines, and wait for its result.
+
+        Raises:
+            TimeoutError: it does not end in time, for example because another one blocks the loop.
+        """
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    def soon(self, action: Callable[[], object]) -> None:
+        """Call a function on the loop, after what was submitted before."""
+        self._loop.call_soon_threadsafe(action)
+
+    def close(self, timeout_s: float) -> None:
+        """Cancel all tasks, wait for them and end the loop.
+
+        Raises:
+            TimeoutError: that takes too long.
+        """
+        self.run(_settle(), timeout_s)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _settle() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+class Watchdog:
+    """Context manager around each wait for an output: calls `ask` while at least one is open.
+
+    Args:
+        ask: asks every core for a sign of life and gives a silent one up.
+    """
+
+    def __init__(self, ask: Callable[[], Awaitable[None]]) -> None:
+        self._ask = ask
+        self._waiting = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> None:
+        self._waiting += 1
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._run())
+
+    def __exit__(self, *error: object) -> None:
+        self._waiting -= 1
+        if not self._waiting and self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(ASK_S)
+            await self._ask()
+
+
+class EngineProcesses:
+    """A started AsyncLLM.
+
+    Args:
+        arguments: of `AsyncEngineArgs`.
+        died: called on the loop, once, if a core ends before `close`.
+
+    Raises:
+        StartFailed: it does not start.
+        RunStopped: vLLM does not take the arguments.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], died: Callable[[EngineDied], None]) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._loop = asyncio.get_running_loop()
+        self._died, self._has_ranks = died, arguments["tensor_parallel_size"] > 1
+        self.death: asyncio.Future[EngineDied] = self._loop.create_future()
+        """Resolved when a core has ended."""
+        self._sockets = SocketFolder()
+        try:
+            with self._sockets.in_use():
+                self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        except BaseException as error:
+            exit_reason = read_exit_reason(self._sockets.path)
+            self._sockets.remove()
+            if isinstance(error, (RuntimeError, TimeoutError)):
+                raise StartFailed(exit_reason, error) from error
+            if isinstance(error, ValueError):
+                raise RunStopped(
+                    f"vLLM refuses the model or the pool's settings: {error}",
+                    place=str(arguments["model"]),
+                    remedy="change what it names",
+                ) from error
+            raise
+        client = self._llm.engine_core
+        self._client = client
+        self._processes = list(client.resources.engine_manager.processes)
+        self.ranks = len(self._processes)
+        """Number of data-parallel ranks."""
+        self._watchdog = Watchdog(self._ask)
+        self._sentinels = [process.sentinel for process in self._processes]
+        for sentinel, process in zip(self._sentinels, self._processes, strict=True):
+            self._loop.add_reader(sentinel, self._ended, process)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the engine cores, one for each data-parallel rank."""
+        return [process.pid for process in self._processes]
+
+    async def add(self, name: str, prompt: Any, params: Any, rank: int) -> Any:
+        """Give vLLM a request.
+
+        Returns:
+            Its collector; `get` waits for the one output.
+        """
+        return await self._call(
+            self._llm.add_request(name, prompt, params, data_parallel_rank=rank), "a request"
+        )
+
+    async def output(self, collector: Any) -> Any:
+        """Return the finished output of a request; waits as long as the cores live."""
+        with self._watchdog:
+            return await self._call(collector.get(), "an output", seconds=None)
+
+    async def abort(self, names: Sequence[str]) -> None:
+        await self._call(self._llm.abort(list(names)), "the abort of requests")
+
+    async def pause(self) -> None:
+        """Pause between two steps; sequences keep their slots, their tokens and their cache."""
+        pausing = self._llm.pause_generation(mode="keep", clear_cache=False)
+        await self._call(pausing, "a pause")
+
+    async def resume(self) -> None:
+        await self._call(self._llm.resume_generation(), "the end of a pause")
+
+    async def reset_prefix_cache(self) -> None:
+        """Frees the blocks of keys and values that finished sequences left."""
+        await self._call(self._llm.reset_prefix_cache(), "the prefix cache")
+
+    async def rpc(self, method: str, **kwargs: Any) -> list[Any]:
+        """Calls a method on every worker of every rank; one answer from each."""
+        answers = await asyncio.gather(
+            *(self.rpc_of(r, method, **kwargs) for r in range(self.ranks))
+        )
+        return [answer for of_rank in answers for answer in of_rank]
+
+    async def rpc_of(self, rank: int, method: str, **kwargs: Any) -> list[Any]:
+        """Calls a method on the workers of one data-parallel rank."""
+        # vLLM's own `collective_rpc` drops the answers of every rank but the first.
+        call = self._client._call_utility_async(
+            "collective_rpc", method, None, (), kwargs, engine=self._client.core_engines[rank]
+        )
+        return list(await self._call(call, f"`{method}`"))
+
+    async def _ask(self) -> None:
+        """Ask each core for a sign of life, which it gives between two steps."""
+        for engine, pid in zip(self._client.core_engines, self.pids, strict=True):
+            call = self._client._call_utility_async("is_scheduler_paused", engine=engine)
+            with suppress(EngineDied):  # the calls that wait for an output raise it
+                what = f"a sign of life of process {pid}, while outputs are awaited"
+                await self._call(call, what, seconds=SILENCE_S)
+
+    def close(self) -> None:
+        """Ends the cores and waits for them; they have nothing to save."""
+        self._forget_sentinels()
+        if not self.death.done():  # calls under way fail
+            self.death.set_result(EngineDied("the engine was closed"))
+        if (handler := self._llm.output_handler) is not None:
+            handler.cancel()
+        if self._has_ranks:  # these share memory, which a core gives back when it is asked
+            for process in self._processes:
+                process.terminate()
+            self._join(_GRACE_S)
+        self._kill()
+        self._llm.shutdown(timeout=_KILL_S)
+        # If vLLM's own monitor noticed the end first, it left this to the loop, which is busy here;
+        # and a context with open sockets never closes.
+        resources = self._client.resources
+        for socket in (resources.input_socket, resources.output_socket, *_data_parallel(resources)):
+            if socket is not None and not socket.closed:
+                socket.close(linger=0)
+        # An unknown open socket would block this for ever, and the engine with it.
+        ending = threading.Thread(target=resources.ctx.destroy, args=(0,), daemon=True)
+        ending.start()
+        ending.join(_KILL_S)
+        if ending.is_alive():
+            _log.warning("a ZeroMQ context of the engine core does not end; it is left behind")
+        self._sockets.remove()
+
+    def _kill(self) -> None:
+        """Ends the cores at once; ranks in processes of their own end with theirs."""
+        for process in self._processes:
+            process.kill()
+        self._join(_KILL_S)
+
+    def _join(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        for process in self._processes:
+            process.join(max(0.0, end - time.monotonic()))
+
+    async def _call(
+        self, call: Coroutine[Any, Any, Any], what: str, seconds: float | None = RPC_S
+    ) -> Any:
+        """Await a call as long as the cores live and the time is not up.
+
+        Raises:
+            EngineDied: one has ended, or does not answer.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if self.death.done():
+            call.close()
+            raise self.death.result()
+        task = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait(
+                {task, self.death}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            if task.done():
+                return task.result()
+        except EngineDeadError:
+            # vLLM noticed first; the exit code follows if the process has ended at all.
+            await asyncio.wait({self.death}, timeout=_CODE_S)
+            self._give_up(EngineDied("vLLM has given the engine core up"))
+        finally:
+            task.cancel()
+        if seconds is not None:
+            self._give_up(
+                EngineDied(
+                    f"the engine core did not answer within {seconds:g} s: {what}",
+                    "see the log above, and `dmesg` for what its device says",
+                )
+            )
+        raise self.death.result()
+
+    def _give_up(self, error: EngineDied) -> None:
+        """Kill cores that no call reaches any more, unless they have ended."""
+        if not self.death.done():
+            self._kill()  # they have nothing to save
+            self._end(error)
+
+    def _ended(self, process: Any) -> None:
+        code = exit_code(process)
+        how = f"signal {-code}" if code is not None and code < 0 else f"code {code}"
+        self._end(EngineDied(f"the engine core ended ({how})"))
+
+    def _end(self, error: EngineDied) -> None:
+        self._forget_sentinels()
+        if not self.death.done():
+            self.death.set_result(error)
+            self._died(error)
+
+    def _forget_sentinels(self) -> None:
+        for sentinel in self._sentinels:
+            self._loop.remove_reader(sentinel)
+        self._sentinels = []
+
+
+def _data_parallel(resources: Any) -> tuple[Any, ...]:
+    """Sockets that vLLM opens to several engine cores."""
+    return (
+        resources.first_req_send_socket,
+        resources.first_req_rcv_socket,
+        resources.stats_update_socket,
+    )

@@ -1,0 +1,218 @@
+"""Weights inside the engine: compared with the files after a load, and patched to another version.
+
+vLLM fuses q, k and v into one parameter and gate and up into another, and gives each
+tensor-parallel rank its slices. Each tensor of the files is cut as its layer cuts it and compared,
+byte for byte, with that part of the parameter. Parameters that the engine repacked (on CPUs every
+matrix lives in a packed copy, and the original is dropped) or quantised cannot be read back. They
+are named, and the log-probs of `probe.json` check them. A tensor without a parameter in the engine
+is a difference.
+
+Most published bits stay the same from step to step. If a parameter holds the bits of the files, the
+changed elements of this rank's slice are overwritten in place. Layers that the engine repacked or
+quantised are reloaded by vLLM's own loader, and only those that changed. Both directories are
+compared on the rank's own machine: the files are checked already, and a version may be several
+steps from the last. Afterwards the engine is checked as after any load. Both ways write into the
+existing tensors, so CUDA graphs, which hold addresses, compute with the new version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bridge.delta import ChangedElements, changed_elements
+from bridge.safetensors_io import read_headers, read_tensor
+from sampler.engine.requests import LoadReport
+
+_PLAIN = (torch.float32, torch.bfloat16)
+"""Types in which a parameter holds the bits of the files; any other type is quantised."""
+Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
+"""vLLM's loader: (name, tensor) of whole layers."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of the files is in the engine, on this rank."""
+
+    module: str
+    """Path of the layer."""
+    view: torch.Tensor | None
+    """The part of a parameter that holds this rank's slice; None if the engine repacked it."""
+    axis: int
+    start: int
+    """This rank's slice of the tensor begins here along `axis`, and is as long as the view."""
+    packed: bool
+    """Whether the layer multiplies by a packed copy beside the view."""
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of the tensor, in the view's type."""
+        assert self.view is not None
+        part = tensor.narrow(self.axis, self.start, self.view.shape[self.axis])
+        return part.to(self.view.dtype)
+
+
+def compare_weights(model: Any, weights_dir: Path) -> LoadReport:
+    """Compare a loaded vLLM model with the safetensors of a weights directory.
+
+    Args:
+        model: vLLM's module on this rank.
+        weights_dir: a Hugging Face directory.
+    """
+    report = LoadReport([], [], [])
+    finder = PlaceFinder(model)
+    for name, info in read_headers(weights_dir).items():
+        place = finder.find(name)
+        if place is None:  # vLLM silently skips tensors that its model does not use
+            report.different.append(name)
+            continue
+        if place.view is None:
+            report.repacked.append(name)
+            continue
+        ours = place.cut(as_torch(read_tensor(info)))
+        same = torch.equal(_bits(place.view), _bits(ours))
+        (report.compared if same else report.different).append(name)
+        if place.packed:
+            report.repacked.append(name)
+    return report
+
+
+class PlaceFinder:
+    """Finds the files' tensors in vLLM's module of this rank."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._fused = {
+            part: (whole, position)
+            for whole, parts in model.packed_modules_mapping.items()
+            for position, part in enumerate(parts)
+        }
+
+    def find(self, name: str) -> Place | None:
+        """Return where a tensor is; None if the engine has no parameter for it."""
+        module_name, _, kind = name.rpartition(".")
+        parent, _, leaf = module_name.rpartition(".")
+        whole, position = self._fused.get(leaf, (leaf, None))
+        path = f"{parent}.{whole}" if parent else whole
+        parameter = self._parameters.get(f"{path}.{kind}")
+        if parameter is None:
+            return None
+        if parameter.numel() == 0 or parameter.dtype not in _PLAIN:
+            return Place(path, None, 0, 0, packed=True)
+        view, axis, start = _cut(self._model.get_submodule(path), kind, position, parameter)
+        # On CPUs the head keeps its tensor beside the packed copy that it multiplies by.
+        head = self._model.lm_head
+        packed = parameter is head.weight and hasattr(head, "cpu_linear")
+        return Place(path, view, axis, start, packed)
+
+
+def _cut(
+    module: Any, kind: str, position: int | None, parameter: torch.Tensor
+) -> tuple[torch.Tensor, int, int]:
+    """Return the part of the parameter that came from a tensor; axis and start of the cut."""
+    from vllm.model_executor.layers.linear import (
+        MergedColumnParallelLinear,
+        QKVParallelLinear,
+        RowParallelLinear,
+    )
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    if isinstance(module, VocabParallelEmbedding):  # the head is one too
+        rows = module.shard_indices
+        count = rows.org_vocab_end_index - rows.org_vocab_start_index
+        # The padding of the vocabulary is not the files'.
+        return parameter.narrow(0, 0, count), 0, rows.org_vocab_start_index
+    if isinstance(module, QKVParallelLinear):
+        assert position is not None
+        heads = (module.num_heads, module.num_kv_heads, module.num_kv_heads)
+        sizes = [count * module.head_size for count in heads]
+        # Where ranks outnumber the KV heads, several hold the same one.
+        rank = module.tp_rank // (module.num_kv_head_replicas if position > 0 else 1)
+        return _part(parameter, sizes, position), 0, rank * sizes[position]
+    if isinstance(module, MergedColumnParallelLinear):
+        assert position is not None
+        sizes = [size // module.tp_size for size in module.output_sizes]
+        return _part(parameter, sizes, position), 0, module.tp_rank * sizes[position]
+    if isinstance(module, RowParallelLinear) and kind == "weight":
+        return parameter, 1, module.tp_rank * parameter.shape[1]
+    return parameter, 0, 0
+
+
+def _part(parameter: torch.Tensor, sizes: list[int], position: int) -> torch.Tensor:
+    return parameter.narrow(0, sum(sizes[:position]), sizes[position])
+
+
+def as_torch(array: np.ndarray) -> torch.Tensor:
+    """View an array as a tensor: float32 as it is, two-byte types as bfloat16."""
+    if array.dtype == np.float32:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    # Compared as integers: two NaNs are the same bytes, 0.0 and -0.0 are not.
+    integer = torch.int32 if tensor.element_size() == 4 else torch.int16
+    return tensor.detach().cpu().contiguous().view(integer)
+
+
+def patch_weights(model: Any, base_dir: Path, weights_dir: Path, *, reload: Reload) -> bool:
+    """Change a model from one version to another in place.
+
+    Args:
+        model: vLLM's module on this rank.
+        base_dir: the version that it holds.
+        weights_dir: the version that it is to hold.
+        reload: loads layers that cannot be overwritten.
+
+    Returns:
+        False if it cannot be done, and nothing was changed: the versions hold other tensors, or the
+        engine has no parameter for one.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    old, new = read_headers(base_dir), read_headers(weights_dir)
+    if {n: (i.dtype, i.shape) for n, i in old.items()} != {
+        n: (i.dtype, i.shape) for n, i in new.items()
+    }:
+        return False
+    finder = PlaceFinder(model)
+    places = {name: place for name in new if (place := finder.find(name)) is not None}
+    if len(places) < len(new):
+        return False
+    tied = bool(model.config.tie_word_embeddings)
+    layers, head_changed = set(), False
+    for change in changed_elements(base_dir, weights_dir):
+        place = places[change.info.name]
+        # A tied head has the embedding's parameter; its packed copy is rebuilt below.
+        if place.view is None or (place.packed and not tied):
+            layers.add(place.module)
+            continue
+        _overwrite(place, place.view, change)
+        head_changed |= place.packed
+    if layers:
+        names = [name for name, place in places.items() if place.module in layers]
+        reload((name, as_torch(read_tensor(new[name]))) for name in names)
+    if head_changed:
+        model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+    return True
+
+
+@torch.no_grad()
+def _overwrite(place: Place, view: torch.Tensor, change: ChangedElements) -> None:
+    """Write the changed elements of this rank's slice."""
+    where = list(np.unravel_index(change.indices, change.info.shape))
+    along = where[place.axis] - place.start
+    ours = (along >= 0) & (along < view.shape[place.axis])
+    if not ours.any():
+        return
+    where[place.axis] = along
+    index = tuple(torch.from_numpy(axis[ours]).to(view.device) for axis in where)
+    bits = change.bits[ours]
+    values = as_torch(bits.view(np.float32) if bits.itemsize == 4 else bits)
+    view[index] = values.to(view.device, view.dtype)

@@ -1,0 +1,249 @@
+"""How vLLM's processes start and end: their sockets, their end with the worker, the fork server.
+
+- vLLM leaves the sockets between its processes where it makes them: they get a folder that goes.
+  An engine core that does not start also leaves the exception that ended it there, because vLLM
+  tells the worker only that it failed.
+- vLLM's processes wait for messages for ever if the worker is killed (SIGKILL). Each of ours holds
+  one end of a pipe whose other end closes with its parent. A thread waits for that, from before the
+  first line of vLLM's runs.
+- On CPUs engine cores are forked from a server that has vLLM imported. The import takes ten seconds
+  of a core's CPU time, and a spawned engine core begins with it. The server imports vLLM while the
+  worker imports it too, and a core that died is replaced in the time that its weights take. On GPUs
+  cores are spawned.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import multiprocessing
+import os
+import secrets
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from multiprocessing import context, current_process, forkserver, popen_forkserver
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import SimpleNamespace
+
+from runspec.core.errors import UserError
+
+_VARIABLE = "VLLM_RPC_BASE_PATH"
+_EXIT_REASON_FILE = "cause"
+_CORE_LOGGER = "vllm.v1.engine.core"
+_PREFIX = "rvllm-"
+_LONGEST = 107 - len("/00000000-0000-0000-0000-000000000000")
+"""Most bytes of a folder's name: a socket's whole name has at most 107, vLLM's part of it 37."""
+_REMOVE = """trap "" TERM
+read -r _
+for _ in 1 2 3 4 5; do rm -rf -- "$0" && break; done"""
+"""Shell script that removes a folder once its input ends. It tries again, because an ending
+process of vLLM's may put another socket there."""
+_starting = threading.Lock()  # the variable belongs to the whole process
+
+
+_LIBRARIES = (
+    ("vllm", "libs/libtcmalloc*.so*"),
+    ("torch", "../torch.libs/libgomp*.so*"),
+    ("torch", "lib/libgomp*.so*"),
+)
+"""Libraries that vLLM preloads in an engine core on CPUs: package, and pattern in it."""
+
+
+class SocketFolder:
+    """A private folder for sockets, removed by `remove` or when this process ends.
+
+    Raises:
+        UserError: it cannot be made, or its name is too long for a socket's.
+    """
+
+    def __init__(self) -> None:
+        beside = os.environ.get(_VARIABLE) or tempfile.gettempdir()
+        self.path = Path(beside, f"{_PREFIX}{secrets.token_hex(4)}")
+        if len(os.fsencode(self.path)) > _LONGEST:
+            raise UserError(
+                f"no socket can lie in a folder whose name has over {_LONGEST} bytes",
+                place=str(self.path),
+                remedy=f"set TMPDIR or {_VARIABLE} to a shorter one",
+            )
+        self._remover = subprocess.Popen(
+            ["/bin/sh", "-c", _REMOVE, str(self.path)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            self.path.mkdir(mode=0o700)
+        except OSError as error:
+            self.remove()
+            raise UserError(
+                f"no folder can be made for vLLM's sockets: {error.strerror or error}",
+                place=beside,
+                remedy=f"mend it, or set {_VARIABLE} to another",
+            ) from error
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Processes started inside the block make their sockets here; one engine at a time."""
+        with _starting:
+            before = os.environ.get(_VARIABLE)
+            os.environ[_VARIABLE] = str(self.path)
+            try:
+                yield
+            finally:
+                if before is None:
+                    del os.environ[_VARIABLE]
+                else:
+                    os.environ[_VARIABLE] = before
+
+    def remove(self) -> None:
+        """Remove the folder and the sockets in it; a second call does nothing."""
+        self._remover.communicate()
+
+
+class _ExitReasonHandler(logging.Handler):
+    """Writes the last logged exception to a file."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(logging.ERROR)
+        self._file = folder / _EXIT_REASON_FILE
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and (error := record.exc_info[1]) is not None:
+            try:
+                self._file.write_text(f"{type(error).__name__}: {error}")
+            except OSError:  # for example a full disk; the core ends all the same
+                self.handleError(record)
+
+
+def record_exit_reason() -> None:
+    """Record the exception that ends this engine core, for `read_exit_reason` of the worker."""
+    folder = Path(os.environ.get(_VARIABLE, ""))
+    if folder.name.startswith(_PREFIX):
+        logging.getLogger(_CORE_LOGGER).addHandler(_ExitReasonHandler(folder))
+
+
+def read_exit_reason(folder: Path) -> str:
+    """Return what ended the core whose sockets lie in a folder; empty if it recorded nothing."""
+    file = folder / _EXIT_REASON_FILE
+    return file.read_text(errors="replace") if file.exists() else ""
+
+
+class EndsWithParent(BaseProcess):
+    """Mixin for a context's process class: the process is killed as soon as its parent ends."""
+
+    def run(self) -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+
+        def wait() -> None:
+            parent.join()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=wait, name="die-with-parent", daemon=True).start()
+        super().run()
+
+
+class _SpawnedProcess(EndsWithParent, context.SpawnProcess):
+    """A spawned process."""
+
+
+class Spawned(context.SpawnContext):
+    """Context of `multiprocessing` whose spawned processes end with their parent."""
+
+    Process = _SpawnedProcess
+
+
+def in_vllm(start: context.BaseContext) -> SimpleNamespace:
+    """Return a stand-in for the module `multiprocessing` in `vllm.utils.system_utils`.
+
+    It makes vLLM start its processes in the context `start`.
+    """
+    return SimpleNamespace(get_context=lambda method: start)
+
+
+SPAWNED = in_vllm(Spawned())
+
+
+class _Handle(popen_forkserver.Popen):
+    """Process handle for several threads: the exit code arrives once, through a pipe."""
+
+    _lock = threading.Lock()
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if flag != os.WNOHANG and self.returncode is None:
+            wait([self.sentinel])
+        with self._lock:
+            return super().poll()
+
+
+class _ForkedProcess(EndsWithParent, context.ForkServerProcess):
+    """A forked process with the environment variables of the process that starts it."""
+
+    variables: dict[str, str]
+
+    @staticmethod
+    def _Popen(process: _ForkedProcess) -> _Handle:  # type: ignore[override]
+        process.variables = dict(os.environ)
+        return _Handle(process)
+
+    def run(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the server ignores it
+        os.environ.clear()
+        os.environ.update(self.variables)
+        super().run()
+
+
+class Forked(context.ForkServerContext):
+    """Context of `multiprocessing` whose processes have imported what the server has."""
+
+    Process = _ForkedProcess
+
+
+CONTEXT = Forked()
+FORKED = in_vllm(CONTEXT)
+"""vLLM's own setting allows only spawning, and forking the worker, which has threads."""
+
+
+def serve(preload: str = "sampler.engine.preload") -> None:
+    """Start the server unless it runs; it ends with this process.
+
+    Args:
+        preload: the module that it imports.
+    """
+    current_process()._config["tempdir"] = str(_folder().path)  # type: ignore[attr-defined]
+    forkserver.set_forkserver_preload([preload])
+    with _libraries_first():
+        forkserver.ensure_running()
+
+
+@functools.cache
+def _folder() -> SocketFolder:
+    """Return the folder of the server's socket."""
+    return SocketFolder()
+
+
+@contextmanager
+def _libraries_first() -> Iterator[None]:
+    """Processes started inside the block preload the libraries that vLLM's cores preload."""
+    before = os.environ.get("LD_PRELOAD")
+    found = [path for package, pattern in _LIBRARIES for path in _find(package, pattern)]
+    os.environ["LD_PRELOAD"] = ":".join([*found, before] if before else found)
+    try:
+        yield
+    finally:
+        del os.environ["LD_PRELOAD"]
+        if before is not None:
+            os.environ["LD_PRELOAD"] = before
+
+
+def _find(package: str, pattern: str) -> list[str]:
+    """Return the first match in the folder of a package, without importing it."""
+    spec = find_spec(package)
+    folders = (spec.submodule_search_locations or []) if spec else []
+    return [str(path) for folder in folders for path in sorted(Path(folder).glob(pattern))][:1]

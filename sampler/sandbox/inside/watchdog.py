@@ -1,0 +1,180 @@
+"""Watchdog over the sums of all processes of a program, which the kernel's limits do not bound.
+
+Between two checks a program can exceed a sum; the limits of each process hold all the while.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+
+from .messages import NAMESPACES, Order
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # without the import of `typing`
+    from collections.abc import Callable
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
+_TICK_S, _IDLE_S = 0.05, 0.4
+"""Seconds between two checks of a program that works, and of one that waits."""
+_MAX_ENTRIES = 4096
+"""Files and directories in a scratch directory that is not a file system of its own."""
+
+
+class Watchdog:
+    """Watches everything below an init process.
+
+    Args:
+        order: the limits.
+        init: process id of the init process, which is not counted.
+        started: `time.monotonic()` from which the wall clock counts.
+
+    Attributes:
+        cpu, peak: seconds of CPU and most bytes of memory seen so far.
+    """
+
+    def __init__(self, order: Order, init: int, started: float) -> None:
+        self._order = order
+        self._init = init
+        self._end = started + order.wall_s if order.wall_s else float("inf")
+        self._tick_s = _TICK_S
+        self.cpu = 0.0
+        self.peak = 0
+
+    def wait_ms(self) -> int:
+        """Return the milliseconds until the next check is due."""
+        left = min(self._tick_s, self._end - time.monotonic())
+        return max(0, int(1e3 * left) + 1)
+
+    def check(self) -> str:
+        """Return the limit that was exceeded (time, cpu, memory, processes, files) or nothing."""
+        if time.monotonic() >= self._end:
+            return "time"
+        cpu, memory, tasks, pids = self._sums()
+        self.peak = max(self.peak, memory)
+        # A program that waits is checked less and less often, and often again once it works.
+        self._tick_s = _TICK_S if cpu > self.cpu else min(2 * self._tick_s, _IDLE_S)
+        self.cpu = max(cpu, self.cpu)
+        if self._order.cpu_s and cpu > self._order.cpu_s:
+            return "cpu"
+        if memory > self._order.memory and self._proportional(pids) > self._order.memory:
+            return "memory"
+        if tasks > self._order.processes:
+            return "processes"
+        if not self._order.isolates(NAMESPACES) and self._scratch_is_full(pids):
+            return "files"
+        return ""
+
+    def _sums(self) -> tuple[float, int, int, list[int]]:
+        """Return CPU seconds, bytes of memory, tasks and process ids of all below the init process.
+
+        Memory that processes share counts for each.
+        """
+        pages = tasks = 0
+        cpu = self._collected()
+        pids = descendants(self._init)
+        for pid in pids:
+            try:
+                with open(f"/proc/{pid}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+                with open(f"/proc/{pid}/statm", "rb") as file:
+                    memory = file.read().split()
+            except OSError:
+                continue  # it has ended
+            cpu += sum(int(field) for field in fields[11:15])
+            tasks += int(fields[17])
+            pages += int(memory[1])
+        return cpu / _TICKS, pages * _PAGE, tasks, pids
+
+    def _collected(self) -> int:
+        """Return the clock ticks of the ended processes that the init process collected."""
+        try:
+            with open(f"/proc/{self._init}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            return 0  # it has ended
+        return int(fields[13]) + int(fields[14])
+
+    def _proportional(self, pids: list[int]) -> int:
+        """Return anonymous memory in bytes; shared memory is divided among the sharers."""
+        total = 0
+        for pid in pids:
+            try:
+                with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+                    rows = dict(row.split(b":", 1) for row in file.read().splitlines()[1:])
+                shares = (rows[b"Pss_Anon"], rows[b"Pss_Shmem"])
+                total += sum(int(share.split()[0]) << 10 for share in shares)
+            except (OSError, KeyError):
+                continue  # it has ended
+        return total
+
+    def _scratch_is_full(self, pids: list[int]) -> bool:
+        total = entries = 0
+        stack = [os.fsencode(self._order.scratch)]
+        while stack:
+            try:
+                with os.scandir(stack.pop()) as rows:
+                    for row in rows:
+                        entries += 1
+                        if entries > _MAX_ENTRIES:
+                            return True
+                        if row.is_dir(follow_symlinks=False):
+                            stack.append(row.path)
+                        else:
+                            total += row.stat(follow_symlinks=False).st_blocks * 512
+            except FileNotFoundError:
+                continue  # it is gone
+            except OSError:
+                return True  # too deep to look into, or made unreadable
+        return total + self._removed_bytes(pids) > self._order.file_bytes
+
+    def _removed_bytes(self, pids: list[int]) -> int:
+        """Return the bytes of removed files that are still open."""
+        sizes = {}
+        for pid in pids:
+            try:
+                for name in os.listdir(f"/proc/{pid}/fd"):
+                    status = os.stat(f"/proc/{pid}/fd/{name}")
+                    if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+                        sizes[status.st_ino] = status.st_blocks * 512
+            except OSError:
+                continue  # it has ended or was closed
+        return sum(sizes.values())
+
+
+def descendants(root: int) -> list[int]:
+    """Return the process ids of all below `root`, which adopts orphans; zombies included."""
+    found, stack = [], [root]
+    children = _children if os.path.exists(f"/proc/{root}/task/{root}/children") else _by_parent()
+    while stack:
+        pids = children(stack.pop())
+        found += pids
+        stack += pids
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    pids = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
+                pids += [int(word) for word in file.read().split()]
+    except OSError:
+        return pids  # it has ended
+    return pids
+
+
+def _by_parent() -> Callable[[int], list[int]]:
+    """Group all processes by parent, for a kernel that does not list children."""
+    rows: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    parent = int(file.read().rpartition(b")")[2].split()[1])
+            except OSError:
+                continue  # it has ended
+            rows.setdefault(parent, []).append(int(name))
+    return lambda pid: rows.get(pid, [])
