@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
+import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runspec.cli.background import start_in_background
+from runspec.cli import exit_code_of
 from runspec.cli.spec_files import sound_spec
 from runspec.cli.status import show_link
 from runspec.cli.view import watching
@@ -22,6 +25,7 @@ from runspec.core.spec.resolved import MAX_BYTES, load_resolved, parse_resolved
 from runspec.local.anew import STARTS_ANEW, starts_anew
 from runspec.local.apply import supervise
 from runspec.local.backend import LOCAL, backend
+from runspec.local.children import last_lines
 from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
 from runspec.local.conditions import unsolved_text
 from runspec.local.live import CHANGE, ask, change_request
@@ -29,15 +33,21 @@ from runspec.local.machine import this_machine
 from runspec.local.metrics import read_rows
 from runspec.local.planning import RunPlan, make_plan, refuse_stale, seen_now
 from runspec.local.prepare import NotReady, prepare_run, require_ready
+from runspec.local.prepared import PreparedRun
 from runspec.local.problems import with_problems
-from runspec.local.run_dir import RunLocked, run_directory
+from runspec.local.run_dir import RunLocked, run_directory, sign_lock
 from runspec.local.signals import EXIT_INTERRUPTED, StopSignals
+from runspec.local.state import RunState
 from runspec.local.text import duration, number
 from runspec.local.trained_model import trained_model
 from runspec.plan.saved import BadPlan, SavedPlan, read_plan
 
 EXIT_FAILED = 1
 LAPTOP = "laptop"
+SUPERVISOR_LOG = "supervisor.log"
+START_PATIENCE_S = 600.0
+_LINES = 20
+_POLL_S = 0.2
 
 
 def apply_command(files: SpecFiles, detach: bool, runs_dir: Path | None) -> int:
@@ -188,3 +198,60 @@ def show_missing(error: NotReady, files: SpecFiles | None) -> None:
     if laptop.exists():
         command = shlex.join(["runspec", "apply", str(files.path), "--profile", LAPTOP])
         console.print(f"The same loop, small enough for this machine: {command}", soft_wrap=True)
+
+
+def start_in_background(run: PreparedRun) -> int:
+    """Starts the supervisor of an open run and waits until its roles have started.
+
+    Returns:
+        0; or the supervisor's exit code where it has ended by then.
+    """
+    log = run.directory / "logs" / SUPERVISOR_LOG
+    log.parent.mkdir(exist_ok=True)
+    with closing(RunState(run.directory)) as state:
+        before = state.sessions()
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "runspec.cli.apply", str(run.directory), str(run.lock)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(run.lock,),
+            )
+        deadline = time.monotonic() + START_PATIENCE_S
+        while time.monotonic() < deadline:
+            code = process.poll()
+            row = state.run()
+            if code is not None:
+                print("\n".join(last_lines(log, _LINES)), file=sys.stderr)
+                return code
+            if state.sessions() > before and row is not None and row.state == "running":
+                break
+            time.sleep(_POLL_S)
+        else:
+            print(f"The roles have not started within {START_PATIENCE_S:.0f} s; it goes on.")
+    name = run.spec.name
+    print(f"{name} runs in the background, watched by process {process.pid}. To follow it:")
+    print(f"  runspec status {run.directory}\n  runspec logs {run.directory} -f")
+    print(f"To stop it: runspec pause {run.directory}; to go on: runspec resume {run.directory}")
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Supervises a run whose lock this process was started with."""
+    from runspec.cli.view import PlainView
+
+    run_dir, lock = Path(arguments[0]), int(arguments[1])
+    sign_lock(lock)
+    run = PreparedRun.inherited(run_dir, lock)
+    with StopSignals() as requests:
+        outcome = supervise(run, PlainView(run.spec.steps, sys.stdout), requests)
+    if outcome.kind == "interrupted":
+        print(f"interrupted by {requests.last}")
+        return EXIT_INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))

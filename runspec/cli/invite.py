@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from runspec.cli.desk import begun_by, desk
 from runspec.cli.view import plain_table
+from runspec.cli.workers import begun_by, coordinator_of
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.hashing import is_digest
@@ -76,7 +76,7 @@ def invite_command(run: str, pool: str | None, uses: int, valid_s: float, runs_d
 
 def list_invites(run: str, as_json: bool, runs_dir: Path) -> int:
     """Lists the invites of a run that is up, with their uses; returns the exit code."""
-    coordinator = desk(run, runs_dir)
+    coordinator = coordinator_of(run, runs_dir)
     rows = invite_rows(read_made(find_run(run, runs_dir)), coordinator.status()["invites"])
     if as_json:
         print(json.dumps(rows, indent=2))
@@ -93,7 +93,7 @@ def revoke_invite(run: str, named: str, reason: str, runs_dir: Path) -> int:
     Args:
         named: its link, its public key, or how that begins.
     """
-    coordinator = desk(run, runs_dir)
+    coordinator = coordinator_of(run, runs_dir)
     made = [each.key for each in read_made(find_run(run, runs_dir))]
     seen = [each["key"] for each in coordinator.status()["invites"]]
     key = _key_of(named, {*made, *seen})

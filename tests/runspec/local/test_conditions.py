@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from runspec.cli.wait import Awaited, holds, hopeless, parse_awaited
 from runspec.core.errors import UserError
-from runspec.local.awaiting import Awaited, holds, hopeless, parse_awaited
 from runspec.local.conditions import Condition, condition, conditions, late_after_s
 from runspec.local.snapshot import Snapshot
 from runspec.local.state import EventRow, RoleRow, RunRow, SessionRow
