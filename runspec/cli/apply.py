@@ -22,24 +22,29 @@ from runspec.cli.view import watching
 from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import MAX_BYTES, load_resolved, parse_resolved
-from runspec.local.anew import STARTS_ANEW, starts_anew
 from runspec.local.apply import supervise
 from runspec.local.backend import LOCAL, backend
-from runspec.local.children import last_lines
-from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
+from runspec.local.children import EXIT_INTERRUPTED, StopSignals, last_lines
 from runspec.local.conditions import unsolved_text
 from runspec.local.live import CHANGE, ask, change_request
 from runspec.local.machine import this_machine
 from runspec.local.metrics import read_rows
-from runspec.local.planning import RunPlan, make_plan, refuse_stale, seen_now
+from runspec.local.model_folders import trained_model
+from runspec.local.planning import (
+    STARTS_ANEW,
+    RunPlan,
+    make_plan,
+    refuse_stale,
+    seen_now,
+    starts_anew,
+)
 from runspec.local.prepare import NotReady, prepare_run, require_ready
-from runspec.local.prepared import PreparedRun
 from runspec.local.problems import with_problems
+from runspec.local.processes import PreparedRun
+from runspec.local.report import REPORT_FILE, SUMMARY_FILE
 from runspec.local.run_dir import RunLocked, run_directory, sign_lock
-from runspec.local.signals import EXIT_INTERRUPTED, StopSignals
 from runspec.local.state import RunState
 from runspec.local.text import duration, number
-from runspec.local.trained_model import trained_model
 from runspec.plan.saved import BadPlan, SavedPlan, read_plan
 
 EXIT_FAILED = 1

@@ -23,7 +23,7 @@ from runspec.core.spec.findings import format_finding
 from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.resolved import FILE_NAME, dump_resolved, load_resolved, parse_resolved
 from runspec.core.spec.schema import RunSpec
-from runspec.local.anew import STARTS_ANEW, takes_any_change
+from runspec.local.planning import STARTS_ANEW, takes_any_change
 from runspec.local.run_dir import run_directory
 from runspec.plan.changes import difference, of_class
 

@@ -21,7 +21,7 @@ from runspec.core.join_link import parse_join_link
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature
 from runspec.core.spec.resolved import load_resolved
-from runspec.local.link import run_link
+from runspec.local.endpoints import run_link
 from runspec.local.run_dir import find_run
 
 MADE_FILE = "invites.jsonl"

@@ -17,7 +17,6 @@ from runspec.core.spec.resolved import load_resolved
 from runspec.local.children import end_leftovers
 from runspec.local.live import PAUSE, ask
 from runspec.local.planning import make_plan
-from runspec.local.rollback import complete_rollback, roll_back
 from runspec.local.run_dir import find_run, hold, holder, run_directory
 from runspec.local.snapshot import Snapshot, look_at
 from runspec.local.state import RunState
@@ -75,6 +74,8 @@ def rollback_command(run: str, to: int, yes: bool, runs_dir: Path) -> int:
     Raises:
         RunLocked: the run is alive.
     """
+    from runspec.local.rollback import complete_rollback, roll_back  # they import numpy
+
     run_dir = find_run(run, runs_dir)
     with hold(run_dir):
         with closing(RunState(run_dir)) as state:

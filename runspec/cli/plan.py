@@ -23,14 +23,12 @@ from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.run import RunEstimate, estimate_run
-from runspec.local.anew import STARTS_ANEW, takes_any_change
 from runspec.local.backend import LOCAL
 from runspec.local.bundle import TRUNK_GROUP
 from runspec.local.live import readers_names
-from runspec.local.planning import RunPlan, make_plan
+from runspec.local.planning import STARTS_ANEW, RunPlan, make_plan, takes_any_change
 from runspec.local.run_dir import run_directory
-from runspec.local.site import ANY_MACHINE, Disk, groups_of
-from runspec.local.site_folder import BUNDLES
+from runspec.local.site import ANY_MACHINE, BUNDLES, Disk, groups_of
 from runspec.local.text import size
 from runspec.plan.aot import AotReport, compile_step
 from runspec.plan.changes import LIVE, Change, of_class, severest, shown

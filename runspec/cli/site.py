@@ -20,17 +20,21 @@ from runspec.core.spec.role_names import TRUNK
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.urls import is_loopback
 from runspec.local.backend import LOCAL
-from runspec.local.bundle import TRUNK_GROUP, Bundle, install, load_bundle, require_own
+from runspec.local.bundle import (
+    TRUNK_GROUP,
+    Bundle,
+    install,
+    load_bundle,
+    require_own,
+)
 from runspec.local.children import pinned
 from runspec.local.endpoints import Endpoints, address, fixed_endpoints
 from runspec.local.machine import this_machine
 from runspec.local.planning import make_plan
 from runspec.local.prepare import NotReady, link_starting_model
-from runspec.local.prepared import PreparedRun
-from runspec.local.processes import RoleSpec, role_specs
+from runspec.local.processes import PreparedRun, RoleSpec, role_specs
 from runspec.local.run_dir import hold, own_folder, run_directory
-from runspec.local.site import Disk, groups_of
-from runspec.local.site_folder import BUNDLES, make_site
+from runspec.local.site import BUNDLES, Disk, groups_of, make_site
 
 
 def prepare_command(files: SpecFiles, site: Path) -> int:

@@ -22,14 +22,14 @@ from runspec.core.spec.resolved import spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.local import budget
 from runspec.local.conditions import Condition, conditions
+from runspec.local.endpoints import run_link
 from runspec.local.full_states import folder_bytes, full_states
-from runspec.local.link import run_link
 from runspec.local.machine import free_bytes
+from runspec.local.model_folders import trained_model
 from runspec.local.run_dir import find_run
 from runspec.local.snapshot import Snapshot, look_at
 from runspec.local.state import AppliedRow, EventRow, RunState
 from runspec.local.text import duration, number, per_second, seconds, size
-from runspec.local.trained_model import trained_model
 
 EVENTS = 20
 _FOLDERS = ("checkpoints", "weights", "store", "rollouts", "work", "logs")

@@ -14,16 +14,14 @@ from runspec.core.spec.resolved import spec_digest
 from runspec.local import budget
 from runspec.local.backend import processes_of
 from runspec.local.children import last_lines
-from runspec.local.conclude import conclude
 from runspec.local.fleet import Outcome, Rules
 from runspec.local.live import LiveRun
-from runspec.local.prepared import PreparedRun
-from runspec.local.processes import RoleSpec, role_specs, warm_start_role
+from runspec.local.processes import PreparedRun, RoleSpec, role_specs, warm_start_role
 from runspec.local.progress import RunProgress, StageProgress
-from runspec.local.role_errors import last_error
+from runspec.local.report import conclude
+from runspec.local.role_logs import last_error
 from runspec.local.snapshot import REMEDY
-from runspec.local.state import RunState
-from runspec.local.storage import StorageWait
+from runspec.local.state import RunState, StorageWait
 from runspec.local.supervisor import Progress, Session, Supervisor, Watcher, describe_exit
 from verify.patience import STORAGE_S
 

@@ -17,8 +17,7 @@ from typing import Protocol
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
 from runspec.local.children import Child, start_child, stop_children
-from runspec.local.prepared import PreparedRun
-from runspec.local.processes import RoleSpec
+from runspec.local.processes import PreparedRun, RoleSpec
 
 GROUP = "runspec.backends"
 LOCAL = "local"

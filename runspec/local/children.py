@@ -1,4 +1,8 @@
-"""Role processes as the operating system sees them: start, look, signal, read the log's end."""
+"""Role processes of this machine: starts, watches and signals them, and reads the end of a log.
+
+`StopSignals` counts the stop requests of this process: the first asks the roles to end, the second
+kills them.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from runspec.core.errors import NotNow, UserError
 from runspec.core.files import FULL
@@ -25,6 +31,7 @@ _TAIL_BYTES = 64 * 1024
 _POLL_S = 0.05
 LEFTOVER_PATIENCE_S = 10.0
 """Seconds between SIGTERM and SIGKILL for roles that a killed supervisor left behind."""
+EXIT_INTERRUPTED = 130
 
 
 @dataclass
@@ -177,3 +184,31 @@ def _await_end(ended: Callable[[], bool], patience_s: float) -> None:
     deadline = time.monotonic() + patience_s
     while not ended() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
+
+
+class StopSignals:
+    """Counts Ctrl-C, SIGTERM and a closed terminal instead of dying of them, inside `with`."""
+
+    _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._before: dict[signal.Signals, Any] = {}
+        self.last = ""
+        """Name of the newest."""
+
+    def __call__(self) -> int:
+        """How many have come."""
+        return self._count
+
+    def __enter__(self) -> StopSignals:
+        self._before = {stop: signal.signal(stop, self._note) for stop in self._NUMBERS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for stop, handler in self._before.items():
+            signal.signal(stop, handler)
+
+    def _note(self, stop: int, frame: FrameType | None) -> None:
+        self._count += 1
+        self.last = signal.Signals(stop).name

@@ -22,8 +22,7 @@ from runspec.core.spec.role_names import elsewhere, validator_names, worker_name
 from runspec.core.spec.schema import RunSpec
 from runspec.local import budget
 from runspec.local.fleet import Changed
-from runspec.local.prepared import PreparedRun
-from runspec.local.processes import RoleSpec
+from runspec.local.processes import PreparedRun, RoleSpec
 from runspec.local.run_dir import EXIT_LOCKED, holder
 from runspec.local.state import RequestRow, RunState
 from runspec.plan.changes import LIVE, Change, difference

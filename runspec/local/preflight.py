@@ -43,7 +43,7 @@ from runspec.local.machine import (
     this_machine,
     tpu_chips,
 )
-from runspec.local.starting_model import require_fitting
+from runspec.local.model_folders import require_fitting
 from runspec.lock.model_files import TOKENIZER, WEIGHTS, require_files
 
 GIB = 2**30

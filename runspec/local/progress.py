@@ -18,7 +18,7 @@ from runspec.local.conditions import dropped_text
 from runspec.local.endpoints import address
 from runspec.local.fleet import Reached
 from runspec.local.metrics import FILE_NAME, JsonLines, Row, latest_by_step
-from runspec.local.stages import stages
+from runspec.local.role_logs import stages
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 
 ASK_EVERY_S = 2.0

@@ -41,10 +41,10 @@ from runspec.core.run_files import (
 )
 from runspec.core.spec.resolved import load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
-from runspec.local.anew import STARTS_ANEW
-from runspec.local.conclude import REPORT_FILE, SAMPLES_FILE, SUMMARY_FILE, conclude
 from runspec.local.full_states import full_states
 from runspec.local.metrics import FILE_NAME as METRICS_FILE
+from runspec.local.planning import STARTS_ANEW
+from runspec.local.report import REPORT_FILE, SAMPLES_FILE, SUMMARY_FILE, conclude
 from runspec.local.state import RunState
 from verify.coordinator.services.operator import closed_steps, record_rollback
 from verify.formats.batch import FILE_NAME as BATCH_FILE

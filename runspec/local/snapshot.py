@@ -14,8 +14,8 @@ from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.local.children import birth
 from runspec.local.metrics import Row, read_rows
+from runspec.local.role_logs import stages
 from runspec.local.run_dir import holder
-from runspec.local.stages import stages
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
 from verify.audit.dropped import Dropped, read_dropped
 

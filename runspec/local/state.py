@@ -10,7 +10,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -18,11 +18,13 @@ from typing import Any, TypeVar
 
 from runspec.core.errors import NotNow, UserError
 from runspec.core.run_files import STATE_FILE
-from runspec.local.storage import StorageWait
 from verify.ledger_store import is_passing
 
+_T = TypeVar("_T")
 T = TypeVar("T", "RunRow", "RoleRow", "EventRow", "SessionRow", "AppliedRow", "RequestRow")
 BUSY_S = 10.0
+AGAIN_S = 1.0
+"""Seconds between two attempts to write."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (
   name TEXT PRIMARY KEY, spec_digest TEXT NOT NULL, steps INTEGER NOT NULL,
@@ -40,6 +42,51 @@ CREATE TABLE IF NOT EXISTS request (
   id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, kind TEXT NOT NULL,
   payload TEXT NOT NULL, state TEXT NOT NULL, answer TEXT NOT NULL);
 """
+
+
+class StorageWait:
+    """Tries again what cannot be written just now.
+
+    Args:
+        patience_s: how long it tries, in seconds; 0 tries once.
+        tell: is told that a wait begins, and that it is over.
+        stop_requests: how many times the run was asked to stop; it waits no longer then.
+    """
+
+    def __init__(
+        self,
+        patience_s: float = 0.0,
+        tell: Callable[[str], None] = lambda text: None,
+        stop_requests: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._patience_s, self._tell, self._stop_requests = patience_s, tell, stop_requests
+        self._since: float | None = None
+        """When the first attempt failed after the last that did not."""
+
+    def __call__(self, attempt: Callable[[], _T]) -> _T:
+        """Return what `attempt` returns, once it does not fail.
+
+        Raises:
+            NotNow: the patience is over or the run was asked to stop, and it failed again.
+        """
+        while True:
+            try:
+                done = attempt()
+            except NotNow as error:
+                if self._since is None:
+                    self._since = time.monotonic()
+                    self._tell(
+                        f"waits up to {self._patience_s:.0f} s: {error.place}: {error.thing}"
+                    )
+                waited = time.monotonic() - self._since
+                if self._stop_requests() or waited >= self._patience_s:
+                    raise
+                time.sleep(AGAIN_S)
+                continue
+            if self._since is not None:
+                self._tell(f"goes on after {time.monotonic() - self._since:.0f} s")
+                self._since = None
+            return done
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from runspec.local.fleet import Action, Fleet, Outcome, Reached, RoleState, Rule
 from runspec.local.live import CHANGE, Taken
 from runspec.local.metrics import Row
 from runspec.local.processes import RoleSpec
-from runspec.local.role_errors import last_error
+from runspec.local.role_logs import last_error
 from runspec.local.state import RequestRow, RoleRow, RunState
 
 POLL_S = 0.1

@@ -22,8 +22,7 @@ from runspec.local.bundle import decode_bundle, install
 from runspec.local.children import Child, start_child
 from runspec.local.endpoints import Endpoints, port_is_free
 from runspec.local.machine import this_machine
-from runspec.local.prepared import PreparedRun
-from runspec.local.processes import RoleSpec, role_specs
+from runspec.local.processes import PreparedRun, RoleSpec, role_specs
 from runspec.local.run_dir import holder, own_folder
 from runspec.local.state import RunState
 

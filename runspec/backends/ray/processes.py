@@ -19,8 +19,7 @@ from runspec.core.spec.role_names import TRUNK, learner_names, relay_names
 from runspec.local.backend import Look
 from runspec.local.bundle import TRUNK_GROUP, Bundle, make_bundles
 from runspec.local.endpoints import PORTS, address, save_endpoints
-from runspec.local.prepared import PreparedRun
-from runspec.local.processes import RoleSpec
+from runspec.local.processes import PreparedRun, RoleSpec
 from runspec.local.site import Group, groups_of, site_spec
 
 _FIRST_HOST = ("learner", "warm-start")

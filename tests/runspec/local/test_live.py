@@ -27,7 +27,7 @@ from runspec.local.live import (
     change_request,
     readers_names,
 )
-from runspec.local.prepared import PreparedRun
+from runspec.local.processes import PreparedRun
 from runspec.local.run_dir import RunLocked, hold
 from runspec.local.state import RequestRow, RunState
 from tests.runspec.local.fake_run import (

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from runspec.local.conclude import conclude
 from runspec.local.metrics import JsonLines, read_rows, summarise, weights_bytes_sent
+from runspec.local.report import conclude
 
 
 def test_only_whole_new_lines_are_read(tmp_path: Path) -> None:
