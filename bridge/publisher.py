@@ -18,9 +18,9 @@ from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 
+from bridge.conversion import export_checkpoint
 from bridge.delta import DamagedWeights, write_delta
-from bridge.export import export_checkpoint
-from bridge.records import TENSORS_NAME, damage
+from bridge.safetensors_io import TENSORS_NAME, damage
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
 from broadcast.manifest import WeightsManifest, open_manifest

@@ -71,7 +71,7 @@ def save_params(folder: Folder, version: int, params: Any, probe: dict[str, Any]
         folder: `params` of the run.
         version: its number; must not exist yet.
         params: the tree of arrays, in the published dtype.
-        probe: see `learner_jax.probe`.
+        probe: see `learner_jax.versions.build_probe`.
     """
 
     last = json.dumps(probe).encode()

@@ -24,15 +24,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig
 from runspec.core.process import EXIT_USER_ERROR, RunStopped
+from runspec.core.spec.schema import RunSpec
 
 SHUTDOWN_S = 3600
 """How long a process that is done waits for the others: for process 0's last checkpoint."""
@@ -349,3 +353,21 @@ def _await_verdict(
         *(peers.index, peers.count, str(error).splitlines()[0][:300], heartbeat_s),
     )
     time.sleep(heartbeat_s + 5)
+
+
+@dataclass(frozen=True)
+class LearnerRun:
+    """One run, as each process of its learner sees it."""
+
+    folder: Path
+    """The run directory."""
+    spec: RunSpec
+    """As resolved."""
+    config: ModelConfig
+    """The model's shape."""
+    mesh: Mesh
+    fingerprint: dict[str, Any]
+    """Of this program (`learner_jax.fingerprint`)."""
+    peers: Peers
+    """The processes of the learner."""
+    log: logging.Logger

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from learner_jax.arrays import Data
+from learner_jax.packing import Data
 
 MAX_LOG_RATIO = 20.0
 """log r is held within this of 0, and so is every exponent of a log-prob difference."""

@@ -14,8 +14,8 @@ from math import ceil
 import jax
 import numpy as np
 
-from learner_jax.arrays import Data
-from learner_jax.attention.rows import Rows
+from learner_jax.attention import Rows
+from learner_jax.packing import Data
 from verify.plugins import PrefillInput, by_prompt, require_fits
 
 MOST_REPEATS = 4

@@ -26,15 +26,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from learner_jax.arrays import Data, LossInputs, TokenBatch
 from learner_jax.execution import Execution, execution, wide_dtype
 from learner_jax.logprobs import token_logprobs
-from learner_jax.lora import abstract_lora, init_lora, merge
 from learner_jax.loss import grpo_loss
 from learner_jax.loss_metrics import LossMetrics
-from learner_jax.model import Policy, abstract_params, bind
+from learner_jax.model import Policy, abstract_lora, abstract_params, bind, init_lora, merge_lora
 from learner_jax.optimizer import abstract_state, apply_gradients, build_optimizer, init_state
-from learner_jax.packing import row_bound
+from learner_jax.packing import Data, LossInputs, TokenBatch, row_bound
 from learner_jax.sharding import batch_sharding, param_shardings
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
@@ -229,7 +227,7 @@ class _Run:
 
     def publish(self, params: Any, base: Any = None) -> Any:
         lora, dtype = self.spec.learner.lora, jnp.dtype(self.spec.broadcast.dtype)
-        return self.freeze(params if lora is None else merge(base, params, lora, dtype))
+        return self.freeze(params if lora is None else merge_lora(base, params, lora, dtype))
 
     def score(self, params: Any, batches: TokenBatch, count: Array) -> Array:
         def one(i: Array, scores: Array) -> Array:

@@ -21,9 +21,8 @@ from bridge.delta.layout import (
     tensor_segments,
 )
 from bridge.delta.segments import encode
-from bridge.output import output_directory
-from bridge.records import TENSORS_NAME
-from bridge.safetensors_io import TensorInfo, listed, stored_digest
+from bridge.model_files import output_directory
+from bridge.safetensors_io import TENSORS_NAME, TensorInfo, listed, stored_digest
 from bridge.tensors import model_digest
 from runspec.core.errors import UserError
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from bridge.tokenizer_files import TOKENIZER_NAMES
+from bridge.model_files import TOKENIZER_NAMES
 from broadcast.layout import stored_versions
 from runspec.core.errors import UserError
 from runspec.core.files import new_directory

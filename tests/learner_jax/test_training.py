@@ -14,12 +14,10 @@ import pytest
 
 from learner_jax.batch import Batch, TrainingRollout
 from learner_jax.leaves import HostLeaves, leaf_at
-from learner_jax.lora import init_lora
-from learner_jax.model import abstract_params, init_params
+from learner_jax.model import abstract_params, init_lora, init_params
 from learner_jax.sharding import make_mesh, shard_params
-from learner_jax.skipped import RolloutName
 from learner_jax.step import Accumulated, Programs, build_programs
-from learner_jax.training import StepResult, train_step
+from learner_jax.training import RolloutName, StepResult, train_step
 from learner_jax.warm_start import model_config
 from runspec.core.models.config import ModelConfig
 from runspec.core.process import RunStopped
