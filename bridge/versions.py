@@ -23,7 +23,7 @@ def differences(first: Path, second: Path) -> list[str]:
         if name not in a or name not in b:
             lines.append(f"{name}: only in {first if name in a else second}")
             continue
-        left, right = (_said(tensors[name]) for tensors in (a, b))
+        left, right = (_facts(tensors[name]) for tensors in (a, b))
         lines += [
             f"{name}: {field} {value} and {right[field]}"
             for field, value in left.items()
@@ -32,7 +32,7 @@ def differences(first: Path, second: Path) -> list[str]:
     return lines
 
 
-def _said(info: TensorInfo) -> dict[str, object]:
+def _facts(info: TensorInfo) -> dict[str, object]:
     shape = list(info.shape)
     return {"dtype": dtype_name(info.dtype), "shape": shape, "blake3": stored_digest(info)}
 

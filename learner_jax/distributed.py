@@ -72,9 +72,9 @@ class Peers:
     """Of this process."""
     names: list[str] = field(default_factory=lambda: [""])
     """Host and process id of each, by index."""
-    said: Word = Word.GO
+    agreed: Word = Word.GO
     """What all last agreed on."""
-    told: UserError | None = None
+    reported: UserError | None = None
     """The error of this process that the others know of."""
 
     @property
@@ -95,14 +95,14 @@ class Peers:
         said = np.array([[word, number]], np.int32)
         if self.count > 1:
             said = multihost_utils.process_allgather(said[0])
-        self.said = Word(int(said[:, 0].max()))
-        if self.said >= Word.FAILED and word < Word.FAILED:
-            failed = int(np.flatnonzero(said[:, 0] == self.said)[0])
+        self.agreed = Word(int(said[:, 0].max()))
+        if self.agreed >= Word.FAILED and word < Word.FAILED:
+            failed = int(np.flatnonzero(said[:, 0] == self.agreed)[0])
             raise PeerFailed(
                 f"process {failed} of {self.count} ({self.names[failed]}) cannot go on",
                 remedy="its log says why",
             )
-        return self.said, int(said[0, 1])
+        return self.agreed, int(said[0, 1])
 
     def tell(self, error: UserError, word: Word) -> None:
         """Collective: this process cannot go on; `error` is then raised here, a PeerFailed there.
@@ -111,7 +111,7 @@ class Peers:
             error: why.
             word: FAILED or UNSAVED.
         """
-        self.told = error
+        self.reported = error
         self.agree(word)
 
     def broadcast(self, data: bytes, size: int) -> bytes:
@@ -235,7 +235,7 @@ def joined(
         raise
     except UserError as error:
         # Of another error the others know nothing, and would not come to an orderly end.
-        if error is peers.told or isinstance(error, PeerFailed):
+        if error is peers.reported or isinstance(error, PeerFailed):
             jax.distributed.shutdown()
         raise
     except jax.errors.JaxRuntimeError as error:

@@ -96,7 +96,7 @@ def train(
             try:
                 batch = feed.next(step)
             except UserError:
-                if peers.said is Word.FAILED:  # what is saved now need not be trained again
+                if peers.agreed is Word.FAILED:  # what is saved now need not be trained again
                     states.write(step, state, batch=trained)
                 raise
             clock.waited("coordinator")

@@ -52,13 +52,15 @@ class SkippedUpdate:
     """Of the step, from 0."""
     rollouts: tuple[RolloutName, ...]
     """Those with a number that is not finite; all of the update where no number tells."""
-    told: bool
-    """By their numbers."""
+    identified: bool
+    """Whether their numbers identify the rollouts."""
 
     def __str__(self) -> str:
         names = "; ".join(str(name) for name in self.rollouts[:NAMED])
         more = f" and {len(self.rollouts) - NAMED} more" if len(self.rollouts) > NAMED else ""
-        which = "numbers that are not finite in" if self.told else "finite log-probs, in it were"
+        which = (
+            "numbers that are not finite in" if self.identified else "finite log-probs, in it were"
+        )
         return f"update {self.update} skipped, loss or gradient not finite: {which} {names}{more}"
 
 
@@ -80,7 +82,7 @@ def skipped_update(
     for array in arrays:
         finite &= np.isfinite(multihost_utils.process_allgather(array, tiled=True))
     bad = [name for name, ok in zip(names, packed.gather(finite), strict=True) if not ok.all()]
-    return SkippedUpdate(update, tuple(bad or names), told=bool(bad))
+    return SkippedUpdate(update, tuple(bad or names), identified=bool(bad))
 
 
 @dataclass(frozen=True)

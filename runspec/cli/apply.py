@@ -26,7 +26,7 @@ from runspec.local.apply import supervise
 from runspec.local.backend import LOCAL, backend
 from runspec.local.children import EXIT_INTERRUPTED, StopSignals, last_lines
 from runspec.local.conditions import unsolved_text
-from runspec.local.live import CHANGE, ask, change_request
+from runspec.local.formatting import duration, number
 from runspec.local.machine import this_machine
 from runspec.local.metrics import read_rows
 from runspec.local.model_folders import trained_model
@@ -44,13 +44,13 @@ from runspec.local.processes import PreparedRun
 from runspec.local.report import REPORT_FILE, SUMMARY_FILE
 from runspec.local.run_dir import RunLocked, run_directory, sign_lock
 from runspec.local.state import RunState
-from runspec.local.text import duration, number
+from runspec.local.supervisor_requests import CHANGE, change_request, send_request
 from runspec.plan.saved import BadPlan, SavedPlan, read_plan
 
 EXIT_FAILED = 1
 LAPTOP = "laptop"
 SUPERVISOR_LOG = "supervisor.log"
-START_PATIENCE_S = 600.0
+START_TIMEOUT_S = 600.0
 _LINES = 20
 _POLL_S = 0.2
 
@@ -146,7 +146,7 @@ def _change_live(plan: RunPlan, held: RunLocked) -> int:
 
     Raises:
         RunLocked: there are none.
-        NotTaken: the supervisor refuses them, for one that needs the run stopped, say.
+        RequestRefused: the supervisor refuses them, for one that needs the run stopped, say.
     """
     run_dir = plan.run_dir
     if plan.new or not plan.changes:  # where nothing is there yet, someone else is just making it
@@ -155,7 +155,9 @@ def _change_live(plan: RunPlan, held: RunLocked) -> int:
     for change in plan.changes:
         print(f"{change.change_class:<8} {change}")
     payload = change_request(plan.spec, plan.seen.serial)
-    answer = ask(run_dir, CHANGE, payload, say=lambda text: print(f"The supervisor {text}"))
+    answer = send_request(
+        run_dir, CHANGE, payload, say=lambda text: print(f"The supervisor {text}")
+    )
     print(f"{plan.spec.name}: {answer} (serial {seen_now(run_dir).serial})")
     return 0
 
@@ -224,7 +226,7 @@ def start_in_background(run: PreparedRun) -> int:
                 start_new_session=True,
                 pass_fds=(run.lock,),
             )
-        deadline = time.monotonic() + START_PATIENCE_S
+        deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             code = process.poll()
             row = state.run()
@@ -235,7 +237,7 @@ def start_in_background(run: PreparedRun) -> int:
                 break
             time.sleep(_POLL_S)
         else:
-            print(f"The roles have not started within {START_PATIENCE_S:.0f} s; it goes on.")
+            print(f"The roles have not started within {START_TIMEOUT_S:.0f} s; it goes on.")
     name = run.spec.name
     print(f"{name} runs in the background, watched by process {process.pid}. To follow it:")
     print(f"  runspec status {run.directory}\n  runspec logs {run.directory} -f")

@@ -22,12 +22,12 @@ from runspec.core.distribution import LISTS, extra_of, install_command, list_com
 from runspec.core.spec.load import SpecFiles
 from runspec.local.children import birth
 from runspec.local.endpoints import PORTS, port_is_free
-from runspec.local.fitting import BUILDS, is_installed
+from runspec.local.formatting import size
 from runspec.local.machine import free_memory
+from runspec.local.pool_fit import BUILDS, is_installed
 from runspec.local.preflight import ROLE_MODULES, Facts, look, missing
 from runspec.local.problems import absent_modules, check_problems
 from runspec.local.run_dir import RUNS, run_directory
-from runspec.local.text import size
 from runspec.lock.cache import model_cache
 
 Verdict = Literal["ok", "warn", "fail"]

@@ -16,7 +16,7 @@ from runspec.estimate.broadcast import Arrival
 from runspec.estimate.run import LearnerEstimate, RunEstimate
 from runspec.estimate.steady import Timeline
 from runspec.estimate.timeline import BROADCAST, LEARNER, PUBLISHER, VALIDATORS, Interval
-from runspec.local.text import duration, number, size
+from runspec.local.formatting import duration, number, size
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _COLOURS = {LEARNER: "green", BROADCAST: "blue", VALIDATORS: "magenta"}
@@ -166,13 +166,13 @@ def _broadcast(estimate: RunEstimate, console: Console) -> None:
 
 
 def _same_paths(arrivals: Sequence[Arrival]) -> Iterator[tuple[str, Arrival]]:
-    """Replicas of a pool that share a fate as one row."""
+    """Yield one row for the replicas of a pool that arrive alike."""
 
-    def fate(arrival: Arrival) -> tuple[float, str, tuple[str, ...], str]:
+    def what(arrival: Arrival) -> tuple[float, str, tuple[str, ...], str]:
         family = arrival.name.rpartition("-")[0]
         return arrival.seconds, arrival.limit, arrival.path[:-1], family
 
-    for _, alike in groupby(sorted(arrivals, key=fate), fate):
+    for _, alike in groupby(sorted(arrivals, key=what), what):
         members = list(alike)
         name = members[0].name
         if len(members) > 1:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from runspec.cli.view import plain_table
-from runspec.cli.workers import begun_by, coordinator_of
+from runspec.cli.workers import coordinator_of, key_by_prefix
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.hashing import is_digest
@@ -179,4 +179,4 @@ def _key_of(named: str, known: set[str]) -> str:
             raise UserError(
                 str(error), place="--revoke", remedy="copy the whole link of the invite"
             ) from error
-    return begun_by(named, known, "--revoke", "one that --list shows, or its link")
+    return key_by_prefix(named, known, "--revoke", "one that --list shows, or its link")

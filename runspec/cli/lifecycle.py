@@ -15,13 +15,13 @@ from runspec.core.object_store import Folder
 from runspec.core.run_files import checkpoints_folder
 from runspec.core.spec.resolved import load_resolved
 from runspec.local.children import end_leftovers
-from runspec.local.live import PAUSE, ask
 from runspec.local.planning import make_plan
 from runspec.local.run_dir import find_run, hold, holder, run_directory
 from runspec.local.snapshot import Snapshot, look_at
 from runspec.local.state import RunState
+from runspec.local.supervisor_requests import PAUSE, send_request
 
-LET_GO_PATIENCE_S = 60.0
+RELEASE_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 
 
@@ -31,7 +31,7 @@ def pause_command(run: str, runs_dir: Path) -> int:
     if holder(run_dir) is None:
         print(f"{run_dir.name} is not alive: {look_at(run_dir, ledger=False).state}")
         return 0
-    ask(run_dir, PAUSE, {}, say=lambda text: print(f"The supervisor {text}"))
+    send_request(run_dir, PAUSE, {}, say=lambda text: print(f"The supervisor {text}"))
     _await_release(run_dir)
     print(
         f"{run_dir.name} is paused. To go on from the newest checkpoint: runspec resume {run_dir}"
@@ -41,7 +41,7 @@ def pause_command(run: str, runs_dir: Path) -> int:
 
 def _await_release(run_dir: Path) -> None:
     """Its roles have ended: now the supervisor writes the summary, and goes."""
-    deadline = time.monotonic() + LET_GO_PATIENCE_S
+    deadline = time.monotonic() + RELEASE_TIMEOUT_S
     while (held_by := holder(run_dir)) is not None:
         if time.monotonic() >= deadline:
             raise UserError(

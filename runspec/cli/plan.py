@@ -25,11 +25,11 @@ from runspec.core.spec.schema import RunSpec
 from runspec.estimate.run import RunEstimate, estimate_run
 from runspec.local.backend import LOCAL
 from runspec.local.bundle import TRUNK_GROUP
-from runspec.local.live import readers_names
+from runspec.local.formatting import size
 from runspec.local.planning import STARTS_ANEW, RunPlan, make_plan, takes_any_change
 from runspec.local.run_dir import run_directory
 from runspec.local.site import ANY_MACHINE, BUNDLES, Disk, groups_of
-from runspec.local.text import size
+from runspec.local.supervisor_requests import readers_names
 from runspec.plan.aot import AotReport, compile_step
 from runspec.plan.changes import LIVE, Change, of_class, severest, shown
 from runspec.plan.rolling import renewed

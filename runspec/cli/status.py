@@ -23,13 +23,13 @@ from runspec.core.spec.schema import RunSpec
 from runspec.local import budget
 from runspec.local.conditions import Condition, conditions
 from runspec.local.endpoints import run_link
+from runspec.local.formatting import duration, number, per_second, seconds, size
 from runspec.local.full_states import folder_bytes, full_states
 from runspec.local.machine import free_bytes
 from runspec.local.model_folders import trained_model
 from runspec.local.run_dir import find_run
 from runspec.local.snapshot import Snapshot, look_at
 from runspec.local.state import AppliedRow, EventRow, RunState
-from runspec.local.text import duration, number, per_second, seconds, size
 
 EVENTS = 20
 _FOLDERS = ("checkpoints", "weights", "store", "rollouts", "work", "logs")
@@ -105,7 +105,7 @@ def show_link(run_dir: Path, spec: RunSpec) -> None:
 
 def headline(seen: Snapshot) -> str:
     """A run's name, its state and why, and how long it was up."""
-    reason = f" ({seen.cause})" if seen.cause else ""
+    reason = f" ({seen.short_reason})" if seen.short_reason else ""
     return f"{seen.spec.name}: {seen.state}{reason}, up for {duration(seen.wall_s)}"
 
 

@@ -35,7 +35,7 @@ def wait_command(run: str, awaited: str, timeout_s: float, runs_dir: Path) -> in
             why = condition(conditions(seen), wanted.type).message if wanted.type else ""
             print(f"{seen.spec.name}: {wanted}{f' ({why})' if why else ''}")
             return EXIT_HOLDS
-        reason = hopeless(wanted, seen)
+        reason = why_never(wanted, seen)
         if reason is None and time.monotonic() >= deadline:
             reason = f"not within {timeout_s:g} s"
         if reason is not None:
@@ -98,7 +98,7 @@ def holds(awaited: Awaited, seen: Snapshot) -> bool:
             return condition(conditions(seen), awaited.type).status == awaited.status
 
 
-def hopeless(awaited: Awaited, seen: Snapshot) -> str | None:
+def why_never(awaited: Awaited, seen: Snapshot) -> str | None:
     """Why it cannot come to hold without somebody's doing; None while it can."""
     if awaited.kind != "condition" and awaited.number > seen.spec.steps:
         return f"the run has {seen.spec.steps} steps"

@@ -28,12 +28,17 @@ from runspec.local.run_dir import find_run, hold, holder
 if TYPE_CHECKING:
     from verify.coordinator_http import CoordinatorHttp
 
-PATIENCE_S = 10.0
+REQUEST_TIMEOUT_S = 10.0
 _MAX_STATUS_BYTES = 64 * 1024 * 1024
 LEAST_PREFIX = 8
 """Characters of a key that are enough to name it."""
 _SOURCES = {name: name for name in ("key", "pool", "standing", "reputation", "prefill_share")}
+_SOURCES |= {"credits": "accepted_tokens", "accepted": "accepted_submissions"}
+_SOURCES |= {"rejected": "rejected_submissions", "withheld": "withheld_leases"}
+_SOURCES |= {"alive": "alive", "reason": "reason"}
+"""What `runspec workers` shows of a worker, and its name in the coordinator's status."""
 _NEVER_REGISTERED: dict[str, Any] = {**dict.fromkeys(_SOURCES, 0), "pool": None, "alive": False}
+_NEVER_REGISTERED |= {"standing": "banned", "reputation": 0.0, "prefill_share": 1.0}
 
 
 class CoordinatorAccess(ABC):
@@ -61,7 +66,7 @@ class CoordinatorAccess(ABC):
             return named
         status = self.status()
         known = {worker["key"] for worker in status["workers"]} | set(status["banned"])
-        return begun_by(named, known, "KEY", "one that `runspec workers` lists, or all 64")
+        return key_by_prefix(named, known, "KEY", "one that `runspec workers` lists, or all 64")
 
 
 @dataclass(frozen=True)
@@ -102,8 +107,8 @@ class _StoppedCoordinator(CoordinatorAccess):
             order_stopped(self.run_dir, spec, roles, verb, {"key": key, "reason": reason})
 
 
-def begun_by(named: str, known: set[str], place: str, of: str) -> str:
-    """The one known key that begins with `named`.
+def key_by_prefix(named: str, known: set[str], place: str, of: str) -> str:
+    """Return the one known key that begins with `named`.
 
     Raises:
         UserError: none does, several do, or `named` is too short; `place` and `of` say of what.
@@ -139,7 +144,7 @@ def coordinator_of(run: str, runs_dir: Path) -> CoordinatorAccess:
         _from_here(endpoints.coordinator),
         key,
         run=load_resolved(run_dir).name,
-        deadline_s=PATIENCE_S,
+        deadline_s=REQUEST_TIMEOUT_S,
     )
     return _LiveCoordinator(http)
 
@@ -149,13 +154,6 @@ def _from_here(url: str) -> str:
     parts = urlsplit(url)
     here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(parts.hostname or "")  # noqa: S104
     return f"{parts.scheme}://{here}:{parts.port}" if here else url
-
-
-_SOURCES |= {"credits": "accepted_tokens", "accepted": "accepted_submissions"}
-_SOURCES |= {"rejected": "rejected_submissions", "withheld": "withheld_leases"}
-_SOURCES |= {"alive": "alive", "reason": "reason"}
-"""What is told of a worker, and its name in the coordinator's status."""
-_NEVER_REGISTERED |= {"standing": "banned", "reputation": 0.0, "prefill_share": 1.0}
 
 
 def workers_command(run: str, as_json: bool, runs_dir: Path) -> int:

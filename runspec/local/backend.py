@@ -59,7 +59,7 @@ class Processes(Protocol):
     def logs(self) -> None:
         """Brings what roles have logged to `logs/<role>.log` of the run directory."""
 
-    def close(self, patience_s: float) -> None:
+    def close(self, timeout_s: float) -> None:
         """Ends what still runs."""
 
 
@@ -120,8 +120,8 @@ class LocalProcesses:
     def logs(self) -> None:
         """They write them there by themselves."""
 
-    def close(self, patience_s: float) -> None:
-        stop_children(list(self._children.values()), patience_s)
+    def close(self, timeout_s: float) -> None:
+        stop_children(list(self._children.values()), timeout_s)
 
 
 @cache

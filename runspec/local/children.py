@@ -29,7 +29,7 @@ STARTING = "--- "
 """Begins the line in a log at which a role was started."""
 _TAIL_BYTES = 64 * 1024
 _POLL_S = 0.05
-LEFTOVER_PATIENCE_S = 10.0
+LEFTOVER_TIMEOUT_S = 10.0
 """Seconds between SIGTERM and SIGKILL for roles that a killed supervisor left behind."""
 EXIT_INTERRUPTED = 130
 
@@ -113,11 +113,11 @@ def start_child(role: RoleSpec, logs: Path, inherited: Mapping[str, str] = os.en
     return Child(role, process, path, start)
 
 
-def stop_children(children: Sequence[Child], patience_s: float) -> None:
+def stop_children(children: Sequence[Child], timeout_s: float) -> None:
     """Ends children whose supervisor cannot go on: SIGTERM, then SIGKILL."""
     for child in children:
         child.send(signal.SIGTERM)
-    _await_end(lambda: all(child.exit_code() is not None for child in children), patience_s)
+    _await_end(lambda: all(child.exit_code() is not None for child in children), timeout_s)
     for child in children:
         if child.exit_code() is None:
             child.send(signal.SIGKILL)
@@ -138,7 +138,7 @@ def end_leftovers(rows: Sequence[RoleRow]) -> None:
             if row.pid and birth(row.pid) == row.born:
                 with suppress(ProcessLookupError):
                     os.killpg(row.pid, number)
-        _await_end(lambda: all(birth(r.pid or 0) != r.born for r in alive), LEFTOVER_PATIENCE_S)
+        _await_end(lambda: all(birth(r.pid or 0) != r.born for r in alive), LEFTOVER_TIMEOUT_S)
 
 
 def birth(pid: int) -> int | None:
@@ -180,8 +180,8 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _await_end(ended: Callable[[], bool], patience_s: float) -> None:
-    deadline = time.monotonic() + patience_s
+def _await_end(ended: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while not ended() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 

@@ -23,7 +23,6 @@ from runspec.local.endpoints import (
     save_endpoints,
 )
 from runspec.local.identity import make_identity
-from runspec.local.live import record_applied
 from runspec.local.machine import Machine, find_files, this_machine
 from runspec.local.model_folders import link_model
 from runspec.local.planning import RunPlan, current, refuse_stale, starts_anew
@@ -31,6 +30,7 @@ from runspec.local.processes import PreparedRun
 from runspec.local.rollback import complete_rollback, start_anew
 from runspec.local.run_dir import hold
 from runspec.local.state import RunState
+from runspec.local.supervisor_requests import record_applied
 
 
 class NotReady(UserError):

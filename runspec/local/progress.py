@@ -23,7 +23,7 @@ from verify.formats.batch import FILE_NAME as BATCH_FILE
 
 ASK_EVERY_S = 2.0
 _MAX_FAULT = 400
-_ASK_PATIENCE_S = 0.3
+_REQUEST_TIMEOUT_S = 0.3
 _MAX_ANSWER_BYTES = 1024 * 1024
 
 
@@ -109,7 +109,7 @@ class StageProgress:
 def coordinator_status(url: str) -> dict[str, Any]:
     """The coordinator's `GET /v1/status`; empty while it does not answer at once."""
     host, port = address(url)
-    connection = http.client.HTTPConnection(host, port, timeout=_ASK_PATIENCE_S)
+    connection = http.client.HTTPConnection(host, port, timeout=_REQUEST_TIMEOUT_S)
     try:
         connection.request("GET", "/v1/status")
         data = connection.getresponse().read(_MAX_ANSWER_BYTES + 1)

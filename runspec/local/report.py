@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from runspec.core.files import write_atomic
+from runspec.local.formatting import duration, number, per_second, seconds
 from runspec.local.metrics import JsonLines, Row, read_rows, summarise, weights_bytes_sent
 from runspec.local.plots import Figure, draw, figures
-from runspec.local.text import duration, number, per_second, seconds
 
 _STEPS_SHOWN = 3
 _SAMPLES_A_STEP = 4
@@ -173,7 +173,7 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f} %"
 
 
-def conclude(run_dir: Path, wall_s: float) -> dict[str, Any] | None:
+def write_summary(run_dir: Path, wall_s: float) -> dict[str, Any] | None:
     """Write summary.json and report.html of the steps trained so far.
 
     Args:

@@ -44,7 +44,7 @@ from runspec.core.spec.schema import RunSpec
 from runspec.local.full_states import full_states
 from runspec.local.metrics import FILE_NAME as METRICS_FILE
 from runspec.local.planning import STARTS_ANEW
-from runspec.local.report import REPORT_FILE, SAMPLES_FILE, SUMMARY_FILE, conclude
+from runspec.local.report import REPORT_FILE, SAMPLES_FILE, SUMMARY_FILE, write_summary
 from runspec.local.state import RunState
 from verify.coordinator.services.operator import closed_steps, record_rollback
 from verify.formats.batch import FILE_NAME as BATCH_FILE
@@ -142,7 +142,7 @@ def complete_rollback(run_dir: Path) -> int | None:
         state.add_event("run", text)
         if not anew:  # whoever changes the spec records that
             state.add_applied(spec_digest(spec), [text])
-        conclude(run_dir, state.wall_s())
+        write_summary(run_dir, state.wall_s())
     path.unlink()
     return version
 

@@ -25,7 +25,7 @@ RUNS = Path("runs")
 """Where runs lie unless somebody says otherwise."""
 LOCK_FILE = "lock"
 EXIT_LOCKED = 5
-_LOCK_PATIENCE_S = 1.0
+_LOCK_TIMEOUT_S = 1.0
 _ROOT_LETTERS = 12
 SITE_FILE = "site.json"
 _MAX_SITE_BYTES = 64 * 1024
@@ -133,7 +133,7 @@ def own_folder(spec: RunSpec, role: str) -> Path:
 
 def _lock(descriptor: int) -> bool:
     # `holder` looks by taking the lock for a moment: outwait it.
-    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

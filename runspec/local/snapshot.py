@@ -80,7 +80,7 @@ class Snapshot:
         return self.run.reason if self.run else ""
 
     @property
-    def cause(self) -> str:
+    def short_reason(self) -> str:
         """The reason without the remedy."""
         return self.reason.partition(REMEDY)[0]
 

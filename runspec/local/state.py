@@ -48,18 +48,18 @@ class StorageWait:
     """Tries again what cannot be written just now.
 
     Args:
-        patience_s: how long it tries, in seconds; 0 tries once.
+        timeout_s: how long it tries, in seconds; 0 tries once.
         tell: is told that a wait begins, and that it is over.
         stop_requests: how many times the run was asked to stop; it waits no longer then.
     """
 
     def __init__(
         self,
-        patience_s: float = 0.0,
+        timeout_s: float = 0.0,
         tell: Callable[[str], None] = lambda text: None,
         stop_requests: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._patience_s, self._tell, self._stop_requests = patience_s, tell, stop_requests
+        self._timeout_s, self._tell, self._stop_requests = timeout_s, tell, stop_requests
         self._since: float | None = None
         """When the first attempt failed after the last that did not."""
 
@@ -67,7 +67,7 @@ class StorageWait:
         """Return what `attempt` returns, once it does not fail.
 
         Raises:
-            NotNow: the patience is over or the run was asked to stop, and it failed again.
+            NotNow: the time is over or the run was asked to stop, and it failed again.
         """
         while True:
             try:
@@ -75,11 +75,9 @@ class StorageWait:
             except NotNow as error:
                 if self._since is None:
                     self._since = time.monotonic()
-                    self._tell(
-                        f"waits up to {self._patience_s:.0f} s: {error.place}: {error.thing}"
-                    )
+                    self._tell(f"waits up to {self._timeout_s:.0f} s: {error.place}: {error.thing}")
                 waited = time.monotonic() - self._since
-                if self._stop_requests() or waited >= self._patience_s:
+                if self._stop_requests() or waited >= self._timeout_s:
                     raise
                 time.sleep(AGAIN_S)
                 continue

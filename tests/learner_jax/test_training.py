@@ -173,7 +173,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_its_rollouts_named() -> Non
     assert (updates_made(result.state), int(result.state.skipped)) == (1, 1)
     assert result.numbers["skipped_updates"] == 1 and np.isfinite(result.numbers["loss"])
     (skipped,) = result.skipped
-    assert (skipped.update, skipped.told) == (1, True)
+    assert (skipped.update, skipped.identified) == (1, True)
     assert skipped.rollouts == (RolloutName(SUBMISSION, 2, 1),)
     # and the state is that of the first update alone
     first = trained(spec_with(updates_per_step=1, old_logprobs="sampler"), batch_of(2))
@@ -185,7 +185,7 @@ def test_all_rollouts_are_named_where_no_number_tells() -> None:
     batch = spoiled(batch_of(2), lambda _: {"advantage": 1e30}, (0, 0))
     result = trained(spec_with(), batch)
     (skipped,) = result.skipped
-    assert not skipped.told and len(skipped.rollouts) == 8
+    assert not skipped.identified and len(skipped.rollouts) == 8
     assert np.isnan(result.numbers["loss"]) and np.isnan(result.numbers["grad_norm"])
 
 

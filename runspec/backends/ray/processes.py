@@ -27,7 +27,7 @@ _FIRST_HOST = ("learner", "warm-start")
 _ON_TRUNK = {*TRUNK, *_FIRST_HOST}
 LOOK_S = 0.2
 """Between two looks at a process."""
-PATIENCE_S = 10.0
+REPORT_WAIT_S = 10.0
 """How long a role may be without a node until its log says so."""
 NODE_S = 1800.0
 """How long it may be: that counts as a death then."""
@@ -47,13 +47,13 @@ class _Role:
     placing: Any = None
     """Ray's promise of an address; None where the role has one, or needs none."""
     starting: Any = None
-    """Ray's promise that the process is started; None before, and once it is kept."""
+    """Ray's promise that the process is started; None before that, and after it is done."""
     looking: Any = None
     """Ray's promise of the next look."""
     next_look: float = 0.0
     read: int = 0
     """Bytes of its log that were read."""
-    told: bool = False
+    reported: bool = False
     """Whether its log says that it waits for a node."""
     look: Look = field(default_factory=partial(Look, None, ready=False))
 
@@ -117,12 +117,12 @@ class RayProcesses:
     def logs(self) -> None:
         """`look` brings them."""
 
-    def close(self, patience_s: float) -> None:
+    def close(self, timeout_s: float) -> None:
         left = [name for name, role in self._roles.items() if role.look.exit_code is None]
         for number in (signal.SIGTERM, signal.SIGKILL):
             for name in left:
                 self.stop(name, number)
-            ends = time.monotonic() + patience_s
+            ends = time.monotonic() + timeout_s
             while left and time.monotonic() < ends:
                 left = [name for name in left if self.look(name).exit_code is None]
                 time.sleep(LOOK_S)
@@ -132,7 +132,7 @@ class RayProcesses:
         ray, now = self._ray, time.monotonic()
         promise = mine.starting if mine.placing is None else mine.placing
         if promise is not None:
-            if not self._kept(promise):
+            if not self._done(promise):
                 self._wait_for_node(name, mine, now - mine.since)
                 return
             kept = ray.get(promise)
@@ -142,7 +142,7 @@ class RayProcesses:
                 self._begin(mine)
                 return
             mine.starting = None
-        if mine.looking is not None and self._kept(mine.looking):
+        if mine.looking is not None and self._done(mine.looking):
             seen: Seen = ray.get(mine.looking)
             mine.looking = None
             mine.read += len(seen.log)
@@ -162,15 +162,15 @@ class RayProcesses:
         else:
             mine.starting = mine.actor.start.remote(self._order(mine.spec), None)
 
-    def _kept(self, promise: Any) -> bool:
+    def _done(self, promise: Any) -> bool:
         return bool(self._ray.wait([promise], timeout=0)[0])
 
     def _wait_for_node(self, name: str, mine: _Role, waited_s: float) -> None:
         what = f"waits for a node of the cluster with {mine.asks_for or 'room for it'}"
         if waited_s >= NODE_S:
             self._end(name, mine, 1, f"{what} for {waited_s:.0f} s, and gives up")
-        elif waited_s >= PATIENCE_S and not mine.told:
-            mine.told = True
+        elif waited_s >= REPORT_WAIT_S and not mine.reported:
+            mine.reported = True
             self._log(name, f"--- {what}\n".encode())
 
     def _end(self, name: str, mine: _Role, code: int, why: str) -> None:
@@ -236,7 +236,7 @@ class RayProcesses:
         return ray.util.placement_group(asked, "STRICT_SPREAD", bundle_label_selector=labels)
 
     def _place_relays(self) -> None:
-        """Gives each relay a node, and with it an address, before anybody is told of it."""
+        """Gives each relay a node, and with it an address, before anybody knows of it."""
         promises: dict[str, Any] = {}
         for name in self._movable:
             self._actors[name] = self._actor(name)

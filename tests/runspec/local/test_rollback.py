@@ -205,7 +205,7 @@ def acts(run_dir: Path, monkeypatch: pytest.MonkeyPatch, until: int) -> int:
     with monkeypatch.context() as patch:
         for name in ("_remove", "_keep_steps_below", "write_atomic", "remove_leftovers"):
             patch.setattr(rollback, name, counted(getattr(rollback, name)))
-        patch.setattr(rollback, "conclude", counted(lambda *arguments: None))  # it draws
+        patch.setattr(rollback, "write_summary", counted(lambda *arguments: None))  # it draws
         with hold(run_dir):
             roll_back(run_dir, 4)
     return made
@@ -226,7 +226,7 @@ def test_a_rollback_cut_short_is_completed_by_the_next_command(
         shutil.copytree(intact, run_dir)
         with pytest.raises(Killed):
             acts(run_dir, monkeypatch, until)
-        monkeypatch.setattr(rollback, "conclude", lambda *arguments: None)
+        monkeypatch.setattr(rollback, "write_summary", lambda *arguments: None)
         with hold(run_dir):
             completed = complete_rollback(run_dir)
         # then it was not begun, or is completed, to the same files

