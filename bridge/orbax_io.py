@@ -89,7 +89,7 @@ def open_leaves(
 
 @dataclass(frozen=True)
 class Piece:
-    """What is read of a leaf at once: a stored chunk, or the layers that share one."""
+    """A part of a leaf that is read at once: a stored chunk, or the layers that share one."""
 
     entry: Entry
     index: tuple[slice, ...]

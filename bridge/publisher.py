@@ -152,7 +152,7 @@ class Publisher:
     def _stored(
         self, version: int, *, publishers: Collection[str] | None = None
     ) -> WeightsManifest | None:
-        """What is in the store under a number, by these publishers or by anyone."""
+        """Return the stored manifest of a version, signed by one of `publishers` (None: by anyone)."""
         path = self._store / manifest_name(self._spec.name, version)
         try:
             data = read_bounded(path, MAX_MANIFEST_BYTES)

@@ -291,7 +291,7 @@ def write_records(folder: Path, tensors: Mapping[str, Mapping[str, Any]]) -> Non
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with weights that an export left; None where every tensor has its digest.
+    """Return what is wrong with exported weights; None where every tensor has its digest.
 
     Nothing is read whole.
     """

@@ -73,7 +73,7 @@ class TrainingRollout:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step trains: the manifest, and its groups' rollouts in training order."""
+    """The batch of one step: the manifest, and its groups' rollouts in training order."""
 
     manifest: BatchManifest
     groups: list[list[TrainingRollout]]

@@ -47,7 +47,7 @@ FORMAT = 3
 
 @dataclass(frozen=True)
 class StateInfo:
-    """What a full state is of. state.json holds it with a format number and the files' digests."""
+    """Facts of a full state. state.json holds them with a format number and the files' digests."""
 
     step: int
     """Rollout steps trained: the state is that of policy version `step`."""

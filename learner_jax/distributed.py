@@ -47,7 +47,7 @@ _NAME_BYTES = 128
 
 
 class Word(IntEnum):
-    """What a process would do next; of several the largest counts."""
+    """The next act that a process proposes; the largest of all counts."""
 
     GO = 0
     WAIT = 1
@@ -69,11 +69,11 @@ class Peers:
     """The processes of this program."""
 
     index: int = 0
-    """Of this process."""
+    """Number of this process."""
     names: list[str] = field(default_factory=lambda: [""])
     """Host and process id of each, by index."""
     agreed: Word = Word.GO
-    """What all last agreed on."""
+    """The word that all processes last agreed on."""
     reported: UserError | None = None
     """The error of this process that the others know of."""
 
@@ -367,7 +367,7 @@ class LearnerRun:
     """The model's shape."""
     mesh: Mesh
     fingerprint: dict[str, Any]
-    """Of this program (`learner_jax.fingerprint`)."""
+    """Fingerprint of this program (`learner_jax.fingerprint`)."""
     peers: Peers
     """The processes of the learner."""
     log: logging.Logger

@@ -37,10 +37,10 @@ from verify.formats.batch import FILE_NAME as BATCH_FILE
 
 @dataclass(frozen=True)
 class Start:
-    """What the loop begins with."""
+    """The state in which the loop begins."""
 
     step: int
-    """The next to be trained."""
+    """The next step to train."""
     state: TrainState
     reference: Any | None
     """Version 0's bits; None where no KL is asked for."""

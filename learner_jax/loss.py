@@ -238,7 +238,7 @@ def _acting_bounds(
 def segment_sums(
     values: Float[Array, "B T"], segment_ids: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """At every position the sum of `values` over the positions of its row that have its id.
+    """Sum `values`, at every position, over the positions of its row that have its id.
 
     By doubling: after step k a position holds the sum over the nearest 2^k positions of its sample
     to the left, and to the right. log T steps over [B, T]: no scatter, no number of segments to be
@@ -261,5 +261,5 @@ def segment_sums(
 
 
 def _from(x: Shaped[Array, "B T"], distance: int, *, fill: int) -> Shaped[Array, "B T"]:
-    """At position t what `x` has at t + distance, `fill` beyond its ends."""
+    """Return `x` shifted: at position t its value at t + distance, `fill` beyond its ends."""
     return jax.lax.pad(x, jnp.asarray(fill, x.dtype), [(0, 0, 0), (-distance, distance, 0)])

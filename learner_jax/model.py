@@ -42,7 +42,7 @@ Params = Mapping[str, Any]
 
 
 class Policy(Protocol):
-    """What a family's module computes. B rows, T positions, D hidden size, V vocabulary."""
+    """Interface of a family's module. B rows, T positions, D hidden size, V vocabulary."""
 
     def __call__(
         self,

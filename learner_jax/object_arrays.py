@@ -33,7 +33,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class HostLeaf:
-    """What this process writes of an array."""
+    """The parts of an array that this process writes."""
 
     keys: tuple[str | int, ...]
     """Its path in the tree; numbers are positions in a tuple."""

@@ -30,13 +30,13 @@ class TokenBatch:
     segment_ids: Data
     """1, 2, ... for the samples of a row, 0 for padding."""
     positions: Data
-    """Of each token in its sample, from 0."""
+    """Position of each token in its sample, from 0."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossInputs:
-    """What the loss knows of each output token, float32, shaped as the tokens are; read where
+    """Values of each output token for the loss, float32, shaped as the tokens are; read where
     weights > 0."""
 
     weights: Data
@@ -47,7 +47,7 @@ class LossInputs:
     sampler_logprobs: Data
     """log mu, as the validator recomputed it."""
     ref_logprobs: Data | None
-    """Of the reference policy; None where `kl.coef` is 0."""
+    """Log-probs of the reference policy; None where `kl.coef` is 0."""
 
 
 @dataclass(frozen=True)

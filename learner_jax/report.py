@@ -1,4 +1,4 @@
-"""What a run reports of each step: lines of metrics.jsonl and samples.jsonl, and a line of log."""
+"""Reports each step: lines of metrics.jsonl and samples.jsonl, and a line of log."""
 
 from __future__ import annotations
 

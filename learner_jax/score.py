@@ -1,4 +1,4 @@
-"""What a model says of given tokens: a way to compare any model with transformers or vLLM."""
+"""Scores given tokens with a model, to compare it with transformers or vLLM."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _write(
 
 
 def read_lines(path: Path, config: ModelConfig) -> list[np.ndarray]:
-    """The token ids of every line, int32 [n] each; nothing of the text is kept.
+    """Return the token ids of every line, int32 [n] each, without the text.
 
     Raises:
         UserError: unreadable or empty; or file:line of what is no JSON list of at least two ids of

@@ -24,7 +24,7 @@ MOST_REPEATS = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a part. Few are used, for each is compiled."""
+    """Shape of a part. There are few shapes, since each is compiled."""
 
     positions: int
     """U, of full parts a multiple of `tokens`; also the most output tokens."""

@@ -56,7 +56,7 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Accumulated:
-    """Of one optimizer batch."""
+    """Gradient and metrics of one optimizer batch."""
 
     grads: Any
     """Summed over its microbatches, in float32; of the parameters' shapes."""
@@ -68,7 +68,7 @@ class Accumulated:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Update:
-    """What became of an optimizer batch."""
+    """Outcome of an optimizer batch."""
 
     grad_norm: Data
     """Global norm of the gradient before clipping, float32 []."""
@@ -206,13 +206,13 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
 
 @dataclass(frozen=True)
 class _Run:
-    """What the programs of a run compute, by the names that they have in `Programs`."""
+    """The programs of a run as functions, by the names that they have in `Programs`."""
 
     spec: RunSpec
     config: ModelConfig
     execution: Execution
     temperature: float
-    """Of sampling."""
+    """Temperature of sampling."""
     optimizer: optax.GradientTransformationExtraArgs
 
     def init_state(self, params: Any) -> TrainState:

@@ -49,7 +49,7 @@ class SkippedUpdate:
     """An update that was not made."""
 
     update: int
-    """Of the step, from 0."""
+    """Number of the update in the step, from 0."""
     rollouts: tuple[RolloutName, ...]
     """Those with a number that is not finite; all of the update where no number tells."""
     identified: bool
@@ -87,7 +87,7 @@ def skipped_update(
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a rollout step did."""
+    """Result of a rollout step."""
 
     state: TrainState
     numbers: dict[str, float]
@@ -98,7 +98,7 @@ class StepResult:
     tokens: int
     """Prompt and output tokens of the rollouts."""
     positions: int
-    """Of the packed rows that were trained, padding included."""
+    """Positions of the packed rows that were trained, padding included."""
     score_s: float
     """Seconds of packing, and of the log-probs of pi_old and of the reference policy."""
     update_s: float

@@ -64,7 +64,7 @@ class CurvePoint:
 
     update: int
     loss: float
-    """Of the last training batch: mean -log p, weighted."""
+    """Loss of the last training batch: mean -log p, weighted."""
     answer_probability: float
     """Mean over the traces of the product of the answer tokens' probabilities, teacher-forced."""
     seconds: float

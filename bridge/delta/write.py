@@ -36,7 +36,7 @@ class DamagedWeights(UserError):
 
 @dataclass(frozen=True)
 class TensorChange:
-    """What a delta says of one tensor."""
+    """One tensor in a delta, in numbers."""
 
     name: str
     elements: int
@@ -47,7 +47,7 @@ class TensorChange:
 
 @dataclass(frozen=True)
 class DeltaSummary:
-    """What was written."""
+    """Summary of a delta that was written."""
 
     tensors: tuple[TensorChange, ...]
     weights_bytes: int

@@ -189,7 +189,7 @@ def show_result(run_dir: Path) -> None:
 
 
 def show_missing(error: NotReady, files: SpecFiles | None) -> None:
-    """What this machine lacks, and what to do; with files also what would start here."""
+    """Print what this machine lacks, and what to do; with files also what would start here."""
     console = Console(stderr=True)
     console.print(Text(f"{error.name} cannot start on this machine. Missing:", style="bold"))
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))

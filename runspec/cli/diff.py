@@ -79,7 +79,7 @@ def with_identities(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def profile_identity(document: str) -> dict[str, str | float]:
-    """What tells a profile from others, believed or not: whoever judges by it checks it.
+    """Identify a profile without trusting it: a validator checks its signature.
 
     Args:
         document: signed, or what was taken for it.

@@ -39,7 +39,7 @@ FEW_FILES = 1024
 _PORTS_TRIED = 20
 _NAMED = 5
 _TIME_ERROR = 5
-"""What adjtimex answers where nothing keeps the clock in step."""
+"""Return value of adjtimex where the clock is not synchronised."""
 _TIMEX_BYTES = 512
 """More than the kernel's struct timex."""
 _DISTRIBUTIONS = {
@@ -61,7 +61,7 @@ class Check:
 
 
 def check_machine(facts: Facts, runs_dir: Path) -> list[Check]:
-    """Everything that does not depend on a spec, and asks nothing of a network.
+    """Run the checks that need no spec and no network.
 
     A package or a device that only some roles need is a warning: which are needed, a spec says.
 
@@ -225,7 +225,7 @@ def doctor_command(files: SpecFiles | None, runs_dir: Path | None) -> int:
 
 
 def check_spec_here(files: SpecFiles, facts: Facts, runs_dir: Path | None) -> Iterator[Check]:
-    """What the preflight of `apply` says of a spec.
+    """Run the preflight of `apply` for a spec.
 
     Raises:
         UserError: the spec has errors.

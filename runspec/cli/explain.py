@@ -1,7 +1,7 @@
 """`runspec explain`: pages on fields of the spec, rules of the linter, and kinds of plug-ins.
 
 A page is a list of lines of at most 80 columns; a line that is not indented is a heading. The page
-of a kind comes from the docstring in its package's file: nothing of a plug-in is imported.
+of a kind comes from the docstring in its package's file; no plug-in is imported.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def run_page() -> Page:
 
 
 def placement_page() -> Page:
-    """What a placement file may set."""
+    """The fields that a placement file may set."""
     text = (
         "One site's part of a run, given with --placement over a spec and its profile: `version`, "
         "`kind: Placement`, a `name` for people, and any of these. It adds no pools."
@@ -281,7 +281,7 @@ def explain_command(topic: str | None, list_all: bool) -> int:
 
 
 def find_pages(topic: str) -> list[Page]:
-    """What is called so; a group of rules and a block of the spec can share a name."""
+    """Return the pages of a name; a group of rules and a block of the spec can share one."""
     found = []
     if field := find_field(topic):
         found.append(field_page(field))
@@ -312,7 +312,7 @@ def find_field(path: str) -> SchemaField | None:
 
 
 def suggestion(topic: str) -> str:
-    """What may have been meant."""
+    """Return a hint with the topic that is nearest by its letters."""
     known = topics()
     by_key: dict[str, str] = {}
     for path in known:

@@ -103,7 +103,7 @@ def revoke_invite(run: str, named: str, reason: str, runs_dir: Path) -> int:
 
 
 def invite_rows(made: list[Made], seen: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is told of each invite: those that were made here, then what else the ledger knows.
+    """Return a row for each invite: those made here, then others that the ledger knows.
 
     Args:
         made: on this machine.
@@ -121,7 +121,7 @@ def invite_rows(made: list[Made], seen: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def invite_table(rows: list[dict[str, Any]]) -> Table:
-    """What `invite_rows` found, for people."""
+    """Return the rows of `invite_rows` as a table."""
     table = plain_table("invite", "pool", "used", "expires", "state")
     for row in rows:
         at = row["expires"]
@@ -134,7 +134,7 @@ def invite_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def read_made(run_dir: Path) -> list[Made]:
-    """What `invite_command` noted down; lines that are damaged are left out."""
+    """Read the invites that `invite_command` recorded, without damaged lines."""
     try:
         lines = (run_dir / MADE_FILE).read_bytes().splitlines()
     except FileNotFoundError:

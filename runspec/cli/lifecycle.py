@@ -26,7 +26,7 @@ _POLL_S = 0.1
 
 
 def pause_command(run: str, runs_dir: Path) -> int:
-    """Pauses the run; returns 0 once nothing of it is alive, as when nothing was."""
+    """Pause the run; return 0 once no process of it is alive, also where none was."""
     run_dir = find_run(run, runs_dir)
     if holder(run_dir) is None:
         print(f"{run_dir.name} is not alive: {look_at(run_dir, ledger=False).state}")

@@ -106,7 +106,7 @@ def plan_json(
 
 
 def show_plan(plan: RunPlan, console: Console) -> None:
-    """What changes, by what it does, for people."""
+    """Print the changes, grouped by what they do."""
     console.print(Text(_headline(plan), style="bold"), soft_wrap=True)
     if not plan.new:
         for change_class, meaning in CHANGE_CLASSES.items():
@@ -119,7 +119,7 @@ def show_plan(plan: RunPlan, console: Console) -> None:
 
 
 def show_limits(spec: RunSpec, console: Console) -> None:
-    """By which limits each pool is judged, where the spec names any."""
+    """Print the limits by which each pool is judged, where the spec names any."""
     if spec.verify.profiles or spec.verify.thresholds:
         from verify.calibration.lookup import sources_by_pool
 
@@ -148,7 +148,7 @@ def _headline(plan: RunPlan) -> str:
 
 
 def _effect(plan: RunPlan, changes: Sequence[Change], meaning: str) -> str:
-    """What applying changes of one class does to the run as it is now."""
+    """Describe what applying changes of one class does to the run as it is now."""
     change_class = changes[0].change_class
     if change_class == "newrun" and not takes_any_change(plan.run_dir):
         return f"{meaning}; apply refuses them"
@@ -174,7 +174,7 @@ def _values(change: Change) -> str:
 
 
 def show_compiled(report: AotReport) -> None:
-    """What the compiler says of the learner's step, in bytes and FLOPs of one device."""
+    """Print the compiler's figures of the learner's step, in bytes and FLOPs of one device."""
     print(f"\nThe learner's step, compiled for {report.where} in {report.compile_s:.0f} s:")
     for name, count in (
         ("arguments", report.argument_bytes),
@@ -255,7 +255,7 @@ def role_groups(spec: RunSpec, files: SpecFiles, runs_dir: Path | None) -> list[
 
 
 def where_lines(spec: RunSpec, groups: list[dict[str, Any]], files: SpecFiles) -> Iterator[str]:
-    """What `role_groups` found, for people."""
+    """Yield the groups of `role_groups` as lines."""
     backend = spec.placement.backend
     starter = "this machine" if backend == LOCAL else f"machines of {backend}"
     here = [group for group in groups if group["here"]]

@@ -50,7 +50,7 @@ def prepare_command(files: SpecFiles, site: Path) -> int:
 
 
 def site_lines(spec: RunSpec, bundles: PurePath) -> Iterator[str]:
-    """Of each role group where its processes run, what they keep, and the command of each."""
+    """Yield for each role group where its processes run, their disk, and their commands."""
     for group in groups_of(spec):
         many = f"{len(group.members)} processes, each " if len(group.members) > 1 else ""
         again = f"after an error it starts again {group.restart}"

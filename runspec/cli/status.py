@@ -46,7 +46,7 @@ def status_command(run: str, as_json: bool, runs_dir: Path) -> int:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """What is known of a run, from its directory alone.
+    """Return the status of a run, from its directory alone.
 
     Keys: name, directory, state, reason, held_by, step, steps, wall_s, newest (the last row of
     metrics.jsonl), published (the newest version that is out), join (the link that volunteers

@@ -1,4 +1,4 @@
-"""What `apply` shows while it runs: a live panel on a terminal, plain lines elsewhere.
+"""The view of a run under `apply`: a live panel on a terminal, plain lines elsewhere.
 
 Other commands print its lines and tables too.
 """

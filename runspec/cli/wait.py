@@ -52,9 +52,9 @@ class Awaited:
     kind: str
     """`condition`, `step` or `version`."""
     type: str = ""
-    """Of the condition."""
+    """Type of the condition."""
     status: str = "True"
-    """Of the condition."""
+    """Status of the condition that is awaited."""
     number: int = 0
     """Steps trained, or the version that is out."""
 
@@ -88,7 +88,7 @@ def parse_awaited(text: str) -> Awaited:
 
 
 def holds(awaited: Awaited, seen: Snapshot) -> bool:
-    """Whether it holds now."""
+    """Return whether it holds now."""
     match awaited.kind:
         case "step":
             return seen.trained >= awaited.number
@@ -99,7 +99,7 @@ def holds(awaited: Awaited, seen: Snapshot) -> bool:
 
 
 def why_never(awaited: Awaited, seen: Snapshot) -> str | None:
-    """Why it cannot come to hold without somebody's doing; None while it can."""
+    """Return why the run cannot reach it by itself; None while it can."""
     if awaited.kind != "condition" and awaited.number > seen.spec.steps:
         return f"the run has {seen.spec.steps} steps"
     if not seen.alive and seen.state in ("finished", "failed"):
@@ -109,7 +109,7 @@ def why_never(awaited: Awaited, seen: Snapshot) -> str | None:
 
 
 def last_seen(seen: Snapshot) -> str:
-    """One line on the state of a run, for whoever waited in vain."""
+    """Return the state of a run in one line."""
     published = "none" if seen.published is None else str(seen.published)
     roles = ", ".join(f"{r.name} {r.state}" for r in seen.roles if r.state != "running")
     return (

@@ -36,7 +36,7 @@ _SOURCES = {name: name for name in ("key", "pool", "standing", "reputation", "pr
 _SOURCES |= {"credits": "accepted_tokens", "accepted": "accepted_submissions"}
 _SOURCES |= {"rejected": "rejected_submissions", "withheld": "withheld_leases"}
 _SOURCES |= {"alive": "alive", "reason": "reason"}
-"""What `runspec workers` shows of a worker, and its name in the coordinator's status."""
+"""Column of `runspec workers`, and its key in the coordinator's status."""
 _NEVER_REGISTERED: dict[str, Any] = {**dict.fromkeys(_SOURCES, 0), "pool": None, "alive": False}
 _NEVER_REGISTERED |= {"standing": "banned", "reputation": 0.0, "prefill_share": 1.0}
 
@@ -49,7 +49,7 @@ class CoordinatorAccess(ABC):
         """`workers`, `banned` and `invites` as `GET /v1/status` has them.
 
         Raises:
-            UserError: they cannot be had.
+            UserError: they cannot be read.
         """
 
     @abstractmethod
@@ -150,7 +150,7 @@ def coordinator_of(run: str, runs_dir: Path) -> CoordinatorAccess:
 
 
 def _from_here(url: str) -> str:
-    """A coordinator that listens on all addresses is asked on this machine's own."""
+    """Return a URL for this machine: loopback where the coordinator listens on all addresses."""
     parts = urlsplit(url)
     here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(parts.hostname or "")  # noqa: S104
     return f"{parts.scheme}://{here}:{parts.port}" if here else url
@@ -171,7 +171,7 @@ def workers_command(run: str, as_json: bool, runs_dir: Path) -> int:
 
 
 def worker_rows(status: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is told of each key.
+    """Return a row for each key.
 
     Args:
         status: answer of `GET /v1/status`.
@@ -194,7 +194,7 @@ def worker_rows(status: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def worker_table(rows: list[dict[str, Any]]) -> Table:
-    """What `worker_rows` found, for people."""
+    """Return the rows of `worker_rows` as a table."""
     table = plain_table(
         *("key", "pool", "standing", "reputation", "recomputed", "credits"),
         *("accepted", "rejected", "withheld", "alive", "reason"),

@@ -27,7 +27,7 @@ AT_TRUNK = "RUNSPEC_AT_TRUNK"
 
 @dataclass(frozen=True)
 class Look:
-    """What is seen of a process that was started."""
+    """State of a process that was started."""
 
     exit_code: int | None
     """Negative: the signal that ended it. None while it runs, or has no machine yet."""
@@ -64,7 +64,7 @@ class Processes(Protocol):
 
 
 class Backend(Protocol):
-    """What an entry point of `runspec.backends` names: a class that is made without arguments."""
+    """Interface of an entry point of `runspec.backends`: a class made without arguments."""
 
     def apply(self, spec: RunSpec, detach: bool, runs_dir: Path | None) -> int:
         """Starts, changes or continues a run from the machine of whoever calls `runspec apply`.

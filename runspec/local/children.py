@@ -165,7 +165,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 @contextmanager
 def pinned(cores: Sequence[int]) -> Iterator[None]:
-    """What this thread starts inside the block runs on these cores: a child inherits the mask.
+    """Pin processes that this thread starts in the block to cores: a child inherits the mask.
 
     Set before the child exists, so that no thread pool of its is ever sized by all cores.
     """
@@ -187,7 +187,7 @@ def _await_end(ended: Callable[[], bool], timeout_s: float) -> None:
 
 
 class StopSignals:
-    """Counts Ctrl-C, SIGTERM and a closed terminal instead of dying of them, inside `with`."""
+    """Counts Ctrl-C, SIGTERM and hang-ups inside `with`, which else end the process."""
 
     _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -195,10 +195,10 @@ class StopSignals:
         self._count = 0
         self._before: dict[signal.Signals, Any] = {}
         self.last = ""
-        """Name of the newest."""
+        """Name of the newest signal."""
 
     def __call__(self) -> int:
-        """How many have come."""
+        """Return the number of signals so far."""
         return self._count
 
     def __enter__(self) -> StopSignals:

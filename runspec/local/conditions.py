@@ -176,7 +176,7 @@ def dropped_text(groups: int, newest: str) -> str:
 
 
 def alarm_text(row: Row) -> str:
-    """What a step's alarm says; empty without one."""
+    """Return the text of a step's alarm; empty without one."""
     if not row.get("sampler_logprob_alarm"):
         return ""
     mean, limit = row.get("sampler_logprob_diff_mean"), row.get("sampler_logprob_limit")
@@ -187,7 +187,7 @@ def alarm_text(row: Row) -> str:
 
 
 def unsolved_text(row: Row) -> str:
-    """What is said of a step whose rollouts were all wrong; empty where one was right."""
+    """Return the text for a step whose rollouts were all wrong; empty where one was right."""
     if row.get("task_reward") != 0:
         return ""
     return (

@@ -36,7 +36,7 @@ class Endpoints:
     coordinator: str
     origin: str
     relays: dict[str, str]
-    """By the relay's name in the spec."""
+    """URLs by the relay's name in the spec."""
     learner: str | None = None
     """Where the processes of `learner.hosts` above 1 find each other."""
     elsewhere: dict[str, str] = field(default_factory=dict)
@@ -242,7 +242,7 @@ def _listening_inodes(port: int) -> list[str]:
 
 
 def run_link(run_dir: Path, spec: RunSpec) -> JoinLink | None:
-    """What volunteers are sent; None where the run has no endpoints or no root yet.
+    """Return the link for volunteers; None where the run has no endpoints or no root yet.
 
     A coordinator is named by the address of the proxy before it (`placement.url`), or where it
     listens on all addresses by this machine's host name.

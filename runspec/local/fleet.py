@@ -50,7 +50,7 @@ class Phase(StrEnum):
 
 @dataclass
 class RoleState:
-    """What is known of one role; times are seconds of one monotonic clock."""
+    """State of one role; times are seconds of one monotonic clock."""
 
     state: State = State.WAITING
     restarts: int = 0
@@ -300,6 +300,6 @@ class Fleet:
         return [Action("kill", name) for name in self.alive]
 
     def _at_rest(self) -> State:
-        """What a role is that was stopped: finished with the run, or waiting for the next start."""
+        """Return the state of a stopped role: finished, or waiting for its next start."""
         finished = self.outcome is not None and self.outcome.kind == "finished"
         return State.FINISHED if finished else State.WAITING

@@ -1,4 +1,4 @@
-"""What this machine has: cores, accelerators, disk, Python packages, model weights."""
+"""This machine: its cores, accelerators, disk, Python packages and model weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SMI_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class Machine:
-    """What the command lines need to know of this machine."""
+    """Facts of this machine that command lines need."""
 
     python: str
     cores: tuple[int, ...]

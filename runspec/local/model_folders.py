@@ -60,8 +60,8 @@ def require_fitting(tokenizer: Path, model: Path) -> None:
 
 
 def trained_model(run_dir: Path, spec: RunSpec) -> list[str]:
-    """Lines on the newest published version after 0: its Hugging Face directory, what it lacks, and
-    a line of Python for transformers and for vLLM. Empty where none is published.
+    """Return lines on the newest published version after 0: its Hugging Face directory, what it
+    lacks, and a line of Python for transformers and for vLLM. Empty where none is published.
 
     transformers' AutoTokenizer takes a tokenizer of its own for some architectures, so the line
     names the class that goes by tokenizer.json. vLLM has that fault too: where the run made the

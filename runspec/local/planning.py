@@ -1,4 +1,4 @@
-"""What applying a spec would do on this machine now; nothing is written and no lock is taken.
+"""Plans what applying a spec would do on this machine; writes nothing and takes no lock.
 
 Some changes make another run. A run may become that other run before its first step: the learner
 writes version s + 1 before anything else of step s, so a run without a version after 0 has nothing
@@ -45,13 +45,13 @@ class RunPlan:
     run_dir: Path
     seen: Seen
     changes: Sequence[Change]
-    """Of a new run: everything."""
+    """All fields, for a new run."""
     state: str
-    """Of the run, as `apply` left it; `new` where there is none."""
+    """State of the run, as `apply` left it; `new` where there is none."""
     held_by: str | None
     """Its supervisor, in words; None for a run that is not alive."""
     lacking: Sequence[Missing]
-    """What this machine has not, that the spec needs."""
+    """Things that the spec needs and this machine lacks."""
     approved: Seen | None = None
     """The state that a person has seen in a saved plan; None where nothing was saved."""
     finished: bool = False
@@ -116,7 +116,7 @@ def refuse_stale(plan: RunPlan) -> None:
 
 
 def _since(seen: Seen, run_dir: Path) -> Iterator[str]:
-    """What was applied after a state, a line each."""
+    """Return the changes applied after a state, a line each."""
     if not (run_dir / SPEC_FILE).exists():
         return
     with closing(RunState(run_dir)) as state:

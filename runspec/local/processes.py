@@ -36,7 +36,7 @@ HEARTBEAT_S = 10
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that can start: its directory has what the roles of this machine need."""
+    """A run that can start: its directory has everything that this machine's roles need."""
 
     spec: RunSpec
     directory: Path
@@ -125,7 +125,7 @@ def role_specs(
 
 
 def _all_here(spec: RunSpec) -> set[str]:
-    """What one machine starts of a run."""
+    """Return the processes that one machine starts."""
     return set(role_names(spec)) - elsewhere(spec)
 
 
@@ -228,7 +228,7 @@ class _Roles:
             yield RoleSpec(name, module, thread_limits(()), listen=(host, port))
 
     def _work(self, name: str, weights: Sequence[str]) -> tuple[str, ...]:
-        """What validators and samplers are told alike."""
+        """Return the arguments that validators and samplers share."""
         return (
             *("--run", self._spec.name, "--coordinator", self._endpoints.coordinator),
             *(option for url in weights for option in ("--weights", url)),

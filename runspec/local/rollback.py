@@ -192,7 +192,7 @@ def _require_trained(run_dir: Path, spec: RunSpec, version: int) -> None:
 
 
 def _doomed(run_dir: Path, spec: RunSpec, version: int) -> Iterator[Folder]:
-    """What goes, whole folders where nothing of them stays."""
+    """Yield the paths to remove, whole folders where possible."""
     states, weights = state_folder(run_dir, spec), weights_folder(run_dir)
     yield from (states / f"step_{n}" for n in numbered(states, "step_") if n > version)
     yield from (weights / f"v{n}" for n in versions_in(weights) if n >= version)

@@ -22,7 +22,7 @@ from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import backend
 
 RUNS = Path("runs")
-"""Where runs lie unless somebody says otherwise."""
+"""The default folder of runs."""
 LOCK_FILE = "lock"
 EXIT_LOCKED = 5
 _LOCK_TIMEOUT_S = 1.0
@@ -32,7 +32,7 @@ _MAX_SITE_BYTES = 64 * 1024
 
 
 class RunLocked(UserError):
-    """The run is alive elsewhere."""
+    """Another process holds the run."""
 
     exit_code = EXIT_LOCKED
 
@@ -83,7 +83,7 @@ def sign_lock(descriptor: int) -> None:
 
 
 def holder(run_dir: Path) -> str | None:
-    """Who holds the run, in words; None when nobody does."""
+    """Return who holds the run, in words; None when nobody does."""
     path = run_dir / LOCK_FILE
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -155,7 +155,7 @@ def _holder(path: Path) -> str:
 
 
 def note_site(run_dir: Path, site: Mapping[str, str]) -> None:
-    """Notes how a run is reached.
+    """Write the note that says how a run is reached.
 
     Args:
         run_dir: where the run would lie on this machine, by whose path it lies on the other.
@@ -167,7 +167,7 @@ def note_site(run_dir: Path, site: Mapping[str, str]) -> None:
 
 
 def read_site(run_dir: Path) -> dict[str, str] | None:
-    """What was noted; None where nothing was.
+    """Read the note of a run; None where there is none.
 
     Raises:
         UserError: it cannot be read.
@@ -185,7 +185,7 @@ def read_site(run_dir: Path) -> dict[str, str] | None:
 
 
 def refuse_elsewhere(run_dir: Path, named: str) -> None:
-    """Raises RunElsewhere for a run that was applied from here and lies on another machine.
+    """Raise RunElsewhere for a run that was applied from here and lies on another machine.
 
     Args:
         run_dir: where the run would lie on this machine.

@@ -42,7 +42,7 @@ BUNDLES = "bundles"
 
 
 class Disk(StrEnum):
-    """What a member keeps on disk."""
+    """The disk that a member needs."""
 
     RUN = "run directory"
     """Must outlive the process: the run is lost without it."""
@@ -53,7 +53,7 @@ class Disk(StrEnum):
 
 
 class Restart(StrEnum):
-    """What is done about a member that ended otherwise than by exit code 0."""
+    """How a member that ended with an error is restarted."""
 
     ALONE = "alone"
     TOGETHER = "with the other learners"
@@ -80,7 +80,7 @@ class Group:
 
     @property
     def machine(self) -> str:
-        """What a machine needs for one member, in words."""
+        """The machine that one member needs, in words."""
         if self.hardware is None:
             return ANY_MACHINE
         return f"{self.devices} x {self.hardware.kind}"

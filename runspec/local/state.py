@@ -1,4 +1,4 @@
-"""What `status` knows of a run: tables of its state.db, which the coordinator's ledger shares.
+"""State of a run: tables of its state.db, which the coordinator's ledger shares.
 
 The supervisor alone writes these tables, on changes only; WAL lets anyone read meanwhile. Others
 write one row: what they ask of the supervisor, which it answers in the same row (`requests`).
@@ -45,12 +45,12 @@ CREATE TABLE IF NOT EXISTS request (
 
 
 class StorageWait:
-    """Tries again what cannot be written just now.
+    """Retries writes that fail because the disk is full or the database is locked.
 
     Args:
-        timeout_s: how long it tries, in seconds; 0 tries once.
-        tell: is told that a wait begins, and that it is over.
-        stop_requests: how many times the run was asked to stop; it waits no longer then.
+        timeout_s: seconds for which it retries; 0 tries once.
+        tell: called with a line when a wait begins and when it ends.
+        stop_requests: returns the number of stop requests; one ends the wait.
     """
 
     def __init__(
@@ -138,9 +138,9 @@ class AppliedRow:
     """Counts from 1 and grows with every change of the run."""
     time: float
     spec_digest: str
-    """Of the spec from then on."""
+    """Digest of the spec from then on."""
     what: Sequence[str]
-    """What was changed, a line each; empty for the start of the run."""
+    """The changes, a line each; empty for the start of the run."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class RequestRow:
     state: str
     """asked, taken (it is at it), done, or refused."""
     answer: str
-    """What it is at or waits for, what came of it, or why not."""
+    """Its stage, its outcome, or why it was refused."""
 
 
 class RunState:
@@ -245,7 +245,7 @@ class RunState:
         return self._row(RequestRow, "FROM request WHERE id = ?", request)
 
     def serial(self) -> int:
-        """Of the newest change; 0 for a run that was never applied."""
+        """Return the serial of the newest change; 0 for a run that was never applied."""
         return int(self._number("SELECT coalesce(max(serial), 0) FROM applied"))
 
     def applied(self) -> list[AppliedRow]:

@@ -27,7 +27,7 @@ _CRASH_TIMEOUT_S = 5.0
 
 
 class Progress(Protocol):
-    """What the run itself has to say, apart from its processes."""
+    """Progress of the run itself, apart from its processes."""
 
     @property
     def rows(self) -> Sequence[Row]:
@@ -57,7 +57,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Session:
-    """What the stages of one start of a run have in common."""
+    """Context that the stages of one start of a run share."""
 
     processes: Processes
     """Starts and watches the roles."""

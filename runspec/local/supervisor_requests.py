@@ -1,7 +1,7 @@
-"""What a live run takes over without stopping: who asks (`runspec apply`, `pause`), who answers.
+"""Requests to the supervisor of a live run: `runspec apply` changes it, `runspec pause` stops it.
 
-Whoever asks leaves a row in the run's state.db. The supervisor looks there every turn, says what it
-waits for while it is at it, and what came of it in the end.
+A request is a row in the run's state.db. The supervisor reads it in its next turn, and writes into
+the row what it waits for and the outcome.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RequestRefused(UserError):
 
 @dataclass(frozen=True)
 class Decision:
-    """What a supervisor is to do about a request."""
+    """A supervisor's decision on a request."""
 
     change: Changed | None
     """None: the run is to pause."""

@@ -31,7 +31,7 @@ _WORTH_TELLING = re.compile(r"version \d+ loaded|fetching|loading vLLM|the run i
 
 @dataclass(frozen=True)
 class Worker:
-    """What a volunteer's worker is started with."""
+    """The arguments of a volunteer's worker."""
 
     link: JoinLink
     weights: Sequence[str]

@@ -75,7 +75,7 @@ class RayProcesses:
         self._roles: dict[str, _Role] = {}
         self._logs = run.directory / "logs"
         self._actors: dict[str, Any] = {}
-        """Of relays that have a node and were not started yet."""
+        """Actors of relays that have a node and were not started yet."""
         self.run = run
         self._learners = self._gang(run)
         fixed = {f"relay-{each.name}" for each in run.spec.broadcast.relays if each.url is not None}
@@ -185,7 +185,7 @@ class RayProcesses:
             log.write(data)
 
     def _order(self, role: RoleSpec) -> Order:
-        """What a role of another node is started from, with the spec as it is by now."""
+        """Return the inputs from which another node starts a role, with the current spec."""
         run = replace(self.run, spec=load_resolved(self.run.directory))
         env = run.machine.env
         sources = {secret.name: secret.source.env for secret in run.spec.secrets}
