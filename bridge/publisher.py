@@ -152,7 +152,7 @@ class Publisher:
     def _stored(
         self, version: int, *, publishers: Collection[str] | None = None
     ) -> WeightsManifest | None:
-        """Return the stored manifest of a version, signed by one of `publishers` (None: by anyone)."""
+        """Return the stored manifest of a version, signed by one of `publishers` (None: anyone)."""
         path = self._store / manifest_name(self._spec.name, version)
         try:
             data = read_bounded(path, MAX_MANIFEST_BYTES)

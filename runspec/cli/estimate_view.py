@@ -22,19 +22,8 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 _COLOURS = {LEARNER: "green", BROADCAST: "blue", VALIDATORS: "magenta"}
 _POOL_COLOUR = "cyan"
 _BAR = 20
-_PARTS = [
-    "masters",
-    "moments",
-    "gradients",
-    "published",
-    "reference",
-    "activations",
-    "logits",
-    "temporaries",
-]
-"""Of the learner's memory."""
 _KNOWN_BY = {"model.hf": "model.hf, as a directory with a config.json"}
-"""What is there and does not say enough; every other field is not there."""
+"""Fields that are set and say too little; the others are not set."""
 
 
 def show_estimate(estimate: RunEstimate, console: Console) -> None:
