@@ -7,11 +7,10 @@ go on; 5 the run is held elsewhere; 6 `plan --exit-code`: there are changes; 130
 
 from __future__ import annotations
 
-import errno
 import gc
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import typer
 
@@ -35,14 +34,7 @@ from runspec.cli.options import (
     duration,
     files_named,
 )
-from runspec.cli.output import outlive_readers
-from runspec.core.errors import RunElsewhere, UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-_REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
-"""Refusals of a disk, which a person can mend wherever they come up."""
+from runspec.cli.output import exit_code_of, outlive_readers
 
 app = typer.Typer(
     help="Decentralised reinforcement learning of language models, declared in one YAML file.",
@@ -366,26 +358,3 @@ def main() -> None:
     gc.set_threshold(100_000)
     outlive_readers()
     sys.exit(exit_code_of(app))
-
-
-def exit_code_of(work: Callable[[], int]) -> int:
-    """The exit code that `work` returns, or that of the error that it ends by, which is printed."""
-    try:
-        return work()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except RunElsewhere as run:
-        carry = run.carry
-        return exit_code_of(lambda: carry(sys.argv[1:]))
-    except Exception as error:
-        if isinstance(error, OSError) and error.filename and error.errno in _REFUSALS:
-            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-            print("  remedy: mend the permissions, free space, or name another", file=sys.stderr)
-            return 1
-        import logging
-
-        from runspec.core.process import EXIT_INTERNAL
-
-        logging.exception("a fault of runspec's own; please report it")
-        return EXIT_INTERNAL

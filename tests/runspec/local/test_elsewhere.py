@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from runspec.cli import app, exit_code_of
+from runspec.cli import app
+from runspec.cli.output import exit_code_of
 from runspec.core.errors import UserError
 from runspec.local import run_dir
 from runspec.local.backend import backend
