@@ -4,7 +4,7 @@ Orbax itself imports JAX, which a publisher does not need, and writes a whole tr
 module writes leaf by leaf, so that no model has to fit into memory. Orbax reads what it writes:
 
     CKPT/orbax.checkpoint          empty: this is a checkpoint
-    CKPT/_CHECKPOINT_METADATA      JSON about it, none of which is needed
+    CKPT/_CHECKPOINT_METADATA      JSON about it, which no reader needs
     CKPT/state/_METADATA           JSON: the keys of each leaf, and that it is to be a numpy array
     CKPT/state/...                 an OCDBT store with a zarr3 array for each leaf
 """
@@ -93,7 +93,7 @@ class Piece:
 
     entry: Entry
     index: tuple[slice, ...]
-    """Of the leaf, layers first where stacked."""
+    """Slices of the leaf, layers first where it is stacked."""
     completes: bool
     """Whether it is the last of its layers (of the leaf, where it is not stacked)."""
     nbytes: int

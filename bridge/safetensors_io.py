@@ -50,7 +50,7 @@ class TensorInfo:
     dtype: np.dtype
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
 
     @property
     def nbytes(self) -> int:

@@ -78,8 +78,8 @@ class Batch:
     manifest: BatchManifest
     groups: list[list[TrainingRollout]]
     agreement: Agreement | None = None
-    """Of the samplers with us; None where nothing was recomputed, and on processes that read no
-    files."""
+    """Agreement of the samplers' log-probs with ours; None where nothing was recomputed, and on
+    processes that read no files."""
 
     @property
     def rollouts(self) -> list[TrainingRollout]:

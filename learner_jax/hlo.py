@@ -283,7 +283,7 @@ class _Window:
     stride: int = 1
     pad: int = 0
     dilation: int = 1
-    """Of the input."""
+    """Dilation of the input."""
 
     def pairs(self, inputs: int, outputs: int) -> int:
         """Pairs of an output and a kernel position that meet an element of the input."""

@@ -170,8 +170,8 @@ def grpo_loss(
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What the loss is made of at each position [B, T]: log-probs, advantages, entropy and kl
-    are 0 where not `on`."""
+    """Terms of the loss at each position [B, T]: log-probs, advantages, entropy and kl are 0
+    where not `on`."""
 
     on: Array
     logprobs: Array

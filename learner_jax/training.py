@@ -113,11 +113,11 @@ class _Share:
     packed: Packed
     tokens: TokenBatch
     inputs: LossInputs
-    """With the log-probs from before the first update."""
+    """Inputs of the loss; log-probs are from before the first update."""
 
     @property
     def positions(self) -> int:
-        """Of its rows, padding included."""
+        """Positions of its rows, padding included."""
         return self.packed.microbatches * self.packed.batch.tokens[0].size
 
 
@@ -279,7 +279,7 @@ def _per_token(inputs: LossInputs, current: jax.Array) -> list[jax.Array]:
 
 
 def _numbers(outcomes: Sequence[tuple[LossMetrics, Update]]) -> dict[str, float]:
-    """Of `StepResult`; `loss` and `policy_loss`, sums of an update, are means over them."""
+    """Return the numbers of `StepResult`; `loss` and `policy_loss` are means over the updates."""
     made = [(metrics, update) for metrics, update in outcomes if not update.skipped]
     numbers = reduce(LossMetrics.merge, (m for m, _ in made), LossMetrics.zeros()).means()
     for summed in ("loss", "policy_loss"):

@@ -69,9 +69,9 @@ class VersionWriter:
         self.newest = peers.json_from_first(self._newest)
         """The newest version that was ever written; -1 for none."""
         self.difference: float | None = None
-        """Of the last version that was written or compared: 0 for the published bits, else the
-        relative norm ||replayed - published|| / ||published||; None where there was nothing to
-        compare with."""
+        """Difference of the last version that was written or compared: 0 for the published bits,
+        else the relative norm ||replayed - published|| / ||published||; None where there was
+        nothing to compare with."""
         self.published = True
         """Whether the masters give the bits that the last version was published with."""
 

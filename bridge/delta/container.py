@@ -35,7 +35,7 @@ class DeltaTensor:
     blake3: str
     """BLAKE3 of the tensor in the target."""
     nbytes: int
-    """Of its block."""
+    """Bytes of its block."""
 
 
 @dataclass(frozen=True)

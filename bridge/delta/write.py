@@ -42,7 +42,7 @@ class TensorChange:
     elements: int
     changed: int
     nbytes: int
-    """Of its block in the delta."""
+    """Bytes of its block in the delta."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class DeltaSummary:
 
     tensors: tuple[TensorChange, ...]
     weights_bytes: int
-    """Of all tensors, whole."""
+    """Bytes of all tensors, whole."""
     delta_bytes: int
-    """Of all delta files, headers included."""
+    """Bytes of all delta files, headers included."""
 
     @property
     def elements(self) -> int:
-        """Of all tensors."""
+        """Elements of all tensors."""
         return sum(tensor.elements for tensor in self.tensors)
 
     @property

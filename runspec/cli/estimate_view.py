@@ -63,7 +63,7 @@ def _say(console: Console, text: str, style: str = "") -> None:
 
 
 def _table(*columns: str) -> Table:
-    """Without lines; names starting with > are of columns of numbers."""
+    """Make a table without lines; names starting with > are columns of numbers."""
     table = Table(box=None, padding=(0, 1), header_style="bright_black", pad_edge=False)
     table.add_column("", width=0)
     for column in columns:
@@ -224,7 +224,7 @@ def _lane(intervals: Sequence[Interval], members: int, seconds: float, width: in
 
 
 def _union(intervals: Sequence[Interval]) -> list[Interval]:
-    """Without overlaps: of several links, one at work is the broadcast at work."""
+    """Join overlapping intervals: the broadcast works while any of its links works."""
     joined: list[Interval] = []
     for interval in sorted(intervals, key=lambda i: i.start):
         start = max(interval.start, joined[-1].end) if joined else interval.start

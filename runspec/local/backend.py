@@ -51,7 +51,7 @@ class Processes(Protocol):
         """
 
     def look(self, role: str) -> Look:
-        """What a role that was started is at; of one that has ended, always its exit code."""
+        """Return the state of a role that was started, with its exit code once it has ended."""
 
     def stop(self, role: str, number: signal.Signals) -> None:
         """Sends a signal to a role and all that it started."""
@@ -85,8 +85,8 @@ class Backend(Protocol):
         """
 
     def processes(self, run: PreparedRun) -> tuple[Processes, PreparedRun]:
-        """What starts the processes of a run, in the supervisor; and the run, with the addresses
-        that servers have on other machines.
+        """Return what starts the processes of a run, in the supervisor; and the run, with the
+        addresses that servers have on other machines.
 
         Raises:
             UserError: a server has no machine in time.
@@ -144,7 +144,7 @@ def backend(name: str) -> Backend:
 
 
 def processes_of(run: PreparedRun) -> tuple[Processes, PreparedRun]:
-    """What starts the processes of a run, as its spec says; see `Backend.processes`."""
+    """Return what starts the processes of a run by its spec; see `Backend.processes`."""
     name = run.spec.placement.backend
     if name == LOCAL:
         return LocalProcesses(run.directory / "logs"), run

@@ -159,7 +159,7 @@ def _still_good(
 
 
 def _validator_keys(identity: Identity, spec: RunSpec) -> list[Path]:
-    """Of all that the run ever had: what one judged is trained, and audited, after it is gone."""
+    """Return the keys of all validators that the run ever had: their verdicts outlive them."""
     had = (path.stem for path in identity.folder.glob("validator-*.key"))
     ours = (name for name in had if name.removeprefix("validator-").isdecimal())
     return [identity.key(name) for name in dict.fromkeys([*validator_names(spec), *sorted(ours)])]

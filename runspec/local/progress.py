@@ -56,8 +56,7 @@ class RunProgress:
 
     @property
     def note(self) -> str:
-        """What the grader failed at, which roles are at a stage that takes long, and what the
-        coordinator waits for."""
+        """Failures of the grader, roles in a long stage, and what the coordinator waits for."""
         return self._note
 
     def poll(self) -> Reached:

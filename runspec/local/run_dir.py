@@ -125,8 +125,10 @@ def run_directory(spec: RunSpec, runs_dir: Path | None) -> Path:
 
 
 def own_folder(spec: RunSpec, role: str) -> Path:
-    """Where a role that does not share the run directory keeps its files, by the root that its spec
-    pins: a rollback makes another, under which nothing of before counts."""
+    """Return the folder of a role that does not share the run directory.
+
+    Its path has the root that the spec pins: a rollback makes another root, and so a new folder.
+    """
     root = (spec.identity.root_public_key or "")[:_ROOT_LETTERS]
     return expand_user(Path(spec.storage.scratch)).absolute() / spec.name / root / role
 

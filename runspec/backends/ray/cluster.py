@@ -98,7 +98,7 @@ def at_node(ip: str) -> dict[str, float]:
 
 
 def options(asked: dict[str, float]) -> dict[str, Any]:
-    """Of an actor that asks for resources."""
+    """Return the options of an actor that asks for resources."""
     others = {name: amount for name, amount in asked.items() if name not in ("CPU", "GPU")}
     cpus, gpus = asked.get("CPU", 0), asked.get("GPU", 0)
     return {"num_cpus": cpus, "num_gpus": gpus, "resources": others}
