@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from bridge.model_files import MODEL_FOLDER
-from bridge.orbax_writer import write_leaf, write_metadata
+from bridge.orbax_io import write_leaf, write_metadata
 from bridge.tensors import dtype_named
 from bridge.weight_map import Entry, weight_map
 from runspec.core.models.config import parse_config

@@ -38,8 +38,7 @@ from bridge.delta import apply_deltas, write_delta
 from bridge.delta.apply import open_delta, overwrite_file
 from bridge.delta.container import SUFFIX
 from bridge.delta.layout import read_layout, read_records
-from bridge.records import TENSORS_NAME
-from bridge.safetensors_io import SINGLE_NAME, write_safetensors
+from bridge.safetensors_io import SINGLE_NAME, TENSORS_NAME, write_safetensors
 from bridge.weight_map import hf_shapes
 from runspec.core.canonical import canonical_json
 from runspec.core.hashing import digest_bytes

@@ -35,8 +35,8 @@ import ml_dtypes
 import numpy as np
 
 from benchmarks.wire.processes import Tree
+from bridge.conversion import export_checkpoint
 from bridge.delta import write_delta
-from bridge.export import export_checkpoint
 from learner_jax.checkpoint import save_params
 from learner_jax.model import abstract_params
 from runspec.core.hashing import digest_file

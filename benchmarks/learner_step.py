@@ -58,10 +58,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from learner_jax.arrays import LossInputs
     from learner_jax.loss import token_weights
     from learner_jax.model import abstract_params, init_params
-    from learner_jax.packing import Sample, pack
+    from learner_jax.packing import LossInputs, Sample, pack
     from learner_jax.sharding import make_mesh, shard_batch, shard_params
     from learner_jax.step import build_programs, microbatch_bound
     from learner_jax.warm_start import model_config

@@ -69,7 +69,7 @@ def _publish(run_dir: Path, log: logging.Logger) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from bridge.export import export_checkpoint
+    from bridge.conversion import export_checkpoint
     from bridge.model_files import model_directory, stated_dtype
 
     checkpoint = folder_at(arguments.checkpoint)
@@ -84,14 +84,14 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> int:
-    from bridge.importer import import_model
+    from bridge.conversion import import_model
 
     import_model(arguments.hf_dir, arguments.checkpoint)
     return 0
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from bridge.compare import differences
+    from bridge.versions import differences
 
     lines = differences(arguments.first, arguments.second)
     for line in lines:
@@ -101,9 +101,9 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from bridge.versions import changed_elements
+    from bridge.versions import change_report
 
-    for line in changed_elements(arguments.old, arguments.new, arguments.out):
+    for line in change_report(arguments.old, arguments.new, arguments.out):
         print(line)
     return 0
 

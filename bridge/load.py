@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from bridge.safetensors_io import TensorInfo, listed, read_headers, read_slice
-from bridge.transpose import contiguous, copy_into
+from bridge.tensors import contiguous, copy_into
 from bridge.weight_map import Entry, hf_shapes, tied_tensors, weight_map
 from bridge.weight_map import Path as LeafPath
 from runspec.core.errors import UserError

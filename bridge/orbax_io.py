@@ -1,14 +1,21 @@
-"""Orbax checkpoints without Orbax: their arrays are zarr3 in an OCDBT store, read by TensorStore.
+"""Reads and writes Orbax checkpoints with TensorStore: arrays are zarr3 in an OCDBT store.
 
-Orbax itself imports JAX; a publisher has no use for that.
+Orbax itself imports JAX, which a publisher does not need, and writes a whole tree at once. This
+module writes leaf by leaf, so that no model has to fit into memory. Orbax reads what it writes:
+
+    CKPT/orbax.checkpoint          empty: this is a checkpoint
+    CKPT/_CHECKPOINT_METADATA      JSON about it, which no reader needs
+    CKPT/state/_METADATA           JSON: the keys of each leaf, and that it is to be a numpy array
+    CKPT/state/...                 an OCDBT store with a zarr3 array for each leaf
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +30,7 @@ from bridge.weight_map import Entry, weight_map
 from bridge.weight_map import Path as LeafPath
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded
+from runspec.core.files import read_bounded, write_atomic
 from runspec.core.models.config import ModelConfig
 from runspec.core.object_store import Folder, ObjectPath
 
@@ -36,6 +43,9 @@ TREE_METADATA = "_METADATA"
 TREE_NAME = "state"
 """The folder of the tree in a checkpoint that TensorStore alone wrote."""
 _REMEDY = "point at a whole directory that Orbax wrote of the parameters alone"
+CHUNK_BYTES = 8 * 1024 * 1024
+_SEQUENCE_KEY, _DICT_KEY = 1, 2
+"""Orbax's numbers for the keys of lists and of dicts."""
 
 
 def open_checkpoint(orbax_dir: Folder, config: ModelConfig) -> dict[LeafPath, ts.TensorStore]:
@@ -79,11 +89,11 @@ def open_leaves(
 
 @dataclass(frozen=True)
 class Piece:
-    """What is read of a leaf at once: a stored chunk, or the layers that share one."""
+    """A part of a leaf that is read at once: a stored chunk, or the layers that share one."""
 
     entry: Entry
     index: tuple[slice, ...]
-    """Of the leaf, layers first where stacked."""
+    """Slices of the leaf, layers first where it is stacked."""
     completes: bool
     """Whether it is the last of its layers (of the leaf, where it is not stacked)."""
     nbytes: int
@@ -252,3 +262,76 @@ def _open_leaf(tree: Folder, path: LeafPath, shape: tuple[int, ...]) -> ts.Tenso
             remedy="use the config.json that belongs to this checkpoint",
         )
     return store
+
+
+def write_leaf(
+    checkpoint: Path, entry: Entry, dtype: np.dtype, parts: Iterator[np.ndarray]
+) -> None:
+    """Writes one leaf, cut into chunks of at most `CHUNK_BYTES` (or a row) of one layer.
+
+    In memory are the part that is being written and the next.
+
+    Args:
+        checkpoint: the directory.
+        entry: the leaf.
+        dtype: that its numbers are stored in.
+        parts: its layers in order; the whole leaf, once, where it is not stacked.
+
+    Raises:
+        OSError, ValueError: it cannot be written; TensorStore reports a full disk as the latter.
+    """
+    store = ts.open(
+        leaf_spec(checkpoint / TREE_NAME, entry.path),
+        create=True,
+        dtype=ts.dtype(dtype),
+        shape=entry.leaf_shape,
+        chunk_layout=ts.ChunkLayout(chunk_shape=_chunk_shape(entry, dtype.itemsize)),
+    ).result()
+    targets = [store] if entry.layers is None else [store[layer] for layer in range(entry.layers)]
+    written = None
+    for target, part in zip(targets, parts, strict=True):
+        if written is not None:
+            written.result()
+        written = target.write(part)
+    if written is not None:
+        written.result()
+
+
+def write_metadata(
+    checkpoint: Folder, paths: Iterable[tuple[str | int, ...]], *, ocdbt: bool = True
+) -> None:
+    """Makes a checkpoint of the leaves that were written, which are all of its tree.
+
+    Args:
+        checkpoint: the folder, on a disk or in an object store.
+        paths: of each leaf; numbers are positions in a list or a tuple.
+        ocdbt: whether the arrays lie in an OCDBT store.
+    """
+    tree = {
+        str(path): {
+            "key_metadata": [
+                {"key": str(key), "key_type": _SEQUENCE_KEY if isinstance(key, int) else _DICT_KEY}
+                for key in path
+            ],
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False},
+        }
+        for path in paths
+    }
+    said = {
+        "tree_metadata": tree,
+        "use_ocdbt": ocdbt,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    write_atomic(checkpoint / TREE_NAME / TREE_METADATA, json.dumps(said).encode())
+    write_atomic(checkpoint / "_CHECKPOINT_METADATA", b"{}")
+    write_atomic(checkpoint / "orbax.checkpoint", b"")
+
+
+def _chunk_shape(entry: Entry, itemsize: int) -> list[int]:
+    """Cut where the tensor's first dimension is, so that a chunk is a run of the tensor's bytes."""
+    part = list(entry.shape)
+    row = itemsize * math.prod(part) // part[entry.axes[0]]
+    part[entry.axes[0]] = min(part[entry.axes[0]], max(1, CHUNK_BYTES // row))
+    return part if entry.layers is None else [1, *part]

@@ -18,9 +18,9 @@ from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
 
+from bridge.conversion import export_checkpoint
 from bridge.delta import DamagedWeights, write_delta
-from bridge.export import export_checkpoint
-from bridge.records import TENSORS_NAME, damage
+from bridge.safetensors_io import TENSORS_NAME, damage
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
 from broadcast.manifest import WeightsManifest, open_manifest
@@ -152,7 +152,7 @@ class Publisher:
     def _stored(
         self, version: int, *, publishers: Collection[str] | None = None
     ) -> WeightsManifest | None:
-        """What is in the store under a number, by these publishers or by anyone."""
+        """Return the stored manifest of a version, signed by one of `publishers` (None: anyone)."""
         path = self._store / manifest_name(self._spec.name, version)
         try:
             data = read_bounded(path, MAX_MANIFEST_BYTES)

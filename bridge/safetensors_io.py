@@ -3,6 +3,9 @@
 The format: 8 bytes little-endian length, a JSON header {name: {dtype, shape, data_offsets}}, then
 the tensors' bytes without gaps (https://github.com/huggingface/safetensors). The header is known
 before any data is, so tensors are written as they come.
+
+Beside the weights of a version lies `tensors.json`, the records of its tensors for the signed
+manifest.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ import numpy as np
 from blake3 import blake3
 
 from bridge.shards import file_header
-from bridge.tensors import DTYPES, record, tensor_bytes
-from runspec.core.canonical import MalformedJson, parse_object
+from bridge.tensors import DTYPES, model_digest, record, tensor_bytes
+from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded
+from runspec.core.files import read_bounded, write_atomic
 
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 INDEX_NAME = "model.safetensors.index.json"
@@ -34,6 +37,8 @@ _READ_BYTES = 1024 * 1024
 _SYNCED_BYTES = 64 * 1024 * 1024
 _CACHED_BYTES = 256 * 1024
 _CODES = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"]}
+TENSORS_NAME = "tensors.json"
+MAX_RECORDS_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class TensorInfo:
     dtype: np.dtype
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
 
     @property
     def nbytes(self) -> int:
@@ -268,3 +273,38 @@ def listed(names: Iterable[str], limit: int = 5) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
     return ", ".join(ordered[:limit]) + more
+
+
+def write_records(folder: Path, tensors: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes {"model_digest", "tensors", "files": the names of the safetensors files there}.
+
+    Args:
+        folder: of the version, its weights written.
+        tensors: record {dtype, shape, blake3} of each tensor by name.
+    """
+    record = {
+        "model_digest": model_digest(tensors),
+        "tensors": tensors,
+        "files": sorted(path.name for path in folder.glob("*.safetensors")),
+    }
+    write_atomic(folder / TENSORS_NAME, canonical_json(record))
+
+
+def damage(folder: Path) -> str | None:
+    """Return what is wrong with exported weights; None where every tensor has its digest.
+
+    Nothing is read whole.
+    """
+    try:
+        data = read_bounded(folder / TENSORS_NAME, MAX_RECORDS_BYTES)
+        tensors = parse_object(data, max_bytes=MAX_RECORDS_BYTES)["tensors"]
+        noted = {name: record["blake3"] for name, record in tensors.items()}
+        found = read_headers(folder)
+        if found.keys() != noted.keys():
+            return f"{TENSORS_NAME} speaks of other tensors"
+        wrong = (name for name, info in found.items() if stored_digest(info) != noted[name])
+        return next((f"tensor {name} is not what was exported" for name in wrong), None)
+    except UserError as error:
+        return str(error)
+    except (OSError, MalformedJson, KeyError, TypeError, AttributeError) as error:
+        return f"{TENSORS_NAME} cannot be read: {error!r}"

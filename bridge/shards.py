@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of tensors by name, in the order of the file."""
+"""Shapes of tensors by name, in the order of the file."""
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -32,7 +32,7 @@ def plan_shards(
 
 
 def file_header(shapes: Shapes, code: str, itemsize: int) -> bytes:
-    """What a safetensors file begins with: the header's length, and the header.
+    """Return the start of a safetensors file: the header's length, and the header.
 
     Args:
         shapes: name and shape of every tensor, in the order in which they will come.

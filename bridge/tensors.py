@@ -1,7 +1,8 @@
-"""Dtypes and digests of tensors: what "the same weights" means."""
+"""Tensors: their dtypes, their digests, and copies between memory orders."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,6 @@ import ml_dtypes
 import numpy as np
 from blake3 import blake3
 
-from bridge.transpose import contiguous
 from bridge.weight_map import Path, weight_map
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
@@ -21,6 +21,9 @@ DTYPES: dict[str, np.dtype] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 """The types that weights may be stored in, by the name that spec and config.json use."""
+_COLUMNS = 256
+_ROWS = 256
+_PADDING = 8
 
 
 def dtype_named(name: str) -> np.dtype:
@@ -82,3 +85,51 @@ def tree_digests(
         for name, part in zip(entry.tensor_names(), parts, strict=True):
             digests[name] = tensor_digest(entry.to_hf(part.astype(target, copy=False)))
     return digests
+
+
+def copy_into(target: np.ndarray, source: np.ndarray) -> None:
+    """target[...] = source, for arrays of one shape and dtype.
+
+    Where one is transposed, numpy alone goes through one of them in steps of whole rows, which fall
+    on few lines of the cache. Blocks that go by way of a small buffer, its rows padded, are copied
+    three to ten times as fast.
+    """
+    down, across = _fastest(target), _fastest(source)
+    if down == across:
+        target[...] = source
+        return
+    bits = f"u{source.itemsize}"  # bfloat16 itself numpy copies by a call for each number
+    target, source = (
+        np.moveaxis(array.view(bits), (down, across), (-2, -1)) for array in (target, source)
+    )
+    rows, columns = source.shape[-2:]
+    buffer = np.empty((min(rows, _ROWS), _COLUMNS + _PADDING), source.dtype)
+    blocks = [
+        (slice(r, r + _ROWS), slice(c, c + _COLUMNS))
+        for r in range(0, rows, _ROWS)
+        for c in range(0, columns, _COLUMNS)
+    ]
+    for outer, block in itertools.product(np.ndindex(source.shape[:-2]), blocks):
+        part = source[outer][block]
+        staged = buffer[: part.shape[0], : part.shape[1]]
+        staged[...] = part
+        target[outer][block] = staged
+
+
+def contiguous(array: np.ndarray) -> np.ndarray:
+    """The array in C order, itself where it lies so already."""
+    if array.flags.c_contiguous:
+        return array
+    out = np.empty(array.shape, array.dtype)
+    copy_into(out, array)
+    return out
+
+
+def _fastest(array: np.ndarray) -> int:
+    """The dimension along which neighbours lie nearest; -1 where no dimension has two elements."""
+    steps = [
+        (abs(s), axis)
+        for axis, (n, s) in enumerate(zip(array.shape, array.strides, strict=True))
+        if n > 1
+    ]
+    return min(steps)[1] if steps else -1

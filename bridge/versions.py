@@ -1,4 +1,4 @@
-"""Deltas as people use them: what changed between two versions, and the next from one."""
+"""Compares two versions, and makes the next version from a delta: for `python -m bridge`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,38 @@ import tempfile
 from pathlib import Path
 
 from bridge.delta import DeltaSummary, apply_deltas, delta_tensors, write_delta
-from bridge.model_files import copy_model_files
-from bridge.output import output_directory
-from bridge.records import write_records
-from bridge.safetensors_io import INDEX_NAME
+from bridge.model_files import copy_model_files, output_directory
+from bridge.safetensors_io import INDEX_NAME, TensorInfo, read_headers, stored_digest, write_records
+from bridge.tensors import dtype_name
 
 
-def changed_elements(old: Path, new: Path, out: Path | None) -> list[str]:
-    """What changed between the weights of two directories: a line a tensor, and one of them all.
+def differences(first: Path, second: Path) -> list[str]:
+    """Return what differs between the weights of two directories, a line a tensor.
+
+    How the tensors are spread over files does not count. No tensor is read whole.
+    """
+    a, b = read_headers(first), read_headers(second)
+    lines = []
+    for name in sorted(a.keys() | b.keys()):
+        if name not in a or name not in b:
+            lines.append(f"{name}: only in {first if name in a else second}")
+            continue
+        left, right = (_facts(tensors[name]) for tensors in (a, b))
+        lines += [
+            f"{name}: {field} {value} and {right[field]}"
+            for field, value in left.items()
+            if value != right[field]
+        ]
+    return lines
+
+
+def _facts(info: TensorInfo) -> dict[str, object]:
+    shape = list(info.shape)
+    return {"dtype": dtype_name(info.dtype), "shape": shape, "blake3": stored_digest(info)}
+
+
+def change_report(old: Path, new: Path, out: Path | None) -> list[str]:
+    """Return what changed between two directories' weights: a line a tensor, and one of them all.
 
     Args:
         old, new: Hugging Face directories whose weights lie alike.
@@ -45,7 +69,7 @@ def _lines(summary: DeltaSummary) -> list[str]:
 
 
 def next_version(base: Path, delta: Path, out: Path) -> None:
-    """Writes what a delta makes of a version, checked by its digests; it appears by one rename.
+    """Apply a delta to a version, and check the digests; the result appears by one rename.
 
     The config and the tokenizer are the base's; its probe, which is of its own weights, stays.
 

@@ -37,7 +37,7 @@ class Compiled:
     executable: jax.stages.Compiled | None
     """None where it needs more memory than the device has."""
     refusal: str
-    """What the compiler said then."""
+    """The compiler's message then."""
     lower_s: float
     compile_s: float
 
@@ -60,7 +60,7 @@ def learner_mesh(spec: RunSpec, devices: Sequence[jax.Device]) -> Mesh:
 
 
 def abstract_arguments(programs: Programs) -> dict[str, tuple[Any, ...]]:
-    """What each program takes, as `jax.ShapeDtypeStruct` with shardings."""
+    """Return the arguments of each program, as `jax.ShapeDtypeStruct` with shardings."""
     state, (tokens, inputs) = programs.abstract_state, programs.abstract_batch
     count, base = jax.ShapeDtypeStruct((), jnp.int32), programs.abstract_base
     published = _outputs(programs.publish, state.params, base)

@@ -37,12 +37,12 @@ _MAX_CONFIG_BYTES = 1024 * 1024
 
 @dataclass(frozen=True)
 class AotOptions:
-    """What the command line says."""
+    """Options of the command line."""
 
     run: Path
     """A spec, or a run directory with the resolved one."""
     programs: Sequence[str]
-    """Of `step.Programs`, by name."""
+    """Names of programs of `step.Programs`."""
     profile: str | None = None
     overrides: Sequence[str] = ()
     topology: str | None = None

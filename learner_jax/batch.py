@@ -78,13 +78,13 @@ class TrainingRollout:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step trains: the manifest, and its groups' rollouts in training order."""
+    """The batch of one step: the manifest, and its groups' rollouts in training order."""
 
     manifest: BatchManifest
     groups: list[list[TrainingRollout]]
     agreement: Agreement | None = None
-    """Of the samplers with us; None where nothing was recomputed, and on processes that read no
-    files."""
+    """Agreement of the samplers' log-probs with ours; None where nothing was recomputed, and on
+    processes that read no files."""
 
     @property
     def rollouts(self) -> list[TrainingRollout]:

@@ -50,7 +50,7 @@ FORMAT = 3
 
 @dataclass(frozen=True)
 class StateInfo:
-    """What a full state is of. state.json holds it with a format number and the files' digests."""
+    """Facts of a full state. state.json holds them with a format number and the files' digests."""
 
     step: int
     """Rollout steps trained: the state is that of policy version `step`."""
@@ -74,7 +74,7 @@ def save_params(folder: Folder, version: int, params: Any, probe: dict[str, Any]
         folder: `params` of the run.
         version: its number; must not exist yet.
         params: the tree of arrays, in the published dtype.
-        probe: see `learner_jax.probe`.
+        probe: see `learner_jax.versions.build_probe`.
     """
 
     last = json.dumps(probe).encode()

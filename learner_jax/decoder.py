@@ -1,4 +1,6 @@
-"""The decoder of Qwen2, Qwen3, Llama and Mistral.
+"""The decoder of Qwen2, Qwen3, Llama and Mistral, with its embedding and rotary positions.
+
+Rotary positions are those of arXiv 2104.09864, with the scaling that a model's config names.
 
 Letters: B rows, T positions, D hidden size, H query heads, K key/value heads, h head size, F MLP
 size, V vocabulary.
@@ -6,23 +8,127 @@ size, V vocabulary.
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import nn
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from learner_jax.attention import packed_attention
+from learner_jax.attention import Rows, attend_in_rows, packed_attention
 from learner_jax.attention.context import from_zigzag, to_zigzag
-from learner_jax.attention.rows import Rows, attend_in_rows
-from learner_jax.embedding import embed
-from learner_jax.execution import Execution
+from learner_jax.execution import Execution, wide_dtype, widen
 from learner_jax.modules import Linear, RMSNorm, param, scan_layers, stacked
-from learner_jax.rope import Rotation, rotate, rotation
 from learner_jax.sharding import constrain
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.decoder import OUTPUT_GAIN
 from runspec.core.models.family import normal
+from runspec.core.models.rope_scaling import Linear as LinearScaling
+from runspec.core.models.rope_scaling import Llama3, Yarn
+
+Rotation = tuple[Array, Array]
+"""Cosine and sine, [B, T, 1, h/2] each, at least float32."""
+
+
+def embed(
+    table: Float[Array, "V D"], tokens: Int[Array, "B T"], execution: Execution
+) -> Float[Array, "B T D"]:
+    """`table[tokens]` in `execution.compute_dtype`; the gradient is summed in at least float32.
+
+    The table is gathered over fsdp first, as a layer's weights are before their products: looked up
+    in a table that is cut along D, the activations of all rows would be exchanged instead.
+    """
+    return _look_up(table, tokens, execution.compute_dtype, execution.mesh)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _look_up(
+    table: Array, tokens: Array, dtype: np.dtype | type, mesh: Mesh | None
+) -> Float[Array, "B T D"]:
+    return constrain(table.astype(dtype), mesh, "vocab", None)[tokens]
+
+
+def _look_up_forward(
+    table: Array, tokens: Array, dtype: np.dtype | type, mesh: Mesh | None
+) -> tuple[Array, tuple[Array, Array]]:
+    return _look_up(table, tokens, dtype, mesh), (table, tokens)
+
+
+def _look_up_backward(
+    dtype: np.dtype | type, mesh: Mesh | None, residuals: tuple[Array, Array], dx: Array
+) -> tuple[Array, None]:
+    # A token comes often, and a sum of many terms in bfloat16 would lose most of them.
+    table, tokens = residuals
+    wide = wide_dtype(table.dtype)
+    zeros = constrain(jnp.zeros_like(table, wide), mesh, "vocab", None)
+    summed = zeros.at[tokens].add(dx.astype(wide))
+    return constrain(summed, mesh, "vocab", "embed").astype(table.dtype), None
+
+
+_look_up.defvjp(_look_up_forward, _look_up_backward)
+
+
+def frequencies(config: ModelConfig) -> Float[np.ndarray, " h2"]:
+    """Angle per position of each of the h/2 pairs of dimensions (i, i + h/2), float64.
+
+    Plain RoPE: theta^(-2i/h). The variants are those of transformers' `modeling_rope_utils`;
+    `dynamic` is plain up to the length that `ModelConfig.exact_length` allows.
+    """
+    half = config.head_dim // 2
+    plain = config.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
+    match config.rope_scaling:
+        case LinearScaling(factor):
+            return plain / factor
+        case Yarn() as yarn:
+            kept = 1.0 - _yarn_ramp(yarn, config)
+            return plain / yarn.factor * (1.0 - kept) + plain * kept
+        case Llama3() as llama:
+            # Turns within the original length: many are kept, few divided, between them a ramp.
+            turns = llama.original_max_position_embeddings * plain / (2 * math.pi)
+            low, high = llama.low_freq_factor, llama.high_freq_factor
+            kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+            return plain / llama.factor * (1.0 - kept) + plain * kept
+    return plain
+
+
+def _yarn_ramp(yarn: Yarn, config: ModelConfig) -> Float[np.ndarray, " h2"]:
+    """0 for the pairs that are kept, 1 for those that are divided."""
+    size, length = config.head_dim, yarn.original_max_position_embeddings
+
+    def dimension(turns: float) -> float:
+        """Where a pair turns that often within the original length."""
+        return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    if low == high:
+        high += 0.001
+    return np.clip((np.arange(size // 2) - low) / (high - low), 0.0, 1.0)
+
+
+def rotation(positions: Int[Array, "B T"], config: ModelConfig) -> Rotation:
+    """Cosine and sine of position * frequency, times YaRN's attention factor."""
+    wide = jnp.result_type(float)  # float32, or float64 under jax_enable_x64
+    frequency = jnp.asarray(frequencies(config), wide)
+    angles = positions[:, :, None, None].astype(wide) * frequency  # [B, T, 1, h/2]
+    scaling = config.rope_scaling
+    amplitude = scaling.attention_factor if isinstance(scaling, Yarn) else 1.0
+    return jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
+
+
+def rotate(x: Float[Array, "B T N h"], turn: Rotation) -> Float[Array, "B T N h"]:
+    """Turns each pair (x_i, x_(i + h/2)) of every head; computed in at least float32."""
+    cos, sin = turn
+    first, second = jnp.split(widen(x), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
 
 
 class Attention(nnx.Module):

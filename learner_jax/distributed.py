@@ -24,15 +24,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig
 from runspec.core.process import EXIT_USER_ERROR, RunStopped
+from runspec.core.spec.schema import RunSpec
 
 SHUTDOWN_S = 3600
 """How long a process that is done waits for the others: for process 0's last checkpoint."""
@@ -43,7 +47,7 @@ _NAME_BYTES = 128
 
 
 class Word(IntEnum):
-    """What a process would do next; of several the largest counts."""
+    """The next act that a process proposes; the largest of all counts."""
 
     GO = 0
     WAIT = 1
@@ -65,12 +69,12 @@ class Peers:
     """The processes of this program."""
 
     index: int = 0
-    """Of this process."""
+    """Number of this process."""
     names: list[str] = field(default_factory=lambda: [""])
     """Host and process id of each, by index."""
-    said: Word = Word.GO
-    """What all last agreed on."""
-    told: UserError | None = None
+    agreed: Word = Word.GO
+    """The word that all processes last agreed on."""
+    reported: UserError | None = None
     """The error of this process that the others know of."""
 
     @property
@@ -91,14 +95,14 @@ class Peers:
         said = np.array([[word, number]], np.int32)
         if self.count > 1:
             said = multihost_utils.process_allgather(said[0])
-        self.said = Word(int(said[:, 0].max()))
-        if self.said >= Word.FAILED and word < Word.FAILED:
-            failed = int(np.flatnonzero(said[:, 0] == self.said)[0])
+        self.agreed = Word(int(said[:, 0].max()))
+        if self.agreed >= Word.FAILED and word < Word.FAILED:
+            failed = int(np.flatnonzero(said[:, 0] == self.agreed)[0])
             raise PeerFailed(
                 f"process {failed} of {self.count} ({self.names[failed]}) cannot go on",
                 remedy="its log says why",
             )
-        return self.said, int(said[0, 1])
+        return self.agreed, int(said[0, 1])
 
     def tell(self, error: UserError, word: Word) -> None:
         """Collective: this process cannot go on; `error` is then raised here, a PeerFailed there.
@@ -107,7 +111,7 @@ class Peers:
             error: why.
             word: FAILED or UNSAVED.
         """
-        self.told = error
+        self.reported = error
         self.agree(word)
 
     def broadcast(self, data: bytes, size: int) -> bytes:
@@ -231,7 +235,7 @@ def joined(
         raise
     except UserError as error:
         # Of another error the others know nothing, and would not come to an orderly end.
-        if error is peers.told or isinstance(error, PeerFailed):
+        if error is peers.reported or isinstance(error, PeerFailed):
             jax.distributed.shutdown()
         raise
     except jax.errors.JaxRuntimeError as error:
@@ -349,3 +353,21 @@ def _await_verdict(
         *(peers.index, peers.count, str(error).splitlines()[0][:300], heartbeat_s),
     )
     time.sleep(heartbeat_s + 5)
+
+
+@dataclass(frozen=True)
+class LearnerRun:
+    """One run, as each process of its learner sees it."""
+
+    folder: Path
+    """The run directory."""
+    spec: RunSpec
+    """As resolved."""
+    config: ModelConfig
+    """The model's shape."""
+    mesh: Mesh
+    fingerprint: dict[str, Any]
+    """Fingerprint of this program (`learner_jax.fingerprint`)."""
+    peers: Peers
+    """The processes of the learner."""
+    log: logging.Logger

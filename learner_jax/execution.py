@@ -21,7 +21,7 @@ class Execution:
     """Type of activations and matrix products; norms, RoPE and softmax are computed in at least
     float32."""
     remat: schema.Remat = "none"
-    """What a layer keeps for the backward pass."""
+    """The values that a layer stores for the backward pass."""
     attention: schema.Attention = "auto"
     """The attention kernel."""
     mesh: Mesh | None = None

@@ -2,7 +2,8 @@
 
 Process 0 alone waits for the batch manifest, reads the files that it names and checks them; the
 others are given the arrays. So there is one batch, whatever a file system shows to whom, and only
-process 0 needs the run's rollouts.
+process 0 needs the run's rollouts. A batch goes to the others as a table (`verify.formats.tables`)
+with a row a rollout; no pickle is involved.
 """
 
 from __future__ import annotations
@@ -10,14 +11,63 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import asdict, fields
+from itertools import groupby
 
-from learner_jax.batch import Batch, BatchReader
-from learner_jax.batch_bytes import decode_batch, encode_batch
+from learner_jax.batch import Batch, BatchReader, TrainingRollout
 from learner_jax.distributed import MAX_MESSAGE_BYTES, PeerFailed, Peers, Word
+from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.errors import UserError
+from verify.formats.batch import BatchGroup, BatchManifest
+from verify.formats.tables import Column, Schema, decode_table, encode_table, text
 
+SCHEMA = Schema(
+    "runspec batch 1",
+    (
+        text("manifest"),
+        Column("group", "I32"),
+        text("problem_id"),
+        Column("prompt_tokens", "I32", ("index", "offsets")),
+        Column("output_tokens", "I32", ("offsets",)),
+        Column("mu", "F32", ("offsets",)),
+        Column("advantage", "F64"),
+        Column("task_reward", "F64"),
+        Column("reward", "F64"),
+        Column("target", "I32", ("valid",)),
+        Column("version", "I32"),
+    ),
+)
+_MAX_BYTES = 1 << 40
+"""No bound: the bytes are process 0's, and `feed` bounds them."""
 ROUND_S = 0.5
 """While process 0 waits, the processes hear of each other this often."""
+
+
+def encode_batch(batch: Batch) -> bytes:
+    """The bytes of a batch; `decode_batch` gives it back bit for bit."""
+    rollouts = batch.rollouts
+    names = [field.name for field in fields(TrainingRollout)]
+    columns = {name: [getattr(rollout, name) for rollout in rollouts] for name in names}
+    columns["manifest"] = [canonical_json(asdict(batch.manifest)).decode()] * len(rollouts)
+    columns["group"] = [number for number, group in enumerate(batch.groups) for _ in group]
+    return encode_table(columns, SCHEMA)
+
+
+def decode_batch(data: bytes) -> Batch:
+    """Reads a batch.
+
+    Raises:
+        MalformedTable: bytes that `encode_batch` did not make.
+    """
+    columns = decode_table(data, SCHEMA, max_rows=len(data), max_bytes=_MAX_BYTES)
+    (manifest, *_), numbers = columns.pop("manifest"), columns.pop("group")
+    said = parse_object(manifest.encode(), max_bytes=len(data))
+    groups = [BatchGroup(**group) for group in said.pop("groups")]
+    rows = zip(numbers, zip(*columns.values(), strict=True), strict=True)
+    return Batch(
+        BatchManifest(**said, groups=groups),
+        [[TrainingRollout(*row) for _, row in own] for _, own in groupby(rows, lambda row: row[0])],
+    )
 
 
 class BatchFeed:

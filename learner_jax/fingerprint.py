@@ -1,4 +1,4 @@
-"""What the bits of a training step depend on, besides the spec and the rollouts.
+"""Fingerprint: the facts, besides spec and rollouts, that fix the bits of a training step.
 
 On one fingerprint the same rollouts give the same bits. Elsewhere they give the same numbers up to
 rounding, and the difference is reported.
@@ -62,7 +62,7 @@ def fingerprint(spec: RunSpec, mesh: Mesh) -> dict[str, Any]:
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What a person is told of two fingerprints: `mesh: {...} then, {...} now`, one a fact."""
+    """Describe how two fingerprints differ: `mesh: {...} then, {...} now`, a line a fact."""
     names = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     return [f"{name}: {then.get(name)} then, {now.get(name)} now" for name in names]
 

@@ -1,4 +1,4 @@
-"""What a compiled program does on one device, read from its HLO text.
+"""Counts the work of a compiled program on one device, from its HLO text.
 
 `compiled.cost_analysis()` counts the body of a loop once, however often it runs, and all layers of
 our models are bodies of loops. Here each instruction counts as often as it is executed.
@@ -60,10 +60,10 @@ Computation = Mapping[str, Instruction]
 
 @dataclass
 class Cost:
-    """Of one device for one execution of a program."""
+    """Cost of one execution of a program on one device."""
 
     flops: float = 0.0
-    """Of matrix products and convolutions. What a custom call computes is not in it."""
+    """FLOPs of matrix products and convolutions, without those of custom calls."""
     hbm_bytes: float = 0.0
     """Operands and results of each instruction outside fusions that lie in HBM; of a stack from
     which a fusion takes a slice, or into which it writes one, that slice."""
@@ -283,7 +283,7 @@ class _Window:
     stride: int = 1
     pad: int = 0
     dilation: int = 1
-    """Of the input."""
+    """Dilation of the input."""
 
     def pairs(self, inputs: int, outputs: int) -> int:
         """Pairs of an output and a kernel position that meet an element of the input."""
@@ -339,7 +339,7 @@ def _traffic(
 
 
 def _slices(name: str, inner: Computation) -> list[Instruction] | None:
-    """What reads or writes slices of a parameter, None where anything reads it whole."""
+    """Return what reads or writes slices of a parameter; None where one reads it whole."""
     users = [i for i in inner.values() if name in i.operands]
     sliced: list[Instruction] = []
     for user in users:

@@ -25,10 +25,10 @@ from runspec.core.models.config import ModelConfig
 
 LeafPath = tuple[str, ...]
 Index = tuple[slice, ...]
-"""Of a part of a leaf, with both ends."""
+"""Slice of a leaf, with both ends."""
 ReadParts = Callable[[LeafPath, Sequence[Index]], Iterator[np.ndarray]]
 MESSAGE_BYTES = 256 * 1024 * 1024
-"""What process 0 reads and sends to the others at once, at most (or one row)."""
+"""Most bytes that process 0 reads and sends to the others at once (or one row)."""
 
 
 def leaf_at(tree: Any, path: LeafPath) -> Any:

@@ -30,7 +30,7 @@ from runspec.core.models.parameters import MESH_AXES
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is known before the arrays are."""
+    """Static arguments, known before the arrays are."""
 
     temperature: float
     chunk: int

@@ -13,11 +13,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from learner_jax.arrays import LossInputs
 from learner_jax.loss_metrics import MAX_LOG_RATIO, LossMetrics, log_ratio_counts
-from learner_jax.segments import segment_sums
+from learner_jax.packing import LossInputs
 from runspec.core.spec.schema import Algorithm, Clip
 
 
@@ -171,8 +170,8 @@ def grpo_loss(
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What the loss is made of at each position [B, T]: log-probs, advantages, entropy and kl
-    are 0 where not `on`."""
+    """Terms of the loss at each position [B, T]: log-probs, advantages, entropy and kl are 0
+    where not `on`."""
 
     on: Array
     logprobs: Array
@@ -234,3 +233,33 @@ def _acting_bounds(
     negative = advantages < 0
     beyond = ratio > (jnp.inf if clip.delta is None else clip.delta)
     return negative & below, (advantages > 0) & above, negative & beyond
+
+
+def segment_sums(
+    values: Float[Array, "B T"], segment_ids: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """Sum `values`, at every position, over the positions of its row that have its id.
+
+    By doubling: after step k a position holds the sum over the nearest 2^k positions of its sample
+    to the left, and to the right. log T steps over [B, T]: no scatter, no number of segments to be
+    known beforehand, and no difference of long sums, in which a short sample would lose its digits.
+
+    Args:
+        values: [B, T].
+        segment_ids: from 0; the positions of an id lie together, as packing puts them.
+    """
+    segment_ids = jnp.asarray(segment_ids)
+    left = right = values
+    distance = 1
+    while distance < values.shape[1]:
+        for_left = _from(segment_ids, -distance, fill=-1) == segment_ids
+        for_right = _from(segment_ids, distance, fill=-1) == segment_ids
+        left = left + jnp.where(for_left, _from(left, -distance, fill=0), 0)
+        right = right + jnp.where(for_right, _from(right, distance, fill=0), 0)
+        distance *= 2
+    return left + right - values
+
+
+def _from(x: Shaped[Array, "B T"], distance: int, *, fill: int) -> Shaped[Array, "B T"]:
+    """Return `x` shifted: at position t its value at t + distance, `fill` beyond its ends."""
+    return jax.lax.pad(x, jnp.asarray(fill, x.dtype), [(0, 0, 0), (-distance, distance, 0)])

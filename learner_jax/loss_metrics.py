@@ -1,4 +1,4 @@
-"""What the loss says of its tokens: sums, counts and a histogram, which microbatches merge."""
+"""Metrics of the loss: sums, counts and a histogram over tokens, merged over microbatches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from learner_jax.arrays import Data
+from learner_jax.packing import Data
 
 MAX_LOG_RATIO = 20.0
 """log r is held within this of 0, and so is every exponent of a log-prob difference."""
@@ -32,7 +32,7 @@ _COUNTS = ("clipped_low", "clipped_high", "clipped_delta", "nonfinite", "tokens"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossMetrics:
-    """Of one microbatch, over all devices. float32 [] and int32 [] unless said otherwise."""
+    """Metrics of one microbatch, over all devices; float32 [] and int32 [] by default."""
 
     loss: Data
     """Normalised by N already: the microbatches' add up to the optimizer batch's."""
@@ -77,7 +77,7 @@ class LossMetrics:
         )
 
     def merge(self, other: LossMetrics) -> LossMetrics:
-        """Of both, on the device or, what was fetched, on the host."""
+        """Merge two, on the device or, once fetched, on the host."""
         sums = jax.tree.map(operator.add, self, other)
         on_host = isinstance(self.ratio_max, np.ndarray | np.generic)
         maximum = np.maximum if on_host else jnp.maximum

@@ -1,4 +1,4 @@
-"""The rim between trees of arrays and the `nnx` module of a model family.
+"""Trees of arrays, their adapters, and the `nnx` module of a model family that computes with them.
 
 A module is split once, without values: its structure, and the `Parameter`s from which initial
 values, shardings and restores follow. Every program takes a pure nested dict of arrays, which
@@ -7,6 +7,12 @@ values, shardings and restores follow. Every program takes a pure nested dict of
     policy = bind(config, params)
     hidden = policy(tokens, segment_ids, positions, execution)
     logits = hidden @ policy.head_weight()
+
+Low-rank adapters (LoRA, arXiv 2106.09685) are a second, small tree beside frozen weights. A matrix
+W of a layer, seen as [in, out], becomes W + (alpha / rank) A B with A [in, rank] and B [rank, out],
+of which A and B are trained. B starts at zero, so a run starts at its base model. `modules.Linear`
+computes the sum. Its `Adapter` parameters are the tree: beside a weight [L, D, H, h] stand
+a [L, D, r] and b [L, r, H, h], stacked and cut over the mesh as the weight is.
 """
 
 from __future__ import annotations
@@ -23,8 +29,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from learner_jax.attention.rows import Rows
-from learner_jax.execution import Execution
+from learner_jax.attention import Rows
+from learner_jax.execution import Execution, widen
 from learner_jax.modules import Adapter, Linear
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import MODELS_GROUP, family, load_named
@@ -36,7 +42,7 @@ Params = Mapping[str, Any]
 
 
 class Policy(Protocol):
-    """What a family's module computes. B rows, T positions, D hidden size, V vocabulary."""
+    """Interface of a family's module. B rows, T positions, D hidden size, V vocabulary."""
 
     def __call__(
         self,
@@ -149,3 +155,46 @@ def _draw_order(path: tuple[Any, ...]) -> tuple[Any, ...]:
     """Sorts by the tree's part, the parameter's module, and a weight before its bias."""
     names = [entry.key for entry in path]
     return names[0], names[-2:-1], names[-1] == "bias", names[-1]
+
+
+def abstract_lora(config: ModelConfig, lora: schema.Lora) -> dict[str, Any]:
+    """Return the tree of the adapters' `Parameter`s."""
+    return split(config, lora).adapters
+
+
+def init_lora(config: ModelConfig, lora: schema.Lora, key: Array) -> dict[str, Any]:
+    """Draw adapters, float32 (float64 under `jax_enable_x64`), a function of the key.
+
+    The numbers differ from those that `init_params` draws from the same key.
+    """
+    return draw(abstract_lora(config, lora), jax.random.fold_in(key, 1))
+
+
+def merge_lora(
+    base: Params, lora_params: Params, lora: schema.Lora, dtype: np.dtype | type | None = None
+) -> dict[str, Any]:
+    """Return the plain parameters W + (alpha / rank) A B, which engines without adapters read.
+
+    The sum is taken in at least float32, a layer at a time.
+
+    Args:
+        base: the frozen tree.
+        lora_params: as `abstract_lora`.
+        lora: rank and alpha.
+        dtype: of the merged matrices; by default that of the sum. Others keep the base's type.
+    """
+
+    def one_layer(parts: tuple[Array, Array, Array]) -> Array:
+        weight, a, b = parts
+        delta = jnp.tensordot(widen(a), widen(b), axes=1, precision=jax.lax.Precision.HIGHEST)
+        total = widen(weight) + (lora.alpha / lora.rank) * delta
+        return total.astype(dtype or total.dtype)
+
+    def merged(weights: Params, adapters: Params) -> dict[str, Any]:
+        if "a" in adapters:
+            parts = weights["weight"], adapters["a"], adapters["b"]
+            return {**weights, "weight": jax.lax.map(one_layer, parts)}
+        # Sorted: the same program in every process.
+        return {**weights, **{k: merged(weights[k], adapters[k]) for k in sorted(adapters)}}
+
+    return merged(base, lora_params)

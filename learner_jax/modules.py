@@ -14,16 +14,59 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import checkpoint_policies as policies
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from learner_jax.attention import SAVED
 from learner_jax.execution import Execution, widen
-from learner_jax.remat import layer_remat
 from runspec.core.models.family import ONES, ZEROS, Initial, normal
+from runspec.core.spec import schema
 
+Body = Callable[[Any, Any], tuple[Any, Any]]
+LAYER_INPUT = "layer_input"
+
+_POLICIES: dict[schema.Remat, Callable[..., Any]] = {
+    # Attention's own products have batch dimensions: scores, T x T, are not kept.
+    "dots": policies.save_from_both_policies(
+        policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(SAVED)
+    ),
+    "attention": policies.save_only_these_names(SAVED),
+    "full": policies.nothing_saveable,
+    "offload": policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[LAYER_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
 Axes = Mapping[str, int]
 """Logical axes in order, a key of `MESH_AXES` each, and their sizes."""
 M = TypeVar("M", bound=nnx.Module)
+
+
+def layer_remat(body: Body, remat: schema.Remat) -> Body:
+    """Return the body of a scan over layers, (x, layer) -> (x, None), under `remat`.
+
+    `learner.remat` names what a layer stores from the forward pass for the backward pass:
+
+        none        everything
+        dots        the results of its matrix products, and the output of attention
+        attention   its input, and the output and log-sum-exp of attention
+        full        its input
+        offload     its input, in the host's memory
+
+    The backward pass computes the rest again from the layer's input.
+    """
+    if remat == "none":
+        return body
+
+    def named(x: Any, layer: Any) -> tuple[Any, Any]:
+        return body(checkpoint_name(x, LAYER_INPUT), layer)
+
+    # A scan's body is not merged with another: nothing has to prevent it.
+    return jax.checkpoint(named, prevent_cse=False, policy=_POLICIES[remat])
 
 
 class Adapter(nnx.Param):

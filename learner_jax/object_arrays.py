@@ -17,8 +17,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from bridge.orbax_io import TREE_NAME, leaf_paths, leaf_spec
-from bridge.orbax_writer import CHUNK_BYTES, write_metadata
+from bridge.orbax_io import CHUNK_BYTES, TREE_NAME, leaf_paths, leaf_spec, write_metadata
 from learner_jax.saver import DEADLINE_S
 from runspec.core.errors import UserError
 from runspec.core.object_store import ObjectPath
@@ -34,7 +33,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class HostLeaf:
-    """What this process writes of an array."""
+    """The parts of an array that this process writes."""
 
     keys: tuple[str | int, ...]
     """Its path in the tree; numbers are positions in a tuple."""

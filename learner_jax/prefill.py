@@ -238,7 +238,7 @@ def _prefill(
     mesh: Mesh,
     wanted: Wanted,
 ) -> TokenFacts:
-    """What there is to say of a microbatch's output tokens."""
+    """Return the results for a microbatch's output tokens."""
     bound = bind(config, params)
     hidden = bound(
         batch.tokens,
@@ -293,7 +293,7 @@ def _judge(
 
 
 def _zeros(count: int, wanted: Wanted) -> TokenFacts:
-    """What the chunks are written into."""
+    """Return the arrays into which the chunks are written."""
     zeros = jnp.zeros(count, jnp.float32)
     columns = {"log_powers": len(POWERS), "log_heads": len(HEADS)}
     shapes = {n: (count, columns[n]) if n in columns else (count,) for n in Choices._fields}

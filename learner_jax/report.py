@@ -1,19 +1,27 @@
-"""The lines of metrics.jsonl and samples.jsonl."""
+"""Reports each step: lines of metrics.jsonl and samples.jsonl, and a line of log."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from learner_jax.agreement import alarm_limit
 from learner_jax.batch import Batch
-from learner_jax.flops import Meter
+from learner_jax.distributed import LearnerRun
+from learner_jax.metrics import JsonLines
 from learner_jax.training import StepResult
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.flops import useful_flops
+from runspec.core.models.hardware import jax_device
+from runspec.core.run_files import initial_model
+from runspec.core.spec.schema import Lora
 
 SAMPLES_A_STEP = 2
 
@@ -128,3 +136,94 @@ class SampleWriter:
 
     def _text(self, tokens: np.ndarray) -> str:
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a device by the name that JAX gives it; None for one not listed."""
+    device = jax_device(device_kind)
+    return None if device is None else device.peak_flops
+
+
+@dataclass(frozen=True)
+class Meter:
+    """Computes MFU: the share of useful FLOPs in what the devices could do in the time.
+
+        MFU = useful / (seconds x devices x peak FLOP/s of one device)
+
+    with the useful FLOPs of `runspec.core.models.flops`. PaLM's MFU (arXiv 2204.02311, appendix B)
+    is the same but for counting the masked half of attention.
+    """
+
+    config: ModelConfig
+    lora: Lora | None
+    devices: int
+    peak: float | None
+    """FLOP/s of one device; None where it is not known, as for CPUs."""
+
+    def mfu(self, lengths: Sequence[int], seconds: float) -> float | None:
+        """MFU of training samples of these lengths in that time; None without a peak."""
+        if self.peak is None:
+            return None
+        return useful_flops(self.config, lengths, self.lora) / (seconds * self.devices * self.peak)
+
+
+class Records:
+    """Writes the lines of one run, in process 0. A step trained again adds only to the log.
+
+    Args:
+        run: the run, whose log gets a line for each step.
+    """
+
+    def __init__(self, run: LearnerRun) -> None:
+        self._metrics, self._samples = (
+            JsonLines(run.folder / f"{name}.jsonl") for name in ("metrics", "samples")
+        )
+        self._decode, self._log = SampleWriter(initial_model(run.folder)), run.log
+        peak = peak_flops(run.mesh.devices.flat[0].device_kind)
+        self._meter = Meter(run.config, run.spec.learner.lora, run.mesh.size, peak)
+        self._alarm = alarm_limit(run.spec)
+        self._replay_difference: float | None = None
+
+    def write(
+        self,
+        batch: Batch,
+        result: StepResult,
+        *,
+        train_s: float,
+        waits: Mapping[str, float],
+        replay_difference: float | None,
+    ) -> None:
+        """Writes a step's lines.
+
+        Args:
+            batch: what was trained.
+            result: what came of it.
+            train_s, waits: see `report.metrics_line`.
+            replay_difference: `VersionWriter.difference`; the next new line has the largest of a
+                replay.
+        """
+        step = batch.manifest.step
+        if replay_difference is not None:
+            self._replay_difference = max(self._replay_difference or 0.0, replay_difference)
+        line = metrics_line(
+            batch, result, self._meter, train_s=train_s, waits=waits, logprob_alarm=self._alarm
+        )
+        line["replay_difference"] = self._replay_difference
+        if self._metrics.append(step, [line]):
+            self._replay_difference = None
+        self._samples.append(step, self._decode.lines(batch))
+        if line["sampler_logprob_alarm"]:
+            self._log.warning(
+                "step %d: the samplers' log-probs are %.2e from ours on average, %.2e at most "
+                "(verify.logprob_alarm %.2e): look at their engine, its dtype and its version",
+                *(step, line["sampler_logprob_diff_mean"], line["sampler_logprob_diff_max"]),
+                line["sampler_logprob_limit"],
+            )
+        for skipped in result.skipped:
+            self._log.warning("step %d: %s", step, skipped)
+        self._log.info(
+            "step %d: task reward %s, loss %.4f, gradient %.3f, lag %.2f, trained %.2f s, "
+            "waited %.2f s",
+            *(step, line["task_reward"], line["loss"], line["grad_norm"], line["lag_mean"]),
+            *(train_s, sum(waits.values())),
+        )

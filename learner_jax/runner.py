@@ -18,21 +18,18 @@ from pathlib import Path
 
 from learner_jax.batch import BatchReader
 from learner_jax.compile_cache import CompileCounter
-from learner_jax.distributed import Peers, Word, mesh_devices
+from learner_jax.distributed import LearnerRun, Peers, Word, mesh_devices
 from learner_jax.execution import full_float32
 from learner_jax.feed import BatchFeed
 from learner_jax.fingerprint import fingerprint
-from learner_jax.learner_run import LearnerRun
+from learner_jax.full_states import StateWriter, find_start
 from learner_jax.metrics import Clock
-from learner_jax.probe import build_probe
-from learner_jax.records import Records
+from learner_jax.report import Records
 from learner_jax.saver import Saver
 from learner_jax.sharding import AXES, make_mesh
-from learner_jax.start import find_start
-from learner_jax.states import StateWriter
 from learner_jax.step import build_programs
 from learner_jax.training import compile_ahead, train_step
-from learner_jax.versions import VersionWriter
+from learner_jax.versions import VersionWriter, build_probe
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.models.config import CONFIG_NAME, ModelConfig, parse_config, read_config
@@ -99,7 +96,7 @@ def train(
             try:
                 batch = feed.next(step)
             except UserError:
-                if peers.said is Word.FAILED:  # what is saved now need not be trained again
+                if peers.agreed is Word.FAILED:  # what is saved now need not be trained again
                     states.write(step, state, batch=trained)
                 raise
             clock.waited("coordinator")

@@ -58,7 +58,7 @@ class Saver:
                 return
             waited = time.monotonic() - begun
             if waited > DEADLINE_S:
-                self._save = None  # given up: nobody waits for it again
+                self._save = None  # given up: no later call waits for it
                 raise UserError(
                     f"{self._what} is not written after {waited:.0f} s",
                     remedy="see whether the disk is full or slow, then start again",

@@ -1,4 +1,4 @@
-"""What a model says of given tokens: a way to compare any model with transformers or vLLM."""
+"""Scores given tokens with a model, to compare it with transformers or vLLM."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from learner_jax.arrays import TokenBatch
 from learner_jax.execution import Execution, full_float32
 from learner_jax.leaves import load_params
 from learner_jax.logprobs import token_logprobs
 from learner_jax.model import bind
-from learner_jax.packing import Sample, pack
+from learner_jax.packing import Sample, TokenBatch, pack
 from learner_jax.sharding import make_mesh, shard_batch
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig, load_config
@@ -98,7 +97,7 @@ def _write(
 
 
 def read_lines(path: Path, config: ModelConfig) -> list[np.ndarray]:
-    """The token ids of every line, int32 [n] each; nothing of the text is kept.
+    """Return the token ids of every line, int32 [n] each, without the text.
 
     Raises:
         UserError: unreadable or empty; or file:line of what is no JSON list of at least two ids of

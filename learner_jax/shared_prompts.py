@@ -14,8 +14,8 @@ from math import ceil
 import jax
 import numpy as np
 
-from learner_jax.arrays import Data
-from learner_jax.attention.rows import Rows
+from learner_jax.attention import Rows
+from learner_jax.packing import Data
 from verify.plugins import PrefillInput, by_prompt, require_fits
 
 MOST_REPEATS = 4
@@ -24,7 +24,7 @@ MOST_REPEATS = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a part. Few are used, for each is compiled."""
+    """Shape of a part. There are few shapes, since each is compiled."""
 
     positions: int
     """U, of full parts a multiple of `tokens`; also the most output tokens."""

@@ -26,15 +26,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from learner_jax.arrays import Data, LossInputs, TokenBatch
 from learner_jax.execution import Execution, execution, wide_dtype
 from learner_jax.logprobs import token_logprobs
-from learner_jax.lora import abstract_lora, init_lora, merge
 from learner_jax.loss import grpo_loss
 from learner_jax.loss_metrics import LossMetrics
-from learner_jax.model import Policy, abstract_params, bind
+from learner_jax.model import Policy, abstract_lora, abstract_params, bind, init_lora, merge_lora
 from learner_jax.optimizer import abstract_state, apply_gradients, build_optimizer, init_state
-from learner_jax.packing import row_bound
+from learner_jax.packing import Data, LossInputs, TokenBatch, row_bound
 from learner_jax.sharding import batch_sharding, param_shardings
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
@@ -58,7 +56,7 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Accumulated:
-    """Of one optimizer batch."""
+    """Gradient and metrics of one optimizer batch."""
 
     grads: Any
     """Summed over its microbatches, in float32; of the parameters' shapes."""
@@ -70,7 +68,7 @@ class Accumulated:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Update:
-    """What became of an optimizer batch."""
+    """Outcome of an optimizer batch."""
 
     grad_norm: Data
     """Global norm of the gradient before clipping, float32 []."""
@@ -208,13 +206,13 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
 
 @dataclass(frozen=True)
 class _Run:
-    """What the programs of a run compute, by the names that they have in `Programs`."""
+    """The programs of a run as functions, by the names that they have in `Programs`."""
 
     spec: RunSpec
     config: ModelConfig
     execution: Execution
     temperature: float
-    """Of sampling."""
+    """Temperature of sampling."""
     optimizer: optax.GradientTransformationExtraArgs
 
     def init_state(self, params: Any) -> TrainState:
@@ -229,7 +227,7 @@ class _Run:
 
     def publish(self, params: Any, base: Any = None) -> Any:
         lora, dtype = self.spec.learner.lora, jnp.dtype(self.spec.broadcast.dtype)
-        return self.freeze(params if lora is None else merge(base, params, lora, dtype))
+        return self.freeze(params if lora is None else merge_lora(base, params, lora, dtype))
 
     def score(self, params: Any, batches: TokenBatch, count: Array) -> Array:
         def one(i: Array, scores: Array) -> Array:

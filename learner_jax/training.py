@@ -15,23 +15,79 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from learner_jax.arrays import LossInputs, TokenBatch
 from learner_jax.batch import Batch, TrainingRollout
 from learner_jax.loss import token_weights
 from learner_jax.loss_metrics import LossMetrics
-from learner_jax.packing import Packed, Sample, pack
+from learner_jax.packing import LossInputs, Packed, Sample, TokenBatch, pack
 from learner_jax.sharding import shard_batch
-from learner_jax.skipped import RolloutName, SkippedUpdate, skipped_update
 from learner_jax.step import Programs, TrainState, Update, microbatch_bound
 from runspec.core.process import RunStopped
 from runspec.core.spec.schema import RunSpec
 
+NAMED = 8
+"""Rollouts that a message names; the rest are counted."""
+
+
+@dataclass(frozen=True)
+class RolloutName:
+    """Where a person finds a rollout again."""
+
+    submission: str
+    """Digest of its submission."""
+    group: int
+    sample: int
+
+    def __str__(self) -> str:
+        return f"{self.submission[:16]} group {self.group} sample {self.sample}"
+
+
+@dataclass(frozen=True)
+class SkippedUpdate:
+    """An update that was not made."""
+
+    update: int
+    """Number of the update in the step, from 0."""
+    rollouts: tuple[RolloutName, ...]
+    """Those with a number that is not finite; all of the update where no number tells."""
+    identified: bool
+    """Whether their numbers identify the rollouts."""
+
+    def __str__(self) -> str:
+        names = "; ".join(str(name) for name in self.rollouts[:NAMED])
+        more = f" and {len(self.rollouts) - NAMED} more" if len(self.rollouts) > NAMED else ""
+        which = (
+            "numbers that are not finite in" if self.identified else "finite log-probs, in it were"
+        )
+        return f"update {self.update} skipped, loss or gradient not finite: {which} {names}{more}"
+
+
+def skipped_update(
+    update: int, names: Sequence[RolloutName], packed: Packed, arrays: Sequence[jax.Array]
+) -> SkippedUpdate:
+    """Looks for the rollouts that made an update not finite.
+
+    Attention does not cross samples, so a rollout spoils only its own log-probs.
+
+    Args:
+        update: its number in the step.
+        names: of the rollouts, in the order of the samples in `packed`.
+        packed: the update's rows.
+        arrays: per-token values, float32 [M, rows, tokens]; where they may be sharded over
+            processes, all of them call this.
+    """
+    finite = np.ones(packed.batch.tokens.shape, bool)
+    for array in arrays:
+        finite &= np.isfinite(multihost_utils.process_allgather(array, tiled=True))
+    bad = [name for name, ok in zip(names, packed.gather(finite), strict=True) if not ok.all()]
+    return SkippedUpdate(update, tuple(bad or names), identified=bool(bad))
+
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a rollout step did."""
+    """Result of a rollout step."""
 
     state: TrainState
     numbers: dict[str, float]
@@ -42,7 +98,7 @@ class StepResult:
     tokens: int
     """Prompt and output tokens of the rollouts."""
     positions: int
-    """Of the packed rows that were trained, padding included."""
+    """Positions of the packed rows that were trained, padding included."""
     score_s: float
     """Seconds of packing, and of the log-probs of pi_old and of the reference policy."""
     update_s: float
@@ -57,11 +113,11 @@ class _Share:
     packed: Packed
     tokens: TokenBatch
     inputs: LossInputs
-    """With the log-probs from before the first update."""
+    """Inputs of the loss; log-probs are from before the first update."""
 
     @property
     def positions(self) -> int:
-        """Of its rows, padding included."""
+        """Positions of its rows, padding included."""
         return self.packed.microbatches * self.packed.batch.tokens[0].size
 
 
@@ -223,7 +279,7 @@ def _per_token(inputs: LossInputs, current: jax.Array) -> list[jax.Array]:
 
 
 def _numbers(outcomes: Sequence[tuple[LossMetrics, Update]]) -> dict[str, float]:
-    """Of `StepResult`; `loss` and `policy_loss`, sums of an update, are means over them."""
+    """Return the numbers of `StepResult`; `loss` and `policy_loss` are means over the updates."""
     made = [(metrics, update) for metrics, update in outcomes if not update.skipped]
     numbers = reduce(LossMetrics.merge, (m for m, _ in made), LossMetrics.zeros()).means()
     for summed in ("loss", "policy_loss"):

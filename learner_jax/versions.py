@@ -1,31 +1,40 @@
-"""A version's parameters are written once; a step trained again must give the same bits."""
+"""Policy versions: each is written once, with a probe; a step trained again gives the same bits."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from bridge.records import TENSORS_NAME
+from bridge.safetensors_io import TENSORS_NAME
 from bridge.tensors import tree_digests
 from learner_jax.checkpoint import load_params, save_params
-from learner_jax.distributed import Peers
+from learner_jax.distributed import LearnerRun, Peers
+from learner_jax.execution import execution
 from learner_jax.fingerprint import same_bits
-from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import HostLeaves
 from learner_jax.leaves import load_params as load_weights
+from learner_jax.logprobs import token_logprobs
 from learner_jax.metrics import JsonLines
+from learner_jax.model import bind
+from learner_jax.packing import TokenBatch
 from learner_jax.saver import Saver
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
+from runspec.core.models.config import ModelConfig
 from runspec.core.process import RunStopped
 from runspec.core.run_files import params_folder, versions_in, weights_folder
+from runspec.core.spec.schema import RunSpec
 
+PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
 FINGERPRINTS_FILE = "fingerprints.jsonl"
 MAX_FINGERPRINTS_BYTES = 16 * 1024 * 1024
 
@@ -41,7 +50,7 @@ class VersionWriter:
     Args:
         run: whose versions these are; published bits are read back onto its mesh, its log is told
             of what is compared, and every method is collective over its processes.
-        probe: from `learner_jax.probe.build_probe`.
+        probe: from `build_probe`.
         saver: writes.
     """
 
@@ -60,9 +69,9 @@ class VersionWriter:
         self.newest = peers.json_from_first(self._newest)
         """The newest version that was ever written; -1 for none."""
         self.difference: float | None = None
-        """Of the last version that was written or compared: 0 for the published bits, else the
-        relative norm ||replayed - published|| / ||published||; None where there was nothing to
-        compare with."""
+        """Difference of the last version that was written or compared: 0 for the published bits,
+        else the relative norm ||replayed - published|| / ||published||; None where there was
+        nothing to compare with."""
         self.published = True
         """Whether the masters give the bits that the last version was published with."""
 
@@ -220,3 +229,53 @@ def _relative_difference(a: Any, b: Any) -> Float[Array, ""]:
 
     a, b = (jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree) for tree in (a, b))
     return norm(jax.tree.map(jnp.subtract, a, b)) / norm(b)
+
+
+def probe_tokens(seed: int, config: ModelConfig) -> np.ndarray:
+    """Draw token ids, i32 [PROBE_SEQUENCES, at most PROBE_TOKENS], from the run's seed."""
+    length = min(PROBE_TOKENS, config.max_position_embeddings)
+    rng = np.random.default_rng([seed, 3])
+    return rng.integers(0, config.vocab_size, (PROBE_SEQUENCES, length)).astype(np.int32)
+
+
+def build_probe(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Callable[[Any], dict[str, Any]]:
+    """Return a function from published parameters to the contents of probe.json.
+
+    The probe is fixed token ids with the learner's log-probs of them under a version's bits. A
+    sampler asks its engine the same after a load. That covers what cannot be read back from the
+    engine: repacked tensors, stale caches, a wrong configuration.
+
+        {"sequences": [{"tokens": [t_0 .. t_m], "logprobs": [m numbers]}, ...]}
+
+    logprobs[i] is of t_(i+1) given the tokens before it, at temperature 1.
+    """
+    tokens = probe_tokens(spec.seed, config)
+    targets = np.concatenate([tokens[:, 1:], np.zeros_like(tokens[:, :1])], axis=1)
+    batch = TokenBatch(
+        tokens=tokens,
+        targets=targets,
+        segment_ids=np.ones_like(tokens),
+        positions=np.tile(np.arange(tokens.shape[1], dtype=np.int32), (PROBE_SEQUENCES, 1)),
+    )
+
+    @partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    def score(params: Any) -> Float[Array, "B T"]:
+        policy = bind(config, params)
+        hidden = policy(
+            batch.tokens,
+            batch.segment_ids,
+            batch.positions,
+            execution(spec.learner, mesh, remat="none"),
+        )
+        return token_logprobs(hidden, policy.head_weight(), batch.targets, temperature=1.0)[0]
+
+    def probe(params: Any) -> dict[str, Any]:
+        logprobs = np.asarray(score(params))[:, :-1]
+        return {
+            "sequences": [
+                {"tokens": ids.tolist(), "logprobs": values.tolist()}
+                for ids, values in zip(tokens, logprobs, strict=True)
+            ]
+        }
+
+    return probe

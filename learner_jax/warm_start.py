@@ -27,16 +27,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from bridge.safetensors_io import SINGLE_NAME
-from learner_jax.arrays import TokenBatch
 from learner_jax.execution import Execution, full_float32
 from learner_jax.leaves import save_weights
 from learner_jax.logprobs import token_logprobs
 from learner_jax.model import abstract_params, bind, init_params
 from learner_jax.optimizer import abstract_state, apply_gradients, build_optimizer, init_state
-from learner_jax.packing import Packed, Sample, pack
+from learner_jax.packing import Packed, Sample, TokenBatch, pack
+from learner_jax.sampling import log_accuracy, sampled_right
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import abstract_like, shardings
-from learner_jax.warm_start_accuracy import log_accuracy, sampled_right
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import new_directory, read_bounded, remove_leftovers
@@ -65,7 +64,7 @@ class CurvePoint:
 
     update: int
     loss: float
-    """Of the last training batch: mean -log p, weighted."""
+    """Loss of the last training batch: mean -log p, weighted."""
     answer_probability: float
     """Mean over the traces of the product of the answer tokens' probabilities, teacher-forced."""
     seconds: float

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.attacks.policies import END, Weights
-from learner_jax.rope import rotate, rotation
+from learner_jax.decoder import rotate, rotation
 from runspec.core.models.config import ModelConfig
 from verify.noise import gumbel
 from verify.truncation import kept_from

@@ -5,7 +5,7 @@ that applying it again, after a crash or by mistake, is harmless. docs/deltas.md
 """
 
 from bridge.delta.apply import apply_deltas, delta_tensors
-from bridge.delta.difference import ChangedElements, changed_elements
+from bridge.delta.changes import ChangedElements, changed_elements
 from bridge.delta.write import DamagedWeights, DeltaSummary, TensorChange, write_delta
 
 __all__ = [

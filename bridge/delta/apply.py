@@ -23,8 +23,7 @@ from bridge.delta.layout import (
     tensor_shapes,
 )
 from bridge.delta.segments import MalformedSegment, overwrite
-from bridge.records import TENSORS_NAME
-from bridge.safetensors_io import TensorInfo
+from bridge.safetensors_io import TENSORS_NAME, TensorInfo
 from bridge.tensors import model_digest, tensor_digest
 from runspec.core.errors import UserError
 

@@ -30,17 +30,17 @@ _MAX_BLOCK_BYTES = 2**48
 
 @dataclass(frozen=True)
 class DeltaTensor:
-    """What a delta's header says of a tensor."""
+    """The header's entry of one tensor."""
 
     blake3: str
-    """Of the tensor as the target has it."""
+    """BLAKE3 of the tensor in the target."""
     nbytes: int
-    """Of its block."""
+    """Bytes of its block."""
 
 
 @dataclass(frozen=True)
 class DeltaHeader:
-    """What a delta file says before its blocks."""
+    """The header of a delta file."""
 
     base: str
     """Model digest of the version that the delta is applied to."""

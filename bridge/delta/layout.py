@@ -10,8 +10,13 @@ from typing import IO, Any
 import numpy as np
 
 from bridge.delta.segments import SEGMENT_ELEMENTS
-from bridge.records import MAX_BYTES, TENSORS_NAME
-from bridge.safetensors_io import TensorInfo, read_headers, stored_digest
+from bridge.safetensors_io import (
+    MAX_RECORDS_BYTES,
+    TENSORS_NAME,
+    TensorInfo,
+    read_headers,
+    stored_digest,
+)
 from bridge.tensors import dtype_name
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
@@ -120,8 +125,8 @@ def read_records(directory: Path, layout: list[FileLayout]) -> Records:
         infos = [info for file in layout for info in file.tensors]
         return {info.name: {**shapes[info.name], "blake3": stored_digest(info)} for info in infos}
     try:
-        data = read_bounded(path, MAX_BYTES)
-        records = parse_object(data, max_bytes=MAX_BYTES)["tensors"]
+        data = read_bounded(path, MAX_RECORDS_BYTES)
+        records = parse_object(data, max_bytes=MAX_RECORDS_BYTES)["tensors"]
         said = {name: {k: v for k, v in r.items() if k != "blake3"} for name, r in records.items()}
         if said != shapes or not all(is_digest(r["blake3"]) for r in records.values()):
             raise MalformedJson("not of the weights beside it")

@@ -28,7 +28,7 @@ _SKIP = 255
 """The gap byte for 255 unchanged elements and no changed one."""
 _MAX_SHIFT = 8
 _LEVEL = 1
-"""Of zstd. The streams have no repetitions to find: higher levels give the same and are slower."""
+"""Level of zstd. The streams repeat nothing: higher levels give the same size and are slower."""
 _MAX_WINDOW_BYTES = 2**23
 _U32 = 4
 

@@ -21,9 +21,8 @@ from bridge.delta.layout import (
     tensor_segments,
 )
 from bridge.delta.segments import encode
-from bridge.output import output_directory
-from bridge.records import TENSORS_NAME
-from bridge.safetensors_io import TensorInfo, listed, stored_digest
+from bridge.model_files import output_directory
+from bridge.safetensors_io import TENSORS_NAME, TensorInfo, listed, stored_digest
 from bridge.tensors import model_digest
 from runspec.core.errors import UserError
 
@@ -37,28 +36,28 @@ class DamagedWeights(UserError):
 
 @dataclass(frozen=True)
 class TensorChange:
-    """What a delta says of one tensor."""
+    """One tensor in a delta, in numbers."""
 
     name: str
     elements: int
     changed: int
     nbytes: int
-    """Of its block in the delta."""
+    """Bytes of its block in the delta."""
 
 
 @dataclass(frozen=True)
 class DeltaSummary:
-    """What was written."""
+    """Summary of a delta that was written."""
 
     tensors: tuple[TensorChange, ...]
     weights_bytes: int
-    """Of all tensors, whole."""
+    """Bytes of all tensors, whole."""
     delta_bytes: int
-    """Of all delta files, headers included."""
+    """Bytes of all delta files, headers included."""
 
     @property
     def elements(self) -> int:
-        """Of all tensors."""
+        """Elements of all tensors."""
         return sum(tensor.elements for tensor in self.tensors)
 
     @property

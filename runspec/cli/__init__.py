@@ -1,4 +1,4 @@
-"""The `runspec` command. What a command needs is imported inside it, so that help is quick.
+"""The `runspec` command. Each command imports what it needs when it is called: help stays quick.
 
 Exit codes: 0 done or clean; 1 a finding, or something that a person can mend; 2 a file that cannot
 be read, or bad usage; 3 a fault of our own; 4 a plan is stale, or a role said that the run cannot
@@ -7,15 +7,14 @@ go on; 5 the run is held elsewhere; 6 `plan --exit-code`: there are changes; 130
 
 from __future__ import annotations
 
-import errno
 import gc
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import typer
 
-from runspec.cli import machines, workforce
+from runspec.cli import machines
 from runspec.cli.options import (
     RUN,
     RUNS,
@@ -35,14 +34,7 @@ from runspec.cli.options import (
     duration,
     files_named,
 )
-from runspec.cli.output import outlive_readers
-from runspec.core.errors import RunElsewhere, UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-_REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
-"""Refusals of a disk, which a person can mend wherever they come up."""
+from runspec.cli.output import exit_code_of, outlive_readers
 
 app = typer.Typer(
     help="Decentralised reinforcement learning of language models, declared in one YAML file.",
@@ -144,7 +136,7 @@ def render(
     """Prints the resolved spec, every default written out, or writes what starts it elsewhere."""
     files = files_named(file, profile, placement, overrides)
     if backend is not None:
-        from runspec.cli.render_backend import render_backend_command
+        from runspec.cli.render import render_backend_command
 
         raise typer.Exit(render_backend_command(files, backend, out, runs_dir))
     from runspec.cli.render import render_command
@@ -269,7 +261,7 @@ def status(run: Run, as_json: Json = False, runs_dir: RunsDir = RUNS) -> None:
 @app.command(rich_help_panel=RUN)
 def describe(run: Run, runs_dir: RunsDir = RUNS) -> None:
     """Says everything of a run: spec, conditions, roles, versions, checkpoints, events."""
-    from runspec.cli.describe import describe_command
+    from runspec.cli.status import describe_command
 
     raise typer.Exit(describe_command(run, runs_dir))
 
@@ -279,7 +271,7 @@ def events(
     run: Run, follow: Follow = False, as_json: Json = False, runs_dir: RunsDir = RUNS
 ) -> None:
     """Prints what happened to a run, oldest first."""
-    from runspec.cli.events import events_command
+    from runspec.cli.logs import events_command
 
     raise typer.Exit(events_command(run, follow, as_json, runs_dir))
 
@@ -323,7 +315,7 @@ def wait(
 @app.command(rich_help_panel=RUN)
 def pause(run: Run, runs_dir: RunsDir = RUNS) -> None:
     """Stops a run's roles in order; `resume` goes on from the newest checkpoint."""
-    from runspec.cli.pause import pause_command
+    from runspec.cli.lifecycle import pause_command
 
     raise typer.Exit(pause_command(run, runs_dir))
 
@@ -331,7 +323,7 @@ def pause(run: Run, runs_dir: RunsDir = RUNS) -> None:
 @app.command(rich_help_panel=RUN)
 def resume(run: Run, detach: Detach = False, runs_dir: RunsDir = RUNS) -> None:
     """Goes on with a run that was paused or interrupted, as it is."""
-    from runspec.cli.resume import resume_command
+    from runspec.cli.lifecycle import resume_command
 
     raise typer.Exit(resume_command(run, detach, runs_dir))
 
@@ -344,7 +336,7 @@ def rollback(
     runs_dir: RunsDir = RUNS,
 ) -> None:
     """Takes a stopped run back to a checkpoint; what came after it is removed."""
-    from runspec.cli.rollback import rollback_command
+    from runspec.cli.lifecycle import rollback_command
 
     raise typer.Exit(rollback_command(run, to, yes, runs_dir))
 
@@ -352,13 +344,12 @@ def rollback(
 @app.command(rich_help_panel=RUN)
 def delete(run: Run, yes: Yes = False, runs_dir: RunsDir = RUNS) -> None:
     """Removes a run's directory; refuses while the run is alive."""
-    from runspec.cli.delete import delete_command
+    from runspec.cli.lifecycle import delete_command
 
     raise typer.Exit(delete_command(run, yes, runs_dir))
 
 
-for commands in (machines.app, workforce.app):
-    app.add_typer(commands)  # without a name: they become ours
+app.add_typer(machines.app)  # without a name, its commands become commands of `app`
 
 
 def main() -> None:
@@ -367,26 +358,3 @@ def main() -> None:
     gc.set_threshold(100_000)
     outlive_readers()
     sys.exit(exit_code_of(app))
-
-
-def exit_code_of(work: Callable[[], int]) -> int:
-    """The exit code that `work` returns, or that of the error that it ends by, which is printed."""
-    try:
-        return work()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except RunElsewhere as run:
-        carry = run.carry
-        return exit_code_of(lambda: carry(sys.argv[1:]))
-    except Exception as error:
-        if isinstance(error, OSError) and error.filename and error.errno in _REFUSALS:
-            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-            print("  remedy: mend the permissions, free space, or name another", file=sys.stderr)
-            return 1
-        import logging
-
-        from runspec.core.process import EXIT_INTERNAL
-
-        logging.exception("a fault of runspec's own; please report it")
-        return EXIT_INTERNAL

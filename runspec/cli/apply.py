@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
+import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +15,44 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runspec.cli.background import start_in_background
+from runspec.cli.output import exit_code_of
 from runspec.cli.spec_files import sound_spec
 from runspec.cli.status import show_link
 from runspec.cli.view import watching
 from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import MAX_BYTES, load_resolved, parse_resolved
-from runspec.local.anew import STARTS_ANEW, starts_anew
 from runspec.local.apply import supervise
 from runspec.local.backend import LOCAL, backend
-from runspec.local.conclude import REPORT_FILE, SUMMARY_FILE
+from runspec.local.children import EXIT_INTERRUPTED, StopSignals, last_lines
 from runspec.local.conditions import unsolved_text
-from runspec.local.live import CHANGE, ask, change_request
+from runspec.local.formatting import duration, number
 from runspec.local.machine import this_machine
 from runspec.local.metrics import read_rows
-from runspec.local.planning import RunPlan, make_plan, refuse_stale, seen_now
+from runspec.local.model_folders import trained_model
+from runspec.local.planning import (
+    STARTS_ANEW,
+    RunPlan,
+    make_plan,
+    refuse_stale,
+    seen_now,
+    starts_anew,
+)
 from runspec.local.prepare import NotReady, prepare_run, require_ready
 from runspec.local.problems import with_problems
-from runspec.local.run_dir import RunLocked, run_directory
-from runspec.local.signals import EXIT_INTERRUPTED, StopSignals
-from runspec.local.text import duration, number
-from runspec.local.trained_model import trained_model
+from runspec.local.processes import PreparedRun
+from runspec.local.report import REPORT_FILE, SUMMARY_FILE
+from runspec.local.run_dir import RunLocked, run_directory, sign_lock
+from runspec.local.state import RunState
+from runspec.local.supervisor_requests import CHANGE, change_request, send_request
 from runspec.plan.saved import BadPlan, SavedPlan, read_plan
 
 EXIT_FAILED = 1
 LAPTOP = "laptop"
+SUPERVISOR_LOG = "supervisor.log"
+START_TIMEOUT_S = 600.0
+_LINES = 20
+_POLL_S = 0.2
 
 
 def apply_command(files: SpecFiles, detach: bool, runs_dir: Path | None) -> int:
@@ -131,7 +146,7 @@ def _change_live(plan: RunPlan, held: RunLocked) -> int:
 
     Raises:
         RunLocked: there are none.
-        NotTaken: the supervisor refuses them, for one that needs the run stopped, say.
+        RequestRefused: the supervisor refuses them, for one that needs the run stopped, say.
     """
     run_dir = plan.run_dir
     if plan.new or not plan.changes:  # where nothing is there yet, someone else is just making it
@@ -140,7 +155,9 @@ def _change_live(plan: RunPlan, held: RunLocked) -> int:
     for change in plan.changes:
         print(f"{change.change_class:<8} {change}")
     payload = change_request(plan.spec, plan.seen.serial)
-    answer = ask(run_dir, CHANGE, payload, say=lambda text: print(f"The supervisor {text}"))
+    answer = send_request(
+        run_dir, CHANGE, payload, say=lambda text: print(f"The supervisor {text}")
+    )
     print(f"{plan.spec.name}: {answer} (serial {seen_now(run_dir).serial})")
     return 0
 
@@ -172,7 +189,7 @@ def show_result(run_dir: Path) -> None:
 
 
 def show_missing(error: NotReady, files: SpecFiles | None) -> None:
-    """What this machine lacks, and what to do; with files also what would start here."""
+    """Print what this machine lacks, and what to do; with files also what would start here."""
     console = Console(stderr=True)
     console.print(Text(f"{error.name} cannot start on this machine. Missing:", style="bold"))
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -188,3 +205,60 @@ def show_missing(error: NotReady, files: SpecFiles | None) -> None:
     if laptop.exists():
         command = shlex.join(["runspec", "apply", str(files.path), "--profile", LAPTOP])
         console.print(f"The same loop, small enough for this machine: {command}", soft_wrap=True)
+
+
+def start_in_background(run: PreparedRun) -> int:
+    """Starts the supervisor of an open run and waits until its roles have started.
+
+    Returns:
+        0; or the supervisor's exit code where it has ended by then.
+    """
+    log = run.directory / "logs" / SUPERVISOR_LOG
+    log.parent.mkdir(exist_ok=True)
+    with closing(RunState(run.directory)) as state:
+        before = state.sessions()
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "runspec.cli.apply", str(run.directory), str(run.lock)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(run.lock,),
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            code = process.poll()
+            row = state.run()
+            if code is not None:
+                print("\n".join(last_lines(log, _LINES)), file=sys.stderr)
+                return code
+            if state.sessions() > before and row is not None and row.state == "running":
+                break
+            time.sleep(_POLL_S)
+        else:
+            print(f"The roles have not started within {START_TIMEOUT_S:.0f} s; it goes on.")
+    name = run.spec.name
+    print(f"{name} runs in the background, watched by process {process.pid}. To follow it:")
+    print(f"  runspec status {run.directory}\n  runspec logs {run.directory} -f")
+    print(f"To stop it: runspec pause {run.directory}; to go on: runspec resume {run.directory}")
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """Supervises a run whose lock this process was started with."""
+    from runspec.cli.view import PlainView
+
+    run_dir, lock = Path(arguments[0]), int(arguments[1])
+    sign_lock(lock)
+    run = PreparedRun.inherited(run_dir, lock)
+    with StopSignals() as requests:
+        outcome = supervise(run, PlainView(run.spec.steps, sys.stdout), requests)
+    if outcome.kind == "interrupted":
+        print(f"interrupted by {requests.last}")
+        return EXIT_INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))

@@ -1,23 +1,29 @@
-"""`runspec diff`: the run's spec beside a file's, line by line."""
+"""`runspec diff`: compares the run's spec with a file, line by line.
+
+A calibration profile is shown by its identity (who was measured, until when), not its tables.
+"""
 
 from __future__ import annotations
 
 import difflib
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.console import Console
 from rich.text import Text
 
-from runspec.cli.profile_view import with_identities
 from runspec.cli.spec_files import located
 from runspec.core.errors import UserError, bad_usage
+from runspec.core.hashing import digest_bytes
+from runspec.core.signed import BadSignature
 from runspec.core.spec.findings import format_finding
 from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.resolved import FILE_NAME, dump_resolved, load_resolved, parse_resolved
 from runspec.core.spec.schema import RunSpec
-from runspec.local.anew import STARTS_ANEW, takes_any_change
+from runspec.local.planning import STARTS_ANEW, takes_any_change
 from runspec.local.run_dir import run_directory
 from runspec.plan.changes import difference, of_class
 
@@ -56,3 +62,50 @@ def _lines(spec: RunSpec) -> list[str]:
     on_disk = parse_resolved(dump_resolved(spec), place=FILE_NAME)
     tree = with_identities(on_disk.model_dump(mode="json", by_alias=True))
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True).splitlines(keepends=True)
+
+
+def with_identities(tree: dict[str, Any]) -> dict[str, Any]:
+    """A resolved spec as JSON, with what identifies each profile in the place of its document."""
+    profiles = tree["verify"]["profiles"]
+    if not any(profile["document"] for profile in profiles):
+        return tree
+    shown = [
+        profile | {"document": profile_identity(profile["document"])}
+        if profile["document"]
+        else profile
+        for profile in profiles
+    ]
+    return tree | {"verify": tree["verify"] | {"profiles": shown}}
+
+
+def profile_identity(document: str) -> dict[str, str | float]:
+    """Identify a profile without trusting it: a validator checks its signature.
+
+    Args:
+        document: signed, or what was taken for it.
+
+    Returns:
+        digest (BLAKE3 of the document) and, where it is a profile, pool, validators, issued,
+        expires (days, UTC), rate of false rejections a rollout; else unreadable, which says why.
+    """
+    from verify.calibration.profile import open_profile
+
+    data = document.encode("utf-8", "replace")
+    digest = digest_bytes(data)
+    try:
+        profile = open_profile(data, root_public_key=None, dated=False)
+    except BadSignature as error:
+        return {"digest": digest, "unreadable": str(error)}
+    sampler, validator = profile.sampler, profile.validator
+    return {
+        "digest": digest,
+        "pool": f"{sampler.engine}, {sampler.precision}, {sampler.hardware}",
+        "validators": f"{validator.engine}, {validator.precision}, {validator.hardware}",
+        "issued": _day(profile.issued),
+        "expires": _day(profile.expires),
+        "rate": profile.rate,
+    }
+
+
+def _day(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).date().isoformat()

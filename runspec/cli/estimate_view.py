@@ -16,25 +16,14 @@ from runspec.estimate.broadcast import Arrival
 from runspec.estimate.run import LearnerEstimate, RunEstimate
 from runspec.estimate.steady import Timeline
 from runspec.estimate.timeline import BROADCAST, LEARNER, PUBLISHER, VALIDATORS, Interval
-from runspec.local.text import duration, number, size
+from runspec.local.formatting import duration, number, size
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _COLOURS = {LEARNER: "green", BROADCAST: "blue", VALIDATORS: "magenta"}
 _POOL_COLOUR = "cyan"
 _BAR = 20
-_PARTS = [
-    "masters",
-    "moments",
-    "gradients",
-    "published",
-    "reference",
-    "activations",
-    "logits",
-    "temporaries",
-]
-"""Of the learner's memory."""
 _KNOWN_BY = {"model.hf": "model.hf, as a directory with a config.json"}
-"""What is there and does not say enough; every other field is not there."""
+"""Fields that are set and say too little; the others are not set."""
 
 
 def show_estimate(estimate: RunEstimate, console: Console) -> None:
@@ -74,7 +63,7 @@ def _say(console: Console, text: str, style: str = "") -> None:
 
 
 def _table(*columns: str) -> Table:
-    """Without lines; names starting with > are of columns of numbers."""
+    """Make a table without lines; names starting with > are columns of numbers."""
     table = Table(box=None, padding=(0, 1), header_style="bright_black", pad_edge=False)
     table.add_column("", width=0)
     for column in columns:
@@ -166,13 +155,13 @@ def _broadcast(estimate: RunEstimate, console: Console) -> None:
 
 
 def _same_paths(arrivals: Sequence[Arrival]) -> Iterator[tuple[str, Arrival]]:
-    """Replicas of a pool that share a fate as one row."""
+    """Yield one row for the replicas of a pool that arrive alike."""
 
-    def fate(arrival: Arrival) -> tuple[float, str, tuple[str, ...], str]:
+    def what(arrival: Arrival) -> tuple[float, str, tuple[str, ...], str]:
         family = arrival.name.rpartition("-")[0]
         return arrival.seconds, arrival.limit, arrival.path[:-1], family
 
-    for _, alike in groupby(sorted(arrivals, key=fate), fate):
+    for _, alike in groupby(sorted(arrivals, key=what), what):
         members = list(alike)
         name = members[0].name
         if len(members) > 1:
@@ -235,7 +224,7 @@ def _lane(intervals: Sequence[Interval], members: int, seconds: float, width: in
 
 
 def _union(intervals: Sequence[Interval]) -> list[Interval]:
-    """Without overlaps: of several links, one at work is the broadcast at work."""
+    """Join overlapping intervals: the broadcast works while any of its links works."""
     joined: list[Interval] = []
     for interval in sorted(intervals, key=lambda i: i.start):
         start = max(interval.start, joined[-1].end) if joined else interval.start

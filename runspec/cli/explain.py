@@ -1,25 +1,281 @@
-"""`runspec explain`: pages on fields of the spec, rules of the linter, and kinds of things."""
+"""`runspec explain`: pages on fields of the spec, rules of the linter, and kinds of plug-ins.
+
+A page is a list of lines of at most 80 columns; a line that is not indented is a heading. The page
+of a kind comes from the docstring in its package's file; no plug-in is imported.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, get_args
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from importlib import resources
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import get_args
 
 import typer
 
-if TYPE_CHECKING:
-    from runspec.cli.explain_pages import Page
-    from runspec.core.spec.schema_fields import SchemaField
+import runspec.lint.rules  # noqa: F401  (registers them)
+from runspec.core.models.hardware import DEVICES, Device
+from runspec.core.spec.field_docs import (
+    block_doc,
+    counted_type,
+    default_words,
+    field_doc,
+    type_words,
+)
+from runspec.core.spec.fields import CHANGE_CLASSES
+from runspec.core.spec.plugins import REWARD_GROUP, SOURCE_GROUP
+from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.schema_fields import (
+    SchemaField,
+    close_match,
+    field_at,
+    fields_in,
+    named_item,
+    schema_fields,
+)
+from runspec.lint.registry import RULES, Group, Rule
 
+_KINDS = {
+    REWARD_GROUP: ("reward", "reward: [{{name: ..., kind: {}}}]"),
+    SOURCE_GROUP: ("source", "data: {{sources: [{{name: ..., kind: {}, ...}}]}}"),
+}
+Page = list[str]
+WIDTH = 80
+_LABEL = 11
+_EXAMPLES = resources.files("runspec.lint") / "examples"
 EXIT_USAGE = 2
+
+
+def kinds() -> dict[tuple[str, str], EntryPoint]:
+    """The installed kinds by what they are kinds of and their name."""
+    found = {(title, p.name): p for g, (title, _) in _KINDS.items() for p in entry_points(group=g)}
+    return dict(sorted(found.items()))
+
+
+def kind_paragraphs(point: EntryPoint) -> Iterator[str]:
+    """Yields the docstring of a kind's class, how a spec names it, and which package brings it."""
+    said = inspect.cleandoc(_docstring(point) or "Its package does not say what it is.")
+    yield from said.partition("\n\nRaises:")[0].partition("\n\nArgs:")[0].split("\n\n")
+    example = _KINDS[point.group][1].format(point.name)
+    source = f"{point.dist.name} {point.dist.version}" if point.dist else "an unknown package"
+    yield f"In a spec: `{example}`. Comes with {source}."
+
+
+def _docstring(point: EntryPoint) -> str | None:
+    top, *inner = point.module.split(".")
+    found = find_spec(top)
+    for folder in (found.submodule_search_locations or []) if found else []:
+        path = Path(folder, *inner)
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return _class_docstring(file, point.attr)
+    return _class_docstring(Path(found.origin), point.attr) if found and found.origin else None
+
+
+def _class_docstring(file: Path, name: str) -> str | None:
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return None
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return ast.get_docstring(node)
+    return None
+
+
+@cache
+def topics() -> list[str]:
+    """Everything that has a page."""
+    named = dict.fromkeys(name for _, name in kinds())
+    others = (*get_args(Group), "hardware", *DEVICES, "Run", "Placement", *named)
+    return [*schema_fields(), *RULES, *others]
+
+
+def field_page(field: SchemaField) -> Page:
+    """One field: what it is, what it may be, and what changing it does."""
+    lines = [field.path, *_wrapped(field_doc(field.block, field.attribute), "  "), ""]
+    lines += _labelled("type", type_words(field))
+    if field.unit:
+        lines += _labelled("unit", field.unit)
+    lines += _labelled("default", default_words(field) or "that of its keys")
+    lines += _labelled("change", f"{field.change}: {CHANGE_CLASSES[field.change]}")
+    may = "may set it" if field.site else "may not set it"
+    if not field.site and any(child.site for child in _below(field)):
+        may = "may set some of it"
+    lines += _labelled("placement", f"a file of kind Placement {may}")
+    children = _children(field)
+    return [*lines, "", *_keys(children)] if children else lines
+
+
+def run_page() -> Page:
+    """The spec itself: its top keys."""
+    doc = block_doc(RunSpec).splitlines()[0]
+    return [
+        "Run",
+        *_wrapped(f"{doc} `runspec explain KEY` says more of each.", "  "),
+        "",
+        *_keys(fields_in("")),
+    ]
+
+
+def placement_page() -> Page:
+    """The fields that a placement file may set."""
+    text = (
+        "One site's part of a run, given with --placement over a spec and its profile: `version`, "
+        "`kind: Placement`, a `name` for people, and any of these. It adds no pools."
+    )
+    outermost = [
+        path for path, field in schema_fields().items() if field.site and not _parent_is_site(path)
+    ]
+    return ["Placement", *_wrapped(text, "  "), "", *(f"  {path}" for path in outermost)]
+
+
+def hardware_page() -> Page:
+    """The kinds of hardware whose figures ship with runspec."""
+    intro = (
+        "Kinds that `hardware.kind` may name without figures of their own; of another kind, give "
+        "`memory`, `peak_flops` and `memory_bandwidth`. One device each; FLOP/s are dense bfloat16."
+    )
+    lines = ["hardware", *_wrapped(intro, "  "), ""]
+    lines.append(f"  {'kind':<12}{'memory':>10}{'peak':>16}{'bandwidth':>14}")
+    return lines + [
+        f"  {d.kind:<12}{_giga(d.memory, 'B'):>10}{_tera(d.peak_flops):>16}"
+        f"{_giga(d.memory_bandwidth, 'B/s'):>14}"
+        for d in DEVICES.values()
+    ]
+
+
+def device_page(device: Device) -> Page:
+    """One kind of hardware."""
+    return [
+        device.kind,
+        *_labelled("memory", _giga(device.memory, "B")),
+        *_labelled("peak", _tera(device.peak_flops) + " dense bfloat16"),
+        *_labelled("bandwidth", _giga(device.memory_bandwidth, "B/s")),
+    ]
+
+
+def group_page(group: str) -> Page:
+    """The rules of a group."""
+    rules = [rule for rule in RULES.values() if rule.group == group]
+    return [f"rules of the group {group}", *_rule_lines(rules)]
+
+
+def rule_page(rule: Rule) -> Page:
+    """A rule: what must hold and why, how to accept it, and a file of each kind."""
+    lines = [f"{rule.code}  ({rule.severity}, group {rule.group})"]
+    lines += _joined(_paragraph(paragraph) for paragraph in rule.page.split("\n\n"))
+    if rule.check is not None:  # much of what the loader finds is in the way of everything else
+        accept = f'# runspec: ignore[{rule.code}] reason="..."'
+        said = "  To accept it where it is said, behind the line or above it:"
+        lines += ["", said, f"    {accept}"]
+    for name in ("bad", "good"):
+        example = _EXAMPLES / rule.code / f"{name}.yaml"
+        if example.is_file():
+            text = example.read_text(encoding="utf-8")
+            lines += ["", name, *(f"  {line}".rstrip() for line in text.splitlines())]
+    return lines
+
+
+def kind_page(of: str, point: EntryPoint) -> Page:
+    """A kind of reward or source, which a plug-in brings."""
+    paragraphs = (_paragraph(paragraph) for paragraph in kind_paragraphs(point))
+    return [f"{point.name}  (kind of {of})", *_joined(paragraphs)]
+
+
+def index() -> Page:
+    """Every topic in a line."""
+    fields = schema_fields().values()
+    lines = ["fields"]
+    lines += [_row(f.path, field_doc(f.block, f.attribute), 46) for f in fields]
+    for group in get_args(Group):
+        lines += ["", *group_page(group)]
+    for (of, name), point in kinds().items():
+        heading = f"kinds of {of}"
+        lines += [] if heading in lines else ["", heading]
+        lines.append(_row(name, next(kind_paragraphs(point)), 30))
+    return [*lines, "", *hardware_page()]
+
+
+def _children(field: SchemaField) -> list[SchemaField]:
+    inside = f"{field.path}.<name>" if named_item(field.annotation) else field.path
+    return fields_in(inside)
+
+
+def _below(field: SchemaField) -> Iterator[SchemaField]:
+    return (f for path, f in schema_fields().items() if path.startswith(f"{field.path}."))
+
+
+def _parent_is_site(path: str) -> bool:
+    parent = path.rpartition(".")[0].removesuffix(".<name>")
+    return bool(parent) and schema_fields()[parent].site
+
+
+def _keys(fields: Iterable[SchemaField]) -> Page:
+    lines = ["keys"]
+    for field in fields:
+        default = default_words(field) or "that of its keys"
+        said = default if field.required else f"default {default}"
+        lines += _wrapped(f"{field.key}: {counted_type(field)}; {said}", "  ", "      ")
+        lines += _wrapped(field_doc(field.block, field.attribute), "      ")
+    return lines
+
+
+def _joined(pages: Iterable[Page]) -> Page:
+    """Pages with an empty line between them."""
+    return [line for page in pages for line in ("", *page)][1:]
+
+
+def _rule_lines(rules: Iterable[Rule]) -> Page:
+    return [_row(rule.code, rule.summary, 30) for rule in rules]
+
+
+def _row(name: str, text: str, width: int) -> str:
+    left = f"  {name:<{width}} "
+    return (left + textwrap.shorten(text, max(20, WIDTH - len(left)), placeholder=" ...")).rstrip()
+
+
+def _labelled(label: str, text: str) -> Page:
+    return _wrapped(text, f"  {label:<{_LABEL}}", " " * (_LABEL + 2))
+
+
+def _paragraph(text: str) -> Page:
+    """A paragraph filled anew; one with indented lines (formulas, lists) stays as it is."""
+    lines = text.splitlines()
+    if any(line.startswith((" ", "- ", "| ")) for line in lines):
+        return [f"  {line}".rstrip() for line in lines]
+    return _wrapped(" ".join(lines), "  ")
+
+
+def _wrapped(text: str, first: str, rest: str | None = None) -> Page:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=first if rest is None else rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _giga(value: float | None, unit: str) -> str:
+    return "not known" if value is None else f"{value / 1e9:g} G{unit}"
+
+
+def _tera(value: float | None) -> str:
+    return "not known" if value is None else f"{value / 1e12:g} TFLOP/s"
 
 
 def explain_command(topic: str | None, list_all: bool) -> int:
     """Prints the page of a topic, or all topics; returns the exit code."""
-    from runspec.cli.explain_pages import index, run_page
-
     if list_all:
         _show(index())
         return 0
@@ -36,36 +292,29 @@ def explain_command(topic: str | None, list_all: bool) -> int:
 
 
 def find_pages(topic: str) -> list[Page]:
-    """What is called so; a group of rules and a block of the spec can share a name."""
-    from runspec.cli import explain_pages as pages
-    from runspec.cli.explain_kinds import kinds
-    from runspec.core.models.hardware import DEVICES
-    from runspec.lint.registry import RULES, Group
-
+    """Return the pages of a name; a group of rules and a block of the spec can share one."""
     found = []
     if field := find_field(topic):
-        found.append(pages.field_page(field))
+        found.append(field_page(field))
     if topic in get_args(Group):
-        found.append(pages.group_page(topic))
+        found.append(group_page(topic))
     whole: dict[str, Callable[[], Page]] = {
-        "hardware": pages.hardware_page,
-        "Run": pages.run_page,
-        "Placement": pages.placement_page,
+        "hardware": hardware_page,
+        "Run": run_page,
+        "Placement": placement_page,
     }
     if topic in whole:
         found.append(whole[topic]())
     if topic in DEVICES:
-        found.append(pages.device_page(DEVICES[topic]))
+        found.append(device_page(DEVICES[topic]))
     if topic in RULES:
-        found.append(pages.rule_page(RULES[topic]))
-    found += [pages.kind_page(of, p) for (of, name), p in kinds().items() if name == topic]
+        found.append(rule_page(RULES[topic]))
+    found += [kind_page(of, p) for (of, name), p in kinds().items() if name == topic]
     return found
 
 
 def find_field(path: str) -> SchemaField | None:
     """The field of a path with the names in it (`samplers.volunteers.dtype`) or without them."""
-    from runspec.core.spec.schema_fields import field_at, schema_fields
-
     known, full = schema_fields(), ""
     for step in path.split("."):
         nameless = f"{full}.<name>.{step}"
@@ -74,10 +323,7 @@ def find_field(path: str) -> SchemaField | None:
 
 
 def suggestion(topic: str) -> str:
-    """What may have been meant."""
-    from runspec.cli.explain_pages import topics
-    from runspec.core.spec.schema_fields import close_match
-
+    """Return a hint with the topic that is nearest by its letters."""
     known = topics()
     by_key: dict[str, str] = {}
     for path in known:

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from runspec.cli.desk import begun_by, desk
 from runspec.cli.view import plain_table
+from runspec.cli.workers import coordinator_of, key_by_prefix
 from runspec.core.address import parse_join_link
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
@@ -21,7 +21,7 @@ from runspec.core.invite import invite_key, make_invite
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature
 from runspec.core.spec.resolved import load_resolved
-from runspec.local.link import run_link
+from runspec.local.endpoints import run_link
 from runspec.local.run_dir import find_run
 
 MADE_FILE = "invites.jsonl"
@@ -76,7 +76,7 @@ def invite_command(run: str, pool: str | None, uses: int, valid_s: float, runs_d
 
 def list_invites(run: str, as_json: bool, runs_dir: Path) -> int:
     """Lists the invites of a run that is up, with their uses; returns the exit code."""
-    coordinator = desk(run, runs_dir)
+    coordinator = coordinator_of(run, runs_dir)
     rows = invite_rows(read_made(find_run(run, runs_dir)), coordinator.status()["invites"])
     if as_json:
         print(json.dumps(rows, indent=2))
@@ -93,7 +93,7 @@ def revoke_invite(run: str, named: str, reason: str, runs_dir: Path) -> int:
     Args:
         named: its link, its public key, or how that begins.
     """
-    coordinator = desk(run, runs_dir)
+    coordinator = coordinator_of(run, runs_dir)
     made = [each.key for each in read_made(find_run(run, runs_dir))]
     seen = [each["key"] for each in coordinator.status()["invites"]]
     key = _key_of(named, {*made, *seen})
@@ -103,7 +103,7 @@ def revoke_invite(run: str, named: str, reason: str, runs_dir: Path) -> int:
 
 
 def invite_rows(made: list[Made], seen: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is told of each invite: those that were made here, then what else the ledger knows.
+    """Return a row for each invite: those made here, then others that the ledger knows.
 
     Args:
         made: on this machine.
@@ -121,7 +121,7 @@ def invite_rows(made: list[Made], seen: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def invite_table(rows: list[dict[str, Any]]) -> Table:
-    """What `invite_rows` found, for people."""
+    """Return the rows of `invite_rows` as a table."""
     table = plain_table("invite", "pool", "used", "expires", "state")
     for row in rows:
         at = row["expires"]
@@ -134,7 +134,7 @@ def invite_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def read_made(run_dir: Path) -> list[Made]:
-    """What `invite_command` noted down; lines that are damaged are left out."""
+    """Read the invites that `invite_command` recorded, without damaged lines."""
     try:
         lines = (run_dir / MADE_FILE).read_bytes().splitlines()
     except FileNotFoundError:
@@ -179,4 +179,4 @@ def _key_of(named: str, known: set[str]) -> str:
             raise UserError(
                 str(error), place="--revoke", remedy="copy the whole link of the invite"
             ) from error
-    return begun_by(named, known, "--revoke", "one that --list shows, or its link")
+    return key_by_prefix(named, known, "--revoke", "one that --list shows, or its link")

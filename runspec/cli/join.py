@@ -17,12 +17,12 @@ from runspec.core.http_client import NoAnswer, fetch_now
 from runspec.core.keys import SigningKey
 from runspec.core.models.spec_model import model_config
 from runspec.core.spec.schema import RunSpec
-from runspec.local.fitting import choose_pool, lacks, look_at_host, open_pools
+from runspec.local.children import StopSignals
+from runspec.local.formatting import per_second
 from runspec.local.machine import module_is_installed, this_machine
+from runspec.local.pool_fit import choose_pool, lacks, look_at_host, open_pools
 from runspec.local.preflight import ROLE_MODULES
 from runspec.local.run_dir import hold
-from runspec.local.signals import StopSignals
-from runspec.local.text import per_second
 from runspec.local.volunteer import LEAVE_S, Running, Worker
 
 if TYPE_CHECKING:

@@ -1,15 +1,25 @@
-"""Output whose reader may go away: `runspec apply ... | head` trains on, and prints to nobody.
+"""Output of commands: readers that go away, and errors with their exit codes.
 
-Every command goes on without output and exits by what came of its work. One that prints without end
-asks `reader_gone`.
+The reader of `runspec apply ... | head` goes away while the command trains on. Every command goes
+on without output, and its exit code is that of its work. One that prints without end asks
+`reader_gone`.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from runspec.core.errors import RunElsewhere, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR}
+"""Errors of a disk that a person can mend, wherever they come up."""
 
 
 class _Unbroken(io.FileIO):
@@ -48,3 +58,26 @@ def _unbroken(stream: Any) -> Any:
     return io.TextIOWrapper(
         raw, stream.encoding, stream.errors, line_buffering=stream.line_buffering
     )
+
+
+def exit_code_of(work: Callable[[], int]) -> int:
+    """Return the exit code of `work`, or that of the error that ends it, which is printed."""
+    try:
+        return work()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except RunElsewhere as run:
+        carry = run.carry
+        return exit_code_of(lambda: carry(sys.argv[1:]))
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename and error.errno in _REFUSALS:
+            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+            print("  remedy: mend the permissions, free space, or name another", file=sys.stderr)
+            return 1
+        import logging
+
+        from runspec.core.process import EXIT_INTERNAL
+
+        logging.exception("a fault of runspec's own; please report it")
+        return EXIT_INTERNAL

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +15,6 @@ from rich.text import Text
 
 from runspec.cli.estimate_view import show_estimate
 from runspec.cli.spec_files import sound_spec
-from runspec.cli.where import role_groups, where_lines
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.spec_model import model_config
@@ -24,17 +23,21 @@ from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.run import RunEstimate, estimate_run
-from runspec.local.anew import STARTS_ANEW, takes_any_change
-from runspec.local.live import readers_names
-from runspec.local.planning import RunPlan, make_plan
+from runspec.local.backend import LOCAL
+from runspec.local.bundle import TRUNK_GROUP
+from runspec.local.formatting import size
+from runspec.local.planning import STARTS_ANEW, RunPlan, make_plan, takes_any_change
 from runspec.local.run_dir import run_directory
-from runspec.local.text import size
+from runspec.local.site import ANY_MACHINE, BUNDLES, Disk, groups_of
+from runspec.local.supervisor_requests import readers_names
 from runspec.plan.aot import AotReport, compile_step
 from runspec.plan.changes import LIVE, Change, of_class, roles_to_restart, severest, shown
 from runspec.plan.saved import SavedPlan, save_plan
 
 EXIT_CHANGES = 6
 _MARKS = {"add": ("+", "green"), "change": ("~", "yellow"), "remove": ("-", "red")}
+SITE = PurePath("SITE")
+"""Stands for the folder that `runspec prepare` is to make."""
 
 
 def plan_command(
@@ -102,7 +105,7 @@ def plan_json(
 
 
 def show_plan(plan: RunPlan, console: Console) -> None:
-    """What changes, by what it does, for people."""
+    """Print the changes, grouped by what they do."""
     console.print(Text(_headline(plan), style="bold"), soft_wrap=True)
     if not plan.new:
         for change_class, meaning in CHANGE_CLASSES.items():
@@ -115,7 +118,7 @@ def show_plan(plan: RunPlan, console: Console) -> None:
 
 
 def show_limits(spec: RunSpec, console: Console) -> None:
-    """By which limits each pool is judged, where the spec names any."""
+    """Print the limits by which each pool is judged, where the spec names any."""
     if spec.verify.profiles or spec.verify.thresholds:
         from verify.calibration.lookup import sources_by_pool
 
@@ -144,7 +147,7 @@ def _headline(plan: RunPlan) -> str:
 
 
 def _effect(plan: RunPlan, changes: Sequence[Change], meaning: str) -> str:
-    """What applying changes of one class does to the run as it is now."""
+    """Describe what applying changes of one class does to the run as it is now."""
     change_class = changes[0].change_class
     if change_class == "newrun" and not takes_any_change(plan.run_dir):
         return f"{meaning}; apply refuses them"
@@ -170,7 +173,7 @@ def _values(change: Change) -> str:
 
 
 def show_compiled(report: AotReport) -> None:
-    """What the compiler says of the learner's step, in bytes and FLOPs of one device."""
+    """Print the compiler's figures of the learner's step, in bytes and FLOPs of one device."""
     print(f"\nThe learner's step, compiled for {report.where} in {report.compile_s:.0f} s:")
     for name, count in (
         ("arguments", report.argument_bytes),
@@ -221,3 +224,62 @@ def _save(path: Path, plan: RunPlan) -> None:
             remedy="plan a run of another name with --set name=NAME",
         )
     save_plan(path, SavedPlan(plan.spec, plan.seen, round(time.time(), 3)))
+
+
+def role_groups(spec: RunSpec, files: SpecFiles, runs_dir: Path | None) -> list[dict[str, Any]]:
+    """Each role group with its processes, the machine of each, and what starts them.
+
+    `here` says whether `runspec apply` does, on this machine or the backend's; `commands` is then
+    that command, else one for each process.
+    """
+    named, groups = spec.placement.roles, []
+    where = [] if runs_dir is None else ["--runs-dir", str(runs_dir)]
+    apply = ["runspec", "apply", *words_of(files), *where]
+    for group in groups_of(spec):
+        here = (
+            named is None or spec.placement.backend != LOCAL or group.name in (TRUNK_GROUP, *named)
+        )
+        folder = run_directory(spec, runs_dir) if group.disk is Disk.RUN else None
+        alone = [group.command(member, SITE / BUNDLES, folder) for member in group.members]
+        groups.append(
+            {
+                "name": group.name,
+                "processes": list(group.members),
+                "machine": group.machine,
+                "here": here,
+                "commands": [shlex.join(words) for words in ([apply] if here else alone)],
+            }
+        )
+    return groups
+
+
+def where_lines(spec: RunSpec, groups: list[dict[str, Any]], files: SpecFiles) -> Iterator[str]:
+    """Yield the groups of `role_groups` as lines."""
+    backend = spec.placement.backend
+    starter = "this machine" if backend == LOCAL else f"machines of {backend}"
+    here = [group for group in groups if group["here"]]
+    away = [group for group in groups if not group["here"]]
+    yield f"  {starter}, by `apply`: {', '.join(map(_what, here))}"
+    yield f"    {here[0]['commands'][0]}"
+    for group in away:
+        more = f", and {count - 1} more" if (count := len(group["commands"])) > 1 else ""
+        yield f"  others: {_what(group)}"
+        yield f"    {group['commands'][0]}{more}"
+    if away:
+        prepare = shlex.join(["runspec", "prepare", *words_of(files), "-o", str(SITE)])
+        yield f"  bundles come from `{prepare}`, whose trunk then takes the place of `apply`;"
+        yield "  volunteers need none: they call `runspec join LINK` (docs/join.md)"
+
+
+def _what(group: dict[str, Any]) -> str:
+    """The group's name, and the accelerators of a process where it has some."""
+    where = "" if group["machine"] == ANY_MACHINE else f" ({group['machine']})"
+    return f"{group['name']}{where}"
+
+
+def words_of(files: SpecFiles) -> list[str]:
+    """The options that name these files on a command line."""
+    profile = [] if files.profile is None else ["--profile", files.profile]
+    placement = [] if files.placement is None else ["--placement", str(files.placement)]
+    sets = [word for text in files.overrides for word in ("--set", text)]
+    return [str(files.path), *profile, *placement, *sets]

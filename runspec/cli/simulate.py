@@ -15,9 +15,9 @@ from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.models.spec_model import model_config
 from runspec.core.spec.load import SpecFiles
+from runspec.local.formatting import duration, number
 from runspec.local.machine import module_is_installed
 from runspec.local.plots import Curve, Figure, draw
-from runspec.local.text import duration, number
 from runspec.simulate.population import read_swarm
 from runspec.simulate.result import Result
 

@@ -1,9 +1,10 @@
-"""`runspec status`: how far a run is and what its roles do, for people and for programs."""
+"""`runspec status` and `runspec describe`: how far a run is, and everything known of it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,27 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from runspec.cli.events import event_line
+from broadcast.layout import manifest_name
+from broadcast.manifest import MAX_BYTES
+from runspec.cli.logs import event_line
 from runspec.cli.view import clock, latency_line, plain_table, role_table, step_line
+from runspec.core.files import read_bounded
+from runspec.core.hashing import digest_bytes
+from runspec.core.spec.resolved import spec_digest
 from runspec.core.spec.schema import RunSpec
+from runspec.local import budget
 from runspec.local.conditions import Condition, conditions
-from runspec.local.link import run_link
+from runspec.local.endpoints import run_link
+from runspec.local.formatting import duration, number, per_second, seconds, size
+from runspec.local.full_states import folder_bytes, full_states
+from runspec.local.machine import free_bytes
+from runspec.local.model_folders import trained_model
 from runspec.local.run_dir import find_run
 from runspec.local.snapshot import Snapshot, look_at
-from runspec.local.text import duration
+from runspec.local.state import AppliedRow, EventRow, RunState
+
+EVENTS = 20
+_FOLDERS = ("checkpoints", "weights", "store", "rollouts", "work", "logs")
 
 
 def status_command(run: str, as_json: bool, runs_dir: Path) -> int:
@@ -32,7 +46,7 @@ def status_command(run: str, as_json: bool, runs_dir: Path) -> int:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """What is known of a run, from its directory alone.
+    """Return the status of a run, from its directory alone.
 
     Keys: name, directory, state, reason, held_by, step, steps, wall_s, newest (the last row of
     metrics.jsonl), published (the newest version that is out), join (the link that volunteers
@@ -91,7 +105,7 @@ def show_link(run_dir: Path, spec: RunSpec) -> None:
 
 def headline(seen: Snapshot) -> str:
     """A run's name, its state and why, and how long it was up."""
-    reason = f" ({seen.cause})" if seen.cause else ""
+    reason = f" ({seen.short_reason})" if seen.short_reason else ""
     return f"{seen.spec.name}: {seen.state}{reason}, up for {duration(seen.wall_s)}"
 
 
@@ -100,3 +114,135 @@ def condition_table(shown: Sequence[Condition]) -> Table:
     for each in shown:
         table.add_row(each.type, each.status, each.reason, clock(each.since), each.message)
     return table
+
+
+def describe_command(run: str, runs_dir: Path) -> int:
+    """Prints the sections; returns the exit code."""
+    seen = look_at(find_run(run, runs_dir), events=None)
+    with closing(RunState(seen.directory)) as state:
+        applied, sessions = state.applied(), state.sessions()
+    console = Console(markup=False, highlight=False)
+    print(headline(seen))
+    show_link(seen.directory, seen.spec)
+    _section("Run", _run_pairs(seen, applied[-1].serial if applied else 0, sessions))
+    _section("Spec", _spec(seen))
+    _lines("Changes", _changes(applied))
+    print("\nConditions")
+    console.print(condition_table(conditions(seen)))
+    print("\nRoles")
+    console.print(role_table(seen.roles, seen.stages))
+    _lines("Last exits", _last_exits(seen))
+    _lines("Versions published", _versions(seen))
+    _lines("Trained model", trained_model(seen.directory, seen.spec))
+    _lines("Full states", _states(seen))
+    _section("Disk", _disk(seen))
+    _section("Budget", _budget(seen))
+    _section("Newest step", _figures(seen))
+    _lines("Events", [event_line(event) for event in seen.events[-EVENTS:]])
+    return 0
+
+
+def _section(title: str, pairs: Iterator[tuple[str, str]]) -> None:
+    _lines(title, [f"{name + ':':<22}{text}" for name, text in pairs])
+
+
+def _lines(title: str, lines: Sequence[str]) -> None:
+    print(f"\n{title}")
+    for line in lines or ["none"]:
+        print(f"  {line}")
+
+
+def _run_pairs(seen: Snapshot, serial: int, sessions: int) -> Iterator[tuple[str, str]]:
+    yield "directory", str(seen.directory)
+    yield "held by", seen.held_by or "nobody"
+    yield "serial", str(serial)
+    started = f", first {clock(seen.run.started)}" if seen.run else ""
+    yield "sessions", f"{sessions}{started}"
+    yield "steps trained", f"{seen.trained} of {seen.spec.steps}"
+
+
+def _spec(seen: Snapshot) -> Iterator[tuple[str, str]]:
+    spec = seen.spec
+    yield "digest", spec_digest(spec)
+    if spec.model.hf is not None:
+        yield "model", f"{spec.model.hf} at {spec.model.revision or 'no pinned revision'}"
+    elif spec.model.shape is not None:
+        shape = spec.model.shape
+        layers, width = shape.num_hidden_layers, shape.hidden_size
+        yield "model", f"a {shape.model_type} of {layers} layers, {width} wide, made by the run"
+    algorithm = spec.algorithm
+    yield "a step", f"{algorithm.prompts_per_step} x {algorithm.group_size} rollouts"
+    yield "async level", str(algorithm.async_level)
+    for pool in spec.samplers:
+        yield f"pool {pool.name}", f"{pool.replicas} x {pool.hardware.kind}, {pool.trust}"
+    if spec.secrets:
+        yield "secrets", ", ".join(f"{s.name} (from {s.source.env})" for s in spec.secrets)
+
+
+def _changes(applied: Sequence[AppliedRow]) -> list[str]:
+    lines = []
+    for row in applied:
+        lines.append(f"serial {row.serial}, {clock(row.time)}: {'' if row.what else 'started'}")
+        lines += [f"  {text}" for text in row.what]
+    return lines
+
+
+def _last_exits(seen: Snapshot) -> list[str]:
+    last: dict[str, EventRow] = {}
+    for event in seen.events:
+        if event.text.startswith(("ended with exit code", "killed by")):
+            last[event.role] = event
+    return [event_line(event) for event in last.values()]
+
+
+def _versions(seen: Snapshot) -> list[str]:
+    store, lines = seen.directory / "store" / "origin", []
+    for version in seen.versions:
+        try:
+            manifest = read_bounded(store / manifest_name(seen.spec.name, version), MAX_BYTES)
+        except FileNotFoundError:  # pruned meanwhile
+            continue
+        lines.append(f"v{version}  {digest_bytes(manifest)}")
+    return lines
+
+
+def _states(seen: Snapshot) -> list[str]:
+    states = full_states(seen.directory, seen.spec)
+    sizes = ["" if each.bytes is None else f"  {size(each.bytes)}" for each in states]
+    return [f"step {e.step}{text}  {e.path}" for e, text in zip(states, sizes, strict=True)]
+
+
+def _disk(seen: Snapshot) -> Iterator[tuple[str, str]]:
+    for name in _FOLDERS:
+        if (seen.directory / name).exists():
+            yield name, size(folder_bytes(seen.directory / name))
+    yield "free", size(free_bytes(seen.directory))
+
+
+def _budget(seen: Snapshot) -> Iterator[tuple[str, str]]:
+    yield "up for", duration(seen.wall_s)
+    cost = budget.cost(seen.spec, seen.wall_s)
+    if cost is not None:
+        most = seen.spec.budget.max_cost
+        yield "cost so far", f"{cost:.2f}{'' if most is None else f' of {most:g}'}"
+    for limit in budget.limits(seen.spec):
+        left = max(0.0, limit.left_s(seen.wall_s))
+        yield limit.path, f"{limit.hours:g} h, {duration(left)} left"
+
+
+def _figures(seen: Snapshot) -> Iterator[tuple[str, str]]:
+    row = seen.rows[-1] if seen.rows else {}
+    for name, key in (
+        ("task reward", "task_reward"),
+        ("reward", "reward"),
+        ("length error", "length_error"),
+        ("lag, mean", "lag_mean"),
+        ("lag, largest", "lag_max"),
+        ("MFU", "mfu"),
+    ):
+        yield name, number(row.get(key))
+    yield "trained tokens/s", per_second(row.get("tokens_per_s"))
+    yield "sampled tokens/s", per_second(row.get("sampler_tokens_per_s"))
+    for name in ("verdict", "manifest"):
+        p50, p99 = (seconds(row.get(f"{name}_latency_{p}")) for p in ("p50", "p99"))
+        yield f"submission to {name}", f"{p50}, p99 {p99}"

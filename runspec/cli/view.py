@@ -1,4 +1,4 @@
-"""What `apply` shows while it runs: a live panel on a terminal, plain lines elsewhere.
+"""The view of a run under `apply`: a live panel on a terminal, plain lines elsewhere.
 
 Other commands print its lines and tables too.
 """
@@ -18,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from runspec.core.files import FULL
+from runspec.local.formatting import number, per_second, seconds, sparkline
 from runspec.local.metrics import Row
 from runspec.local.state import RoleRow
 from runspec.local.supervisor import Watcher
-from runspec.local.text import number, per_second, seconds, sparkline
 
 LINE_EVERY_S = 5.0
 FRAME_EVERY_S = 0.5

@@ -1,18 +1,23 @@
-"""`runspec wait`: until a condition of a run holds, or cannot hold any more."""
+"""`runspec wait`: waits until a condition of a run holds, or cannot hold any more."""
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
-from runspec.local.awaiting import holds, hopeless, last_seen, parse_awaited
-from runspec.local.conditions import condition, conditions
+from runspec.core.errors import BadUsage
+from runspec.local.conditions import TYPES, condition, conditions
 from runspec.local.run_dir import find_run
-from runspec.local.snapshot import look_at
+from runspec.local.snapshot import Snapshot, look_at
 
 EXIT_HOLDS, EXIT_NOT = 0, 1
 POLL_S = 0.25
+_COUNTED = re.compile(r"(step|version)=(\d{1,9})")
+_CONDITION = re.compile(r"(?:condition=)?([A-Za-z]+)(?:=(true|false))?", re.IGNORECASE)
 
 
 def wait_command(run: str, awaited: str, timeout_s: float, runs_dir: Path) -> int:
@@ -30,7 +35,7 @@ def wait_command(run: str, awaited: str, timeout_s: float, runs_dir: Path) -> in
             why = condition(conditions(seen), wanted.type).message if wanted.type else ""
             print(f"{seen.spec.name}: {wanted}{f' ({why})' if why else ''}")
             return EXIT_HOLDS
-        reason = hopeless(wanted, seen)
+        reason = why_never(wanted, seen)
         if reason is None and time.monotonic() >= deadline:
             reason = f"not within {timeout_s:g} s"
         if reason is not None:
@@ -38,3 +43,76 @@ def wait_command(run: str, awaited: str, timeout_s: float, runs_dir: Path) -> in
             print(f"  last seen: {last_seen(seen)}", file=sys.stderr)
             return EXIT_NOT
         time.sleep(POLL_S)
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """A condition with its status, or a number of steps or versions."""
+
+    kind: str
+    """`condition`, `step` or `version`."""
+    type: str = ""
+    """Type of the condition."""
+    status: str = "True"
+    """Status of the condition that is awaited."""
+    number: int = 0
+    """Steps trained, or the version that is out."""
+
+    def __str__(self) -> str:
+        if self.kind == "condition":
+            return self.type if self.status == "True" else f"{self.type}={self.status}"
+        return f"{self.kind}={self.number}"
+
+
+def parse_awaited(text: str) -> Awaited:
+    """Reads Finished, condition=Ready, Ready=false, step=20 or version=3.
+
+    Raises:
+        BadUsage: none of these.
+    """
+    counted = _COUNTED.fullmatch(text)
+    if counted:
+        return Awaited(counted[1], number=int(counted[2]))
+    named = _CONDITION.fullmatch(text)
+    by_name = {type_.lower(): type_ for type_ in TYPES}
+    if named and named[1].lower() in by_name:
+        status = (named[2] or "true").capitalize()
+        return Awaited("condition", by_name[named[1].lower()], status)
+    close = get_close_matches(named[1].lower(), by_name) if named else []
+    hint = f"; did you mean {by_name[close[0]]}?" if close else ""
+    raise BadUsage(
+        f"nothing that can be waited for: {text!r}{hint}",
+        place="--for",
+        remedy=f"one of {', '.join(TYPES)} (with =false: until it does not), step=N, version=N",
+    )
+
+
+def holds(awaited: Awaited, seen: Snapshot) -> bool:
+    """Return whether it holds now."""
+    match awaited.kind:
+        case "step":
+            return seen.trained >= awaited.number
+        case "version":
+            return seen.published is not None and seen.published >= awaited.number
+        case _:
+            return condition(conditions(seen), awaited.type).status == awaited.status
+
+
+def why_never(awaited: Awaited, seen: Snapshot) -> str | None:
+    """Return why the run cannot reach it by itself; None while it can."""
+    if awaited.kind != "condition" and awaited.number > seen.spec.steps:
+        return f"the run has {seen.spec.steps} steps"
+    if not seen.alive and seen.state in ("finished", "failed"):
+        reason = f" ({seen.reason})" if seen.reason else ""
+        return f"the run is {seen.state}{reason}"
+    return None
+
+
+def last_seen(seen: Snapshot) -> str:
+    """Return the state of a run in one line."""
+    published = "none" if seen.published is None else str(seen.published)
+    roles = ", ".join(f"{r.name} {r.state}" for r in seen.roles if r.state != "running")
+    return (
+        f"{seen.spec.name} is {seen.state}, {seen.trained} of {seen.spec.steps} steps trained, "
+        f"version published: {published}{f', not running: {roles}' if roles else ''}"
+    )

@@ -1,29 +1,164 @@
-"""`runspec workers`, `ban` and `unban`: whose work a run takes, and what it has earned."""
+"""`runspec workers`, `ban` and `unban`: who works for a run, and what the operator decides.
+
+The operator reaches the coordinator over HTTP, or its ledger while the run is stopped.
+"""
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.table import Table
 
-from runspec.cli.desk import desk
 from runspec.cli.view import plain_table
+from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.errors import UserError
+from runspec.core.hashing import is_digest
+from runspec.core.keys import SigningKey
+from runspec.core.spec.resolved import load_resolved
+from runspec.local.endpoints import load_endpoints
+from runspec.local.identity import load_roles
+from runspec.local.run_dir import find_run, hold, holder
 
+if TYPE_CHECKING:
+    from verify.coordinator_http import CoordinatorHttp
+
+REQUEST_TIMEOUT_S = 10.0
+_MAX_STATUS_BYTES = 64 * 1024 * 1024
+LEAST_PREFIX = 8
+"""Characters of a key that are enough to name it."""
 _SOURCES = {name: name for name in ("key", "pool", "standing", "reputation", "prefill_share")}
 _SOURCES |= {"credits": "accepted_tokens", "accepted": "accepted_submissions"}
 _SOURCES |= {"rejected": "rejected_submissions", "withheld": "withheld_leases"}
 _SOURCES |= {"alive": "alive", "reason": "reason"}
-"""What is told of a worker, and its name in the coordinator's status."""
+"""Column of `runspec workers`, and its key in the coordinator's status."""
 _NEVER_REGISTERED: dict[str, Any] = {**dict.fromkeys(_SOURCES, 0), "pool": None, "alive": False}
 _NEVER_REGISTERED |= {"standing": "banned", "reputation": 0.0, "prefill_share": 1.0}
 
 
+class CoordinatorAccess(ABC):
+    """An operator's access to a coordinator: reads its status and gives it orders."""
+
+    @abstractmethod
+    def status(self) -> dict[str, Any]:
+        """`workers`, `banned` and `invites` as `GET /v1/status` has them.
+
+        Raises:
+            UserError: they cannot be read.
+        """
+
+    @abstractmethod
+    def order(self, verb: str, key: str, reason: str) -> None:
+        """Ban or unban a key, or revoke an invite.
+
+        Raises:
+            UserError: it cannot be done, or is refused; the message is the coordinator's own.
+        """
+
+    def find_key(self, named: str) -> str:
+        """A key by its 64 hex characters, or by the first eight and more of one that is known."""
+        if is_digest(named):
+            return named
+        status = self.status()
+        known = {worker["key"] for worker in status["workers"]} | set(status["banned"])
+        return key_by_prefix(named, known, "KEY", "one that `runspec workers` lists, or all 64")
+
+
+@dataclass(frozen=True)
+class _LiveCoordinator(CoordinatorAccess):
+    """Sends requests to a running coordinator, signed with its own key."""
+
+    http: CoordinatorHttp
+
+    def status(self) -> dict[str, Any]:
+        answer = self.http.call("GET", "/v1/status", max_bytes=_MAX_STATUS_BYTES)
+        try:
+            return parse_object(answer.content, max_bytes=_MAX_STATUS_BYTES)
+        except MalformedJson as error:
+            raise self.http.not_believed(error) from error
+
+    def order(self, verb: str, key: str, reason: str) -> None:
+        body = canonical_json({"key": key, "reason": reason})
+        self.http.call("POST", f"/v1/operator/{verb}", body=body)
+
+
+@dataclass(frozen=True)
+class _StoppedCoordinator(CoordinatorAccess):
+    """Reads and writes the ledger of a run that is not alive."""
+
+    run_dir: Path
+
+    def status(self) -> dict[str, Any]:
+        from verify.coordinator.services.status import read_workers
+
+        return read_workers(self.run_dir, load_resolved(self.run_dir))
+
+    def order(self, verb: str, key: str, reason: str) -> None:
+        from verify.coordinator.services.operator import order_stopped
+
+        spec = load_resolved(self.run_dir)
+        with hold(self.run_dir):
+            roles = load_roles(self.run_dir, spec)
+            order_stopped(self.run_dir, spec, roles, verb, {"key": key, "reason": reason})
+
+
+def key_by_prefix(named: str, known: set[str], place: str, of: str) -> str:
+    """Return the one known key that begins with `named`.
+
+    Raises:
+        UserError: none does, several do, or `named` is too short; `place` and `of` say of what.
+    """
+    found = [key for key in known if key.startswith(named)]
+    if len(named) < LEAST_PREFIX or len(found) != 1:
+        raise UserError(
+            f"{len(found)} known keys begin with it",
+            place=f"{place} {named[:80]!r}",
+            remedy=f"give {LEAST_PREFIX} characters or more of {of}",
+        )
+    return found[0]
+
+
+def coordinator_of(run: str, runs_dir: Path) -> CoordinatorAccess:
+    """Return the access to the coordinator of a run whose directory is on this machine.
+
+    Raises:
+        UserError: there is no such run, or it has never been started.
+    """
+    from verify.coordinator_http import CoordinatorHttp
+
+    run_dir = find_run(run, runs_dir)
+    if holder(run_dir) is None:
+        return _StoppedCoordinator(run_dir)
+    endpoints = load_endpoints(run_dir)
+    if endpoints is None:
+        raise UserError(
+            "has no coordinator yet", place=str(run_dir), remedy="start it with `runspec apply`"
+        )
+    key = SigningKey.load(run_dir / "keys" / "coordinator.key")
+    http = CoordinatorHttp(
+        _from_here(endpoints.coordinator),
+        key,
+        run=load_resolved(run_dir).name,
+        deadline_s=REQUEST_TIMEOUT_S,
+    )
+    return _LiveCoordinator(http)
+
+
+def _from_here(url: str) -> str:
+    """Return a URL for this machine: loopback where the coordinator listens on all addresses."""
+    parts = urlsplit(url)
+    here = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(parts.hostname or "")  # noqa: S104
+    return f"{parts.scheme}://{here}:{parts.port}" if here else url
+
+
 def workers_command(run: str, as_json: bool, runs_dir: Path) -> int:
     """Lists the workers, those with the most credit first; returns the exit code."""
-    rows = worker_rows(desk(run, runs_dir).status())
+    rows = worker_rows(coordinator_of(run, runs_dir).status())
     if as_json:
         print(json.dumps(rows, indent=2))
     elif rows:
@@ -36,7 +171,7 @@ def workers_command(run: str, as_json: bool, runs_dir: Path) -> int:
 
 
 def worker_rows(status: dict[str, Any]) -> list[dict[str, Any]]:
-    """What is told of each key.
+    """Return a row for each key.
 
     Args:
         status: answer of `GET /v1/status`.
@@ -59,7 +194,7 @@ def worker_rows(status: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def worker_table(rows: list[dict[str, Any]]) -> Table:
-    """What `worker_rows` found, for people."""
+    """Return the rows of `worker_rows` as a table."""
     table = plain_table(
         *("key", "pool", "standing", "reputation", "recomputed", "credits"),
         *("accepted", "rejected", "withheld", "alive", "reason"),
@@ -95,7 +230,7 @@ def unban_command(run: str, key: str, reason: str, runs_dir: Path) -> int:
 
 def _order(verb: str, run: str, key: str, reason: str, runs_dir: Path) -> str:
     """Gives an order about a key; returns the whole key."""
-    coordinator = desk(run, runs_dir)
+    coordinator = coordinator_of(run, runs_dir)
     whole = coordinator.find_key(key)
     coordinator.order(verb, whole, reason)
     return whole

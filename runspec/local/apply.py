@@ -14,17 +14,15 @@ from runspec.core.spec.resolved import spec_digest
 from runspec.local import budget
 from runspec.local.backend import processes_of
 from runspec.local.children import last_lines
-from runspec.local.conclude import conclude
 from runspec.local.fleet import Outcome, Rules
-from runspec.local.live import LiveRun
-from runspec.local.prepared import PreparedRun
-from runspec.local.processes import RoleSpec, role_specs, warm_start_role
+from runspec.local.processes import PreparedRun, RoleSpec, role_specs, warm_start_role
 from runspec.local.progress import RunProgress, StageProgress
-from runspec.local.role_errors import last_error
+from runspec.local.report import write_summary
+from runspec.local.role_logs import last_error
 from runspec.local.snapshot import REMEDY
-from runspec.local.state import RunState
-from runspec.local.storage import StorageWait
+from runspec.local.state import RunState, StorageWait
 from runspec.local.supervisor import Progress, Session, Supervisor, Watcher, describe_exit
+from runspec.local.supervisor_requests import LiveRun
 from verify.timeouts import STORAGE_S
 
 LOG_LINES = 20
@@ -101,7 +99,7 @@ def drive(
         if failure is not None:
             raise failure
         state.set_run(outcome.kind)
-    conclude(run.directory, state.wall_s())
+    write_summary(run.directory, state.wall_s())
     return outcome
 
 
@@ -117,7 +115,7 @@ def _failure_on_record(run: PreparedRun, state: RunState) -> Iterator[None]:
             reason += f"{REMEDY}{error.remedy}"
         with suppress(UserError):  # a full disk; the first error is the one to read
             state.set_run("failed", reason)
-            conclude(run.directory, state.wall_s())
+            write_summary(run.directory, state.wall_s())
         raise
 
 

@@ -17,8 +17,7 @@ from typing import Protocol
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
 from runspec.local.children import Child, start_child, stop_children
-from runspec.local.prepared import PreparedRun
-from runspec.local.processes import RoleSpec
+from runspec.local.processes import PreparedRun, RoleSpec
 
 GROUP = "runspec.backends"
 LOCAL = "local"
@@ -28,7 +27,7 @@ AT_TRUNK = "RUNSPEC_AT_TRUNK"
 
 @dataclass(frozen=True)
 class Look:
-    """What is seen of a process that was started."""
+    """State of a process that was started."""
 
     exit_code: int | None
     """Negative: the signal that ended it. None while it runs, or has no machine yet."""
@@ -52,7 +51,7 @@ class Processes(Protocol):
         """
 
     def look(self, role: str) -> Look:
-        """What a role that was started is at; of one that has ended, always its exit code."""
+        """Return the state of a role that was started, with its exit code once it has ended."""
 
     def stop(self, role: str, number: signal.Signals) -> None:
         """Sends a signal to a role and all that it started."""
@@ -60,12 +59,12 @@ class Processes(Protocol):
     def logs(self) -> None:
         """Brings what roles have logged to `logs/<role>.log` of the run directory."""
 
-    def close(self, patience_s: float) -> None:
+    def close(self, timeout_s: float) -> None:
         """Ends what still runs."""
 
 
 class Backend(Protocol):
-    """What an entry point of `runspec.backends` names: a class that is made without arguments."""
+    """Interface of an entry point of `runspec.backends`: a class made without arguments."""
 
     def apply(self, spec: RunSpec, detach: bool, runs_dir: Path | None) -> int:
         """Starts, changes or continues a run from the machine of whoever calls `runspec apply`.
@@ -86,8 +85,8 @@ class Backend(Protocol):
         """
 
     def processes(self, run: PreparedRun) -> tuple[Processes, PreparedRun]:
-        """What starts the processes of a run, in the supervisor; and the run, with the addresses
-        that servers have on other machines.
+        """Return what starts the processes of a run, in the supervisor; and the run, with the
+        addresses that servers have on other machines.
 
         Raises:
             UserError: a server has no machine in time.
@@ -121,8 +120,8 @@ class LocalProcesses:
     def logs(self) -> None:
         """They write them there by themselves."""
 
-    def close(self, patience_s: float) -> None:
-        stop_children(list(self._children.values()), patience_s)
+    def close(self, timeout_s: float) -> None:
+        stop_children(list(self._children.values()), timeout_s)
 
 
 @cache
@@ -145,7 +144,7 @@ def backend(name: str) -> Backend:
 
 
 def processes_of(run: PreparedRun) -> tuple[Processes, PreparedRun]:
-    """What starts the processes of a run, as its spec says; see `Backend.processes`."""
+    """Return what starts the processes of a run by its spec; see `Backend.processes`."""
     name = run.spec.placement.backend
     if name == LOCAL:
         return LocalProcesses(run.directory / "logs"), run

@@ -23,7 +23,7 @@ class Limit:
 
 
 def limits(spec: RunSpec) -> list[Limit]:
-    """What ends the run, first come first.
+    """Return the limits that end the run, the earliest first.
 
     `max_cost` is spent after max_cost / (price an hour of all hardware) hours; without a price it
     never is.
@@ -44,6 +44,6 @@ def left_s(spec: RunSpec, wall_s: float) -> float | None:
 
 
 def cost(spec: RunSpec, wall_s: float) -> float | None:
-    """What `wall_s` seconds of the hardware cost; None where nothing has a price."""
+    """Return the cost of `wall_s` seconds of the hardware; None where nothing has a price."""
     price = hourly_price(spec)
     return None if price is None else price * wall_s / 3600.0

@@ -44,7 +44,7 @@ _REMEDY = "make bundles with `runspec prepare`"
 
 @dataclass(frozen=True)
 class Bundle:
-    """What the processes of one role group may know."""
+    """The keys and files that the processes of one role group may have."""
 
     group: str
     """Names the bundle; of all but the trunk's, its only process."""

@@ -1,4 +1,8 @@
-"""Role processes as the operating system sees them: start, look, signal, read the log's end."""
+"""Role processes of this machine: starts, watches and signals them, and reads the end of a log.
+
+`StopSignals` counts the stop requests of this process: the first asks the roles to end, the second
+kills them.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from runspec.core.errors import NotNow, UserError
 from runspec.core.files import FULL
@@ -23,8 +29,9 @@ STARTING = "--- "
 """Begins the line in a log at which a role was started."""
 _TAIL_BYTES = 64 * 1024
 _POLL_S = 0.05
-LEFTOVER_PATIENCE_S = 10.0
+LEFTOVER_TIMEOUT_S = 10.0
 """Seconds between SIGTERM and SIGKILL for roles that a killed supervisor left behind."""
+EXIT_INTERRUPTED = 130
 
 
 @dataclass
@@ -106,11 +113,11 @@ def start_child(role: RoleSpec, logs: Path, inherited: Mapping[str, str] = os.en
     return Child(role, process, path, start)
 
 
-def stop_children(children: Sequence[Child], patience_s: float) -> None:
+def stop_children(children: Sequence[Child], timeout_s: float) -> None:
     """Ends children whose supervisor cannot go on: SIGTERM, then SIGKILL."""
     for child in children:
         child.send(signal.SIGTERM)
-    _await_end(lambda: all(child.exit_code() is not None for child in children), patience_s)
+    _await_end(lambda: all(child.exit_code() is not None for child in children), timeout_s)
     for child in children:
         if child.exit_code() is None:
             child.send(signal.SIGKILL)
@@ -131,7 +138,7 @@ def end_leftovers(rows: Sequence[RoleRow]) -> None:
             if row.pid and birth(row.pid) == row.born:
                 with suppress(ProcessLookupError):
                     os.killpg(row.pid, number)
-        _await_end(lambda: all(birth(r.pid or 0) != r.born for r in alive), LEFTOVER_PATIENCE_S)
+        _await_end(lambda: all(birth(r.pid or 0) != r.born for r in alive), LEFTOVER_TIMEOUT_S)
 
 
 def birth(pid: int) -> int | None:
@@ -158,7 +165,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 @contextmanager
 def pinned(cores: Sequence[int]) -> Iterator[None]:
-    """What this thread starts inside the block runs on these cores: a child inherits the mask.
+    """Pin processes that this thread starts in the block to cores: a child inherits the mask.
 
     Set before the child exists, so that no thread pool of its is ever sized by all cores.
     """
@@ -173,7 +180,35 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _await_end(ended: Callable[[], bool], patience_s: float) -> None:
-    deadline = time.monotonic() + patience_s
+def _await_end(ended: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while not ended() and time.monotonic() < deadline:
         time.sleep(_POLL_S)
+
+
+class StopSignals:
+    """Counts Ctrl-C, SIGTERM and hang-ups inside `with`, which else end the process."""
+
+    _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._before: dict[signal.Signals, Any] = {}
+        self.last = ""
+        """Name of the newest signal."""
+
+    def __call__(self) -> int:
+        """Return the number of signals so far."""
+        return self._count
+
+    def __enter__(self) -> StopSignals:
+        self._before = {stop: signal.signal(stop, self._note) for stop in self._NUMBERS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for stop, handler in self._before.items():
+            signal.signal(stop, handler)
+
+    def _note(self, stop: int, frame: FrameType | None) -> None:
+        self._count += 1
+        self.last = signal.Signals(stop).name

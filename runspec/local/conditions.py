@@ -11,9 +11,9 @@ from itertools import pairwise
 from typing import Literal
 
 from runspec.core.process import EXIT_FINAL
+from runspec.local.formatting import duration, number
 from runspec.local.metrics import Row
 from runspec.local.snapshot import Snapshot
-from runspec.local.text import duration, number
 
 Status = Literal["True", "False", "Unknown"]
 
@@ -176,7 +176,7 @@ def dropped_text(groups: int, newest: str) -> str:
 
 
 def alarm_text(row: Row) -> str:
-    """What a step's alarm says; empty without one."""
+    """Return the text of a step's alarm; empty without one."""
     if not row.get("sampler_logprob_alarm"):
         return ""
     mean, limit = row.get("sampler_logprob_diff_mean"), row.get("sampler_logprob_limit")
@@ -187,7 +187,7 @@ def alarm_text(row: Row) -> str:
 
 
 def unsolved_text(row: Row) -> str:
-    """What is said of a step whose rollouts were all wrong; empty where one was right."""
+    """Return the text for a step whose rollouts were all wrong; empty where one was right."""
     if row.get("task_reward") != 0:
         return ""
     return (
@@ -206,7 +206,7 @@ def _stalled(seen: Snapshot) -> Condition:
         and " stalled: " in event.text
     ]
     if seen.state == "failed" and gave_up:
-        return Condition("Stalled", "True", "StepStalled", seen.cause, gave_up[-1].time)
+        return Condition("Stalled", "True", "StepStalled", seen.short_reason, gave_up[-1].time)
     if not seen.alive:
         return Condition("Stalled", "False", "NotAlive", "nobody waits", _ended(seen))
     limit_s, idle_s = late_after_s(seen), _idle_s(seen)

@@ -1,4 +1,4 @@
-"""Where the servers of a run listen: chosen once, written to endpoints.json, kept over restarts."""
+"""Addresses of the servers of a run: chosen once, written to endpoints.json, kept over restarts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from runspec.core.address import JoinLink
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
+from runspec.core.keys import SigningKey
 from runspec.core.spec.role_names import elsewhere, server_names
 from runspec.core.spec.schema import RunSpec
 
@@ -24,6 +26,7 @@ PORTS = range(20000, 32000)
 _TRIES = 200
 
 IsFree = Callable[[str, int], bool]
+_EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - what a spec may say, not what is bound here
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Endpoints:
     coordinator: str
     origin: str
     relays: dict[str, str]
-    """By the relay's name in the spec."""
+    """URLs by the relay's name in the spec."""
     learner: str | None = None
     """Where the processes of `learner.hosts` above 1 find each other."""
     elsewhere: dict[str, str] = field(default_factory=dict)
@@ -236,3 +239,25 @@ def _listening_inodes(port: int) -> list[str]:
             if fields[3] == listening and int(fields[1].rsplit(":", 1)[1], 16) == port:
                 inodes.append(fields[9])
     return inodes
+
+
+def run_link(run_dir: Path, spec: RunSpec) -> JoinLink | None:
+    """Return the link for volunteers; None where the run has no endpoints or no root yet.
+
+    A coordinator is named by the address of the proxy before it (`placement.url`), or where it
+    listens on all addresses by this machine's host name.
+    """
+    try:
+        endpoints = load_endpoints(run_dir)
+        root = spec.identity.root_public_key
+        if root is None:
+            root = SigningKey.load(run_dir / "keys" / "root.key").public_hex
+    except UserError:  # not there yet, or another user's
+        return None
+    if endpoints is None:
+        return None
+    url = endpoints.public.get("coordinator", endpoints.coordinator)
+    parts = urlsplit(url)
+    if parts.hostname in _EVERYWHERE:
+        url = f"{parts.scheme}://{socket.gethostname()}:{parts.port}"
+    return JoinLink(url, spec.name, root)

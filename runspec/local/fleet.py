@@ -9,8 +9,8 @@ Invariants:
   request. What began the stopping is the outcome.
 - Roles that must read a changed spec are renewed one by one, and only while the run is up: the next
   is told to end once the one before runs again. That end is no death.
-- It is done only when no process is alive: stopped politely, the servers last, so that nobody waits
-  for one that is gone, and killed after a deadline.
+- It is done only when no process is alive: stopped by a signal, the servers last, so that no role
+  waits for a server that is gone, and killed after a deadline.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class State(StrEnum):
     STARTING = "starting"
     RUNNING = "running"
     RENEWING = "renewing"
-    """Told to end, to be started at once with what has changed."""
+    """Ending, to start again at once with the changed spec."""
     BACKOFF = "backoff"
     FINISHED = "finished"
     FAILED = "failed"
@@ -50,7 +50,7 @@ class Phase(StrEnum):
 
 @dataclass
 class RoleState:
-    """What is known of one role; times are seconds of one monotonic clock."""
+    """State of one role; times are seconds of one monotonic clock."""
 
     state: State = State.WAITING
     restarts: int = 0
@@ -300,6 +300,6 @@ class Fleet:
         return [Action("kill", name) for name in self.alive]
 
     def _at_rest(self) -> State:
-        """What a role is that was stopped: finished with the run, or waiting for the next start."""
+        """Return the state of a stopped role: finished, or waiting for its next start."""
         finished = self.outcome is not None and self.outcome.kind == "finished"
         return State.FINISHED if finished else State.WAITING

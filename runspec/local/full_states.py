@@ -1,4 +1,4 @@
-"""The full states of a run as files: which there are, how large, and whether one is whole."""
+"""Full states as files: which a run has, how large they are, and whether one is whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FullState:
 
     @property
     def bytes(self) -> int | None:
-        """Of all its files; None in an object store."""
+        """Bytes of all its files; None in an object store."""
         return folder_bytes(self.path) if isinstance(self.path, Path) else None
 
     def require_whole(self) -> None:
@@ -44,7 +44,7 @@ class FullState:
 
 
 def full_states(run_dir: Path, spec: RunSpec) -> list[FullState]:
-    """Those that lie there, in order."""
+    """Return the full states in the folder, in order."""
     folder = state_folder(run_dir, spec)
     return [FullState(step, folder / f"step_{step}") for step in numbered(folder, "step_")]
 

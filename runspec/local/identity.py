@@ -29,7 +29,7 @@ _SHORTEST_S = 86400.0
 
 @dataclass(frozen=True)
 class Identity:
-    """Who may sign what in this run; all files lie in `folder`."""
+    """The keys of a run; all files lie in `folder`."""
 
     folder: Path
     root_public_key: str
@@ -94,7 +94,7 @@ def _write_own_workers(identity: Identity, spec: RunSpec) -> None:
 
 
 def pinned_root_problem(run_dir: Path, spec: RunSpec) -> UserError | None:
-    """What keeps a run with a pinned root from starting here; None when all its files are there."""
+    """Return what a run with a pinned root lacks to start here; None where it lacks nothing."""
     pinned = spec.identity.root_public_key
     if pinned is None:
         return None
@@ -159,7 +159,7 @@ def _still_good(
 
 
 def _validator_keys(identity: Identity, spec: RunSpec) -> list[Path]:
-    """Of all that the run ever had: what one judged is trained, and audited, after it is gone."""
+    """Return the keys of all validators that the run ever had: their verdicts outlive them."""
     had = (path.stem for path in identity.folder.glob("validator-*.key"))
     ours = (name for name in had if name.removeprefix("validator-").isdecimal())
     return [identity.key(name) for name in dict.fromkeys([*validator_names(spec), *sorted(ours)])]

@@ -1,4 +1,4 @@
-"""What this machine has: cores, accelerators, disk, Python packages, model weights."""
+"""This machine: its cores, accelerators, disk, Python packages and model weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from runspec.core.files import expand_user
 from runspec.core.spec.schema import Hardware, Model
 from runspec.lock.cache import Repository, is_repository, snapshot
 
-_SMI_PATIENCE_S = 10.0
+_SMI_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the command lines need to know of this machine."""
+    """Facts of this machine that command lines need."""
 
     python: str
     cores: tuple[int, ...]
@@ -71,7 +71,7 @@ def _each_gpu(field: str) -> list[str]:
             [tool, f"--query-gpu={field}", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
-            timeout=_SMI_PATIENCE_S,
+            timeout=_SMI_TIMEOUT_S,
             check=True,
         )
     except (OSError, subprocess.SubprocessError):

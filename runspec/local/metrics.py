@@ -116,7 +116,7 @@ def mean(rows: Sequence[Row], key: str, weights: Sequence[float] | None = None) 
 
 
 def largest(rows: Sequence[Row], key: str) -> float | None:
-    """Of the rows that have the figure; None where none has."""
+    """Return the largest figure of the rows that have it; None where none has."""
     return max((float(row[key]) for row in rows if row.get(key) is not None), default=None)
 
 

@@ -1,4 +1,9 @@
-"""What applying a spec would do on this machine now; nothing is written and no lock is taken."""
+"""Plans what applying a spec would do on this machine; writes nothing and takes no lock.
+
+Some changes make another run. A run may become that other run before its first step: the learner
+writes version s + 1 before anything else of step s, so a run without a version after 0 has nothing
+to lose.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +15,20 @@ from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL
+from runspec.core.run_files import params_folder, versions_in, weights_folder
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import AT_TRUNK, LOCAL
+from runspec.local.full_states import full_states
+from runspec.local.metrics import read_rows
 from runspec.local.preflight import Missing, look, missing
 from runspec.local.run_dir import holder
 from runspec.local.state import RunState
-from runspec.plan.changes import Change, difference
+from runspec.plan.changes import Change, difference, of_class
 from runspec.plan.saved import Seen
+
+STARTS_ANEW = "no step was trained: starts anew with the changed spec"
 
 
 class StalePlan(UserError):
@@ -35,13 +45,13 @@ class RunPlan:
     run_dir: Path
     seen: Seen
     changes: Sequence[Change]
-    """Of a new run: everything."""
+    """All fields, for a new run."""
     state: str
-    """Of the run, as `apply` left it; `new` where there is none."""
+    """State of the run, as `apply` left it; `new` where there is none."""
     held_by: str | None
     """Its supervisor, in words; None for a run that is not alive."""
     lacking: Sequence[Missing]
-    """What this machine has not, that the spec needs."""
+    """Things that the spec needs and this machine lacks."""
     approved: Seen | None = None
     """The state that a person has seen in a saved plan; None where nothing was saved."""
     finished: bool = False
@@ -106,7 +116,7 @@ def refuse_stale(plan: RunPlan) -> None:
 
 
 def _since(seen: Seen, run_dir: Path) -> Iterator[str]:
-    """What was applied after a state, a line each."""
+    """Return the changes applied after a state, a line each."""
     if not (run_dir / SPEC_FILE).exists():
         return
     with closing(RunState(run_dir)) as state:
@@ -119,3 +129,33 @@ def _words(seen: Seen) -> str:
     if seen.spec_digest is None:
         return "no such run"
     return f"serial {seen.serial} with spec {seen.spec_digest[:12]}"
+
+
+def takes_any_change(run_dir: Path) -> bool:
+    """Whether a run has trained no step. One whose root others have pinned takes no such change:
+    they may hold its version 0, and a version number is published once.
+
+    Raises:
+        UserError: its spec cannot be read.
+    """
+    spec = load_resolved(run_dir)
+    versions = (*versions_in(params_folder(run_dir, spec)), *versions_in(weights_folder(run_dir)))
+    trained = max(versions, default=0) > 0 or full_states(run_dir, spec) or read_rows(run_dir)
+    return not trained and spec.identity.root_public_key is None
+
+
+def starts_anew(changes: Sequence[Change], run_dir: Path) -> bool:
+    """Whether a run starts anew to take changes over.
+
+    Raises:
+        UserError: they need a run of another name.
+    """
+    refused = of_class(changes, "newrun")
+    if refused and not takes_any_change(run_dir):
+        listed = "\n".join(f"  {change}" for change in refused)
+        raise UserError(
+            f"these changes need a run of another name, for they change what is learned:\n{listed}",
+            place=str(run_dir),
+            remedy=f"start another run with --set name=NAME, or `runspec delete {run_dir}` first",
+        )
+    return bool(refused)

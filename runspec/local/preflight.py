@@ -43,7 +43,7 @@ from runspec.local.machine import (
     this_machine,
     tpu_chips,
 )
-from runspec.local.starting_model import require_fitting
+from runspec.local.model_folders import require_fitting
 from runspec.lock.cache import TOKENIZER, WEIGHTS, require_files
 
 GIB = 2**30
@@ -57,9 +57,9 @@ ROLE_MODULES = {
     "verify": ("numpy", "rpds"),
     "report": ("matplotlib",),
 }
-"""What each part of a run imports, by the extra that installs it."""
+"""Modules that each part of a run imports, by the extra that installs them."""
 ENGINE_MODULES = {"jax": ("jax",), "torch": ("torch", "transformers")}
-"""What our own prefill engines import."""
+"""Modules that our own prefill engines import."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Facts:
-    """What was seen of this machine."""
+    """Facts of this machine."""
 
     machine: Machine
     gpus: Sequence[str]
@@ -98,7 +98,7 @@ def look() -> Facts:
 
 
 def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
-    """What the run lacks here, most telling first; empty when it can start."""
+    """Return what the run lacks here, the most important first; empty when it can start."""
     found = find_files(spec.model, facts.machine.env)
     config = model_config(spec)
     if config is None and found.model is not None:
@@ -148,7 +148,7 @@ def _hardware(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
 def _lack(
     hardware: Hardware, processes: Fraction, slices: int, facts: Facts, taken: Counter[str]
 ) -> str:
-    """What is wanted and what is here; empty where it suffices.
+    """Return what is wanted and what is here; empty where it suffices.
 
     Args:
         hardware: of one process.
@@ -209,7 +209,7 @@ def _install(facts: Facts) -> str:
 
 
 def _groups_here(spec: RunSpec) -> Container[str]:
-    """What is started here of what `placement.roles` may name."""
+    """Return the parts of `placement.roles` that start here."""
     if spec.placement.backend != LOCAL:
         return ()  # it finds machines for them
     return placeable(spec) if spec.placement.roles is None else spec.placement.roles

@@ -14,7 +14,6 @@ from runspec.core.run_files import FOLDERS, initial_model, state_folder, warm_st
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
-from runspec.local.anew import starts_anew
 from runspec.local.children import end_leftovers
 from runspec.local.endpoints import (
     Endpoints,
@@ -24,14 +23,14 @@ from runspec.local.endpoints import (
     save_endpoints,
 )
 from runspec.local.identity import make_identity
-from runspec.local.live import record_applied
 from runspec.local.machine import Machine, find_files, this_machine
-from runspec.local.planning import RunPlan, current, refuse_stale
-from runspec.local.prepared import PreparedRun
+from runspec.local.model_folders import link_model
+from runspec.local.planning import RunPlan, current, refuse_stale, starts_anew
+from runspec.local.processes import PreparedRun
 from runspec.local.rollback import complete_rollback, start_anew
 from runspec.local.run_dir import hold
-from runspec.local.starting_model import link_model
 from runspec.local.state import RunState
+from runspec.local.supervisor_requests import record_applied
 
 
 class NotReady(UserError):

@@ -1,4 +1,4 @@
-"""Which processes a run is made of: a pure function from the spec to command lines."""
+"""Processes of a prepared run: a pure function from its spec to command lines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
+from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.role_names import (
     elsewhere,
     learner_names,
@@ -25,12 +26,48 @@ from runspec.local.cores import (
     visible_devices,
     vllm_environment,
 )
-from runspec.local.endpoints import Endpoints, address
-from runspec.local.machine import Machine
-from runspec.local.prepared import PreparedRun
+from runspec.local.endpoints import Endpoints, address, load_endpoints
+from runspec.local.identity import Identity, make_identity
+from runspec.local.machine import Machine, this_machine
 
 HEARTBEAT_S = 10
 """Silence that ends the other processes of a learner on one machine, where no network is slow."""
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run that can start: its directory has everything that this machine's roles need."""
+
+    spec: RunSpec
+    directory: Path
+    endpoints: Endpoints
+    """Where its servers listen."""
+    identity: Identity
+    """Its keys."""
+    machine: Machine
+    """The machine that starts its roles."""
+    lock: int
+    """File descriptor: whoever has it open holds the directory."""
+
+    @classmethod
+    def inherited(cls, directory: Path, lock: int) -> PreparedRun:
+        """The run that another process prepared, and handed over with its lock.
+
+        Raises:
+            UserError: a file of the run cannot be read.
+        """
+        spec, endpoints = load_resolved(directory), load_endpoints(directory)
+        assert endpoints is not None, "written before the lock is handed over"
+        identity = make_identity(directory, spec)
+        return cls(spec, directory, endpoints, identity, this_machine(), lock)
+
+    def changed(self, spec: RunSpec) -> PreparedRun:
+        """The run under another spec, with the keys that it asks for.
+
+        Raises:
+            UserError: as `make_identity`.
+        """
+        return replace(self, spec=spec, identity=make_identity(self.directory, spec))
 
 
 @dataclass(frozen=True)
@@ -88,7 +125,7 @@ def role_specs(
 
 
 def _all_here(spec: RunSpec) -> set[str]:
-    """What one machine starts of a run."""
+    """Return the processes that one machine starts."""
     return set(role_names(spec)) - elsewhere(spec)
 
 
@@ -191,7 +228,7 @@ class _Roles:
             yield RoleSpec(name, module, thread_limits(()), listen=(host, port))
 
     def _work(self, name: str, weights: Sequence[str]) -> tuple[str, ...]:
-        """What validators and samplers are told alike."""
+        """Return the arguments that validators and samplers share."""
         return (
             *("--run", self._spec.name, "--coordinator", self._endpoints.coordinator),
             *(option for url in weights for option in ("--weights", url)),

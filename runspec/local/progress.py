@@ -18,12 +18,12 @@ from runspec.local.conditions import dropped_text
 from runspec.local.endpoints import address
 from runspec.local.fleet import Reached
 from runspec.local.metrics import FILE_NAME, JsonLines, Row, latest_by_step
-from runspec.local.stages import stages
+from runspec.local.role_logs import stages
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 
 ASK_EVERY_S = 2.0
 _MAX_FAULT = 400
-_ASK_PATIENCE_S = 0.3
+_REQUEST_TIMEOUT_S = 0.3
 _MAX_ANSWER_BYTES = 1024 * 1024
 
 
@@ -56,8 +56,7 @@ class RunProgress:
 
     @property
     def note(self) -> str:
-        """What the grader failed at, which roles are at a stage that takes long, and what the
-        coordinator waits for."""
+        """Failures of the grader, roles in a long stage, and what the coordinator waits for."""
         return self._note
 
     def poll(self) -> Reached:
@@ -109,7 +108,7 @@ class StageProgress:
 def coordinator_status(url: str) -> dict[str, Any]:
     """The coordinator's `GET /v1/status`; empty while it does not answer at once."""
     host, port = address(url)
-    connection = http.client.HTTPConnection(host, port, timeout=_ASK_PATIENCE_S)
+    connection = http.client.HTTPConnection(host, port, timeout=_REQUEST_TIMEOUT_S)
     try:
         connection.request("GET", "/v1/status")
         data = connection.getresponse().read(_MAX_ANSWER_BYTES + 1)

@@ -1,4 +1,6 @@
-"""report.html: one page with the curves of a run and some of its rollouts, nothing fetched.
+"""Writes summary.json and report.html: the curves of a run and some of its rollouts.
+
+The page fetches nothing.
 
 Prompts and outputs are a model's words, and so hostile: every text is escaped, and the page's
 content security policy allows no script and no request at all.
@@ -6,14 +8,16 @@ content security policy allows no script and no request at all.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
-from runspec.local.figures import figures
-from runspec.local.metrics import Row
-from runspec.local.plots import Figure, draw
-from runspec.local.text import duration, number, per_second, seconds
+from runspec.core.files import write_atomic
+from runspec.local.formatting import duration, number, per_second, seconds
+from runspec.local.metrics import JsonLines, Row, read_rows, summarise, weights_bytes_sent
+from runspec.local.plots import Figure, draw, figures
 
 _STEPS_SHOWN = 3
 _SAMPLES_A_STEP = 4
@@ -43,6 +47,9 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .35rem 0 0;
   font: 13px/1.45 ui-monospace, monospace; } pre.prompt { color: var(--soft); }
 .good { color: var(--good); } .bad { color: var(--bad); }
 """
+SUMMARY_FILE = "summary.json"
+REPORT_FILE = "report.html"
+SAMPLES_FILE = "samples.jsonl"
 
 
 def render_report(
@@ -164,3 +171,24 @@ def _latency(summary: dict[str, Any], name: str) -> str:
 
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.0f} %"
+
+
+def write_summary(run_dir: Path, wall_s: float) -> dict[str, Any] | None:
+    """Write summary.json and report.html of the steps trained so far.
+
+    Args:
+        run_dir: the run directory.
+        wall_s: seconds that the run was up, over all its sessions.
+
+    Returns:
+        The summary; None, and nothing written, while no step has been trained.
+    """
+    rows = read_rows(run_dir)
+    if not rows:
+        return None
+    summary = summarise(rows, wall_s=wall_s, weights_bytes_sent=weights_bytes_sent(run_dir))
+    write_atomic(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2).encode() + b"\n")
+    samples = JsonLines(run_dir / SAMPLES_FILE).new_rows()
+    page = render_report(run_dir.name, rows, samples, summary)
+    write_atomic(run_dir / REPORT_FILE, page.encode())
+    return summary

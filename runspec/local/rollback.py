@@ -41,10 +41,10 @@ from runspec.core.run_files import (
 )
 from runspec.core.spec.resolved import load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
-from runspec.local.anew import STARTS_ANEW
-from runspec.local.conclude import REPORT_FILE, SAMPLES_FILE, SUMMARY_FILE, conclude
 from runspec.local.full_states import full_states
 from runspec.local.metrics import FILE_NAME as METRICS_FILE
+from runspec.local.planning import STARTS_ANEW
+from runspec.local.report import REPORT_FILE, SAMPLES_FILE, SUMMARY_FILE, write_summary
 from runspec.local.state import RunState
 from verify.coordinator.services.operator import closed_steps, record_rollback
 from verify.formats.batch import FILE_NAME as BATCH_FILE
@@ -142,7 +142,7 @@ def complete_rollback(run_dir: Path) -> int | None:
         state.add_event("run", text)
         if not anew:  # whoever changes the spec records that
             state.add_applied(spec_digest(spec), [text])
-        conclude(run_dir, state.wall_s())
+        write_summary(run_dir, state.wall_s())
     path.unlink()
     return version
 
@@ -192,7 +192,7 @@ def _require_trained(run_dir: Path, spec: RunSpec, version: int) -> None:
 
 
 def _doomed(run_dir: Path, spec: RunSpec, version: int) -> Iterator[Folder]:
-    """What goes, whole folders where nothing of them stays."""
+    """Yield the paths to remove, whole folders where possible."""
     states, weights = state_folder(run_dir, spec), weights_folder(run_dir)
     yield from (states / f"step_{n}" for n in numbered(states, "step_") if n > version)
     yield from (weights / f"v{n}" for n in versions_in(weights) if n >= version)

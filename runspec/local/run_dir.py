@@ -1,4 +1,7 @@
-"""A run's directory: who holds it, which spec it is of, how a name on the command line finds it."""
+"""A run's directory: who holds its lock, and how a name on the command line finds it.
+
+A run whose directory is on another machine has a file here, site.json, which says how to reach it.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,29 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from runspec.core.errors import UserError
-from runspec.core.files import expand_user
+from runspec.core.canonical import MalformedJson, canonical_json, parse_object
+from runspec.core.errors import RunElsewhere, UserError
+from runspec.core.files import expand_user, read_bounded, write_atomic
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.schema import RunSpec
-from runspec.local.elsewhere import refuse_elsewhere
+from runspec.local.backend import backend
 
 RUNS = Path("runs")
-"""Where runs lie unless somebody says otherwise."""
+"""The default folder of runs."""
 LOCK_FILE = "lock"
 EXIT_LOCKED = 5
-_LOCK_PATIENCE_S = 1.0
+_LOCK_TIMEOUT_S = 1.0
 _ROOT_LETTERS = 12
+SITE_FILE = "site.json"
+_MAX_SITE_BYTES = 64 * 1024
 
 
 class RunLocked(UserError):
-    """The run is alive elsewhere."""
+    """Another process holds the run."""
 
     exit_code = EXIT_LOCKED
 
@@ -77,7 +83,7 @@ def sign_lock(descriptor: int) -> None:
 
 
 def holder(run_dir: Path) -> str | None:
-    """Who holds the run, in words; None when nobody does."""
+    """Return who holds the run, in words; None when nobody does."""
     path = run_dir / LOCK_FILE
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -119,15 +125,17 @@ def run_directory(spec: RunSpec, runs_dir: Path | None) -> Path:
 
 
 def own_folder(spec: RunSpec, role: str) -> Path:
-    """Where a role that does not share the run directory keeps its files, by the root that its spec
-    pins: a rollback makes another, under which nothing of before counts."""
+    """Return the folder of a role that does not share the run directory.
+
+    Its path has the root that the spec pins: a rollback makes another root, and so a new folder.
+    """
     root = (spec.identity.root_public_key or "")[:_ROOT_LETTERS]
     return expand_user(Path(spec.storage.scratch)).absolute() / spec.name / root / role
 
 
 def _lock(descriptor: int) -> bool:
     # `holder` looks by taking the lock for a moment: outwait it.
-    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -146,3 +154,57 @@ def _holder(path: Path) -> str:
         return f"process {held['process']} on {held['host']} since {since}"
     except (OSError, ValueError, KeyError, TypeError):
         return "a process that has not said who it is"
+
+
+def note_site(run_dir: Path, site: Mapping[str, str]) -> None:
+    """Write the note that says how a run is reached.
+
+    Args:
+        run_dir: where the run would lie on this machine, by whose path it lies on the other.
+        site: `backend`, `run`, and what the backend wants to know again.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    known = {"runs_dir": str(run_dir.parent), **site}
+    write_atomic(run_dir / SITE_FILE, canonical_json(known))
+
+
+def read_site(run_dir: Path) -> dict[str, str] | None:
+    """Read the note of a run; None where there is none.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    path = run_dir / SITE_FILE
+    try:
+        site = parse_object(read_bounded(path, _MAX_SITE_BYTES), max_bytes=_MAX_SITE_BYTES)
+        return {key: str(site[key]) for key in ("backend", "run", "runs_dir", *site)}
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, MalformedJson, KeyError) as error:
+        raise UserError(
+            f"cannot be read: {error}", place=str(path), remedy="remove it, then apply again"
+        ) from error
+
+
+def refuse_elsewhere(run_dir: Path, named: str) -> None:
+    """Raise RunElsewhere for a run that was applied from here and lies on another machine.
+
+    Args:
+        run_dir: where the run would lie on this machine.
+        named: as the command line names the run.
+    """
+    site = read_site(run_dir)
+    if site is None:
+        return
+
+    def carry(arguments: Sequence[str]) -> int:
+        there = [site["run"] if word == named else word for word in arguments]
+        there += ["--runs-dir", site["runs_dir"]]  # of two the last one counts
+        code = backend(site["backend"]).command(site, there)
+        if code == 0 and arguments[0] == "delete":
+            (run_dir / SITE_FILE).unlink(missing_ok=True)
+            with suppress(OSError):
+                run_dir.rmdir()
+        return code
+
+    raise RunElsewhere(site["run"], carry)

@@ -1,4 +1,4 @@
-"""A site: the role groups of a run that several machines share, as one value that backends act on.
+"""A site: the role groups of a run that several machines share, and the folder of its bundles.
 
 Each member of a group is started by one command on a machine that has what the group asks for:
 
@@ -15,9 +15,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
+from runspec.core.errors import UserError
+from runspec.core.files import require_writable, write_atomic
 from runspec.core.models.hardware import device_count
+from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
+from runspec.core.spec.resolved import dump_resolved, load_resolved
 from runspec.core.spec.role_names import (
     elsewhere,
     learner_names,
@@ -27,15 +31,18 @@ from runspec.core.spec.role_names import (
     worker_names,
 )
 from runspec.core.spec.schema import Hardware, RunSpec
-from runspec.local.bundle import TRUNK_GROUP
+from runspec.local.bundle import TRUNK_GROUP, Bundle, make_bundles
+from runspec.local.identity import make_identity
+from runspec.local.run_dir import LOCK_FILE
 
 BASE_PORT = 29400
 """First port of a site whose spec names none."""
 ANY_MACHINE = "any machine"
+BUNDLES = "bundles"
 
 
 class Disk(StrEnum):
-    """What a member keeps on disk."""
+    """The disk that a member needs."""
 
     RUN = "run directory"
     """Must outlive the process: the run is lost without it."""
@@ -46,7 +53,7 @@ class Disk(StrEnum):
 
 
 class Restart(StrEnum):
-    """What is done about a member that ended otherwise than by exit code 0."""
+    """How a member that ended with an error is restarted."""
 
     ALONE = "alone"
     TOGETHER = "with the other learners"
@@ -73,7 +80,7 @@ class Group:
 
     @property
     def machine(self) -> str:
-        """What a machine needs for one member, in words."""
+        """The machine that one member needs, in words."""
         if self.hardware is None:
             return ANY_MACHINE
         return f"{self.devices} x {self.hardware.kind}"
@@ -166,3 +173,32 @@ def site_spec(spec: RunSpec, root_public_key: str) -> RunSpec:
             "broadcast": broadcast.model_copy(update={"relays": relays}),
         }
     )
+
+
+def make_site(spec: RunSpec, site: Path) -> tuple[RunSpec, list[Bundle]]:
+    """Makes a site's keys, spec and bundles in a folder; returns the last two.
+
+    Raises:
+        UserError: the folder is a run's or another site's, or cannot be written.
+    """
+    _refuse_other_run(site, spec)
+    require_writable(site, "the site's folder", "mend the permissions, or name another folder")
+    identity = make_identity(site, spec)
+    resolved = site_spec(spec, identity.root_public_key)
+    folder = site / BUNDLES
+    folder.mkdir(mode=0o700, exist_ok=True)
+    bundles = {folder / f"{each.group}.json": each for each in make_bundles(resolved, identity)}
+    for path, bundle in bundles.items():
+        write_atomic(path, bundle.encode(), mode=0o600)
+    for path in set(folder.glob("*.json")) - bundles.keys():
+        path.unlink()
+    write_atomic(site / SPEC_FILE, dump_resolved(resolved))
+    return resolved, list(bundles.values())
+
+
+def _refuse_other_run(site: Path, spec: RunSpec) -> None:
+    remedy = "name another folder with -o"
+    if (site / LOCK_FILE).exists():
+        raise UserError("a run's directory, not a site", place=str(site), remedy=remedy)
+    if (site / SPEC_FILE).exists() and (name := load_resolved(site).name) != spec.name:
+        raise UserError(f"the site of another run, {name}", place=str(site), remedy=remedy)

@@ -1,4 +1,4 @@
-"""What is known of a run at one moment, read from its directory and its ledger alone."""
+"""Snapshot of a run at one moment, read from its directory and its ledger alone."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.local.children import birth
 from runspec.local.metrics import Row, read_rows
+from runspec.local.role_logs import stages
 from runspec.local.run_dir import holder
-from runspec.local.stages import stages
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
 from verify.audit.snapshot import Dropped, read_dropped
 
@@ -50,11 +50,11 @@ class Snapshot:
     wall_s: float
     """Seconds that the run was up, over all its sessions."""
     dropped: Dropped = field(default_factory=Dropped)
-    """What validators and graders failed at."""
+    """Failures of validators and graders."""
     ledger_unread: str = ""
     """Why nothing is known of that; empty where it is."""
     stages: Mapping[str, str] = field(default_factory=dict)
-    """What roles of a live run are at that takes long, by role."""
+    """Long stages in which roles of a live run are, by role."""
 
     @property
     def alive(self) -> bool:
@@ -80,7 +80,7 @@ class Snapshot:
         return self.run.reason if self.run else ""
 
     @property
-    def cause(self) -> str:
+    def short_reason(self) -> str:
         """The reason without the remedy."""
         return self.reason.partition(REMEDY)[0]
 
@@ -144,7 +144,7 @@ def _unsupervised(role: RoleRow) -> RoleRow:
 
 
 def _dropped(run_dir: Path, spec: RunSpec) -> tuple[Dropped, str]:
-    """What the ledger says, or why it does not: of a run there is more to tell."""
+    """Read the ledger, or return why it cannot be read."""
     try:
         return read_dropped(run_dir, spec), ""
     except UserError as error:

@@ -1,4 +1,4 @@
-"""What `status` knows of a run: tables of its state.db, which the coordinator's ledger shares.
+"""State of a run: tables of its state.db, which the coordinator's ledger shares.
 
 The supervisor alone writes these tables, on changes only; WAL lets anyone read meanwhile. Others
 write one row: what they ask of the supervisor, which it answers in the same row (`requests`).
@@ -10,7 +10,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -18,11 +18,13 @@ from typing import Any, TypeVar
 
 from runspec.core.errors import NotNow, UserError
 from runspec.core.run_files import STATE_FILE
-from runspec.local.storage import StorageWait
 from verify.ledger_store import is_passing
 
+_T = TypeVar("_T")
 T = TypeVar("T", "RunRow", "RoleRow", "EventRow", "SessionRow", "AppliedRow", "RequestRow")
 BUSY_S = 10.0
+AGAIN_S = 1.0
+"""Seconds between two attempts to write."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS run (
   name TEXT PRIMARY KEY, spec_digest TEXT NOT NULL, steps INTEGER NOT NULL,
@@ -40,6 +42,49 @@ CREATE TABLE IF NOT EXISTS request (
   id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, kind TEXT NOT NULL,
   payload TEXT NOT NULL, state TEXT NOT NULL, answer TEXT NOT NULL);
 """
+
+
+class StorageWait:
+    """Retries writes that fail because the disk is full or the database is locked.
+
+    Args:
+        timeout_s: seconds for which it retries; 0 tries once.
+        tell: called with a line when a wait begins and when it ends.
+        stop_requests: returns the number of stop requests; one ends the wait.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float = 0.0,
+        tell: Callable[[str], None] = lambda text: None,
+        stop_requests: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._timeout_s, self._tell, self._stop_requests = timeout_s, tell, stop_requests
+        self._since: float | None = None
+        """When the first attempt failed after the last that did not."""
+
+    def __call__(self, attempt: Callable[[], _T]) -> _T:
+        """Return what `attempt` returns, once it does not fail.
+
+        Raises:
+            NotNow: the time is over or the run was asked to stop, and it failed again.
+        """
+        while True:
+            try:
+                done = attempt()
+            except NotNow as error:
+                if self._since is None:
+                    self._since = time.monotonic()
+                    self._tell(f"waits up to {self._timeout_s:.0f} s: {error.place}: {error.thing}")
+                waited = time.monotonic() - self._since
+                if self._stop_requests() or waited >= self._timeout_s:
+                    raise
+                time.sleep(AGAIN_S)
+                continue
+            if self._since is not None:
+                self._tell(f"goes on after {time.monotonic() - self._since:.0f} s")
+                self._since = None
+            return done
 
 
 @dataclass(frozen=True)
@@ -93,9 +138,9 @@ class AppliedRow:
     """Counts from 1 and grows with every change of the run."""
     time: float
     spec_digest: str
-    """Of the spec from then on."""
+    """Digest of the spec from then on."""
     what: Sequence[str]
-    """What was changed, a line each; empty for the start of the run."""
+    """The changes, a line each; empty for the start of the run."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +155,7 @@ class RequestRow:
     state: str
     """asked, taken (it is at it), done, or refused."""
     answer: str
-    """What it is at or waits for, what came of it, or why not."""
+    """Its stage, its outcome, or why it was refused."""
 
 
 class RunState:
@@ -200,7 +245,7 @@ class RunState:
         return self._row(RequestRow, "FROM request WHERE id = ?", request)
 
     def serial(self) -> int:
-        """Of the newest change; 0 for a run that was never applied."""
+        """Return the serial of the newest change; 0 for a run that was never applied."""
         return int(self._number("SELECT coalesce(max(serial), 0) FROM applied"))
 
     def applied(self) -> list[AppliedRow]:

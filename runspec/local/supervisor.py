@@ -15,19 +15,19 @@ from runspec.local.backend import Look, Processes
 from runspec.local.children import birth
 from runspec.local.conditions import alarm_text, dropped_text, unsolved_text
 from runspec.local.fleet import Action, Fleet, Outcome, Reached, RoleState, Rules, State
-from runspec.local.live import CHANGE, Taken
 from runspec.local.metrics import Row
 from runspec.local.processes import RoleSpec
-from runspec.local.role_errors import last_error
+from runspec.local.role_logs import last_error
 from runspec.local.state import RequestRow, RoleRow, RunState
+from runspec.local.supervisor_requests import CHANGE, Decision
 
 POLL_S = 0.1
 SEEN_EVERY_S = 2.0
-_CRASH_PATIENCE_S = 5.0
+_CRASH_TIMEOUT_S = 5.0
 
 
 class Progress(Protocol):
-    """What the run itself has to say, apart from its processes."""
+    """Progress of the run itself, apart from its processes."""
 
     @property
     def rows(self) -> Sequence[Row]:
@@ -57,7 +57,7 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Session:
-    """What the stages of one start of a run have in common."""
+    """Context that the stages of one start of a run share."""
 
     processes: Processes
     """Starts and watches the roles."""
@@ -68,7 +68,7 @@ class Session:
     watcher: Watcher
     stop_requests: Callable[[], int]
     """How many times the run was asked to stop; the second time kills."""
-    take: Callable[[RequestRow], Taken]
+    take: Callable[[RequestRow], Decision]
     """Makes what others ask for true; raises UserError where it refuses."""
 
 
@@ -126,7 +126,7 @@ class Supervisor:
                 if not self._fleet.done:
                     time.sleep(POLL_S)
         finally:
-            self._session.processes.close(_CRASH_PATIENCE_S)
+            self._session.processes.close(_CRASH_TIMEOUT_S)
         outcome = self._fleet.outcome
         assert outcome is not None, "a fleet is done only by an outcome"
         return outcome

@@ -25,13 +25,13 @@ LOG_FILE = "worker.log"
 LEAVE_S = 15.0
 """How long the worker may take to leave before it is killed."""
 # Time, level and role before the message, as `runspec.core.process.setup_logging` writes them.
-_TOLD = re.compile(r"^\S+ \S+ ([A-Z]) (?:sampler )?\S+ (.*)$")
+_LOGGED = re.compile(r"^\S+ \S+ ([A-Z]) (?:sampler )?\S+ (.*)$")
 _WORTH_TELLING = re.compile(r"version \d+ loaded|fetching|loading vLLM|the run is finished|stopped")
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a volunteer's worker is started with."""
+    """The arguments of a volunteer's worker."""
 
     link: JoinLink
     weights: Sequence[str]
@@ -128,7 +128,7 @@ class Running:
             self._tell(line.decode(errors="replace").rstrip("\n"))
 
     def _tell(self, line: str) -> None:
-        found = _TOLD.match(line)
+        found = _LOGGED.match(line)
         if found is None:
             return
         level, message = found.groups()

@@ -22,7 +22,7 @@ from runspec.core.keys import SigningKey
 from runspec.core.roles import open_roles
 from runspec.core.run_files import step_folder
 from runspec.core.spec.resolved import load_resolved
-from runspec.local.signals import EXIT_INTERRUPTED
+from runspec.local.children import EXIT_INTERRUPTED
 from tests.e2e.quick import QuickRun, programs_kept
 from tests.harness import PATIENCE_S, ROOT, LiveRun, standing_still
 from tests.preloaded import Program

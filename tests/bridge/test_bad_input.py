@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bridge.conversion import export_checkpoint, import_model
 from bridge.delta import write_delta
-from bridge.export import export_checkpoint
-from bridge.importer import import_model
 from bridge.safetensors_io import read_header, read_tensor, write_safetensors
 from runspec.core.errors import UserError
 from runspec.core.models.config import load_config

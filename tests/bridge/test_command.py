@@ -119,7 +119,7 @@ def test_errors_are_one_message_and_exit_1(tmp_path: Path) -> None:
 def test_the_bridge_imports_no_jax() -> None:
     """The publisher exports with TensorStore alone; neither JAX nor Orbax may come along."""
     code = (
-        "import sys, bridge.export, bridge.importer, bridge.compare, bridge.versions; "
+        "import sys, bridge.conversion, bridge.publisher, bridge.versions; "
         "print('jax' in sys.modules)"
     )
     result = subprocess.run(

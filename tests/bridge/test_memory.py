@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from bridge.compare import differences
 from bridge.safetensors_io import SINGLE_NAME
 from bridge.shards import file_header
+from bridge.versions import differences
 from bridge.weight_map import hf_shapes
 from runspec.core.models.config import parse_config
 

@@ -15,13 +15,12 @@ import torch
 from orbax.checkpoint import v1 as ocp
 from transformers import AutoModelForCausalLM
 
-from bridge.compare import differences
-from bridge.export import export_checkpoint
-from bridge.importer import import_model
+from bridge.conversion import export_checkpoint, import_model
 from bridge.load import LeafReader
 from bridge.orbax_io import open_leaves, read_leaf
 from bridge.safetensors_io import read_header, read_headers, read_tensor
 from bridge.tensors import model_digest, tree_digests
+from bridge.versions import differences
 from bridge.weight_map import Path as LeafPath
 from bridge.weight_map import weight_map
 from runspec.core.models.config import load_config

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.transpose import contiguous, copy_into
+from bridge.tensors import contiguous, copy_into
 
 DTYPES = [np.float32, ml_dtypes.bfloat16]
 

@@ -100,7 +100,7 @@ PLANTED = [
     ),
     Planted(
         "rotary positions are those of transformers",
-        "learner_jax/rope.py",
+        "learner_jax/decoder.py",
         "(-np.arange(half, dtype=np.float64) / half)",
         "(-(np.arange(half, dtype=np.float64) + 1) / half)",
         ("tests/learner_jax/test_rope.py",),
@@ -131,7 +131,7 @@ PLANTED = [
     ),
     Planted(
         "a resumed run has its optimizer's state",
-        "learner_jax/start.py",
+        "learner_jax/full_states.py",
         "    state = load_state(states, info.step, programs.abstract_state)\n",
         "    state = load_state(states, info.step, programs.abstract_state)\n"
         "    import jax\n"
@@ -142,7 +142,7 @@ PLANTED = [
     ),
     Planted(
         "a resumed run trains no batch twice",
-        "learner_jax/start.py",
+        "learner_jax/full_states.py",
         "return Start(info.step, state,",
         "return Start(info.step - 1, state,",
         ("tests/learner_jax/test_runner.py::test_a_crash_changes_no_bit_and_no_line",),

@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 
-from bridge.compare import differences
-from bridge.export import export_checkpoint
-from bridge.importer import import_model
-from learner_jax.lora import abstract_lora
-from learner_jax.model import abstract_params
+from bridge.conversion import export_checkpoint, import_model
+from bridge.versions import differences
+from learner_jax.model import abstract_lora, abstract_params
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig, load_config, parse_config
 from runspec.core.models.family import MODELS_GROUP, Family, Row, family

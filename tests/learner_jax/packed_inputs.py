@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from learner_jax.arrays import LossInputs
 from learner_jax.loss import token_weights
-from learner_jax.packing import Packed
+from learner_jax.packing import LossInputs, Packed
 from runspec.core.spec.schema import Algorithm
 from tests.learner_jax.reference import MAX_NEW_TOKENS, Rollout
 

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 from bridge.weight_map import weight_map
-from learner_jax.arrays import TokenBatch
 from learner_jax.execution import Execution
 from learner_jax.leaves import leaf_at, load_params
 from learner_jax.logprobs import token_logprobs
 from learner_jax.model import bind
-from learner_jax.packing import Packed, Sample, pack
+from learner_jax.packing import Packed, Sample, TokenBatch, pack
 from learner_jax.sharding import make_mesh
 from runspec.core.models.config import ModelConfig, load_config
 from runspec.core.spec import schema

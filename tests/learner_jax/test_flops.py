@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from learner_jax.arrays import TokenBatch
 from learner_jax.execution import Execution
-from learner_jax.flops import Meter, peak_flops
 from learner_jax.hlo import program_cost
 from learner_jax.model import abstract_params, bind
+from learner_jax.packing import TokenBatch
+from learner_jax.report import Meter, peak_flops
 from learner_jax.step import policy_logprobs
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.flops import matrix_parameters, useful_flops

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner_jax.arrays import TokenBatch
 from learner_jax.execution import Execution
 from learner_jax.loss import grpo_loss
 from learner_jax.model import abstract_params, bind
-from learner_jax.packing import Sample, pack
+from learner_jax.packing import Sample, TokenBatch, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import build_programs, policy_logprobs
 from runspec.core.models.config import ModelConfig

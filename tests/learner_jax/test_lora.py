@@ -16,13 +16,12 @@ import torch
 from jax.sharding import PartitionSpec
 from safetensors.torch import load_file
 
-from bridge.adapter import write_adapter
 from learner_jax.__main__ import main
 from learner_jax.checkpoint import StateInfo, save_state
 from learner_jax.execution import Execution
+from learner_jax.export_adapter import write_adapter
 from learner_jax.leaves import HostLeaves, leaf_at, load_params
-from learner_jax.lora import abstract_lora, init_lora, merge
-from learner_jax.model import abstract_params, bind
+from learner_jax.model import abstract_lora, abstract_params, bind, init_lora, merge_lora
 from learner_jax.sharding import make_mesh, param_shardings
 from learner_jax.step import TrainState
 from learner_jax.warm_start import model_config
@@ -105,7 +104,7 @@ def test_adapters_beside_merged_and_exported_are_one_model(tmp_path: Path, lora:
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), adapters)
         beside = np.asarray(logits_of(base(), wide, lora=lora))
-        merged = np.asarray(logits_of(merge(base(), wide, lora)))
+        merged = np.asarray(logits_of(merge_lora(base(), wide, lora)))
         without = np.asarray(logits_of(base()))
     # then the logits are the same, and are not those of the base
     for found in (beside, merged):
@@ -152,7 +151,7 @@ def test_a_run_starts_at_its_base_model() -> None:
             assert (leaf != leaf_at(second, path)).any(), path
     # so that what is published is the base, in the type that was asked for
     stored = load_params(saved(NAME), config(), make_mesh(Mesh()))
-    merged = merge(stored, first, LORA, jnp.bfloat16)
+    merged = merge_lora(stored, first, LORA, jnp.bfloat16)
     for path, leaf in HostLeaves(merged).items():
         wanted = leaf_at(stored, path)
         if path[-2:-1] and path[-2] in LORA.targets:

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner_jax.arrays import LossInputs
 from learner_jax.loss import clip_surrogate, grpo_loss, k3, token_weights
 from learner_jax.loss_metrics import LossMetrics, log_ratio_counts, log_ratio_quantile
+from learner_jax.packing import LossInputs
 from runspec.core.spec.schema import Algorithm, Clip
 
 CLIP = Clip()

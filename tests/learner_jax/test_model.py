@@ -14,8 +14,7 @@ import pytest
 
 from bridge.weight_map import weight_map
 from learner_jax.execution import Execution
-from learner_jax.lora import abstract_lora
-from learner_jax.model import abstract_params, bind, init_params
+from learner_jax.model import abstract_lora, abstract_params, bind, init_params
 from learner_jax.packing import Sample, pack
 from learner_jax.sharding import make_mesh
 from learner_jax.step import build_programs

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from learner_jax.advantage import group_advantages
-from learner_jax.arrays import LossInputs
 from learner_jax.loss import grpo_loss, token_weights
-from learner_jax.packing import Sample, pack
+from learner_jax.packing import LossInputs, Sample, pack
 from runspec.core.spec.schema import Algorithm
 from tests.runspec.core.spec.spec_files import load, small_spec
 

@@ -7,8 +7,7 @@ import pytest
 
 from learner_jax.agreement import Agreement
 from learner_jax.batch import Batch, TrainingRollout
-from learner_jax.flops import Meter
-from learner_jax.report import metrics_line
+from learner_jax.report import Meter, metrics_line
 from learner_jax.training import StepResult
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.flops import useful_flops

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from learner_jax.rope import rotate, rotation
+from learner_jax.decoder import rotate, rotation
 from runspec.core.models.config import parse_config
 from tests.learner_jax.families import LLAMA3, YARN, in_double
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bridge.export import export_checkpoint
+from bridge.conversion import export_checkpoint
 from bridge.safetensors_io import read_headers, read_tensor
 from learner_jax.checkpoint import state_steps
 from learner_jax.runner import train

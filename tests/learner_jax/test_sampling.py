@@ -9,10 +9,9 @@ import pytest
 
 from learner_jax.execution import Execution
 from learner_jax.model import abstract_params, bind, init_params
-from learner_jax.sampling import sample
+from learner_jax.sampling import sample, sampled_right
 from learner_jax.sharding import make_mesh, shard_params
 from learner_jax.warm_start import model_config
-from learner_jax.warm_start_accuracy import sampled_right
 from tests.learner_jax.test_warm_start import spec_with
 from verify.plugins import Trace
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner_jax.segments import segment_sums
+from learner_jax.loss import segment_sums
 
 TOKENS = 70
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner_jax.embedding import embed
+from learner_jax.decoder import embed
 from learner_jax.execution import Execution
 from learner_jax.sharding import make_mesh, shard_batch
 from learner_jax.step import build_programs

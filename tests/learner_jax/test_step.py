@@ -16,12 +16,11 @@ import optax
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from learner_jax.arrays import LossInputs, TokenBatch
 from learner_jax.leaves import HostLeaves, leaf_at
 from learner_jax.loss import token_weights
 from learner_jax.model import abstract_params, init_params
 from learner_jax.optimizer import HOST_MEMORY
-from learner_jax.packing import Packed, Sample, pack
+from learner_jax.packing import LossInputs, Packed, Sample, TokenBatch, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import Accumulated, Programs, TrainState, build_programs
 from runspec.core.errors import UserError

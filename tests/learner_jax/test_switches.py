@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner_jax.arrays import LossInputs
 from learner_jax.loss import clip_surrogate, grpo_loss
-from learner_jax.packing import Packed, Sample, pack
+from learner_jax.packing import LossInputs, Packed, Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch
 from runspec.core.spec.schema import Algorithm, Clip, Mesh
 from tests.learner_jax.packed_inputs import inputs_of

@@ -14,12 +14,10 @@ import pytest
 
 from learner_jax.batch import Batch, TrainingRollout
 from learner_jax.leaves import HostLeaves, leaf_at
-from learner_jax.lora import init_lora
-from learner_jax.model import abstract_params, init_params
+from learner_jax.model import abstract_params, init_lora, init_params
 from learner_jax.sharding import make_mesh, shard_params
-from learner_jax.skipped import RolloutName
 from learner_jax.step import Accumulated, Programs, build_programs
-from learner_jax.training import StepResult, train_step
+from learner_jax.training import RolloutName, StepResult, train_step
 from learner_jax.warm_start import model_config
 from runspec.core.models.config import ModelConfig
 from runspec.core.process import RunStopped
@@ -175,7 +173,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_its_rollouts_named() -> Non
     assert (updates_made(result.state), int(result.state.skipped)) == (1, 1)
     assert result.numbers["skipped_updates"] == 1 and np.isfinite(result.numbers["loss"])
     (skipped,) = result.skipped
-    assert (skipped.update, skipped.told) == (1, True)
+    assert (skipped.update, skipped.identified) == (1, True)
     assert skipped.rollouts == (RolloutName(SUBMISSION, 2, 1),)
     # and the state is that of the first update alone
     first = trained(spec_with(updates_per_step=1, old_logprobs="sampler"), batch_of(2))
@@ -187,7 +185,7 @@ def test_all_rollouts_are_named_where_no_number_tells() -> None:
     batch = spoiled(batch_of(2), lambda _: {"advantage": 1e30}, (0, 0))
     result = trained(spec_with(), batch)
     (skipped,) = result.skipped
-    assert not skipped.told and len(skipped.rollouts) == 8
+    assert not skipped.identified and len(skipped.rollouts) == 8
     assert np.isnan(result.numbers["loss"]) and np.isnan(result.numbers["grad_norm"])
 
 

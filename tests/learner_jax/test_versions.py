@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge.export import export_checkpoint
+from bridge.conversion import export_checkpoint
 from bridge.safetensors_io import read_headers, read_tensor
 from learner_jax.distributed import Peers
 from learner_jax.fingerprint import differences, same_bits

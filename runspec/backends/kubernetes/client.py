@@ -16,9 +16,8 @@ from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.role_names import TRUNK
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import LocalProcesses, Processes
-from runspec.local.elsewhere import note_site
-from runspec.local.prepared import PreparedRun
-from runspec.local.run_dir import run_directory
+from runspec.local.processes import PreparedRun
+from runspec.local.run_dir import note_site, run_directory
 
 
 class KubernetesBackend:

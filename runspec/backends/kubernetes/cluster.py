@@ -27,7 +27,7 @@ PATHS = {
     "ConfigMap": (_CORE, "configmaps"),
     "PersistentVolumeClaim": (_CORE, "persistentvolumeclaims"),
 }
-"""Of the kinds that a run has; deleted in this order."""
+"""Kinds of objects that a run has; they are deleted in this order."""
 MANAGER = "runspec"
 NOT_FOUND = 404
 GONE_S = 180.0

@@ -1,4 +1,4 @@
-"""What a run and its parts are called on a cluster, and the addresses that follow from it."""
+"""Names of a run and its parts on a cluster, and the addresses that follow from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_LABEL = 63
 
 
 def cluster_of(spec: RunSpec) -> Kubernetes:
-    """What the spec says of its cluster.
+    """The spec's cluster.
 
     Raises:
         UserError: nothing.

@@ -48,7 +48,7 @@ class RemoteRun:
             self._cluster.suspend(self._jobset, False)
 
     def state(self) -> str:
-        """What the cluster says of the run, in a line.
+        """Return the cluster's state of the run, in a line.
 
         Raises:
             UserError: the cluster has no such run.

@@ -28,8 +28,7 @@ from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.role_names import elsewhere
 from runspec.core.spec.schema import RunSpec
 from runspec.local.bundle import TRUNK_GROUP, Bundle
-from runspec.local.site import Disk, Group, groups_started
-from runspec.local.site_folder import make_site
+from runspec.local.site import Disk, Group, groups_started, make_site
 
 Manifest = dict[str, Any]
 SITE = "site"

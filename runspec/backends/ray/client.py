@@ -25,10 +25,9 @@ from runspec.core.errors import UserError
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import Processes
-from runspec.local.elsewhere import note_site
-from runspec.local.prepared import PreparedRun
-from runspec.local.run_dir import run_directory
-from runspec.local.signals import StopSignals
+from runspec.local.children import StopSignals
+from runspec.local.processes import PreparedRun
+from runspec.local.run_dir import note_site, run_directory
 
 LOOK_S = 0.2
 

@@ -23,7 +23,7 @@ ANSWER_S = 60.0
 """How long a node that is alive may take to start an actor or to answer."""
 _KNOCK_S = 5.0
 _BUSY = (ConnectionError, TimeoutError, RuntimeError)
-"""What `ray.init` raises where a Ray Client server is there that does not get to it in time."""
+"""Error of `ray.init` where a Ray Client server does not answer in time."""
 _REMEDY = "`ray start --head` makes a cluster; its address goes into placement.address"
 
 
@@ -85,7 +85,7 @@ def line_of(error: Exception) -> str:
 
 
 def demands(spec: RunSpec, group: Group) -> dict[str, float]:
-    """What one process of a role group asks Ray for."""
+    """Return the resources that one process of a role group asks Ray for."""
     asked: dict[str, float] = dict(spec.placement.resources.get(group.name, {}))
     if group.hardware is not None and group.devices:
         asked["TPU" if group.hardware.kind.startswith("tpu") else "GPU"] = float(group.devices)
@@ -98,7 +98,7 @@ def at_node(ip: str) -> dict[str, float]:
 
 
 def options(asked: dict[str, float]) -> dict[str, Any]:
-    """Of an actor that asks for resources."""
+    """Return the options of an actor that asks for resources."""
     others = {name: amount for name, amount in asked.items() if name not in ("CPU", "GPU")}
     cpus, gpus = asked.get("CPU", 0), asked.get("GPU", 0)
     return {"num_cpus": cpus, "num_gpus": gpus, "resources": others}

@@ -1,4 +1,4 @@
-"""What runs on the nodes of a cluster: actors that start and watch operating-system processes.
+"""Actors on the nodes of a cluster: they start and watch operating-system processes.
 
 These are plain classes; whoever creates them makes Ray actors of them. An actor's methods run in
 the main thread of its process, one after the other, so that Linux ends what they started with it.
@@ -22,8 +22,7 @@ from runspec.local.bundle import decode_bundle, install
 from runspec.local.children import Child, start_child
 from runspec.local.endpoints import Endpoints, port_is_free
 from runspec.local.machine import this_machine
-from runspec.local.prepared import PreparedRun
-from runspec.local.processes import RoleSpec, role_specs
+from runspec.local.processes import PreparedRun, RoleSpec, role_specs
 from runspec.local.run_dir import holder, own_folder
 from runspec.local.state import RunState
 
@@ -32,7 +31,7 @@ MAX_READ_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Order:
-    """What a role is started from, on whatever node."""
+    """The inputs from which a node starts a role."""
 
     name: str
     bundle: bytes
@@ -44,12 +43,12 @@ class Order:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a host sees of its process."""
+    """State of a process, as its host sees it."""
 
     exit_code: int | None
     ready: bool
     log: bytes
-    """What was logged since the offset that was asked for."""
+    """The log from the requested offset on."""
 
 
 class RoleHost:
@@ -91,7 +90,7 @@ class RoleHost:
         self._child = start_child(role, logs, inherited=_environment())
 
     def look(self, offset: int) -> Seen:
-        """What the role is at.
+        """Return the state of the role.
 
         Args:
             offset: bytes of its log that were read before, from where it was started.

@@ -19,8 +19,7 @@ from runspec.core.spec.role_names import TRUNK, learner_names, relay_names
 from runspec.local.backend import Look
 from runspec.local.bundle import TRUNK_GROUP, Bundle, make_bundles
 from runspec.local.endpoints import PORTS, address, save_endpoints
-from runspec.local.prepared import PreparedRun
-from runspec.local.processes import RoleSpec
+from runspec.local.processes import PreparedRun, RoleSpec
 from runspec.local.site import Group, groups_of, site_spec
 
 _FIRST_HOST = ("learner", "warm-start")
@@ -28,7 +27,7 @@ _FIRST_HOST = ("learner", "warm-start")
 _ON_TRUNK = {*TRUNK, *_FIRST_HOST}
 LOOK_S = 0.2
 """Between two looks at a process."""
-PATIENCE_S = 10.0
+REPORT_WAIT_S = 10.0
 """How long a role may be without a node until its log says so."""
 NODE_S = 1800.0
 """How long it may be: that counts as a death then."""
@@ -48,13 +47,13 @@ class _Role:
     placing: Any = None
     """Ray's promise of an address; None where the role has one, or needs none."""
     starting: Any = None
-    """Ray's promise that the process is started; None before, and once it is kept."""
+    """Ray's promise that the process is started; None before that, and after it is done."""
     looking: Any = None
     """Ray's promise of the next look."""
     next_look: float = 0.0
     read: int = 0
     """Bytes of its log that were read."""
-    told: bool = False
+    reported: bool = False
     """Whether its log says that it waits for a node."""
     look: Look = field(default_factory=partial(Look, None, ready=False))
 
@@ -76,7 +75,7 @@ class RayProcesses:
         self._roles: dict[str, _Role] = {}
         self._logs = run.directory / "logs"
         self._actors: dict[str, Any] = {}
-        """Of relays that have a node and were not started yet."""
+        """Actors of relays that have a node and were not started yet."""
         self.run = run
         self._learners = self._gang(run)
         fixed = {f"relay-{each.name}" for each in run.spec.broadcast.relays if each.url is not None}
@@ -118,12 +117,12 @@ class RayProcesses:
     def logs(self) -> None:
         """`look` brings them."""
 
-    def close(self, patience_s: float) -> None:
+    def close(self, timeout_s: float) -> None:
         left = [name for name, role in self._roles.items() if role.look.exit_code is None]
         for number in (signal.SIGTERM, signal.SIGKILL):
             for name in left:
                 self.stop(name, number)
-            ends = time.monotonic() + patience_s
+            ends = time.monotonic() + timeout_s
             while left and time.monotonic() < ends:
                 left = [name for name in left if self.look(name).exit_code is None]
                 time.sleep(LOOK_S)
@@ -133,7 +132,7 @@ class RayProcesses:
         ray, now = self._ray, time.monotonic()
         promise = mine.starting if mine.placing is None else mine.placing
         if promise is not None:
-            if not self._kept(promise):
+            if not self._done(promise):
                 self._wait_for_node(name, mine, now - mine.since)
                 return
             kept = ray.get(promise)
@@ -143,7 +142,7 @@ class RayProcesses:
                 self._begin(mine)
                 return
             mine.starting = None
-        if mine.looking is not None and self._kept(mine.looking):
+        if mine.looking is not None and self._done(mine.looking):
             seen: Seen = ray.get(mine.looking)
             mine.looking = None
             mine.read += len(seen.log)
@@ -163,15 +162,15 @@ class RayProcesses:
         else:
             mine.starting = mine.actor.start.remote(self._order(mine.spec), None)
 
-    def _kept(self, promise: Any) -> bool:
+    def _done(self, promise: Any) -> bool:
         return bool(self._ray.wait([promise], timeout=0)[0])
 
     def _wait_for_node(self, name: str, mine: _Role, waited_s: float) -> None:
         what = f"waits for a node of the cluster with {mine.asks_for or 'room for it'}"
         if waited_s >= NODE_S:
             self._end(name, mine, 1, f"{what} for {waited_s:.0f} s, and gives up")
-        elif waited_s >= PATIENCE_S and not mine.told:
-            mine.told = True
+        elif waited_s >= REPORT_WAIT_S and not mine.reported:
+            mine.reported = True
             self._log(name, f"--- {what}\n".encode())
 
     def _end(self, name: str, mine: _Role, code: int, why: str) -> None:
@@ -186,7 +185,7 @@ class RayProcesses:
             log.write(data)
 
     def _order(self, role: RoleSpec) -> Order:
-        """What a role of another node is started from, with the spec as it is by now."""
+        """Return the inputs from which another node starts a role, with the current spec."""
         run = replace(self.run, spec=load_resolved(self.run.directory))
         env = run.machine.env
         sources = {secret.name: secret.source.env for secret in run.spec.secrets}
@@ -237,7 +236,7 @@ class RayProcesses:
         return ray.util.placement_group(asked, "STRICT_SPREAD", bundle_label_selector=labels)
 
     def _place_relays(self) -> None:
-        """Gives each relay a node, and with it an address, before anybody is told of it."""
+        """Gives each relay a node, and with it an address, before anybody knows of it."""
         promises: dict[str, Any] = {}
         for name in self._movable:
             self._actors[name] = self._actor(name)

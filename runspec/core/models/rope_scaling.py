@@ -2,7 +2,7 @@
 
 transformers 5 writes one dict `rope_parameters`, earlier versions `rope_scaling` and `rope_theta`
 beside it; the variant's name is under `rope_type`, or `type` in old files. The formulas are in
-`learner_jax.rope`.
+`learner_jax.decoder`.
 """
 
 from __future__ import annotations

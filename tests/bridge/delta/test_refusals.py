@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from bridge.delta import DamagedWeights, apply_deltas, delta_tensors, write_delta
-from bridge.records import TENSORS_NAME
-from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME, read_header
+from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME, TENSORS_NAME, read_header
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from tests.bridge.delta.conftest import Copy

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bridge.compare import differences
 from bridge.delta import apply_deltas, write_delta
 from bridge.delta.segments import SEGMENT_ELEMENTS
-from bridge.records import TENSORS_NAME
+from bridge.safetensors_io import TENSORS_NAME
+from bridge.versions import differences
 from runspec.core.canonical import canonical_json
 from tests.bridge.delta.conftest import Copy
 from tests.bridge.delta.weights import (

@@ -5,11 +5,10 @@ from __future__ import annotations
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from learner_jax.attention.rows import Rows
-from learner_jax.decoder import Attention, Decoder, Mlp
+from learner_jax.attention import Rows
+from learner_jax.decoder import Attention, Decoder, Mlp, Rotation
 from learner_jax.execution import Execution
 from learner_jax.modules import RMSNorm
-from learner_jax.rope import Rotation
 from learner_jax.sharding import constrain
 from runspec.core.models.config import ModelConfig
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from runspec.cli.doctor import check_spec_here, doctor_command
+from runspec.cli.doctor import check_machine, check_spec_here, doctor_command
 from runspec.core import distribution
 from runspec.core.distribution import LISTS, Kind, install_command, list_command
 from runspec.core.spec.load import SpecFiles
-from runspec.local.checkup import check_machine
 from runspec.local.machine import Machine, this_machine
 from runspec.local.preflight import Facts
 from tests.harness import ROOT

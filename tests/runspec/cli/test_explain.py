@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from runspec.cli.explain import explain_command, find_pages
-from runspec.cli.explain_pages import WIDTH, topics
+from runspec.cli.explain import WIDTH, explain_command, find_pages, topics
 
 
 def shown(topic: str, capsys: pytest.CaptureFixture[str]) -> str:

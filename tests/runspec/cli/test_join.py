@@ -12,7 +12,7 @@ from runspec.core.errors import UserError
 from runspec.core.http_client import NoAnswer
 from runspec.core.models.spec_model import model_config
 from runspec.core.spec.schema import RunSpec, SamplerPool
-from runspec.local.fitting import Host, choose_pool, lacks, open_pools
+from runspec.local.pool_fit import Host, choose_pool, lacks, open_pools
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.small_model import small_spec
 

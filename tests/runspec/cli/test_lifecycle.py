@@ -9,14 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from runspec.cli.delete import delete_command
-from runspec.cli.describe import describe_command
-from runspec.cli.events import events_command
-from runspec.cli.logs import logs_command
-from runspec.cli.pause import pause_command
-from runspec.cli.resume import resume_command
-from runspec.cli.rollback import rollback_command
-from runspec.cli.status import read_status
+from runspec.cli.lifecycle import delete_command, pause_command, resume_command, rollback_command
+from runspec.cli.logs import events_command, logs_command
+from runspec.cli.status import describe_command, read_status
 from runspec.cli.wait import wait_command
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.files import write_atomic

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from bridge.export import export_checkpoint
-from bridge.importer import import_model
+from bridge.conversion import export_checkpoint, import_model
 from runspec.core.files import write_atomic
 from sampler.tasks.traces import build_warm_start_data
 from tests.runspec.cli.in_process import runspec

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from runspec.cli import main
-from runspec.local.prepared import PreparedRun
-from runspec.local.processes import RoleSpec
+from runspec.local.processes import PreparedRun, RoleSpec
 from tests.runspec.local.fake_run import role, usual_roles
 
 

@@ -14,13 +14,12 @@ from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec
 from runspec.local.apply import drive
+from runspec.local.children import StopSignals
 from runspec.local.fleet import Outcome
 from runspec.local.planning import make_plan
 from runspec.local.prepare import prepare_run
-from runspec.local.prepared import PreparedRun
-from runspec.local.processes import RoleSpec
+from runspec.local.processes import PreparedRun, RoleSpec
 from runspec.local.run_dir import run_directory
-from runspec.local.signals import StopSignals
 from runspec.local.state import RunState
 from runspec.local.supervisor import Watcher
 from runspec.plan.saved import Seen

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from runspec.cli.wait import Awaited, holds, parse_awaited, why_never
 from runspec.core.errors import UserError
-from runspec.local.awaiting import Awaited, holds, hopeless, parse_awaited
 from runspec.local.conditions import Condition, condition, conditions, late_after_s
 from runspec.local.snapshot import Snapshot
 from runspec.local.state import EventRow, RoleRow, RunRow, SessionRow
@@ -163,7 +163,7 @@ def test_steps_versions_and_conditions_hold_when_they_do() -> None:
 
 def test_only_what_nobody_is_about_to_do_is_hopeless() -> None:
     finished = parse_awaited("Finished")
-    assert hopeless(finished, RUNNING) is None
-    assert hopeless(finished, ended("paused")) is None, "somebody may resume it"
-    assert hopeless(finished, ended("failed", "it broke")) == "the run is failed (it broke)"
-    assert hopeless(parse_awaited("step=6"), RUNNING) == "the run has 5 steps"
+    assert why_never(finished, RUNNING) is None
+    assert why_never(finished, ended("paused")) is None, "somebody may resume it"
+    assert why_never(finished, ended("failed", "it broke")) == "the run is failed (it broke)"
+    assert why_never(parse_awaited("step=6"), RUNNING) == "the run has 5 steps"

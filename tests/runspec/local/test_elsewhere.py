@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from runspec.cli import app, exit_code_of
+from runspec.cli import app
+from runspec.cli.output import exit_code_of
 from runspec.core.errors import UserError
-from runspec.local import elsewhere
+from runspec.local import run_dir
 from runspec.local.backend import backend
-from runspec.local.elsewhere import note_site, read_site
+from runspec.local.run_dir import note_site, read_site
 
 
 class FakeBackend:
@@ -31,7 +32,7 @@ class FakeBackend:
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
     note_site(tmp_path / "runs" / "far", {"backend": "fake", "run": "far", "address": "x"})
     fake = FakeBackend()
-    monkeypatch.setattr(elsewhere, "backend", {"fake": fake}.__getitem__)
+    monkeypatch.setattr(run_dir, "backend", {"fake": fake}.__getitem__)
     monkeypatch.chdir(tmp_path)
     return fake
 

@@ -65,7 +65,7 @@ class OnSmallDisk:
 
 
 @contextmanager
-def _held(tmp_path: Path, patience_s: float) -> Iterator[OnSmallDisk]:
+def _held(tmp_path: Path, timeout_s: float) -> Iterator[OnSmallDisk]:
     """A run that is up, and whose learner trains once `hold` is gone."""
     disk, out = tmp_path / "disk", tmp_path / "out"
     disk.mkdir()
@@ -74,7 +74,7 @@ def _held(tmp_path: Path, patience_s: float) -> Iterator[OnSmallDisk]:
     command = ["sh", "-c", f"{mount} && {run}", "sh", sys.executable, "-c", SCRIPT]
     with out.open("w") as file:
         process = subprocess.Popen(
-            ["unshare", "-Urm", *command, disk, str(STEPS), str(patience_s)],
+            ["unshare", "-Urm", *command, disk, str(STEPS), str(timeout_s)],
             cwd=ROOT,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -92,7 +92,7 @@ def _held(tmp_path: Path, patience_s: float) -> Iterator[OnSmallDisk]:
 
 def test_a_run_waits_for_a_full_disk_and_goes_on(tmp_path: Path) -> None:
     # given a run on a full disk, and a worker that dies of it
-    with _held(tmp_path, patience_s=600.0) as run:
+    with _held(tmp_path, timeout_s=600.0) as run:
         worker = run.processes()["worker"]
         run.fill()
         run.says(r"supervisor: waits up to 600 s: .*state.db: cannot use the run's state: .*full")
@@ -111,7 +111,7 @@ def test_a_run_waits_for_a_full_disk_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_run_ends_where_the_disk_stays_full(tmp_path: Path) -> None:
-    with _held(tmp_path, patience_s=2.0) as run:
+    with _held(tmp_path, timeout_s=2.0) as run:
         started = run.processes()
         run.fill()
         assert run.process.wait(DEADLINE_S) == 1, run.said()

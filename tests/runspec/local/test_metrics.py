@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from runspec.local.conclude import conclude
 from runspec.local.metrics import JsonLines, read_rows, summarise, weights_bytes_sent
+from runspec.local.report import write_summary
 
 
 def test_only_whole_new_lines_are_read(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_numbers_that_are_not_finite_are_null_in_the_summary(tmp_path: Path) -> 
     )
     # when the run is summed up
     second = read_rows(tmp_path)[1]
-    summary = conclude(tmp_path, 1.0)
+    summary = write_summary(tmp_path, 1.0)
     # then those are null, the finite ones count, and the file is strict JSON
     assert (second["reward"], second["by_target"]) == (None, {"8": {"length_mean": None}})
     written = json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)

@@ -13,8 +13,7 @@ from runspec.core.spec.schema import RunSpec
 from runspec.local.endpoints import Endpoints
 from runspec.local.identity import Identity
 from runspec.local.machine import Machine
-from runspec.local.prepared import PreparedRun
-from runspec.local.processes import RoleSpec, role_specs
+from runspec.local.processes import PreparedRun, RoleSpec, role_specs
 from tests.runspec.local.fake_run import small_spec
 
 RUN = Path("/runs/small")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from runspec.local.figures import figures
 from runspec.local.metrics import summarise
+from runspec.local.plots import figures
 from runspec.local.report import render_report
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=y>&amp;"

@@ -11,13 +11,9 @@ from typing import Any
 
 import pytest
 
-from runspec.cli.delete import delete_command
-from runspec.cli.describe import describe_command
-from runspec.cli.events import events_command
-from runspec.cli.logs import logs_command
-from runspec.cli.pause import pause_command
-from runspec.cli.rollback import rollback_command
-from runspec.cli.status import read_status
+from runspec.cli.lifecycle import delete_command, pause_command, rollback_command
+from runspec.cli.logs import events_command, logs_command
+from runspec.cli.status import describe_command, read_status
 from runspec.cli.wait import wait_command
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
@@ -209,7 +205,7 @@ def acts(run_dir: Path, monkeypatch: pytest.MonkeyPatch, until: int) -> int:
     with monkeypatch.context() as patch:
         for name in ("_remove", "_keep_steps_below", "write_atomic", "remove_leftovers"):
             patch.setattr(rollback, name, counted(getattr(rollback, name)))
-        patch.setattr(rollback, "conclude", counted(lambda *arguments: None))  # it draws
+        patch.setattr(rollback, "write_summary", counted(lambda *arguments: None))  # it draws
         with hold(run_dir):
             roll_back(run_dir, 4)
     return made
@@ -230,7 +226,7 @@ def test_a_rollback_cut_short_is_completed_by_the_next_command(
         shutil.copytree(intact, run_dir)
         with pytest.raises(Killed):
             acts(run_dir, monkeypatch, until)
-        monkeypatch.setattr(rollback, "conclude", lambda *arguments: None)
+        monkeypatch.setattr(rollback, "write_summary", lambda *arguments: None)
         with hold(run_dir):
             completed = complete_rollback(run_dir)
         # then it was not begun, or is completed, to the same files

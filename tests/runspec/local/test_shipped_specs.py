@@ -20,13 +20,11 @@ from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec
 from runspec.local import planning
-from runspec.local.endpoints import plan_endpoints, save_endpoints
+from runspec.local.endpoints import plan_endpoints, run_link, save_endpoints
 from runspec.local.identity import Identity
-from runspec.local.link import run_link
 from runspec.local.machine import Machine
 from runspec.local.preflight import GIB, Facts
-from runspec.local.prepared import PreparedRun
-from runspec.local.processes import role_specs
+from runspec.local.processes import PreparedRun, role_specs
 from tests.harness import ROOT
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.core.spec.spec_files import SPECS

@@ -334,7 +334,7 @@ def test_after_a_killed_supervisor_nothing_is_left_and_the_run_goes_on(
         "stubborn": "running"
     }
     # then its lock is no obstacle, the leftover is ended, and the run reaches its end
-    monkeypatch.setattr(children, "LEFTOVER_PATIENCE_S", 0.5)
+    monkeypatch.setattr(children, "LEFTOVER_TIMEOUT_S", 0.5)
     with prepared(small_spec(steps=40), tmp_path) as run:
         assert birth(roles["stubborn"].pid) is None
         outcome = drive_roles(run, usual_roles(run), Watch())

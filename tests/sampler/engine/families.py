@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridge.export import export_checkpoint
+from bridge.conversion import export_checkpoint
 from bridge.weight_map import Path as LeafPath
 from bridge.weight_map import weight_map
 from learner_jax.checkpoint import save_params
 from learner_jax.model import init_params
 from learner_jax.prefill import Policy, prefill
-from learner_jax.probe import build_probe
 from learner_jax.sharding import make_mesh
+from learner_jax.versions import build_probe
 from runspec.core.models.config import parse_config
 from runspec.core.models.decoder import hf_config
 from runspec.core.run_files import PARAMS_NAME

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.cli.desk import _MAX_STATUS_BYTES
+from runspec.cli.workers import _MAX_STATUS_BYTES
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.filled import POLICY, Filled, key, policy
 from tests.verify.coordinator.in_process import edge_of, journal_of

@@ -1,7 +1,7 @@
-"""What a live run takes over without stopping: who asks (`runspec apply`, `pause`), who answers.
+"""Requests to the supervisor of a live run: `runspec apply` changes it, `runspec pause` stops it.
 
-Whoever asks leaves a row in the run's state.db. The supervisor looks there every turn, says what it
-waits for while it is at it, and what came of it in the end.
+A request is a row in the run's state.db. The supervisor reads it in its next turn, and writes into
+the row what it waits for and the outcome.
 """
 
 from __future__ import annotations
@@ -22,28 +22,27 @@ from runspec.core.spec.role_names import elsewhere, validator_names, worker_name
 from runspec.core.spec.schema import RunSpec
 from runspec.local import budget
 from runspec.local.fleet import Changed
-from runspec.local.prepared import PreparedRun
-from runspec.local.processes import RoleSpec
+from runspec.local.processes import PreparedRun, RoleSpec
 from runspec.local.run_dir import EXIT_LOCKED, holder
 from runspec.local.state import RequestRow, RunState
 from runspec.plan.changes import LIVE, Change, Readers, difference, roles_to_restart
 
 CHANGE, PAUSE = "change", "pause"
-TAKE_PATIENCE_S = 30.0
-ANSWER_PATIENCE_S = 900.0
+TAKE_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 900.0
 _MAX_REQUEST_BYTES = MAX_BYTES + 4096
 _POLL_S = 0.1
 
 
-class NotTaken(UserError):
+class RequestRefused(UserError):
     """The supervisor refused a request, or was not there to take it."""
 
     exit_code = EXIT_LOCKED
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a supervisor is to do about a request."""
+class Decision:
+    """A supervisor's decision on a request."""
 
     change: Changed | None
     """None: the run is to pause."""
@@ -51,7 +50,7 @@ class Taken:
     """How roles are started from now on."""
 
 
-def ask(
+def send_request(
     run_dir: Path,
     kind: str,
     payload: Mapping[str, Any],
@@ -70,7 +69,7 @@ def ask(
         What came of it.
 
     Raises:
-        NotTaken: it was refused, or nobody took it.
+        RequestRefused: it was refused, or nobody took it.
         UserError: it is not done in time; it goes on by itself.
     """
     started, said = time.monotonic(), ""
@@ -84,15 +83,15 @@ def ask(
             if request.state == "done":
                 return request.answer
             waited = time.monotonic() - started
-            lost = held_by is None or (request.state == "asked" and waited > TAKE_PATIENCE_S)
+            lost = held_by is None or (request.state == "asked" and waited > TAKE_TIMEOUT_S)
             if request.state == "refused" or lost:
                 reason = _why_not(request, held_by)
                 state.answer(number, "refused", reason)
                 remedy = "" if "remedy:" in reason else "look at its status, then again"
-                raise NotTaken(reason, place=str(run_dir), remedy=remedy)
+                raise RequestRefused(reason, place=str(run_dir), remedy=remedy)
             if request.answer and request.answer != said:
                 say(said := request.answer)
-            if waited > ANSWER_PATIENCE_S:
+            if waited > ANSWER_TIMEOUT_S:
                 raise UserError(
                     f"not done after {waited:.0f} s: the supervisor {request.answer}",
                     place=str(run_dir),
@@ -137,14 +136,14 @@ class LiveRun:
         left_s = budget.left_s(self.run.spec, self._state.wall_s())
         return None if left_s is None else time.monotonic() + left_s
 
-    def take(self, request: RequestRow) -> Taken:
+    def take(self, request: RequestRow) -> Decision:
         """Makes a request true on disk, and says what is left to do.
 
         Raises:
             UserError: it is refused; nothing has changed.
         """
         if request.kind == PAUSE:
-            return Taken(None, {})
+            return Decision(None, {})
         if request.kind != CHANGE:
             raise UserError(f"unknown request {request.kind!r}")
         try:
@@ -155,7 +154,7 @@ class LiveRun:
             raise UserError(f"not a change of a spec: {error}") from error
         return self._change(new, serial)
 
-    def _change(self, new: RunSpec, serial: int) -> Taken:
+    def _change(self, new: RunSpec, serial: int) -> Decision:
         now = self._state.serial()
         if serial != now:
             raise UserError(f"the run has changed meanwhile: serial {now}, not {serial}")
@@ -177,7 +176,7 @@ class LiveRun:
             # A longer budget needs signatures that last as long; these two hand them out.
             renew = list(dict.fromkeys(["coordinator", "publisher", *renew]))
         change = Changed(new.placement.restarts, self.budget_ends_at(), tuple(renew))
-        return Taken(change, {role.name: role for role in roles})
+        return Decision(change, {role.name: role for role in roles})
 
     def _signed_roles(self) -> bytes:
         path = self.run.identity.roles_file

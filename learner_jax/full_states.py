@@ -1,4 +1,7 @@
-"""Where a run goes on: at its newest full state, or at version 0."""
+"""Full states of a run: where it starts or resumes, and how it saves its state.
+
+A run resumes at its newest full state, or starts at version 0.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from learner_jax.batch import BatchReader, manifest_digest
-from learner_jax.checkpoint import StateInfo, check_state, load_state, state_steps
+from learner_jax.checkpoint import StateInfo, check_state, load_state, save_state, state_steps
+from learner_jax.distributed import LearnerRun
 from learner_jax.fingerprint import differences
-from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import load_params
+from learner_jax.saver import Finish, Saver
 from learner_jax.step import Programs, TrainState
+from learner_jax.versions import VersionWriter
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.files import temporary_name, write_atomic
@@ -20,20 +25,22 @@ from runspec.core.object_store import Folder
 from runspec.core.run_files import (
     clear_unfinished,
     initial_model,
+    numbered,
     params_folder,
     state_folder,
     step_folder,
 )
 from runspec.core.spec.schema import RunSpec
 from verify.formats.batch import FILE_NAME
+from verify.formats.batch import FILE_NAME as BATCH_FILE
 
 
 @dataclass(frozen=True)
 class Start:
-    """What the loop begins with."""
+    """The state in which the loop begins."""
 
     step: int
-    """The next to be trained."""
+    """The next step to train."""
     state: TrainState
     reference: Any | None
     """Version 0's bits; None where no KL is asked for."""
@@ -161,3 +168,64 @@ def _model_digest(model_dir: Path) -> str:
             remedy="run `python -m learner_jax warm-start`, or point model.hf at weights",
         )
     return digest_bytes(canonical_json(files))
+
+
+class StateWriter:
+    """Writes checkpoints/state/step_<N>, in the background.
+
+    Args:
+        run: whose states these are; `write` is collective over its processes.
+        start: what the loop begins with.
+        versions: knows whether the masters give the published bits.
+        saver: writes.
+    """
+
+    def __init__(
+        self, run: LearnerRun, start: Start, versions: VersionWriter, saver: Saver
+    ) -> None:
+        self._run, self._versions, self._saver = run, versions, saver
+        self._reference, self._newest = start.model_digest, start.step
+
+    def write(self, step: int, state: TrainState, *, batch: str | None) -> None:
+        """Saves the state after `step` steps, unless it is saved already.
+
+        Args:
+            step: rollout steps trained.
+            state: copied to the host before this returns.
+            batch: digest of the batch manifest trained last.
+        """
+        if step == self._newest:
+            return
+        self._newest = step
+        info = StateInfo(
+            step=step,
+            batch=batch,
+            seed=self._run.spec.seed,
+            reference=self._reference,
+            published=self._versions.published,
+            fingerprint=self._run.fingerprint,
+        )
+        self._saver.run(f"the full state of step {step}", lambda: self._begin(info, state))
+
+    def _begin(self, info: StateInfo, state: TrainState) -> Finish:
+        spec = self._run.spec
+        folder = state_folder(self._run.folder, spec)
+        write = save_state(folder, info, state, keep=spec.checkpoints.keep)
+
+        def finish() -> None:
+            write()
+            if self._run.peers.first:
+                # A step trains rollouts leased up to `async_level` steps before it.
+                passed = state_steps(folder)[0] - spec.algorithm.async_level
+                _drop_rollouts(self._run.folder, passed)
+
+        return finish
+
+
+def _drop_rollouts(run_dir: Path, passed: int) -> None:
+    """Remove the rollout files of steps before `passed`, except their batch manifests."""
+    for old in numbered(run_dir / "rollouts", "step_"):
+        if old < passed:
+            for path in step_folder(run_dir, old).iterdir():
+                if path.suffix in (".safetensors", ".json") and path.name != BATCH_FILE:
+                    path.unlink(missing_ok=True)

@@ -1,4 +1,7 @@
-"""Orbax checkpoint -> Hugging Face directory, streaming."""
+"""Converts Orbax checkpoints to Hugging Face directories and back, streaming.
+
+Imports neither Orbax nor JAX.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,12 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorstore as ts
 
-from bridge.model_files import copy_model_files
-from bridge.orbax_io import open_checkpoint, read_pieces
-from bridge.output import output_directory
-from bridge.records import write_records
-from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME, write_safetensors
+from bridge.load import LeafReader
+from bridge.model_files import MODEL_FOLDER, copy_model_files, output_directory
+from bridge.orbax_io import open_checkpoint, read_pieces, write_leaf, write_metadata
+from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME, write_records, write_safetensors
 from bridge.shards import MAX_SHARD_BYTES, plan_shards
-from bridge.tensors import dtype_named
-from bridge.transpose import copy_into
+from bridge.tensors import copy_into, dtype_named
 from bridge.weight_map import Path as LeafPath
 from bridge.weight_map import hf_shapes, weight_map
 from runspec.core.files import read_bounded
@@ -157,3 +158,25 @@ def _write_config(folder: Path, model_dir: Path, dtype: str) -> None:
     config.pop("torch_dtype", None)  # the older name of the same field
     config["dtype"] = dtype
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def import_model(hf_dir: Path, checkpoint: Path) -> None:
+    """Writes a model as an Orbax checkpoint of its parameters, which appears by one rename.
+
+    Memory: a few tensors, each of one layer. The config and the tokenizer go along, into the
+    checkpoint's folder `MODEL_FOLDER`, which Orbax passes over.
+
+    Args:
+        hf_dir: Hugging Face directory, one safetensors file or several with an index.
+        checkpoint: must not exist.
+
+    Raises:
+        UserError: unreadable files, tensors that are not the config's, disk full, or `checkpoint`
+            exists.
+    """
+    reader = LeafReader(hf_dir, load_config(hf_dir))
+    with output_directory(checkpoint, (OSError, ValueError)) as folder:
+        for path, entry in reader.entries.items():
+            write_leaf(folder, entry, reader.dtype(path), reader.parts(path))
+        write_metadata(folder, reader.entries)
+        copy_model_files(hf_dir, folder / MODEL_FOLDER)

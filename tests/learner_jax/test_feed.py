@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner_jax.batch import Batch, TrainingRollout
-from learner_jax.batch_bytes import decode_batch, encode_batch
+from learner_jax.feed import decode_batch, encode_batch
 from verify.formats.batch import BatchGroup, BatchManifest
 from verify.formats.tables import MalformedTable
 

@@ -18,18 +18,18 @@ from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.local.fleet import Changed, Outcome
-from runspec.local.live import (
+from runspec.local.processes import PreparedRun
+from runspec.local.run_dir import RunLocked, hold
+from runspec.local.state import RequestRow, RunState
+from runspec.local.supervisor_requests import (
     CHANGE,
     PAUSE,
     LiveRun,
-    NotTaken,
-    ask,
+    RequestRefused,
     change_request,
     readers_names,
+    send_request,
 )
-from runspec.local.prepared import PreparedRun
-from runspec.local.run_dir import RunLocked, hold
-from runspec.local.state import RequestRow, RunState
 from tests.runspec.local.fake_run import (
     TARGET_SHORT,
     drive_roles,
@@ -123,8 +123,8 @@ def test_a_longer_budget_is_signed_for_and_whoever_hands_signatures_out_is_renew
 
 
 def test_nobody_there_is_said_at_once(run: PreparedRun) -> None:
-    with pytest.raises(NotTaken, match="gone") as refused:
-        ask(run.directory, PAUSE, {})
+    with pytest.raises(RequestRefused, match="gone") as refused:
+        send_request(run.directory, PAUSE, {})
     assert refused.value.exit_code == 5
 
 
@@ -134,11 +134,11 @@ def test_a_supervisor_that_died_at_it_is_told_from_one_that_refused(
     # given a supervisor that has taken a change, and renews roles
     with ThreadPoolExecutor(1) as pool:
         with hold(run.directory):
-            asked = pool.submit(ask, run.directory, PAUSE, {})
+            asked = pool.submit(send_request, run.directory, PAUSE, {})
             eventually(lambda: bool(state.asked()), "the request")
             state.answer(state.asked()[0].id, "taken", "waits for coordinator to run again")
         # when it is gone, then whoever asked reads that, and what it was at
-        with pytest.raises(NotTaken, match=r"supervisor is gone.*waits for coordinator"):
+        with pytest.raises(RequestRefused, match=r"supervisor is gone.*waits for coordinator"):
             asked.result(DEADLINE_S)
 
 
@@ -221,7 +221,7 @@ def test_changes_that_need_a_stop_are_left_to_whoever_pauses(
         drive_named(run, watch)
     assert watch.result is not None
     with pytest.raises(
-        NotTaken, match=r"samplers\.volunteers\.replicas: 1 there, 2 now"
+        RequestRefused, match=r"samplers\.volunteers\.replicas: 1 there, 2 now"
     ) as refused:
         watch.result.result()
     assert refused.value.exit_code == 5

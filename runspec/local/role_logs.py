@@ -1,4 +1,4 @@
-"""Finds the last error that a role has logged."""
+"""Reads a role's log: the last error that it has logged, and the long stage that it is in."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ _MAX_THING, _MAX_REMEDY = 800, 600
 _LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ ([A-Z]) (?:sampler )?\S+ (.*)")
 _TRACEBACK = "Traceback (most recent call last):"
 _REMEDY = "  remedy: "
+_OWN_LINE = re.compile(r"--- |\d{4}-\d\d-\d\d [\d:,]+ [A-Z] ")
+"""How lines of a log begin that a role, or its start, has written: libraries write there too."""
+_STAGE = re.compile(r"\b(loading vLLM|compiling the step)\b")
+_STAGE_LINES = 1000
 
 
 @dataclass(frozen=True)
@@ -47,4 +51,14 @@ def last_error(log: Path) -> RoleError | None:
             found, in_traceback = RoleError(one_line(line, _MAX_THING)), False
         elif found is not None and line.startswith(_REMEDY):
             found = replace(found, remedy=one_line(line.removeprefix(_REMEDY), _MAX_REMEDY))
+    return found
+
+
+def stages(logs: Path) -> dict[str, str]:
+    """The roles whose newest line of their own says that they are at something long, and what."""
+    found = {}
+    for log in sorted(logs.glob("*.log")):
+        own = (line for line in reversed(last_lines(log, _STAGE_LINES)) if _OWN_LINE.match(line))
+        if stage := _STAGE.search(next(own, "")):
+            found[log.stem] = stage[1]
     return found

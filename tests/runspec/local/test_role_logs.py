@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runspec.local.role_errors import RoleError, last_error
+from runspec.local.role_logs import RoleError, last_error
 
 STARTED = "--- 2026-01-01 10:00:00 starting: python -m verify validator\n"
 ERROR = "2026-01-01 10:00:01,000 E validator reward.r: it broke\n  remedy: mend it\n"

@@ -1,28 +1,74 @@
-"""`runspec role`: any one role of a prepared site, on the machine where it is called."""
+"""`runspec prepare` and `runspec role`: a run on several machines, and one role on one of them."""
 
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NoReturn
 
 from runspec.cli.apply import EXIT_FAILED, carry_out, show_missing
+from runspec.cli.spec_files import sound_spec
+from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
+from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.role_names import TRUNK
+from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import LOCAL
-from runspec.local.bundle import TRUNK_GROUP, Bundle, install, load_bundle, require_own
+from runspec.local.bundle import (
+    TRUNK_GROUP,
+    Bundle,
+    install,
+    load_bundle,
+    require_own,
+)
 from runspec.local.children import pinned
 from runspec.local.endpoints import Endpoints, address, fixed_endpoints
 from runspec.local.machine import this_machine
 from runspec.local.planning import make_plan
 from runspec.local.prepare import NotReady, link_starting_model
-from runspec.local.prepared import PreparedRun
-from runspec.local.processes import RoleSpec, role_specs
+from runspec.local.processes import PreparedRun, RoleSpec, role_specs
 from runspec.local.run_dir import hold, own_folder, run_directory
+from runspec.local.site import BUNDLES, Disk, groups_of, make_site
+
+
+def prepare_command(files: SpecFiles, site: Path) -> int:
+    """Makes a site's keys, spec and bundles in a folder; returns the exit code.
+
+    Made again with the same folder, it keeps the keys, so that a changed spec reaches the roles by
+    new bundles.
+    """
+    spec = sound_spec(files, pins_root=True)
+    resolved, _ = make_site(spec, site)
+    _show(resolved, site)
+    return 0
+
+
+def site_lines(spec: RunSpec, bundles: PurePath) -> Iterator[str]:
+    """Yield for each role group where its processes run, their disk, and their commands."""
+    for group in groups_of(spec):
+        many = f"{len(group.members)} processes, each " if len(group.members) > 1 else ""
+        again = f"after an error it starts again {group.restart}"
+        yield f"{group.name}: {many}on {group.machine}; keeps its {group.disk}; {again}"
+        folder = run_directory(spec, None) if group.disk is Disk.RUN else None
+        for member in group.members:
+            yield f"  {shlex.join(group.command(member, bundles, folder))}"
+
+
+def _show(spec: RunSpec, site: Path) -> None:
+    print(f"{spec.name} is prepared in {site}. Bring each machine its bundles, and run there:")
+    print("\n".join(site_lines(spec, site / BUNDLES)))
+    if is_loopback(spec.placement.host):
+        print(
+            f"The trunk's servers are at {spec.placement.host}: only its own machine reaches them. "
+            "Name its address with placement.host."
+        )
+    print(f"{site / 'keys'} stays here: whoever has the root key can make new roles.")
 
 
 def role_command(name: str | None, path: Path, folder: Path | None, listen: str | None) -> int:

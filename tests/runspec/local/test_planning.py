@@ -17,7 +17,7 @@ from runspec.core.files import write_atomic
 from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.resolved import dump_resolved, load_resolved
 from runspec.local import rollback
-from runspec.local.anew import STARTS_ANEW, starts_anew, takes_any_change
+from runspec.local.planning import STARTS_ANEW, starts_anew, takes_any_change
 from runspec.local.state import RunState
 from runspec.plan.changes import difference
 from tests.harness import ROOT, TARGET_SHORT

