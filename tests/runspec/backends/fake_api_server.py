@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -181,6 +183,10 @@ def fake_api_server() -> Iterator[FakeApiServer]:
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        with warnings.catch_warnings():
+            # The client leaves the socket of an exec that the server has ended to the collector.
+            warnings.filterwarnings("ignore", "unclosed <socket", ResourceWarning)
+            gc.collect()
 
 
 def _selected(request: web.Request, metadata: Mapping[str, Any]) -> bool:
