@@ -63,6 +63,7 @@ def run() -> dict[str, dict[str, object]]:
     found: dict[str, dict[str, object]] = {}
     with _started(BETWEEN * (len(KILLS) + 2)) as run:
         run.reach(2)
+        assert "placement.restarts" in run.change("placement.restarts=31")
         run.interrupt_and_go_on()
         run.reach(4)
         run.pause_and_go_on()

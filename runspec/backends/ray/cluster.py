@@ -22,6 +22,8 @@ NAMESPACE = "runspec"
 ANSWER_S = 60.0
 """How long a node that is alive may take to start an actor or to answer."""
 _KNOCK_S = 5.0
+_CONNECT_S = 180.0
+"""How long a Ray Client server may be busy; it starts a process for each of its clients."""
 _BUSY = (ConnectionError, TimeoutError, RuntimeError)
 """Error of `ray.init` where a Ray Client server does not answer in time."""
 _REMEDY = "`ray start --head` makes a cluster; its address goes into placement.address"
@@ -41,7 +43,7 @@ def connect(address: str) -> Any:
             place="placement.backend",
             remedy=install_command("ray"),
         ) from error
-    address, ends = os.environ.get(AT_TRUNK, address), time.monotonic() + ANSWER_S
+    address, ends = os.environ.get(AT_TRUNK, address), time.monotonic() + _CONNECT_S
     _knock(address)
     while not ray.is_initialized():
         try:
