@@ -21,7 +21,6 @@ from pathlib import Path
 from tests.site_page import RAY, command_on
 from tests.waiting import eventually
 
-NET = "10.231.7"
 CLIENT_PORT = 10001
 _SETUP_S = 90.0
 _IN_NODE = """
@@ -41,11 +40,27 @@ def _root(*command: str) -> None:
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr} (namespaces need root)"
 
 
+def _free_net() -> str:
+    """Returns the first three numbers of a /24 network that no interface of this machine has.
+
+    Another cluster may run here, or one whose process was killed may have left its bridge.
+    """
+    shown = subprocess.run(
+        ["ip", "-brief", "-4", "addr"], capture_output=True, text=True, timeout=30, check=True
+    )
+    for number in range(1, 255):
+        if f" 10.231.{number}." not in shown.stdout:
+            return f"10.231.{number}"
+    raise AssertionError("every network 10.231.*.0/24 has an interface: delete the bridges ray*b")
+
+
 @dataclass
 class Node:
     """One node of the cluster."""
 
     number: int
+    net: str
+    """The first three numbers of its address."""
     folder: Path
     """What lies at SITE on this node."""
     site: Path
@@ -56,7 +71,7 @@ class Node:
 
     @property
     def ip(self) -> str:
-        return f"{NET}.{self.number}"
+        return f"{self.net}.{self.number}"
 
     @property
     def namespace(self) -> str:
@@ -75,7 +90,9 @@ class Node:
             f"--resources={json.dumps(dict(self.resources))}",
         ]
         name, hosts = f"node{self.number}", self.hidden.parent / f"hosts{self.number}"
-        names = f"127.0.0.1 localhost\n{NET}.1 head\n{self.ip} {name}\n"  # Gloo asks for its own
+        names = (
+            f"127.0.0.1 localhost\n{self.net}.1 head\n{self.ip} {name}\n"  # Gloo asks for its own
+        )
         hosts.write_text(names)
         given = (str(self.folder), str(self.site), str(self.hidden), name, str(hosts))
         env = {**os.environ, "HOME": str(self.site), "RAY_health_check_period_ms": "1000"}
@@ -123,6 +140,7 @@ class Cluster:
     folder: Path
     resources: list[Mapping[str, float]]
     nodes: list[Node] = field(default_factory=list)
+    net: str = field(default_factory=_free_net)
 
     @property
     def site(self) -> Path:
@@ -132,7 +150,7 @@ class Cluster:
     @property
     def address(self) -> str:
         """For callers that are no node."""
-        return f"ray://{NET}.1:{CLIENT_PORT}"
+        return f"ray://{self.net}.1:{CLIENT_PORT}"
 
     def __enter__(self) -> Cluster:
         try:
@@ -146,10 +164,10 @@ class Cluster:
         self.site.mkdir(parents=True)
         hidden.mkdir()
         _root("ip", "link", "add", bridge, "type", "bridge")
-        _root("ip", "addr", "add", f"{NET}.254/24", "dev", bridge)
+        _root("ip", "addr", "add", f"{self.net}.254/24", "dev", bridge)
         _root("ip", "link", "set", bridge, "up")
         for number, resources in enumerate(self.resources, 1):
-            node = Node(number, hidden / str(number), self.site, hidden, resources)
+            node = Node(number, self.net, hidden / str(number), self.site, hidden, resources)
             self.nodes.append(node)
             self._wire(node)
         self.nodes[0].start()
