@@ -70,6 +70,11 @@ def exit_code_of(work: Callable[[], int]) -> int:
     except RunElsewhere as run:
         carry = run.carry
         return exit_code_of(lambda: carry(sys.argv[1:]))
+    except KeyboardInterrupt:
+        from runspec.local.children import EXIT_INTERRUPTED
+
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except Exception as error:
         if isinstance(error, OSError) and error.filename and error.errno in _REFUSALS:
             print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)

@@ -18,6 +18,7 @@ import pytest
 from tests.e2e.ray_cluster import Cluster
 from tests.e2e.ray_run import NAME, PATIENCE_S, RayRun
 from tests.site_page import RAY, commands
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -51,14 +52,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayRun]:
 
 
 def test_a_run_outlives_a_node_and_its_commands_work_from_anywhere(run: RayRun) -> None:
+    eventually(
+        lambda: list(run.dir.glob("logs/learner*")),
+        "the learner starts",
+        deadline_s=PATIENCE_S,
+        hopeless=run.ended,
+        context=run.shown,
+    )
+    log = run.cluster.folder / "follow.log"
+    follows = run.start("logs", NAME, "-f", "--runs-dir", str(run.runs_dir), output=log)
     run.reach(2)
     # when the validator's node dies
     either = run.cluster.nodes[2:]
     [dead] = [node for node in either if list(node.folder.glob(VALIDATOR))]
     [other] = [node for node in either if node is not dead]
     dead.kill()
-    log = run.cluster.folder / "follow.log"
-    follows = run.start("logs", NAME, "-f", "--runs-dir", str(run.runs_dir), output=log)
     # then what was on the node starts on the other, and the run comes to its end
     assert "validator-0" in run.command("status", NAME)
     assert run.process is not None

@@ -65,6 +65,15 @@ def test_a_delete_that_was_refused_keeps_it(there, monkeypatch, tmp_path):
     assert read_site(tmp_path / "runs" / "far") is not None
 
 
+def test_ctrl_c_while_the_command_is_carried_ends_it(there, monkeypatch, capsys):
+    def interrupted(*given: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(there, "command", interrupted)
+    assert command(monkeypatch, "logs", "far") == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_a_damaged_note_is_named(tmp_path):
     (tmp_path / "site.json").write_text("{")
     with pytest.raises(UserError, match=r"site\.json: cannot be read"):
