@@ -7,12 +7,15 @@ import shlex
 import subprocess
 import sys
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from runspec.cli import app
+from runspec.core.models.family import MODELS_GROUP
+from runspec.core.spec.schema import Broadcast, Verify
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -94,6 +97,9 @@ def test_every_test_that_the_page_of_promises_names_is_there() -> None:
 
 
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
+PACKAGES = ("runspec", "learner_jax", "bridge", "broadcast", "sampler", "verify", "tests")
+SPEC_FIELDS = {"verify": set(Verify.model_fields), "broadcast": set(Broadcast.model_fields)}
+"""Fields of the spec, whose names begin as those of our packages do."""
 
 
 def test_every_path_that_the_page_on_the_architecture_names_is_there() -> None:
@@ -103,6 +109,40 @@ def test_every_path_that_the_page_on_the_architecture_names_is_there() -> None:
     linked = [f"docs/{name}" for name in re.findall(r"\]\(([\w.-]+\.md)", page)]
     assert len(paths) > 80
     assert [name for name in [*paths, *linked] if not (ROOT / name).exists()] == []
+
+
+def unknown(name: str, files: list[str]) -> bool:
+    """Whether a quoted name is that of a file or module of ours that is not there."""
+    first, *rest = name.split(".")
+    if name.endswith(".py"):  # a path from the root, or its end
+        return not any(f"/{file}".endswith(f"/{name}") for file in files)
+    if first not in PACKAGES or not rest or rest[0] in SPEC_FIELDS.get(first, ()):
+        return False
+    if name in {*entry_points().groups, MODELS_GROUP}:
+        return False
+    for length in range(len(rest) + 1, 1, -1):
+        path = "/".join([first, *rest][:length])
+        module = next((f for f in (f"{path}.py", f"{path}/__init__.py") if f in files), None)
+        if module:  # then the next name stands in it
+            inside = rest[length - 1 : length]
+            text = (ROOT / module).read_text(encoding="utf-8")
+            return not all(re.search(rf"\b{word}\b", text) for word in inside)
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_that_a_page_names_is_there(page: Path) -> None:
+    files = tracked("*.py")
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    quoted = set(re.findall(r"`([\w./-]+)(?:::\w+)?`", text))
+    assert sorted(name for name in quoted if unknown(name, files)) == []
+
+
+def tracked(*patterns: str) -> list[str]:
+    """Paths of the files that git tracks."""
+    command = ["git", "ls-files", "-z", "--", *patterns]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.split("\0") if name]
 
 
 def test_the_nucleus_can_be_read_in_one_sitting() -> None:
@@ -115,14 +155,7 @@ def test_the_nucleus_can_be_read_in_one_sitting() -> None:
 
 def test_no_file_refers_to_notes_outside_the_repository() -> None:
     outside = re.compile(r"\b(?:DESIGN|RECIPE|GPU_ATTENTION|(?:FINDINGS|STYLE)\.md)\b")
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--", "*.py", "*.md", "*.yaml", "*.toml", "Makefile"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    files = [ROOT / name for name in listed.stdout.split("\0") if name]
+    files = [ROOT / name for name in tracked("*.py", "*.md", "*.yaml", "*.toml", "Makefile")]
     texts = {f: f.read_text(encoding="utf-8") for f in files if f != Path(__file__) and f.exists()}
     assert len(texts) > 500
     assert [str(file) for file, text in texts.items() if outside.search(text)] == []
