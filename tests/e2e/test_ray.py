@@ -35,14 +35,11 @@ VALIDATOR = f"scratch/{NAME}/*/validator-0"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayRun]:
-    # given a cluster, and a start that was trained before
-    cache = tmp_path_factory.getbasetemp() / ".cache" / "warm_start"
+def run() -> Iterator[RayRun]:
+    # given a cluster, and a run that does not wait for a good start
     folder = Path(tempfile.mkdtemp(prefix="rc", dir="/tmp"))
     with Cluster(folder, RESOURCES) as cluster:
-        run = RayRun(cluster, STEPS, ASKS)
-        if cache.exists():
-            shutil.copytree(cache, run.trunk.folder / ".cache" / "warm_start")
+        run = RayRun(cluster, STEPS, ASKS, "warm_start.stop_answer_probability=1e-9")
         # when it is applied from a machine that is none of its nodes
         run.apply()
         yield run
