@@ -13,7 +13,6 @@ import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import get_args
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -26,8 +25,9 @@ from verify.coordinator.machine.events import Event
 from verify.ledger_store import LedgerStore, SqliteStore, StoredRow, StoreError, must_follow
 
 FIRST_CHAIN = bytes(32).hex()
-_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
-_CODECS: dict[str, TypeAdapter[Event]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
+_CODECS: dict[str, TypeAdapter[Event]] = {
+    kind.__name__: TypeAdapter(kind) for kind in Event.__subclasses__()
+}
 
 
 class BadRow(ValueError):
