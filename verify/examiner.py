@@ -13,20 +13,11 @@ import numpy as np
 from runspec.core.errors import UserError, one_line
 from runspec.core.spec.schema import RunSpec
 from verify.calibration.lookup import limits_by_pool
-from verify.checks import (
-    DUPLICATE_CHECKS,
-    GRADE_CHECKS,
-    ROW_CHECKS,
-    Examination,
-    Rejected,
-    Subject,
-    examine,
-    fingerprints,
-    logprob_diff,
-    open_rows,
-    prefill_checks,
-    several_versions,
-)
+from verify.checks import DUPLICATE_CHECKS, GRADE_CHECKS, ROW_CHECKS, prefill_checks
+from verify.checks.base import Examination, Subject, examine
+from verify.checks.duplicates import fingerprints
+from verify.checks.prefill import logprob_diff, several_versions
+from verify.checks.rows import Rejected, open_rows
 from verify.formats.lease import Lease, assignments
 from verify.formats.submission import Rollout, max_submission_bytes
 from verify.formats.verdict import MAX_FAULT, RolloutVerdict

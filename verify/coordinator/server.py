@@ -25,7 +25,7 @@ from runspec.core.hashing import digest_bytes, is_digest
 from runspec.core.roles import Roles
 from runspec.core.signed import BadSignature
 from verify.coordinator.edge.authentication import Authentication
-from verify.coordinator.intake import Refusal
+from verify.coordinator.intake import Refusal, refusing
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.machine.transitions import IllegalTransition
 from verify.coordinator.services.activity import Peers, scalars
@@ -180,10 +180,8 @@ class Api:
         body = await self._json(request, caller, {"pool", "info"}, {"invite"})
         if not isinstance(body["pool"], str) or not isinstance(body["info"], dict):
             raise Refusal(400, "pool must be a name and info a map")
-        try:
+        with refusing(400, ValueError, what="info: "):
             info = scalars(body["info"])
-        except ValueError as error:
-            raise Refusal(400, f"info: {error}") from error
         address = self._authentication.address(request)
         self._leasing.register(caller.key, body["pool"], body.get("invite"), address=address)
         self._peers.workers.registered(caller.key, info, self._journal.clock())
@@ -198,10 +196,8 @@ class Api:
             activity = self._peers.workers
         else:
             raise Refusal(403, "this key is neither a worker's nor a validator's")
-        try:
+        with refusing(400, TypeError, ValueError, what="state: "):
             activity.heartbeat(caller.key, dict(body["state"]), self._journal.clock())
-        except (TypeError, ValueError) as error:
-            raise Refusal(400, f"state: {error}") from error
         self._judging.claims.prolong(caller.key, self._journal.clock())
         return web.json_response({})
 
@@ -225,10 +221,8 @@ class Api:
     async def _submit(self, request: web.Request) -> web.StreamResponse:
         caller = self._authentication.caller(request, "submission")
         signed = _envelope(request)
-        try:
+        with refusing(400, BadSignature):
             envelope = open_submission(signed)
-        except BadSignature as error:
-            raise Refusal(400, str(error)) from error
         if envelope.worker != caller.key:
             raise Refusal(403, "the submission is another worker's")
         if envelope.digest != caller.body_digest:
@@ -274,10 +268,8 @@ class Api:
     async def _verdict(self, request: web.Request) -> web.StreamResponse:
         caller = self._validator(request)
         signed = _envelope(request)
-        try:
+        with refusing(400, BadSignature):
             envelope = open_verdict(signed, validators=frozenset({caller.key}))
-        except BadSignature as error:
-            raise Refusal(400, str(error)) from error
         if envelope.digest != caller.body_digest:
             raise Refusal(400, "the envelope names another body")
         chunks = request.content.iter_chunked(_CHUNK_BYTES)
@@ -304,14 +296,12 @@ class Api:
         fields: set[str],
         optional: AbstractSet[str] = frozenset(),
     ) -> dict[str, Any]:
-        """Return the body of a JSON request, which must have these fields, and may the optional."""
+        """Return the body of a JSON request; it must have `fields` and may have `optional`."""
         data = await _read(request)
         if digest_bytes(data) != caller.body_digest:
             raise Unauthorised("the body is not the one that was signed")
-        try:
+        with refusing(400, MalformedJson):
             body = parse_object(data, max_bytes=MAX_BODY_BYTES)
-        except MalformedJson as error:
-            raise Refusal(400, str(error)) from error
         if set(body) - optional != fields:
             raise Refusal(400, f"fields {sorted(body)} instead of {sorted(fields)}")
         return body

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from runspec.core.files import sync_folder
-from runspec.core.invite import Invite, open_invite
+from runspec.core.invite import open_invite
 from runspec.core.keys import SigningKey
 from runspec.core.roles import Roles
 from runspec.core.run_files import SubmissionFiles, submission_files
@@ -22,7 +22,7 @@ from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.edge import Edge
 from verify.coordinator.edge.limits import NewKeys
-from verify.coordinator.intake import Refusal, received, to_the_end, write_small
+from verify.coordinator.intake import Refusal, received, refusing, to_the_end, write_small
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.machine import filling
 from verify.coordinator.machine.events import (
@@ -90,7 +90,7 @@ class Admission:
                 self._new_keys.take(state, address)
                 return None
             raise Refusal(403, "this run takes invited workers only: ask for a link with an invite")
-        try:
+        with refusing(403, BadSignature):
             invite = open_invite(
                 used,
                 run=self._spec.name,
@@ -98,21 +98,15 @@ class Admission:
                 coordinators=self._roles.coordinator,
                 now=now,
             )
-        except BadSignature as error:
-            raise Refusal(403, str(error)) from error
         if invite.key in state.revoked:
             raise Refusal(403, f"the invite was revoked: {state.revoked[invite.key]}")
-        _check_fits(invite, pool, state.invited.get(invite.key, 0))
+        if invite.pool is not None and invite.pool != pool:
+            raise Refusal(403, f"the invite is for pool {invite.pool!r}")
+        if (times := state.invited.get(invite.key, 0)) >= invite.uses:
+            raise Refusal(403, f"the invite was used {times} times, as often as it may be")
         if pool in self._trusted and invite.pool is None:
             raise Refusal(403, f"pool {pool!r} is trusted, and the invite does not name it")
         return invite.key
-
-
-def _check_fits(invite: Invite, pool: str, used: int) -> None:
-    if invite.pool is not None and invite.pool != pool:
-        raise Refusal(403, f"the invite is for pool {invite.pool!r}")
-    if used >= invite.uses:
-        raise Refusal(403, f"the invite was used {used} times, as often as it may be")
 
 
 @dataclass(eq=False)
