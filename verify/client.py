@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from blake3 import blake3
 
@@ -50,6 +51,7 @@ from verify.timeouts import BACKLOG_S, COORDINATOR_S
 
 __all__ = ["CoordinatorClient", "RunFinished", "SubmissionRefused", "WorkItem"]
 
+T = TypeVar("T")
 ROLES_REFRESH_S = 300.0
 
 
@@ -103,10 +105,8 @@ class CoordinatorClient:
         """The run's roles, read again every few minutes."""
         if self._roles is None or time.monotonic() - self._roles_read > ROLES_REFRESH_S:
             data = self._http.call("GET", "/v1/roles", max_bytes=MAX_ROLES_BYTES).content
-            try:
-                self._roles = open_roles(data, root_public_key=self._root_public_key, run=self._run)
-            except BadSignature as error:
-                raise self._http.not_believed(error) from error
+            open_them = partial(open_roles, root_public_key=self._root_public_key, run=self._run)
+            self._roles = self._opened(data, open_them)
             self._roles_read = time.monotonic()
         return self._roles
 
@@ -114,12 +114,8 @@ class CoordinatorClient:
         """The run's resolved spec, as the coordinator signed it."""
         if self._spec is None:
             data = self._http.call("GET", "/v1/spec", max_bytes=MAX_SIGNED_SPEC_BYTES).content
-            try:
-                spec = open_spec(
-                    data, coordinators=self.roles().coordinator, place=f"{self._http.url}/v1/spec"
-                )
-            except BadSignature as error:
-                raise self._http.not_believed(error) from error
+            place, signers = f"{self._http.url}/v1/spec", self.roles().coordinator
+            spec = self._opened(data, partial(open_spec, coordinators=signers, place=place))
             if spec.name != self._run:
                 raise UserError(
                     f"serves run {spec.name!r}, not {self._run!r}",
@@ -163,10 +159,8 @@ class CoordinatorClient:
         answer = self._post("/v1/leases", body, wait_s=wait_s)
         if answer.status == HTTPStatus.NO_CONTENT:
             return None
-        try:
-            lease = open_lease(answer.content, coordinators=self.roles().coordinator)
-        except BadSignature as error:
-            raise self._http.not_believed(error) from error
+        signers = self.roles().coordinator
+        lease = self._opened(answer.content, partial(open_lease, coordinators=signers))
         if lease.worker != self._key.public_hex or lease.run != self._run:
             raise self._http.not_believed(BadSignature("a lease for another worker or run"))
         with self._held:
@@ -225,10 +219,8 @@ class CoordinatorClient:
     def site(self) -> Site:
         """Where weights are served, and the files of the data, as the coordinator signed it."""
         data = self._http.call("GET", "/v1/site", max_bytes=MAX_SITE_BYTES).content
-        try:
-            return open_site(data, coordinators=self.roles().coordinator, run=self._run)
-        except BadSignature as error:
-            raise self._http.not_believed(error) from error
+        signers = self.roles().coordinator
+        return self._opened(data, partial(open_site, coordinators=signers, run=self._run))
 
     def fetch_data(self, file: SiteFile, path: Path) -> None:
         """Fetches a file of the data, checked against its digest; a whole file or none.
@@ -265,7 +257,7 @@ class CoordinatorClient:
         answer = self._post("/v1/validator/next", body, wait_s=wait_s)
         if answer.status == HTTPStatus.NO_CONTENT:
             return None
-        item = self._work_item(answer.content)
+        item = self._opened(answer.content, self._work_item)
         with self._held:
             self._claims.add(item.submission)
         return item
@@ -313,16 +305,20 @@ class CoordinatorClient:
             held.discard(digest)
 
     def _work_item(self, data: bytes) -> WorkItem:
+        answer = parse_object(data, max_bytes=MAX_ANSWER_BYTES)
+        lease, envelope = (str(answer[name]).encode() for name in ("lease", "envelope"))
+        open_lease(lease, coordinators=self.roles().coordinator)
+        submitted, share = open_submission(envelope), answer["share"]
+        if type(share) not in (int, float) or not 0.0 <= share <= 1.0:
+            raise BadSignature(f"a share of {str(share)[:40]}")
+        return WorkItem(submitted.digest, lease, envelope, float(share))
+
+    def _opened(self, data: bytes, read: Callable[[bytes], T]) -> T:
+        """Return what `read` makes of an answer; raise its errors as a `UserError`."""
         try:
-            answer = parse_object(data, max_bytes=MAX_ANSWER_BYTES)
-            lease, envelope = (str(answer[name]).encode() for name in ("lease", "envelope"))
-            open_lease(lease, coordinators=self.roles().coordinator)
-            submitted, share = open_submission(envelope), answer["share"]
-            if type(share) not in (int, float) or not 0.0 <= share <= 1.0:
-                raise BadSignature(f"a share of {str(share)[:40]}")
+            return read(data)
         except (MalformedJson, KeyError, BadSignature) as error:
             raise self._http.not_believed(error) from error
-        return WorkItem(submitted.digest, lease, envelope, float(share))
 
     def _post(self, path: str, body: Mapping[str, Any], *, wait_s: float = 0.0) -> Answer:
         return self._http.call("POST", path, body=canonical_json(dict(body)), wait_s=wait_s)

@@ -7,7 +7,6 @@ server. The cache holds links to the run's files, whose digests are checked.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from runspec.core.files import read_bounded
 from runspec.core.hashing import digest_bytes, digest_file, is_digest
 from runspec.core.run_files import SubmissionFiles, submission_files, weights_folder
 from runspec.core.spec.schema import RunSpec
-from verify.audit.snapshot import open_snapshot
+from verify.audit.snapshot import read_events
 from verify.checks.rows import Rejected, open_rows
 from verify.coordinator.machine.events import LeaseGranted, SubmissionReceived
 from verify.formats.lease import Lease
@@ -28,10 +27,8 @@ from verify.formats.submission import (
     max_submission_bytes,
     max_submission_rows,
 )
-from verify.ledger import BadRow, decode_event
 from verify.plugins import PrefillEngine, WeightsLocation, load_prefill_engine
 
-_KINDS = (b"LeaseGranted", b"SubmissionReceived")
 NO_SERVER = "http://127.0.0.1:1"
 """Address of no server: the cache holds every version, so it is never asked."""
 _MANIFEST = "manifest.json"
@@ -56,29 +53,15 @@ def submissions_of(run_dir: Path, spec: RunSpec, pool: str) -> list[Taken]:
     Raises:
         UserError: the ledger cannot be read.
     """
-    leases: dict[str, Lease] = {}
+    granted = read_events(run_dir, spec, LeaseGranted)
+    leases = {event.digest: event.lease for event in granted if event.lease.pool == pool}
     found: list[Taken] = []
-    with closing(open_snapshot(run_dir, spec)) as snapshot:
-        for row in snapshot.rows():
-            if row.kind not in _KINDS:
-                continue
-            try:
-                event = decode_event(row.kind, row.body)
-            except BadRow as error:
-                raise UserError(
-                    f"row {row.seq} of the ledger is damaged: {error}",
-                    place=str(run_dir),
-                    remedy=f"`python -m verify audit {run_dir}` says what is wrong with it",
-                ) from error
-            if isinstance(event, LeaseGranted) and event.lease.pool == pool:
-                leases[event.digest] = event.lease
-            elif isinstance(event, SubmissionReceived) and event.lease in leases:
-                if not is_digest(event.submission):
-                    continue
-                lease = leases[event.lease]
-                files = submission_files(run_dir, lease.step, event.submission)
-                if files.submission.is_file() and files.submission_envelope.is_file():
-                    found.append(Taken(event.submission, lease, event.lease, files))
+    for event in read_events(run_dir, spec, SubmissionReceived):
+        lease = leases.get(event.lease)
+        if lease is not None and is_digest(event.submission):
+            files = submission_files(run_dir, lease.step, event.submission)
+            if files.submission.is_file() and files.submission_envelope.is_file():
+                found.append(Taken(event.submission, lease, event.lease, files))
     return sorted(found, key=lambda taken: taken.lease.version)
 
 

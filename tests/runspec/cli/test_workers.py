@@ -112,7 +112,7 @@ def test_a_run_that_was_never_started_has_no_workers_and_a_damaged_ledger_is_nam
         ledger.append([StepClosed(0.0, 3, (), "{}")])
     result = command("workers", tmp_path)
     assert isinstance(result.exception, UserError)
-    assert "the ledger cannot be replayed: steps close in order" in str(result.exception)
+    assert "it cannot be replayed: steps close in order" in str(result.exception)
 
 
 def test_what_cannot_be_done_is_said(site: Site):

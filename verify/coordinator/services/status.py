@@ -6,7 +6,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -20,11 +19,11 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
-from verify.audit.snapshot import NoLedger, open_snapshot
+from verify.audit.snapshot import NoLedger, damaged, read_events
 from verify.coordinator.edge import Edge
 from verify.coordinator.journal import Journal
+from verify.coordinator.machine.events import Event
 from verify.coordinator.machine.filling import needed_groups, tried_groups
 from verify.coordinator.machine.history import History
 from verify.coordinator.machine.reputation import reputation
@@ -33,7 +32,6 @@ from verify.coordinator.machine.state import LeaseRecord, Policy, State
 from verify.coordinator.machine.transitions import IllegalTransition, replay
 from verify.coordinator.services.activity import Activity, Peer, Peers
 from verify.coordinator.services.judging import Judging
-from verify.ledger import BadRow, decode_event
 
 T = TypeVar("T")
 
@@ -231,17 +229,11 @@ def read_workers(run_dir: Path, spec: RunSpec) -> dict[str, Any]:
     """
     policy = Policy.of(spec)
     try:
-        with closing(open_snapshot(run_dir, spec)) as snapshot:
-            events = (decode_event(row.kind, row.body) for row in snapshot.rows())
-            return workers_report(replay(policy, events))
-    except NoLedger:  # nobody has started a coordinator
+        return workers_report(replay(policy, read_events(run_dir, spec, Event)))
+    except NoLedger:  # no coordinator was started
         return workers_report(State(policy))
-    except (BadRow, IllegalTransition) as error:
-        raise UserError(
-            f"the ledger cannot be replayed: {error}",
-            place=str(run_dir),
-            remedy=f"`python -m verify audit {run_dir}` says what is wrong with it",
-        ) from error
+    except IllegalTransition as error:
+        raise damaged(run_dir, f"it cannot be replayed: {error}") from error
 
 
 class _Prometheus(Collector):
