@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
+from typing import Any
 
 from runspec.core.address import is_server_url
 from runspec.core.canonical import MalformedJson, parse_object
@@ -96,9 +97,12 @@ class CoordinatorHttp:
             retry_after_s, answered = 0.0, None
             try:
                 # An attempt that begins late still has the time that an answer needs.
-                ends = time.monotonic() + min(_TIMEOUT_S, self._deadline_s) + wait_s
+                least_s = min(_TIMEOUT_S, self._deadline_s) + wait_s
                 answer = self._try(
-                    method, path, body, envelope, wait_s, max_bytes, max(deadline, ends)
+                    *(method, path, body, envelope),
+                    max_bytes=max_bytes,
+                    timeout_s=max(deadline - time.monotonic(), least_s),
+                    idle_s=_TIMEOUT_S + wait_s,
                 )
                 retry_after_s, answered = _retry_after(answer), answer.status
                 if answer.status < 500 and not retry_after_s:
@@ -175,28 +179,13 @@ class CoordinatorHttp:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _try(
-        self,
-        method: str,
-        path: str,
-        body: bytes,
-        envelope: bytes | None,
-        wait_s: float,
-        max_bytes: int,
-        ends_at: float,
+        self, method: str, path: str, body: bytes, envelope: bytes | None, **limits: Any
     ) -> Answer:
         headers = sign_request(self._key, run=self._run, method=method, path=path, body=body)
         if envelope is not None:
             headers[ENVELOPE] = base64.b64encode(envelope).decode()
         try:
-            return fetch_now(
-                method,
-                self.url + path,
-                body=body,
-                headers=headers,
-                max_bytes=max_bytes,
-                timeout_s=ends_at - time.monotonic(),
-                idle_s=_TIMEOUT_S + wait_s,
-            )
+            return fetch_now(method, self.url + path, body=body, headers=headers, **limits)
         except LongAnswer as error:
             raise self.not_believed(BadSignature(f"{method} {path}: {error}")) from error
 

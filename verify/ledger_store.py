@@ -63,27 +63,21 @@ class LedgerStore(Protocol):
     @property
     def place(self) -> str:
         """Location of the store, for messages."""
-        ...
 
     def last(self) -> StoredRow | None:
         """Return the newest row."""
-        ...
 
     def own(self) -> None:
         """Take the writer's lock; `append` takes it too."""
-        ...
 
     def append(self, rows: Sequence[StoredRow]) -> None:
         """Add rows that follow the newest, all or none, durably."""
-        ...
 
     def clear(self) -> None:
         """Remove all rows of the run, durably."""
-        ...
 
     def rows(self) -> Iterator[StoredRow]:
         """Yield all rows, in order."""
-        ...
 
     def close(self) -> None: ...
 

@@ -167,27 +167,19 @@ def token_facts(
 
 
 def outputs_of(facts: TokenFacts, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
-    """Divides numpy arrays among the rollouts whose output tokens they are, in order.
+    """Divide the numbers of output tokens, numpy arrays, among their rollouts, in order.
 
     Args:
-        facts: of at least all their tokens; what follows is left out.
+        facts: numbers of at least all tokens of the rollouts; the rest is left out.
         inputs: the rollouts.
     """
     outputs, begin = [], 0
     for each in inputs:
         own = slice(begin, begin + len(each.output_tokens))
         begin = own.stop
-        seeded, choices = each.noise_key is not None, facts.choices
-        if each.end_token is None or choices is None:
-            mine = None
-        else:
-            mine = Choices(*(column[own] for column in choices))
-        outputs.append(
-            PrefillOutput(
-                facts.logprobs[own],
-                facts.hidden[own],
-                facts.gaps[own] if seeded else None,
-                mine,
-            )
-        )
+        gaps = None if each.noise_key is None else facts.gaps[own]
+        choices = None
+        if each.end_token is not None and facts.choices is not None:
+            choices = Choices(*(column[own] for column in facts.choices))
+        outputs.append(PrefillOutput(facts.logprobs[own], facts.hidden[own], gaps, choices))
     return outputs

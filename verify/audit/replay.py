@@ -20,15 +20,7 @@ from verify.audit.files import FileAudit
 from verify.audit.findings import Credit, Report
 from verify.audit.signers import Signers, read_roles
 from verify.audit.snapshot import Row, open_snapshot
-from verify.coordinator.machine.events import (
-    Event,
-    LeaseGranted,
-    NonceDrawn,
-    RolledBack,
-    StepClosed,
-    SubmissionJudged,
-    SubmissionReceived,
-)
+from verify.coordinator.machine import events
 from verify.coordinator.machine.gap_history import fault, is_fault
 from verify.coordinator.machine.history import History
 from verify.coordinator.machine.state import Policy, State
@@ -51,12 +43,12 @@ class LeaseAudit:
         self._seeds: dict[bytes, int] = {}
         self._nonces: set[str] = set()
 
-    def drawn(self, row: int, event: NonceDrawn) -> None:
+    def drawn(self, row: int, event: events.NonceDrawn) -> None:
         fresh = event.nonce not in self._nonces
         self._report.require(fresh, row, "nonce", "one drawn before", "32 fresh bytes")
         self._nonces.add(event.nonce)
 
-    def granted(self, row: int, event: LeaseGranted, signers: Signers) -> None:
+    def granted(self, row: int, event: events.LeaseGranted, signers: Signers) -> None:
         lease, require = event.lease, self._report.require
         data = event.document.encode("utf-8", "replace")
         digest = lease_digest(data)
@@ -135,7 +127,7 @@ def audit(run_dir: Path, *, root_key: str | None, heads: Mapping[int, str] | Non
     # Listed before the rows are read: a row is written before its manifest, so each has a row.
     on_disk = batches_on_disk(run_dir)
     with closing(open_snapshot(run_dir, spec)) as snapshot:
-        rollbacks = [row.seq for row in snapshot.rows(RolledBack.__name__)]
+        rollbacks = [row.seq for row in snapshot.rows(events.RolledBack.__name__)]
         roles = read_roles(run_dir, spec, root_key, report)
         replay = _Replay(run_dir, spec.name, Policy.of(spec), report)
         chain = ChainAudit(report, dict(heads or {}))
@@ -169,10 +161,10 @@ def _closed_since(run_dir: Path, spec: RunSpec, last: int) -> int:
     """
     next_close = 0
     with closing(open_snapshot(run_dir, spec)) as now, suppress(BadRow):  # the next audit finds it
-        for row in now.rows(StepClosed.__name__):
+        for row in now.rows(events.StepClosed.__name__):
             if row.seq > last:
                 event = decode_event(row.kind, row.body)
-                next_close = event.step + 1 if isinstance(event, StepClosed) else 0
+                next_close = event.step + 1 if isinstance(event, events.StepClosed) else 0
     return next_close
 
 
@@ -213,28 +205,28 @@ class _Replay:
             self._report.add(row.seq, "row", f"{error}, in it or above", "numbers of a run")
             self._broken = True
 
-    def _check(self, row: Row, event: Event, chain_before: str, signers: Signers) -> None:
+    def _check(self, row: Row, event: events.Event, chain_before: str, signers: Signers) -> None:
         counted = {}
-        if isinstance(event, StepClosed):
+        if isinstance(event, events.StepClosed):
             counted = self._history.batch_stats(event.at, event.step, event.trained)
         before = self._apply(row.seq, event)
         match event:
-            case NonceDrawn():
+            case events.NonceDrawn():
                 self._leases.drawn(row.seq, event)
-            case LeaseGranted():
+            case events.LeaseGranted():
                 self._leases.granted(row.seq, event, signers)
                 self._answers[event.digest] = _Answered(event.lease)
-            case SubmissionReceived():
+            case events.SubmissionReceived():
                 self._received(row.seq, event)
-            case SubmissionJudged():
+            case events.SubmissionJudged():
                 self._judged(row.seq, event, signers, before)
-            case StepClosed():
+            case events.StepClosed():
                 self._next_close = max(self._next_close, event.step + 1)
                 groups = self._groups(event)
                 manifest = self._batches.closed(row.seq, event, chain_before, groups, signers)
                 if manifest is not None and before is not None:
                     self._batches.follows(row.seq, event, manifest, before, counted)
-            case RolledBack():
+            case events.RolledBack():
                 self._next_close = event.version
                 self._files.rolled_back()
                 self._batches.rolled_back(event.version)
@@ -261,7 +253,7 @@ class _Replay:
                 "were replayed"
             )
 
-    def _apply(self, row: int, event: Event) -> State | None:
+    def _apply(self, row: int, event: events.Event) -> State | None:
         """Apply an event and return the state before it; None if that is not known."""
         if self._broken:
             return None
@@ -275,7 +267,7 @@ class _Replay:
         self._history.take(event, self._state.leases)
         return before
 
-    def _received(self, row: int, event: SubmissionReceived) -> None:
+    def _received(self, row: int, event: events.SubmissionReceived) -> None:
         answered = self._answers.get(event.lease)
         if answered is None:
             self._report.add(row, "submission", f"for lease {event.lease}", "a lease granted above")
@@ -284,7 +276,7 @@ class _Replay:
         self._files.received(row, event, answered.lease)
 
     def _judged(
-        self, row: int, event: SubmissionJudged, signers: Signers, before: State | None
+        self, row: int, event: events.SubmissionJudged, signers: Signers, before: State | None
     ) -> None:
         answered = self._answers.get(event.lease)
         if answered is None:
@@ -299,7 +291,7 @@ class _Replay:
                 event.reason == expected, row, "gaps of the worker", event.reason, expected
             )
 
-    def _groups(self, event: StepClosed) -> list[BatchGroup] | None:
+    def _groups(self, event: events.StepClosed) -> list[BatchGroup] | None:
         groups = []
         for trained in event.trained:
             answered = self._answers.get(trained.lease)

@@ -55,7 +55,6 @@ class Snapshot(Protocol):
 
     def rows(self, kind: str | None = None) -> Iterator[Row]:
         """Yield the rows of a kind, in order; all rows if None."""
-        ...
 
     def close(self) -> None: ...
 

@@ -174,7 +174,7 @@ class _Work:
         published = getattr(_of_class(self._published, below), name)
         if values is None:
             return float(published)
-        bound = self._bound(values, self._unit(measured, below))
+        bound = tail_bound(values, self._probability, unit=self._unit(measured, below))
         limit, note = self._chosen(key, bound, published, getattr(FLOOR, name))
         self._note(key, values, bound, published, limit, note)
         return limit
@@ -244,9 +244,6 @@ class _Work:
             "mantissa_mean": self.limit("mantissa_mean", below),
             "mantissa_median": median,
         }
-
-    def _bound(self, values: np.ndarray, unit: float | None) -> Bound:
-        return tail_bound(values, self._probability, unit=unit)
 
     def _chosen(self, key: str, bound: Bound, published: float, floor: float) -> tuple[float, str]:
         if bound.value is None:

@@ -86,7 +86,7 @@ def build_proofs_batch(rollouts: Sequence[np.ndarray]) -> list[list[bytes]]:
     """Build proofs of many rollouts at once, which is cheaper than one by one."""
     chunks = [split(hidden) for hidden in rollouts]
     flat = [chunk for rollout in chunks for chunk in rollout]
-    proofs = iter([proof for block in blocks(flat) for proof in _build(block)])
+    proofs = iter([proof for block in blocks(flat) for proof in _encode(select(block))])
     return [[next(proofs) for _ in rollout] for rollout in chunks]
 
 
@@ -124,10 +124,6 @@ def build_proofs_of(selections: Sequence[Selection]) -> list[list[bytes]]:
         ]
     )
     return [[next(proofs) for _ in each.sizes] for each in selections]
-
-
-def _build(chunks: list[np.ndarray]) -> list[bytes]:
-    return _encode(select(chunks))
 
 
 def _checked(selection: Selection) -> Selection:

@@ -197,15 +197,6 @@ def verify_proofs(hidden_bits: np.ndarray, proofs: Sequence[bytes]) -> list[Chun
     return result
 
 
-def _open_claims(chunks: list[np.ndarray], proofs: list[Proof]) -> tuple[Selection, np.ndarray]:
-    """The largest activations of C chunks, and what is claimed of them: i64 [C, 128]."""
-    selection = select(chunks)
-    moduli = np.array([proof.modulus for proof in proofs])
-    coefficients = np.stack([proof.coefficients for proof in proofs]).astype(np.float64)
-    values = evaluate(coefficients, selection.indices % moduli[:, None])
-    return selection, canonical(values)
-
-
 def verify_proofs_batch(
     rollouts: Sequence[np.ndarray],
     proofs: Sequence[Sequence[bytes]],
@@ -248,55 +239,32 @@ def _parse(chunks: list[np.ndarray], proofs: Sequence[bytes]) -> list[Proof] | M
 
 
 def _compare(chunks: list[np.ndarray], claims: list[tuple[Proof, int]]) -> list[ChunkStatistics]:
-    """Compare chunks with their proofs, each with the hidden size."""
-    selection, claimed = _open_claims(chunks, [proof for proof, _ in claims])
+    """Compare C chunks with their proofs.
+
+    Args:
+        chunks: u16 bits, flat.
+        claims: of each chunk its proof and the hidden size.
+    """
+    selection = select(chunks)
+    true, used, k = selection.bits, selection.used, selection.k
     moduli = np.array([proof.modulus for proof, _ in claims])
     coefficients = np.stack([proof.coefficients for proof, _ in claims])
-    shape = _Shape(
-        np.maximum(injective_moduli(selection.indices) - moduli, 0),
-        _missing_terms(selection, coefficients),
-        np.array([width for _, width in claims]),
-    )
-    return _statistics(selection, claimed, shape)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """Numbers of C proofs and chunks that do not depend on the claimed values: each i64 [C]."""
-
-    modulus_gaps: np.ndarray
-    missing_terms: np.ndarray
-    widths: np.ndarray
-    """Hidden sizes."""
-
-
-def _missing_terms(selection: Selection, coefficients: np.ndarray) -> np.ndarray:
-    degrees = TOP_K - 1 - np.argmax(coefficients[:, ::-1] != 0, axis=1)
-    degrees[~coefficients.any(axis=1)] = 0
-    return np.where(_alike(selection), 0, selection.k - 1 - degrees)
-
-
-def _alike(selection: Selection) -> np.ndarray:
-    """bool [C]: all k activations are one value, so that their polynomial is a constant."""
-    return (~selection.used | (selection.bits == selection.bits[:, :1])).all(axis=1)
-
-
-def _statistics(selection: Selection, claimed: np.ndarray, shape: _Shape) -> list[ChunkStatistics]:
-    """Compare the bits at the selected positions with those that the proofs claim: [C, 128]."""
-    true, used, k = selection.bits, selection.used, selection.k
-    differing = true ^ claimed
-    agree = used & (differing & _EXPONENT == 0)
+    points = selection.indices % moduli[:, None]
+    claimed = canonical(evaluate(coefficients.astype(np.float64), points))
+    modulus_gaps = np.maximum(injective_moduli(selection.indices) - moduli, 0)
+    missing = _missing_terms(selection, coefficients)
+    agree = used & ((true ^ claimed) & _EXPONENT == 0)
     agreeing = agree.sum(axis=1)
     mantissa = np.abs((true & _MANTISSA) - (claimed & _MANTISSA))
     total = np.where(agree, mantissa, 0).sum(axis=1)
     middle = _upper_median(np.where(agree, mantissa, _FAR), agreeing)
-    signs = (agree & (differing & _SIGN != 0)).sum(axis=1)
+    signs = (agree & ((true ^ claimed) & _SIGN != 0)).sum(axis=1)
     ordered = _signed(true)
     distance = np.where(used, np.abs(ordered - _signed(claimed)), _FAR)
     error = _upper_median(distance, k)
     constant = _constant_error(true & MAGNITUDE, used, k)
     misses = np.stack([(used & (distance > radius)).sum(axis=1) for radius in RADII], axis=1)
-    guesses = guessable(selection, ordered, shape.widths)
+    guesses = guessable(selection, ordered, np.array([width for _, width in claims]))
     guesses = np.where(_alike(selection)[:, None], k[:, None], guesses)  # a constant hits them
     return [
         ChunkStatistics(
@@ -308,13 +276,24 @@ def _statistics(selection: Selection, claimed: np.ndarray, shape: _Shape) -> lis
             sign_mismatches=int(signs[c]),
             error_median=float(error[c]),
             constant_error=float(constant[c]),
-            modulus_gap=int(shape.modulus_gaps[c]),
-            missing_terms=int(shape.missing_terms[c]),
+            modulus_gap=int(modulus_gaps[c]),
+            missing_terms=int(missing[c]),
             misses=tuple(misses[c].tolist()),
             guessable=tuple(guesses[c].tolist()),
         )
         for c in range(len(k))
     ]
+
+
+def _missing_terms(selection: Selection, coefficients: np.ndarray) -> np.ndarray:
+    degrees = TOP_K - 1 - np.argmax(coefficients[:, ::-1] != 0, axis=1)
+    degrees[~coefficients.any(axis=1)] = 0
+    return np.where(_alike(selection), 0, selection.k - 1 - degrees)
+
+
+def _alike(selection: Selection) -> np.ndarray:
+    """bool [C]: all k activations are one value, so that their polynomial is a constant."""
+    return (~selection.used | (selection.bits == selection.bits[:, :1])).all(axis=1)
 
 
 def _signed(bits: np.ndarray) -> np.ndarray:

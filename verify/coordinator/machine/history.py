@@ -12,16 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from verify.coordinator.machine.events import (
-    Event,
-    NonceDrawn,
-    RolledBack,
-    StepClosed,
-    SubmissionJudged,
-    SubmissionReceived,
-    SubmissionSetAside,
-    TrainedGroup,
-)
+from verify.coordinator.machine import events
 
 RECENT = 1000
 """Submissions in the `recent` percentiles."""
@@ -70,7 +61,7 @@ class History:
         self._accepted: deque[tuple[float, int]] = deque()
         """When verdicts accepted how many output tokens, since the oldest open step was opened."""
 
-    def take(self, event: Event, remembered: Iterable[str]) -> None:
+    def take(self, event: events.Event, remembered: Iterable[str]) -> None:
         """Records an event.
 
         Args:
@@ -78,12 +69,12 @@ class History:
             remembered: the leases that the state after it still knows.
         """
         match event:
-            case NonceDrawn():
+            case events.NonceDrawn():
                 self._opened.setdefault(event.step, event.at)
-            case SubmissionReceived():
+            case events.SubmissionReceived():
                 self._bytes[event.lease] = event.bytes
                 self._untrained[event.lease] = event.at
-            case SubmissionJudged():
+            case events.SubmissionJudged():
                 self._bytes.pop(event.lease, None)
                 self._verdicts.append(event.at)
                 took = event.at - self._untrained[event.lease]
@@ -93,10 +84,10 @@ class History:
                 self._accepted.append((event.at, tokens))
                 if not event.accepted:
                     del self._untrained[event.lease]
-            case SubmissionSetAside():
+            case events.SubmissionSetAside():
                 self._bytes.pop(event.lease, None)
                 del self._untrained[event.lease]
-            case StepClosed():
+            case events.StepClosed():
                 for took in self._trained(event.at, event.trained):
                     self.to_manifest.add(took)
                 kept = set(remembered) - {group.lease for group in event.trained}
@@ -106,7 +97,7 @@ class History:
                 oldest = min(self._opened.values(), default=event.at)
                 while self._accepted and self._accepted[0][0] < oldest:
                     self._accepted.popleft()
-            case RolledBack():
+            case events.RolledBack():
                 self._bytes, self._untrained, self._since_batch = {}, {}, []
                 self._opened, self._accepted = {}, deque()
 
@@ -120,7 +111,9 @@ class History:
             return 0.0
         return len(self._verdicts) / max(now - self._verdicts[0], _LEAST_SPAN_S)
 
-    def batch_stats(self, now: float, step: int, trained: Iterable[TrainedGroup]) -> dict[str, Any]:
+    def batch_stats(
+        self, now: float, step: int, trained: Iterable[events.TrainedGroup]
+    ) -> dict[str, Any]:
         """`stats` of the batch manifest that closes a step now.
 
         Args:
@@ -148,7 +141,7 @@ class History:
             return None
         return sum(tokens for at, tokens in self._accepted if at > opened) / (now - opened)
 
-    def _trained(self, now: float, trained: Iterable[TrainedGroup]) -> list[float]:
+    def _trained(self, now: float, trained: Iterable[events.TrainedGroup]) -> list[float]:
         """How long each submission waited for the first manifest that names it."""
         leases = dict.fromkeys(group.lease for group in trained)
         return [now - self._untrained[lease] for lease in leases if lease in self._untrained]

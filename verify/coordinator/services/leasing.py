@@ -24,15 +24,7 @@ from verify.coordinator.edge import Edge
 from verify.coordinator.edge.limits import NewKeys
 from verify.coordinator.intake import Refusal, received, refusing, to_the_end, write_small
 from verify.coordinator.journal import Finished, Journal
-from verify.coordinator.machine import filling
-from verify.coordinator.machine.events import (
-    LeaseGranted,
-    LeaseOverdue,
-    LeaseReleased,
-    NonceDrawn,
-    SubmissionReceived,
-    WorkerRegistered,
-)
+from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.state import LeaseRecord, State
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import SubmissionEnvelope, max_submission_bytes
@@ -175,7 +167,7 @@ class Leasing:
             state = self._journal.state
             by = self._admission.admit(state, key, pool, invite, now, address=address)
             own = by is None and self._admission.is_own(key)
-            self._journal.record(WorkerRegistered(now, key, pool, by, own))
+            self._journal.record(events.WorkerRegistered(now, key, pool, by, own))
             _log.info("worker %s of pool %s registered", key[:16], pool)
 
     async def lease(self, key: str, holding: Collection[str], wait_s: float) -> bytes | None:
@@ -245,9 +237,9 @@ class Leasing:
                 case filling.NonceNeeded(step):
                     nonce = secrets.token_hex(32)
                     self._journal.record(
-                        NonceDrawn(now, step, nonce, len(self._journal.state.workers))
+                        events.NonceDrawn(now, step, nonce, len(self._journal.state.workers))
                     )
-                case LeaseOverdue():
+                case events.LeaseOverdue():
                     lease = self._journal.state.leases[decision.lease].lease
                     self._journal.record(decision)
                     _log.warning(
@@ -258,7 +250,9 @@ class Leasing:
                 case Lease():
                     document = sign_lease(decision, self._key)
                     self._journal.record(
-                        LeaseGranted(now, decision, lease_digest(document), document.decode())
+                        events.LeaseGranted(
+                            now, decision, lease_digest(document), document.decode()
+                        )
                     )
 
     def release(self, key: str, digests: Collection[str]) -> None:
@@ -275,7 +269,7 @@ class Leasing:
             if record is None or record.lease.worker != key or record.status != "open":
                 continue
             if digest not in self._uploading:
-                self._journal.record(LeaseReleased(self._journal.clock(), digest))
+                self._journal.record(events.LeaseReleased(self._journal.clock(), digest))
 
     async def submit(
         self, envelope: SubmissionEnvelope, signed: bytes, chunks: AsyncIterator[bytes]
@@ -325,7 +319,7 @@ class Leasing:
                 now = self._journal.clock()
                 self._must_be_open(self._lease_of(envelope), envelope, now)
                 self._journal.record(
-                    SubmissionReceived(now, record.digest, envelope.digest, envelope.bytes)
+                    events.SubmissionReceived(now, record.digest, envelope.digest, envelope.bytes)
                 )
 
     def _lease_of(self, envelope: SubmissionEnvelope) -> LeaseRecord:

@@ -72,7 +72,7 @@ class Cache(Generic[T]):
 
 
 class Status:
-    """Reports on the coordinator's parts, and changes none of them."""
+    """Status of the coordinator; it reads the other services and changes nothing."""
 
     def __init__(
         self, run: str, journal: Journal, judging: Judging, edge: Edge, peers: Peers
@@ -81,21 +81,13 @@ class Status:
         self._workers, self._validators = peers.workers, peers.validators
         self._registry = CollectorRegistry()
         self._registry.register(_Prometheus(self, journal.history))
-        self._report = Cache(self._of_now)
-        self._document = Cache(lambda: json.dumps(self.report()).encode())
-        self._metrics = Cache(lambda: generate_latest(self._registry))
-
-    def metrics(self) -> bytes:
-        """Answer of `GET /metrics`; some seconds old where there are thousands of workers."""
-        return self._metrics.get()
-
-    def document(self) -> bytes:
-        """`report` as JSON; some seconds old where there are thousands of workers."""
-        return self._document.get()
-
-    def report(self) -> dict[str, Any]:
-        """Answer of `GET /v1/status`; times are seconds since the epoch, ages seconds."""
-        return self._report.get()
+        self.report = Cache(self._of_now).get
+        """Returns the status; times are seconds since the epoch, ages seconds. With thousands of
+        workers all three are some seconds old."""
+        self.document = Cache(lambda: json.dumps(self.report()).encode()).get
+        """Returns the answer of `GET /v1/status`: the report as JSON."""
+        self.metrics = Cache(lambda: generate_latest(self._registry)).get
+        """Returns the answer of `GET /metrics`."""
 
     def _of_now(self) -> dict[str, Any]:
         state, now = self._journal.state, self._journal.clock()
@@ -163,7 +155,7 @@ def workers_report(state: State, heard: Activity | None = None, now: float = 0.0
 
     Args:
         state: of the run.
-        heard: who was heard of lately; None: nobody.
+        heard: workers that sent requests lately; None: none.
         now: seconds since the epoch.
     """
     open_leases = Counter(r.lease.worker for r in state.leases.values() if r.status == "open")
@@ -209,7 +201,7 @@ def _standing(state: State, key: str) -> str:
 
 
 def _peer(peer: Peer | None, now: float) -> dict[str, Any]:
-    if peer is None:  # not heard of since the coordinator began
+    if peer is None:  # it has sent no request since the coordinator started
         return {"alive": False, "silent_s": None, "info": {}, "state": {}}
     return {
         "alive": peer.alive(now),
@@ -222,7 +214,7 @@ def _peer(peer: Peer | None, now: float) -> dict[str, Any]:
 
 
 def read_workers(run_dir: Path, spec: RunSpec) -> dict[str, Any]:
-    """Return `workers` and `banned` of `GET /v1/status` from the ledger, without a coordinator.
+    """Return what `workers_report` does, from the ledger of a run without a coordinator.
 
     Raises:
         UserError: it cannot be read.
@@ -237,7 +229,7 @@ def read_workers(run_dir: Path, spec: RunSpec) -> dict[str, Any]:
 
 
 class _Prometheus(Collector):
-    """Gauges and counters made from the report at each scrape."""
+    """Makes gauges, counters and histograms from the report at each scrape."""
 
     def __init__(self, status: Status, history: History) -> None:
         self._status, self._history = status, history
