@@ -48,7 +48,7 @@ BODY_S = 30.0
 _MAX_HOLDING = 64
 _CHUNK_BYTES = 1 << 20
 _SMALL_BYTES = 64 * 1024
-"""Larger answers count as downloads, of which only few may be sent at once."""
+"""Larger answers count as downloads, and few downloads may be sent at once."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -81,12 +81,12 @@ class Api:
     """The endpoints of `docs/coordinator.md`.
 
     Args:
-        journal: the run's.
-        services: what the endpoints call.
-        peers: records who was heard of.
-        authentication: says who makes a request.
+        journal: journal of the run.
+        services: services that the endpoints call.
+        peers: records the activity of workers and validators.
+        authentication: identifies and limits callers.
         roles: names the validators.
-        documents: the public ones.
+        documents: public documents.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Api:
         self._operator, self._site = services.operator, services.site
         self._status = services.status
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Gets the error after which the process must end: a ledger that cannot be written."""
+        """Receives the error after which the process must end: the ledger cannot be written."""
 
     def application(self) -> web.Application:
         application = web.Application(middlewares=[self._errors])
@@ -306,7 +306,7 @@ class Api:
             raise Refusal(400, f"fields {sorted(body)} instead of {sorted(fields)}")
         return body
 
-    # -- Validators' keys, and what goes wrong ---------------------------------------------------
+    # -- Validators' keys and errors -------------------------------------------------------------
 
     def _validator(self, request: web.Request) -> SignedRequest:
         caller = self._authentication.caller(request)
@@ -320,7 +320,7 @@ class Api:
         try:
             return await handler(request)
         except Refusal as error:
-            # Not in the log by default: anybody can cause any number of these lines.
+            # At debug level, because anybody can cause any number of these lines.
             _log.debug("%s %s refused: %s", request.method, request.path, error)
             return _error(error.status, error.words, error.retry_after_s)
         except Unauthorised as error:
@@ -333,7 +333,7 @@ class Api:
         except (UserError, IllegalTransition) as error:
             if not self.failure.done():
                 self.failure.set_exception(error)
-            return _error(503, "the coordinator has to be started again")
+            return _error(503, "the coordinator must be started again")
 
 
 def _error(status: int, words: str, retry_after_s: float | None = None) -> web.Response:
@@ -364,7 +364,7 @@ async def _read(request: web.Request) -> bytes:
 
 def _wait_and_holding(body: dict[str, Any]) -> tuple[float, list[str]]:
     wait, holding = body["wait"], _digests("holding", body["holding"])
-    # By comparison alone: JSON's integers have thousands of digits, more than a float takes.
+    # Compared before the conversion, because a float cannot hold every integer of JSON.
     if type(wait) not in (int, float) or not 0 <= wait < math.inf:
         raise Refusal(400, "wait must be a number of seconds")
     return float(min(wait, MAX_WAIT_S)), holding

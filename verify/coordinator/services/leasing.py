@@ -1,7 +1,7 @@
-"""The workers' service: decides who may register, grants leases, receives submissions.
+"""Service for workers: decides who may register, grants leases, receives submissions.
 
-Work from trusted pools is checked less, so they take only keys that the operator named: the run's
-own, and those with an invite for that pool.
+Work from trusted pools is checked less. So they take only keys that the operator named: the run's
+own keys, and keys with an invite for that pool.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _log = logging.getLogger(__name__)
 
 
 class Admission:
-    """Decides on a key that registers for the first time.
+    """Decides whether a key may register for the first time.
 
     Args:
         spec: the run's resolved spec.
-        roles: keys that may sign invites.
+        roles: its coordinators may sign invites.
         own: public keys of the run's own workers.
         new_keys: limits keys without an invite.
     """
@@ -50,7 +50,7 @@ class Admission:
         self._trusted = frozenset(pool.name for pool in spec.samplers if pool.trust == "trusted")
 
     def is_own(self, key: str) -> bool:
-        """Whether it is one of the run's own workers."""
+        """Return whether a key is one of the run's own workers'."""
         return key in self._own
 
     def admit(
@@ -59,12 +59,12 @@ class Admission:
         """Return the public key of the invite that admits a new key; None if it needs none.
 
         Args:
-            state: of the run; counts the uses of invites.
-            key: the worker's.
-            pool: which it wants to serve.
-            used: the invite that it sent, None without one.
+            state: state of the run; it counts the uses of invites.
+            key: public key of the worker.
+            pool: pool that it wants to serve.
+            used: invite that it sent; None without one.
             now: seconds since the epoch.
-            address: of the client.
+            address: address of the client.
 
         Raises:
             Refusal: 403 with the reason, or 429.
@@ -103,7 +103,7 @@ class Admission:
 
 @dataclass(eq=False)
 class _Question:
-    """A request for a lease that is waiting for its answer; two of one key are different."""
+    """A waiting request for a lease; a key may have several."""
 
     key: str
     holding: Collection[str]
@@ -114,12 +114,12 @@ class Leasing:
     """Tells workers what to sample and receives their submissions.
 
     Args:
-        journal: where events go.
+        journal: records the events.
         spec: the run's resolved spec.
         key: signs the leases.
-        roles: whose keys cannot be workers'.
+        roles: its keys cannot be workers'.
         admission: decides who may register.
-        edge: says whether there is room for submissions.
+        edge: limits the waiting submissions.
     """
 
     def __init__(
@@ -144,16 +144,17 @@ class Leasing:
         """Time at which there may be work although the state does not change."""
 
     def register(self, key: str, pool: str, invite: object = None, *, address: str) -> None:
-        """Register a key as a worker of a pool; again, it changes nothing and needs no invite.
+        """Register a key as a worker of a pool. A second call changes nothing and needs no invite.
 
         Args:
-            key: the worker's.
-            pool: of the spec.
-            invite: what the worker sent with it, unchecked.
-            address: of the client.
+            key: public key of the worker.
+            pool: name of the pool.
+            invite: invite that the worker sent, unchecked.
+            address: address of the client.
 
         Raises:
-            Refusal: no such pool, a key with a role, another pool's, not invited, or too many.
+            Refusal: there is no such pool; or the key has a role, belongs to another pool, is not
+                invited, or is one too many.
         """
         if pool not in self._pools:
             raise Refusal(404, f"the run has no pool {pool!r}; it has {', '.join(self._pools)}")
@@ -174,13 +175,13 @@ class Leasing:
         """Return a signed lease for a worker; None if there was none within `wait_s` seconds.
 
         Args:
-            key: the worker's.
-            holding: digests of the leases that its process works on already.
+            key: public key of the worker.
+            holding: digests of the leases that its process works on.
             wait_s: how long to wait for work.
 
         Raises:
             Refusal: the key is not registered.
-            Finished: there will be none.
+            Finished: the run is finished.
         """
         if key not in self._journal.state.workers:
             raise Refusal(403, "this key is not registered: POST /v1/workers first")
@@ -204,10 +205,10 @@ class Leasing:
     def _answer_in_turn(self, new: Sequence[_Question]) -> None:
         """Answer the open questions for which there is work.
 
-        All who wait call it when something changes; the first answers everybody.
+        All waiting requests call this after an event; the first call answers all of them.
 
         Args:
-            new: who asks since just now. Nobody else has to be heard if nothing changed.
+            new: the newest question. If nothing has changed, only it needs an answer.
         """
         due = self._overdue_at is not None and self._journal.clock() >= self._overdue_at
         settled = self._settled is self._journal.state and not due
@@ -233,7 +234,7 @@ class Leasing:
                 case None:
                     return None
                 case _ if self._backlog.full() is not None:
-                    return None  # status says why
+                    return None  # the status reports why
                 case filling.NonceNeeded(step):
                     nonce = secrets.token_hex(32)
                     self._journal.record(
@@ -256,13 +257,13 @@ class Leasing:
                     )
 
     def release(self, key: str, digests: Collection[str]) -> None:
-        """Take back leases that their holder will not answer, so that others may have the groups.
+        """Take back leases that their holder will not answer; others may be leased the groups.
 
-        Other leases stay as they are: not open, not the caller's, or being answered just now.
+        Leases that are not open, not the caller's, or being answered now do not change.
 
         Args:
-            key: the worker's.
-            digests: of the leases.
+            key: public key of the worker.
+            digests: digests of the leases.
         """
         for digest in digests:
             record = self._journal.state.leases.get(digest)
@@ -276,12 +277,12 @@ class Leasing:
     ) -> None:
         """Receive a submission; the same bytes again change nothing.
 
-        If too much waits for a verdict, a refusal says when to come again before the body is read,
-        and the lease lasts until then.
+        If too many submissions wait for a verdict, a refusal names the time of a retry before the
+        body is read, and the lease lasts until then.
 
         Args:
-            envelope: checked to be signed by the caller.
-            signed: the envelope's bytes.
+            envelope: statement of the submission; the caller's signature is checked.
+            signed: bytes of the envelope.
             chunks: the body.
         """
         record, now = self._lease_of(envelope), self._journal.clock()
