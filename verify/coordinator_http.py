@@ -26,31 +26,34 @@ MAX_ANSWER_BYTES = 64 * 1024
 _TIMEOUT_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _MAX_WORDS = 1000
-"""Characters of a refusal."""
+"""Largest number of characters of a refusal that a message repeats."""
 _LONGEST_RETRY_S = 60.0
 """Longest wait after a 429, in seconds, whatever the coordinator asks for."""
 
 
 class RunFinished(Exception):
-    """The run has its last batch: there is no more work, and the caller may exit 0."""
+    """Raised when the run has its last batch: there is no more work, and the caller may exit 0."""
 
 
 class SubmissionRefused(UserError):
-    """The coordinator will not take this submission (its lease expired, say); the next may do."""
+    """Raised if the coordinator refuses a submission, for example because its lease expired.
+
+    It may accept the next one.
+    """
 
 
 class CoordinatorHttp:
-    """Asks one coordinator; threads may share it.
+    """Sends requests to one coordinator; threads may share it.
 
     Args:
-        url: like http://127.0.0.1:8000.
+        url: URL such as http://127.0.0.1:8000.
         key: signs each request.
-        run: the run's name.
-        deadline_s: how long one call goes on trying while the coordinator cannot be reached,
-            answers 429 or 5xx, or does not come to the end of its answer; then UserError.
+        run: name of the run.
+        deadline_s: seconds for which a call retries while the coordinator cannot be reached,
+            answers 429 or 5xx, or does not complete its answer; then it raises UserError.
 
     Raises:
-        UserError: the URL is none.
+        UserError: the URL is not one of a server.
     """
 
     def __init__(self, url: str, key: SigningKey, *, run: str, deadline_s: float) -> None:
@@ -77,18 +80,18 @@ class CoordinatorHttp:
         """Send a request, signed anew each time, until it is answered or the deadline passes.
 
         Args:
-            method, path: of the request.
-            body: what it carries.
-            envelope: of a submission or verdict; goes into a header.
-            wait_s: how long the coordinator may wait before it answers, beside the deadline.
-            backlog_s: how long the deadline is reset whenever the coordinator says when to retry
-                (429).
-            max_bytes: of the answer.
+            method, path: method and path of the request.
+            body: body of the request.
+            envelope: envelope of a submission or verdict, sent in a header.
+            wait_s: seconds that the coordinator may wait before it answers, added to the deadline.
+            backlog_s: seconds during which an answer 429 resets the deadline.
+            max_bytes: largest size of the answer.
 
         Raises:
             RunFinished: the coordinator answers 410.
             SubmissionRefused: it answers 409.
-            UserError: it refuses otherwise, is away until the deadline, or says too much.
+            UserError: it refuses for another reason, cannot be reached until the deadline, or sends
+                too long an answer.
         """
         began = time.monotonic()
         deadline = began + self._deadline_s + wait_s
@@ -111,7 +114,7 @@ class CoordinatorHttp:
             except NoAnswer as error:
                 trouble = f"cannot be reached: {error}"
             pause = max(pause, retry_after_s)
-            if retry_after_s and time.monotonic() < began + backlog_s:  # it is up, and overloaded
+            if retry_after_s and time.monotonic() < began + backlog_s:  # it is up but overloaded
                 deadline = time.monotonic() + retry_after_s + self._deadline_s + wait_s
             if time.monotonic() + pause > deadline:
                 raise UserError(
@@ -129,15 +132,15 @@ class CoordinatorHttp:
         return self._checked(answer, f"{method} {path}")
 
     def stream(self, path: str, take: Callable[[Iterable[bytes]], None]) -> None:
-        """Fetches something long that everybody may have, asked for anew until all has come.
+        """Fetch a long public answer, and retry until it is complete.
 
         Args:
-            path: of the request.
-            take: is given the pieces, from the first one at each attempt.
+            path: path of the request.
+            take: receives the pieces, from the first one at each attempt.
 
         Raises:
-            UserError: there is no such thing, or the coordinator is away until the deadline, which
-                begins anew with each attempt that got further than those before.
+            UserError: there is no such path, or the coordinator cannot be reached until the
+                deadline. Each attempt that gets further than those before resets the deadline.
         """
         deadline, pause = time.monotonic() + self._deadline_s, _FIRST_PAUSE_S
         came = furthest = 0
@@ -202,7 +205,7 @@ class CoordinatorHttp:
     def not_believed(self, error: Exception) -> UserError:
         """Return the error of an answer that no coordinator sends."""
         return UserError(
-            f"an answer that is not to be believed: {error}",
+            f"an answer that cannot be verified: {error}",
             place=f"coordinator {self.url}",
             remedy="check --coordinator, --run and --public-key",
         )
@@ -221,13 +224,13 @@ def _remedy(answered: int | None) -> str:
     """Return what a person can do if the coordinator did not answer in time.
 
     Args:
-        answered: the status of its last answer; None where there was none.
+        answered: status of its last answer; None if there was none.
     """
     if answered is None:
         return "check that the coordinator runs and that its address is right"
     if answered == HTTPStatus.TOO_MANY_REQUESTS:
-        return "it has too much to do: try again later, or ask whoever runs it"
-    return "it is there: its log says what it waits for (a full disk, its database)"
+        return "it is overloaded: try again later, or ask the person who runs it"
+    return "it is up: its log says what it waits for (a full disk, its database)"
 
 
 def _words(answer: Answer) -> str:
