@@ -1,13 +1,15 @@
-"""Compares proofs with recomputed activations, and bounds what a guess could hit.
+"""Compares proofs with recomputed activations, and bounds the hits of a guess.
 
-A polynomial of degree above 0 takes a prescribed value, within r units in the last place, at some
-128 log(65497) / log(65497 / (2r + 1)) positions at most (there are 65497**128 polynomials; each
-position leaves a share of (2r + 1) / 65497 of them): 172 for r = 8, 206 for r = 32. A forger who
-knows a model's statistics chooses the positions where it is often large, and the values that it
-often has there. So a forger is granted 256 cells of the chunk: as many whole channels as make
-these, a signed value for each. The best choice is made in hindsight, on the very activations that
-are judged. What it hits is an upper bound for every forgery of this kind, whatever was known of the
-model.
+A polynomial of degree above 0 can take prescribed values, within r units in the last place, at
+about 128 log(65497) / log(65497 / (2r + 1)) positions at most: 172 for r = 8, 206 for r = 32. The
+reason is that there are 65497**128 polynomials, and each position leaves a share of (2r + 1) /
+65497.
+
+A forger who knows a model's statistics chooses the positions where activations are often large, and
+the values that they often have there. So the bound assumes 256 cells of the chunk: whole channels,
+with one signed value each. The best choice is made in hindsight, from the judged activations
+themselves. Its hits are an upper bound for every forgery of this kind, whatever the forger knows of
+the model.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from verify.toploc.selection import (
 )
 
 RADII = (8, 32)
-"""Units in the last place within which a claim hits: 8 for bfloat16's rounding, 32 for fp8's."""
+"""Largest distances of a hit in units in the last place: 8 for bfloat16's rounding, 32 for
+fp8's."""
 GRANTED_CELLS = 2 * TOP_K
 _OFFSET = 1 << 16  # makes ordered values positive
 _CHANNEL = 1 << 18  # beyond them and any radius
@@ -42,7 +45,7 @@ def guessable(selection: Selection, ordered: np.ndarray, widths: np.ndarray) -> 
 
     Args:
         selection: the largest activations of C chunks.
-        ordered: i64 [C, 128], their bits as integers in the order of the numbers.
+        ordered: i64 [C, 128], their bits as integers in the order of the numbers (`_signed`).
         widths: i64 [C], hidden size of each chunk.
 
     Returns:
@@ -78,9 +81,9 @@ class NullTest:
     radius: int
     """Index into `RADII`."""
     allowed: int
-    """Positions that may be further off than the radius."""
+    """Number of positions that may be further off than the radius."""
     bits: float
-    """Bits that passing is worth (`bits_against_guessing`)."""
+    """Bits that passing the test is worth (`bits_against_guessing`)."""
 
 
 def null_test(
@@ -95,16 +98,16 @@ def null_test(
     """Return the most lenient test of a chunk that is worth enough bits, or else the strictest.
 
     Args:
-        k: positions that are judged.
-        elements: of the chunk.
+        k: number of judged positions.
+        elements: number of elements of the chunk.
         guesses: `ChunkStatistics.guessable`.
-        shares: of k, that may miss: at least (what honest claims need), and at most.
+        shares: shares of k that may miss: the least, which honest claims need, and the most.
         noise: median error that honest claims may have, units in the last place.
-        enough_bits: see above.
+        enough_bits: bits that the test should be worth.
 
     Returns:
-        The bits are 0 where noise exceeds every radius, and where k is more than half of the chunk,
-        so that its smallest are near 0.
+        The test. Its bits are 0 if the noise exceeds every radius, or if k is more than half of the
+        chunk, because its smallest activations are then near 0.
     """
     least, most = (math.floor(share * k) for share in shares)
     usable = [i for i, radius in enumerate(RADII) if noise <= radius]
@@ -120,16 +123,18 @@ def null_test(
 
 
 def _granted_channels(sizes: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """Return the whole channels in 256 cells, rounded up: 8 of a full chunk, more of a short."""
+    """Return the whole channels in 256 cells, rounded up: 8 for a full chunk, more for a short
+    one."""
     rows = np.maximum(sizes // widths, 1)
     return np.minimum(-(-GRANTED_CELLS // rows), TOP_K)
 
 
 def bits_against_guessing(k: int, hits: int, required: int) -> float:
-    """-log2 of the chance that a forgery hits `required` of k positions, if it expects `hits`.
+    """Return -log2 of the chance that a forgery hits `required` of k positions if it expects
+    `hits`.
 
-    The Chernoff bound of a binomial, k KL(required / k || hits / k): it holds as it stands where
-    hits at different positions are independent or negatively dependent. 0 where the bound is void.
+    This is the Chernoff bound of a binomial, k KL(required / k || hits / k). It holds if hits at
+    different positions are independent or negatively dependent. It is 0 if the bound says nothing.
     """
     rate, floor = hits / k, required / k
     if rate >= floor:
@@ -158,38 +163,38 @@ class ChunkStatistics:
     exponent_mismatches: int
     """Positions whose exponents differ."""
     mantissa_error_mean: float
-    """Mean |difference of the 7 mantissa bits| where exponents agree; inf where none do."""
+    """Mean |difference of the 7 mantissa bits| where exponents agree; inf if none do."""
     mantissa_error_median: float
     """Upper median of the same."""
     sign_mismatches: int
     """Positions whose exponents agree and whose signs do not."""
     error_median: float
-    """Upper median over the k positions of the distance in units in the last place, signs counted.
-    """
+    """Upper median over the k positions of the signed values' distance, units in the last place."""
     constant_error: float
-    """The least `error_median` that one magnitude for all positions could reach, signs given."""
+    """The least `error_median` that one magnitude for all positions could reach with right
+    signs."""
     modulus_gap: int
-    """How far the claimed modulus lies below the largest that keeps the recomputed positions
-    distinct; 0 where it does not."""
+    """Difference of the claimed modulus below the largest that keeps the recomputed positions
+    distinct; 0 if it is not below."""
     missing_terms: int
-    """k - 1 less the polynomial's degree: 0 but for one honest proof in 65497; 0 also where all k
-    activations are alike, as then it is a constant."""
+    """k - 1 minus the polynomial's degree: 0 except for one honest proof in 65497. Also 0 if all k
+    activations are equal, because the polynomial is then a constant."""
     misses: tuple[int, ...]
-    """Positions whose claim is further off than each of `RADII`, in units in the last place.
-    """
+    """For each of `RADII`, the positions whose claim is further off."""
     guessable: tuple[int, ...]
-    """Positions that a forger who knew the model would hit within each of them (`guessable`)."""
+    """For each of `RADII`, the positions that a forger who knows the model would hit
+    (`guessable`)."""
 
 
 def verify_proofs(hidden_bits: np.ndarray, proofs: Sequence[bytes]) -> list[ChunkStatistics]:
-    """Compares the proofs of one rollout with recomputed activations.
+    """Compare the proofs of one rollout with recomputed activations.
 
     Args:
         hidden_bits: u16 [n, D], as for `build_proofs`.
-        proofs: as a worker sent them, one for each 32 rows begun.
+        proofs: proofs that a worker sent, one for each 32 rows begun.
 
     Raises:
-        MalformedProof: a proof that is none, or too few or too many.
+        MalformedProof: a proof is malformed, or their number is wrong.
     """
     result = verify_proofs_batch([hidden_bits], [proofs])[0]
     if isinstance(result, MalformedProof):
@@ -201,14 +206,14 @@ def verify_proofs_batch(
     rollouts: Sequence[np.ndarray],
     proofs: Sequence[Sequence[bytes]],
 ) -> list[list[ChunkStatistics] | MalformedProof]:
-    """`verify_proofs` of many rollouts at once, which is cheaper than one by one.
+    """Compare the proofs of many rollouts at once, which is faster than one by one.
 
     Args:
-        rollouts, proofs: of each rollout, as for `verify_proofs`.
+        rollouts, proofs: for each rollout, the arguments of `verify_proofs`.
 
     Returns:
-        For each rollout its statistics, or why its proofs are malformed: one worker's bad bytes
-        do not cost the others their result.
+        For each rollout its statistics, or why its proofs are malformed. Malformed proofs of one
+        rollout do not affect the others.
     """
     chunks = [split(hidden) for hidden in rollouts]
     parsed = [_parse(own, sent) for own, sent in zip(chunks, proofs, strict=True)]
@@ -292,24 +297,26 @@ def _missing_terms(selection: Selection, coefficients: np.ndarray) -> np.ndarray
 
 
 def _alike(selection: Selection) -> np.ndarray:
-    """bool [C]: all k activations are one value, so that their polynomial is a constant."""
+    """Return bool [C]: whether all k activations are equal, so that the polynomial is a
+    constant."""
     return (~selection.used | (selection.bits == selection.bits[:, :1])).all(axis=1)
 
 
 def _signed(bits: np.ndarray) -> np.ndarray:
-    """bf16 bits as integers in the order of the numbers: neighbours differ by 1."""
+    """Return bf16 bits as integers in the order of the numbers: neighbours differ by 1."""
     magnitude = bits & MAGNITUDE
     return np.where(bits & _SIGN, -magnitude, magnitude)
 
 
 def _upper_median(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Element number counts // 2 of each row in ascending order."""
+    """Return the element at index counts // 2 of each sorted row."""
     middle = np.minimum(counts // 2, TOP_K - 1)
     return np.take_along_axis(np.sort(values, axis=1), middle[:, None], axis=1)[:, 0]
 
 
 def _constant_error(magnitudes: np.ndarray, used: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """min over c of the upper median of |magnitude - c|: half the shortest span of k // 2 + 1."""
+    """Return the least upper median of |magnitude - c| over c: half the shortest span of k // 2 +
+    1."""
     ordered = np.sort(np.where(used, magnitudes, _FAR), axis=1)
     last = np.arange(TOP_K) + (k // 2)[:, None]
     spans = np.take_along_axis(ordered, np.minimum(last, TOP_K - 1), axis=1) - ordered
