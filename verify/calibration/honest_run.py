@@ -69,7 +69,7 @@ def rollouts_of(taken: Taken, spec: RunSpec) -> Iterator[Rollout]:
     """Yield the rollouts that one version sampled, which a prefill can reproduce.
 
     Raises:
-        UserError: the files are not those of the lease: an honest run has none such.
+        UserError: the files are not those of the lease, so the run is not honest.
     """
     pool = next(pool for pool in spec.samplers if pool.name == taken.lease.pool)
     try:
@@ -116,11 +116,11 @@ def find_version(
 
     Args:
         run_dir: has weights/v<N>, and the origin's store with the manifest.
-        run: the run's name.
+        run: name of the run.
         number: N.
-        digest: that the leases name.
-        fetched: a folder of v<N>, each with its manifest.json, as validators keep them; it is
-            looked at instead.
+        digest: manifest digest that the leases name.
+        fetched: folder of v<N>, each with its manifest.json, as of a validator; if given, only it
+            is searched.
     """
     folder = (fetched or weights_folder(run_dir)) / f"v{number}"
     stored = run_dir / "store" / "origin" / run / "versions" / str(number) / _MANIFEST
@@ -136,10 +136,10 @@ def find_version(
 def place(version: Version, cache: Path) -> Path:
     """Link all files of a version into a cache; files that the manifest lists are checked.
 
-    The manifest of a version that was published as a delta alone lists no files of tensors.
+    If a version was published only as a delta, its manifest lists no files of tensors.
 
     Raises:
-        UserError: a file is not what the manifest says.
+        UserError: a file does not have the digest of the manifest.
     """
     target = cache / f"v{version.number}"
     target.mkdir(parents=True)
@@ -169,7 +169,7 @@ def _objects(manifest: Path) -> Mapping[str, str]:
     try:
         data = read_bounded(manifest, _MAX_MANIFEST_BYTES)
         objects: Any = parse_object(data, max_bytes=_MAX_MANIFEST_BYTES)["payload"]["objects"]
-        found = {str(name): str(said["blake3"]) for name, said in objects.items()}
+        found = {str(name): str(each["blake3"]) for name, each in objects.items()}
     except (MalformedJson, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"no manifest: {error}", place=str(manifest)) from error
     for name in found:

@@ -1,4 +1,4 @@
-"""Measures recomputed submissions: the numbers that limits bound, and what limits reject."""
+"""Measures recomputed submissions: the numbers that have limits, and what limits reject."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from verify.toploc import TOP_K, ChunkStatistics
 from verify.toploc.statistics import RADII
 
 SHORT_BELOW = (128, 256, 1024)
-"""Chunks of fewer activations than these have limits of their own: all, most, and much of a chunk
-is among its k largest."""
+"""Chunks with fewer activations than these have limits of their own, because all, most or many of
+their activations are among the k largest."""
 CHECKS = ("log-probs", "seeded choice", "TOPLOC")
 PAIR = tuple[Rollout, Recomputed]
 
@@ -108,7 +108,7 @@ class Measurements:
 
 
 def _of_chunk(chunk: ChunkStatistics) -> Iterator[tuple[str, float]]:
-    """Shares are of k."""
+    """Yield the numbers of a chunk; shares are those of k."""
     yield "mismatch_share", (chunk.exponent_mismatches + chunk.sign_mismatches) / chunk.k
     for radius, misses in zip(RADII, chunk.misses, strict=True):
         yield f"miss_share {radius}", misses / chunk.k
@@ -124,7 +124,7 @@ class Rejections:
     rollouts: int = 0
     submissions: int = 0
     rejected_rollouts: int = 0
-    """Rollouts that a number of their own rejects."""
+    """Rollouts that one of their own numbers rejects."""
     rejected_submissions: int = 0
     """Submissions that any number rejects."""
     by: tuple[int, ...] = (0, 0, 0)

@@ -29,7 +29,7 @@ _LIBRARIES = ("jax", "torch", "vllm", "transformers")
 _MAX_CONFIG_BYTES = 1024 * 1024
 _VALID_S = 365 * 86400.0
 PERTURBED_SUBMISSIONS = 32
-"""Submissions that are judged with perturbed weights, evenly from all."""
+"""Number of submissions that are judged with perturbed weights, taken evenly from all."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Order:
     """Share of honest rollouts that may be rejected."""
     allow_looser: bool = False
     perturbed: Sequence[tuple[str, Change]] = ()
-    """Perturbed weights to hold the limits against, by name."""
+    """Perturbed weights to test the limits with, by name."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def calibrate(order: Order, log: logging.Logger) -> Outcome:
     """Measure a pool and derive its profile.
 
     Raises:
-        UserError: nothing honest to measure, or too little of it.
+        UserError: there are no honest submissions, or too few.
     """
     spec = load_resolved(order.run_dir)
     pool = _pool(spec, order)
@@ -110,7 +110,7 @@ def _pool(spec: RunSpec, order: Order) -> SamplerPool:
 def _with_weights(
     order: Order, spec: RunSpec, log: logging.Logger
 ) -> tuple[list[Taken], dict[int, Version]]:
-    """Return the submissions whose version is still there, and those versions."""
+    """Return the submissions whose weights are still there, and their versions."""
     found = submissions_of(order.run_dir, spec, order.pool)
     digests = {taken.lease.version: taken.lease.manifest_digest for taken in found}
     versions = {
@@ -120,7 +120,7 @@ def _with_weights(
     }
     taken = [each for each in found if each.lease.version in versions]
     log.info(
-        "%d submissions of pool %s, %d of them of versions that are here (%s)",
+        "%d submissions of pool %s, %d of them with weights on this machine (versions %s)",
         len(found),
         order.pool,
         len(taken),
@@ -128,7 +128,7 @@ def _with_weights(
     )
     if not taken:
         raise UserError(
-            f"no submission of pool {order.pool} whose policy version is here",
+            f"no submission of pool {order.pool} whose weights are on this machine",
             place=str(order.run_dir),
             remedy="calibrate while the run is up or soon after, or keep more versions "
             "(`broadcast.keep_versions`); --weights names a folder of fetched ones",
@@ -215,6 +215,6 @@ def _releases(engine: str) -> dict[str, str]:
     """Return the releases of the engine's package and of the libraries that it has loaded."""
     points = [p for p in entry_points(group=PREFILL_GROUP) if p.name == engine and p.dist]
     found = {point.dist.name: point.dist.version for point in points if point.dist}
-    sold_as = packages_distributions()  # vLLM's has another name on each kind of hardware
-    loaded = [dist for name in _LIBRARIES if name in sys.modules for dist in sold_as.get(name, [])]
+    names = packages_distributions()  # vLLM's distribution has a name for each kind of hardware
+    loaded = [dist for name in _LIBRARIES if name in sys.modules for dist in names.get(name, [])]
     return found | {dist: version(dist) for dist in loaded}

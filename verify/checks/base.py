@@ -1,5 +1,4 @@
-"""Interface of the checks: a check examines a submission and gives each row a number and a
-limit."""
+"""Interface of the checks, each of which gives every row a number and a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Payloads of signed documents as frozen dataclasses, whose annotations say what a field may be."""
+"""Payloads of signed documents as frozen dataclasses, whose annotations constrain the fields."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ def _digest(text: str) -> str:
 
 
 STRICT = ConfigDict(extra="forbid", strict=True)
-"""`__pydantic_config__` of a payload: no other fields, and no value of another type."""
+"""`__pydantic_config__` of a payload: no other fields, and no values of another type."""
 Digest = Annotated[str, AfterValidator(_digest)]
-"""BLAKE3, a public key, or a nonce: 64 hex characters."""
+"""A BLAKE3 digest, a public key, or a nonce: 64 hex characters."""
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
 Time = Annotated[float, Field(ge=0, lt=2**53)]
 """Seconds since the epoch."""
 
 
 def open_payload(codec: TypeAdapter[T], payload: dict[str, Any], name: str) -> T:
-    """Checks a payload whose signature has been checked.
+    """Check a payload whose signature has been checked, and return its value.
 
     Args:
-        codec: of the value that it must be.
-        payload: of the document.
-        name: of the document's kind, for the message.
+        codec: adapter of the value's type.
+        payload: payload of the document.
+        name: kind of the document, for the message.
 
     Raises:
-        BadSignature: a field is missing, surplus, of another type or out of bounds.
+        BadSignature: a field is missing, unknown, of another type or out of range.
     """
     try:
-        # By way of JSON, whose lists and numbers are what strict fields ask for.
+        # Validated as JSON, because strict fields accept its lists and numbers.
         return codec.validate_json(canonical_json(payload))
     except ValidationError as error:
         first = error.errors()[0]
