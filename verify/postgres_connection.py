@@ -45,17 +45,10 @@ class Connecting:
 
     def __init__(self, make: Callable[[], Connection]) -> None:
         self._make = make
-        self._made: Future[Connection] = Future()
+        self.made: Future[Connection] = Future()
+        """Gets the connection, or what `make` raised."""
         # Not a thread of a pool, because a process joins those when it ends.
         threading.Thread(target=self._run, name="connecting", daemon=True).start()
-
-    @property
-    def over(self) -> bool:
-        return self._made.done()
-
-    def result(self) -> Connection:
-        """Return the connection, once it is over; or raise what `make` raised."""
-        return self._made.result(0.0)
 
     def wait(self, url: str, deadline_s: float) -> Connection:
         """Wait for the connection and return it, or raise what `make` raised.
@@ -64,7 +57,7 @@ class Connecting:
             psycopg.OperationalError: it took too long; a late connection is closed.
         """
         try:
-            return self._made.result(deadline_s)
+            return self.made.result(deadline_s)
         except TimeoutError:
             self.forget()
             words = f"no connection to {server(url)} within {deadline_s:g} s"
@@ -72,15 +65,15 @@ class Connecting:
 
     def forget(self) -> None:
         """Close the connection when it is made."""
-        self._made.add_done_callback(_close)
+        self.made.add_done_callback(_close)
 
     def _run(self) -> None:
         try:
             connection = self._make()
-        except Exception as error:  # noqa: BLE001  # `result` and `wait` raise it
-            self._made.set_exception(error)
+        except Exception as error:  # noqa: BLE001  # `made` raises it
+            self.made.set_exception(error)
         else:
-            self._made.set_result(connection)
+            self.made.set_result(connection)
 
 
 def connect(url: str, deadline_s: float = CONNECT_S) -> Connection:

@@ -146,11 +146,11 @@ class PostgresStore:
                 raise self._not_there(f"is tried again in a moment: {self._failed}")
             self._not_before = now + _AGAIN_S
             self._connecting = Connecting(self._open)
-        if not self._connecting.over:
+        if not self._connecting.made.done():
             raise self._not_there("is being made")
         done, self._connecting = self._connecting, None
         try:
-            self._connection = done.result()
+            self._connection = done.made.result()
         except psycopg.Error as error:
             self._failed = str(error).strip()
             raise store_error(error) from error

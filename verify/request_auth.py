@@ -131,7 +131,7 @@ class RequestChecker:
             raise Unauthorised(f"the signature of {key[:16]} does not match this request")
         self._forget_stale(now)
         if (key, nonce) in self._seen:
-            raise Unauthorised("this request was sent before; sign each attempt anew")
+            raise Unauthorised("this request was made before; sign each attempt anew")
         admit(key)
         self._seen.add((key, nonce))
         heapq.heappush(self._order, (int(moment) + CLOCK_SKEW_S, (key, nonce)))

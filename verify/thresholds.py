@@ -170,13 +170,8 @@ class Limits:
         """Return the limits of a chunk with this number of activations."""
         here = next((each for each in self.short if elements < each.below), None)
         if here is not None:
-            return replace(
-                self,
-                mismatch_share=here.mismatch_share,
-                miss_share=here.miss_share,
-                mantissa_mean=here.mantissa_mean,
-                mantissa_median=here.mantissa_median,
-            )
+            short = {name: limit for name, limit in vars(here).items() if name != "below"}
+            return replace(self, **short)
         if elements < SELECTIVE_ELEMENTS:
             return replace(self, mantissa_mean=math.inf)
         return self

@@ -12,6 +12,10 @@ from runspec.core.spec.schema import RunSpec, SamplerPool
 from verify.calibration.profile import Profile, open_profile
 from verify.thresholds import GapNoise, Limits, limits_for, precision_of
 
+_OF_GAPS = ("gap", "gap_share", "gap_max", "gap_mean", "gap_noise")
+"""Limits of gaps. A pool without a seed has no gaps, and the published limits apply there; the rest
+of a seeded pool's profile holds for its log-probs and proofs."""
+
 
 def profiles_of(spec: RunSpec, *, dated: bool = True) -> dict[str, Profile]:
     """Return the profiles of a resolved spec by name, each checked against its root key.
@@ -116,22 +120,9 @@ def _limits(spec: RunSpec, pool: SamplerPool, profiles: Mapping[str, Profile]) -
     if name is None or _is_given(spec, pool):
         return published
     measured = profiles[name].as_limits()
-    return measured if pool.sampling.seeded else _without_gaps(measured, published)
-
-
-def _without_gaps(measured: Limits, published: Limits) -> Limits:
-    """Return a profile's limits for a pool without a seed, which has no gaps.
-
-    The profile of a seeded pool holds for its log-probs and proofs.
-    """
-    return replace(
-        measured,
-        gap=published.gap,
-        gap_share=published.gap_share,
-        gap_max=published.gap_max,
-        gap_mean=published.gap_mean,
-        gap_noise=None,
-    )
+    if pool.sampling.seeded:
+        return measured
+    return replace(measured, **{each: getattr(published, each) for each in _OF_GAPS})
 
 
 def _source(spec: RunSpec, pool: SamplerPool, profiles: Mapping[str, Profile]) -> str:

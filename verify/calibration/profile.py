@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from runspec.core.keys import SigningKey
 from runspec.core.roles import CLOCK_SKEW_S
-from runspec.core.signed import BadSignature, open_document, sign_document
+from runspec.core.signed import BadSignature, sign_document
 from runspec.core.spec.resolved import MAX_PROFILE_BYTES
 from runspec.core.spec.schema import FloatType, RunSpec, SamplerPool
 from verify.formats.payload import open_payload
@@ -218,8 +218,8 @@ def open_profile(
         BadSignature: another key has signed it, it has expired, or a field is not valid.
     """
     keys = None if root_public_key is None else {root_public_key}
-    payload = open_document(data, kind=KIND, keys=keys, max_bytes=MAX_PROFILE_BYTES).payload
-    profile = open_payload(TypeAdapter(Profile), payload, KIND)
+    codec = TypeAdapter(Profile)
+    profile, _ = open_payload(codec, data, kind=KIND, keys=keys, max_bytes=MAX_PROFILE_BYTES)
     if dated:
         _require_valid(profile, time.time() if now is None else now)
     if problem := _inconsistent(profile):

@@ -28,6 +28,7 @@ from verify.thresholds import Limits, limits_for, precision_of
 _LIBRARIES = ("jax", "torch", "vllm", "transformers")
 _MAX_CONFIG_BYTES = 1024 * 1024
 _VALID_S = 365 * 86400.0
+_COUNTS = ("submissions", "rollouts", "tokens", "chunks")
 PERTURBED_SUBMISSIONS = 32
 """Number of submissions that are judged with perturbed weights, taken evenly from all."""
 
@@ -172,11 +173,7 @@ def _profile(
             engine=pool.engine,
             precision=precision_of(pool),
             hardware=pool.hardware.kind,
-            sampling=form.SamplingSide(
-                temperature=pool.sampling.temperature,
-                top_p=pool.sampling.top_p,
-                top_k=pool.sampling.top_k,
-            ),
+            sampling=form.SamplingSide.model_validate(pool.sampling, from_attributes=True),
         ),
         validator=form.ValidatorSide(
             engine=spec.verify.engine,
@@ -189,10 +186,7 @@ def _profile(
             run=spec.name,
             oldest_version=min(versions),
             newest_version=max(versions),
-            submissions=measured.submissions,
-            rollouts=measured.rollouts,
-            tokens=measured.tokens,
-            chunks=measured.chunks,
+            **{count: getattr(measured, count) for count in _COUNTS},
             seeded=pool.sampling.seeded,
         ),
         numbers=derived.numbers,

@@ -262,14 +262,10 @@ class RewardCheck:
                 continue
             task = _distance(row.task_reward, graded.task_reward)
             length = _distance(row.length_penalty, graded.length_penalty)
+            value, words = max(task, length), "claimed against re-graded"
             if not graded.repeatable and task > REWARD_TOLERANCE:
-                results.append(
-                    CheckResult(self.name, True, 0.0, REWARD_TOLERANCE, "not repeatable")
-                )
-                continue
-            results.append(
-                at_most(self.name, max(task, length), REWARD_TOLERANCE, "claimed against re-graded")
-            )
+                value, words = 0.0, "not repeatable"
+            results.append(at_most(self.name, value, REWARD_TOLERANCE, words))
         return results
 
 

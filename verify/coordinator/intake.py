@@ -79,7 +79,8 @@ async def received(
                 raise Refusal(400, f"the body has {copied} bytes, and {size} were announced")
             if found != digest:
                 raise Refusal(400, f"the body's digest is {found}, not {digest}")
-            await asyncio.to_thread(_sync, file)
+            file.flush()
+            await asyncio.to_thread(os.fsync, file.fileno())
         yield path
     except TimeoutError:
         raise Refusal(408, f"the body took longer than {UPLOAD_TIMEOUT_S:.0f} s") from None
@@ -123,8 +124,3 @@ async def _copy(chunks: AsyncIterator[bytes], file: BinaryIO, max_bytes: int) ->
         hasher.update(chunk)
         file.write(chunk)
     return hasher.hexdigest(), size
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

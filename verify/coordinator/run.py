@@ -7,6 +7,7 @@ import errno
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
@@ -101,7 +102,7 @@ async def serve(
     )
     await runner.setup()
     stop = stop_event_of_loop()
-    tasks: list[asyncio.Future[None]] = [api.failure]
+    tasks: list[asyncio.Future[Any]] = [api.failure]
     try:
         started(_listen(connections, runner, host, port))
         watching = watch_latest(
@@ -111,7 +112,7 @@ async def serve(
             newest=lambda: journal.state.newest.version if journal.state.newest else None,
             published=closing.published,
         )
-        tasks += [asyncio.ensure_future(c) for c in (watching, closing.keep_time(), _until(stop))]
+        tasks += [asyncio.ensure_future(c) for c in (watching, closing.keep_time(), stop.wait())]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -163,7 +164,3 @@ def _listen(connections: Connections, runner: web.AppRunner, host: str, port: in
         ) from error
     _log.info("coordinator listens on http://%s:%d", host, bound)
     return bound
-
-
-async def _until(event: asyncio.Event) -> None:
-    await event.wait()

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, open_document, sign_document
+from runspec.core.signed import BadSignature, sign_document
 from verify.formats.payload import STRICT, Digest, Natural, open_payload
 
 KIND = "batch"
@@ -71,8 +71,7 @@ def open_batch(
         BadSignature: it is not signed by a coordinator, is of another run or step, is malformed, or
             has a group twice.
     """
-    payload = open_document(data, kind=KIND, keys=coordinators, max_bytes=MAX_BYTES).payload
-    manifest = open_payload(_CODEC, payload, KIND)
+    manifest, _ = open_payload(_CODEC, data, kind=KIND, keys=coordinators, max_bytes=MAX_BYTES)
     if manifest.run != run or manifest.step != step:
         of = f"{manifest.run[:80]} step {manifest.step}"
         raise BadSignature(f"batch: of {of}, not {run} step {step}")

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from runspec.core.hashing import digest_bytes, hash_parts
 from runspec.core.keys import SigningKey
-from runspec.core.signed import open_document, sign_document
+from runspec.core.signed import sign_document
 from verify.formats.payload import STRICT, Digest, Natural, Time, open_payload
 
 KIND = "lease"
@@ -84,8 +84,7 @@ def open_lease(data: bytes, *, coordinators: frozenset[str]) -> Lease:
     Raises:
         BadSignature: it is not signed by a coordinator, or its fields are not valid.
     """
-    payload = open_document(data, kind=KIND, keys=coordinators, max_bytes=MAX_BYTES).payload
-    return open_payload(_CODEC, payload, KIND)
+    return open_payload(_CODEC, data, kind=KIND, keys=coordinators, max_bytes=MAX_BYTES)[0]
 
 
 def lease_digest(data: bytes) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from collections.abc import Collection
+from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from runspec.core.canonical import canonical_json
 from runspec.core.hashing import is_digest
-from runspec.core.signed import BadSignature
+from runspec.core.signed import BadSignature, open_document
 
 T = TypeVar("T")
 
@@ -28,21 +29,27 @@ Time = Annotated[float, Field(ge=0, lt=2**53)]
 """Seconds since the epoch."""
 
 
-def open_payload(codec: TypeAdapter[T], payload: dict[str, Any], name: str) -> T:
-    """Check a payload whose signature has been checked, and return its value.
+def open_payload(
+    codec: TypeAdapter[T], data: bytes, *, kind: str, keys: Collection[str] | None, max_bytes: int
+) -> tuple[T, str]:
+    """Check a signed document; return the value of its payload and the key that signed it.
 
     Args:
         codec: adapter of the value's type.
-        payload: payload of the document.
-        name: kind of the document, for the message.
+        data: the signed document.
+        kind: kind of the document.
+        keys: keys that may have signed it; None: any key.
+        max_bytes: largest size of the document.
 
     Raises:
-        BadSignature: a field is missing, unknown, of another type or out of range.
+        BadSignature: the document is too large, not of the kind, or not signed by one of the keys;
+            or a field is missing, unknown, of another type or out of range.
     """
+    document = open_document(data, kind=kind, keys=keys, max_bytes=max_bytes)
     try:
         # Validated as JSON, because strict fields accept its lists and numbers.
-        return codec.validate_json(canonical_json(payload))
+        return codec.validate_json(canonical_json(document.payload)), document.key
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])[:80]
-        raise BadSignature(f"{name}: {field}: {first['msg'][:120]}") from error
+        raise BadSignature(f"{kind}: {field}: {first['msg'][:120]}") from error

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, open_document, sign_document
+from runspec.core.signed import BadSignature, sign_document
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from verify.formats.payload import STRICT, Digest, Natural, open_payload
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
@@ -151,9 +151,8 @@ def open_submission(data: bytes) -> SubmissionEnvelope:
     Raises:
         BadSignature: the envelope is not valid.
     """
-    document = open_document(data, kind=KIND, keys=None, max_bytes=MAX_ENVELOPE_BYTES)
-    envelope = open_payload(_CODEC, document.payload, KIND)
-    if envelope.worker != document.key:
+    envelope, key = open_payload(_CODEC, data, kind=KIND, keys=None, max_bytes=MAX_ENVELOPE_BYTES)
+    if envelope.worker != key:
         raise BadSignature("submission: signed by another key than its worker's")
     return envelope
 

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from runspec.core.errors import one_line
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, open_document, sign_document
+from runspec.core.signed import BadSignature, sign_document
 from verify.formats.payload import STRICT, Digest, Natural, open_payload
 from verify.formats.tables import Column, MalformedTable, Schema, decode_table, encode_table, text
 
@@ -195,8 +195,8 @@ def open_verdict(data: bytes, *, validators: frozenset[str]) -> VerdictEnvelope:
     Raises:
         BadSignature: it is not signed by a validator, or its fields are not valid.
     """
-    document = open_document(data, kind=KIND, keys=validators, max_bytes=MAX_ENVELOPE_BYTES)
-    envelope = open_payload(_CODEC, document.payload, KIND)
+    limit = MAX_ENVELOPE_BYTES
+    envelope, _ = open_payload(_CODEC, data, kind=KIND, keys=validators, max_bytes=limit)
     if envelope.accepted == bool(envelope.reason):
         raise BadSignature("verdict: a rejection must have a reason, an acceptance must have none")
     if envelope.fault != one_line(envelope.fault, MAX_FAULT):

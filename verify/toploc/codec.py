@@ -107,16 +107,10 @@ def build_proofs_of(selections: Sequence[Selection]) -> list[list[bytes]]:
     Raises:
         ValueError: an activation is not finite; a position is outside its chunk or occurs twice.
     """
-    whole = Selection(
-        *(
-            np.concatenate([getattr(each, name) for each in selections] or [empty])
-            for name, empty in (
-                ("indices", np.empty((0, TOP_K), np.int64)),
-                ("bits", np.empty((0, TOP_K), np.int64)),
-                ("sizes", np.empty(0, np.int64)),
-            )
-        )
-    )
+    if not selections:
+        return []
+    parts = zip(*((each.indices, each.bits, each.sizes) for each in selections), strict=True)
+    whole = Selection(*map(np.concatenate, parts))
     proofs = iter(
         [
             proof

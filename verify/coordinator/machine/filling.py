@@ -320,9 +320,8 @@ def _exhausted(state: State, number: int) -> bool:
 
 def _own_banned(state: State) -> bool:
     """Return whether all registered workers are banned and some of them are the run's own."""
-    if not all(key in state.bans for key in state.workers):
-        return False
-    return any(worker.own for worker in state.workers.values())
+    all_banned = all(key in state.bans for key in state.workers)
+    return all_banned and any(worker.own for worker in state.workers.values())
 
 
 def _idle_s(state: State) -> float:

@@ -112,12 +112,10 @@ class Judging:
 
     def submission_file(self, submission: str) -> Path | None:
         """Return the file of a submission's table while the run needs it; None after that."""
-        for record in self._journal.state.leases.values():
-            if record.submission == submission:
-                return submission_files(
-                    self._journal.run_dir, record.lease.step, submission
-                ).submission
-        return None
+        record = self._record_of(submission)
+        if record is None:
+            return None
+        return submission_files(self._journal.run_dir, record.lease.step, submission).submission
 
     async def judge(
         self,
@@ -183,11 +181,12 @@ class Judging:
                 )
             self.claims.forget(submission)
 
+    def _record_of(self, submission: str) -> LeaseRecord | None:
+        leases = self._journal.state.leases.values()
+        return next((record for record in leases if record.submission == submission), None)
+
     def _to_judge(self, envelope: VerdictEnvelope) -> LeaseRecord | None:
-        record = next(
-            (r for r in self._journal.state.leases.values() if r.submission == envelope.submission),
-            None,
-        )
+        record = self._record_of(envelope.submission)
         if record is None or record.status != "submitted":
             return None
         if (envelope.run, envelope.step) != (self._run, record.lease.step):

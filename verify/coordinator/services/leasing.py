@@ -267,9 +267,8 @@ class Leasing:
         """
         for digest in digests:
             record = self._journal.state.leases.get(digest)
-            if record is None or record.lease.worker != key or record.status != "open":
-                continue
-            if digest not in self._uploading:
+            held = record is not None and record.lease.worker == key and record.status == "open"
+            if held and digest not in self._uploading:
                 self._journal.record(events.LeaseReleased(self._journal.clock(), digest))
 
     async def submit(
