@@ -95,7 +95,7 @@ class CoordinatorClient:
         self._roles: Roles | None = None
         self._roles_read = 0.0
         self._spec: RunSpec | None = None
-        self._held = threading.Lock()
+        self._lock = threading.Lock()
         self._leases: set[str] = set()
         """Digests of the leases that this process works on; other leases of the key are granted
         again."""
@@ -154,7 +154,7 @@ class CoordinatorClient:
         Raises:
             RunFinished: the run needs no more rollouts.
         """
-        with self._held:
+        with self._lock:
             body = {"wait": wait_s, "holding": sorted(self._leases)}
         answer = self._post("/v1/leases", body, wait_s=wait_s)
         if answer.status == HTTPStatus.NO_CONTENT:
@@ -163,7 +163,7 @@ class CoordinatorClient:
         lease = self._opened(answer.content, partial(open_lease, coordinators=signers))
         if lease.worker != self._key.public_hex or lease.run != self._run:
             raise self._http.not_believed(BadSignature("a lease for another worker or run"))
-        with self._held:
+        with self._lock:
             self._leases.add(lease_digest(answer.content))
         return answer.content
 
@@ -193,7 +193,7 @@ class CoordinatorClient:
         Args:
             lease: digest of the lease.
         """
-        with self._held:
+        with self._lock:
             self._leases.add(lease)
 
     def release(self, *, but: Collection[str] = ()) -> int:
@@ -208,7 +208,7 @@ class CoordinatorClient:
         Returns:
             The number of leases given back.
         """
-        with self._held:
+        with self._lock:
             leases = sorted(self._leases - set(but))
         if leases:
             self._post("/v1/release", {"leases": leases})
@@ -251,13 +251,13 @@ class CoordinatorClient:
         Raises:
             RunFinished: every batch is closed.
         """
-        with self._held:
+        with self._lock:
             body = {"wait": wait_s, "holding": sorted(self._claims)}
         answer = self._post("/v1/validator/next", body, wait_s=wait_s)
         if answer.status == HTTPStatus.NO_CONTENT:
             return None
         item = self._opened(answer.content, self._work_item)
-        with self._held:
+        with self._lock:
             self._claims.add(item.submission)
         return item
 
@@ -296,11 +296,11 @@ class CoordinatorClient:
     @property
     def claims(self) -> list[str]:
         """Digests of the submissions that this process has claimed and not answered."""
-        with self._held:
+        with self._lock:
             return sorted(self._claims)
 
     def _forget(self, held: set[str], digest: str) -> None:
-        with self._held:
+        with self._lock:
             held.discard(digest)
 
     def _work_item(self, data: bytes) -> WorkItem:

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def add_audit_command(commands: argparse._SubParsersAction[argparse.ArgumentPars
 
 def _audit(options: argparse.Namespace) -> int:
     report = audit(options.run_dir, root_key=options.root_key, heads=dict(options.head))
-    lines = [json.dumps(report.as_json(), sort_keys=True)] if options.json else report.lines()
+    lines = [json.dumps(asdict(report), sort_keys=True)] if options.json else report.lines()
     say("\n".join(lines))
     return FINDINGS if report.findings else CLEAN
 

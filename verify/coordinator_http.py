@@ -129,7 +129,13 @@ class CoordinatorHttp:
             pause = _FIRST_PAUSE_S if retry_after_s else min(2 * pause, _LONGEST_PAUSE_S)
         if waiting:
             _log.info("the coordinator %s answers again", self.url)
-        return self._checked(answer, f"{method} {path}")
+        if answer.status == HTTPStatus.GONE:
+            raise RunFinished(_words(answer))
+        if answer.is_success:
+            return answer
+        refused = SubmissionRefused if answer.status == HTTPStatus.CONFLICT else UserError
+        words = f"{method} {path}: {answer.status}, {_words(answer)}"
+        raise refused(words, place=f"coordinator {self.url}")
 
     def stream(self, path: str, take: Callable[[Iterable[bytes]], None]) -> None:
         """Fetch a long public answer, and retry until it is complete.
@@ -191,16 +197,6 @@ class CoordinatorHttp:
             return fetch_now(method, self.url + path, body=body, headers=headers, **limits)
         except LongAnswer as error:
             raise self.not_believed(BadSignature(f"{method} {path}: {error}")) from error
-
-    def _checked(self, answer: Answer, request: str) -> Answer:
-        if answer.status == HTTPStatus.GONE:
-            raise RunFinished(_words(answer))
-        if answer.is_success:
-            return answer
-        refused = SubmissionRefused if answer.status == HTTPStatus.CONFLICT else UserError
-        raise refused(
-            f"{request}: {answer.status}, {_words(answer)}", place=f"coordinator {self.url}"
-        )
 
     def not_believed(self, error: Exception) -> UserError:
         """Return the error of an answer that no coordinator sends."""

@@ -214,7 +214,7 @@ class Examiner:
                 for row in c.subject.rollouts
                 if row.is_of_its_version
             ]
-            found = iter(self._recompute(prefill, requests, alike))
+            found = iter(self._recompute(prefill, requests, alike) if requests else [])
             for case in alike:
                 rows = case.subject.rollouts
                 recomputed = [next(found) if row.is_of_its_version else None for row in rows]
@@ -225,8 +225,6 @@ class Examiner:
     def _recompute(
         self, prefill: _Prefill, requests: list[PrefillRequest], alike: Sequence[_Case]
     ) -> list[Recomputed]:
-        if not requests:
-            return []
         # Outside all stages, because late weights are no fault of a submission.
         ensure_weights(self._engine, prefill.version, prefill.manifest_digest)
         with self._stages.of("prefill", *(c.subject.submission for c in alike)):

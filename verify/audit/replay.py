@@ -297,10 +297,8 @@ class _Replay:
             answered = self._answers.get(trained.lease)
             if answered is None or answered.submission is None or answered.verdict is None:
                 return None
-            lease = answered.lease
-            groups.append(
-                BatchGroup(
-                    answered.submission, answered.verdict, trained.group, lease.step, lease.version
-                )
+            of_lease = BatchGroup.of(
+                answered.lease, answered.submission, answered.verdict, trained.group
             )
+            groups.append(of_lease)
         return groups

@@ -20,7 +20,7 @@ from runspec.core.signed import BadSignature
 from verify.commands import INTERRUPTED, say
 
 if TYPE_CHECKING:
-    from verify.calibration.profile import Profile, SamplingSide
+    from verify.calibration.profile import Profile
     from verify.calibration.run import Outcome
 
 _NOISES = (0.005, 0.01, 0.02, 0.04)
@@ -162,7 +162,8 @@ def _profile_text(profile: Profile) -> str:
     s, v, m, seen = profile.sampler, profile.validator, profile.model, profile.measured
     releases = ", ".join(f"{name} {release}" for name, release in v.releases.items())
     lines = [
-        f"sampler: {s.engine}, {s.precision}, {s.hardware}{_drawn(s.sampling)}",
+        f"sampler: {s.engine}, {s.precision}, {s.hardware}; temperature "
+        f"{s.sampling.temperature:g}, top_p {s.sampling.top_p:g}, top_k {s.sampling.top_k}",
         f"validator: {v.engine}, {v.precision}, {v.hardware} ({releases})",
         f"model: hidden size {m.hidden_size}, {m.num_hidden_layers} layers, "
         f"vocabulary {m.vocab_size}",
@@ -182,12 +183,6 @@ def _profile_text(profile: Profile) -> str:
     if profile.looser:
         lines.append(f"LOOSER than published: {', '.join(profile.looser)}")
     return "\n".join(lines)
-
-
-def _drawn(sampling: SamplingSide) -> str:
-    return (
-        f"; temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
-    )
 
 
 def _rate(text: str) -> float:

@@ -9,6 +9,7 @@ from pydantic import Field, TypeAdapter
 
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, sign_document
+from verify.formats.lease import Lease
 from verify.formats.payload import STRICT, Digest, Natural, open_payload
 
 KIND = "batch"
@@ -30,6 +31,11 @@ class BatchGroup:
     """Step of the lease; its folder holds the files."""
     version: Natural
     """Policy version that sampled the group."""
+
+    @classmethod
+    def of(cls, lease: Lease, submission: str, verdict: str, group: int) -> BatchGroup:
+        """Return a group of a lease."""
+        return cls(submission, verdict, group, lease.step, lease.version)
 
 
 @dataclass(frozen=True)

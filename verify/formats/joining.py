@@ -86,8 +86,9 @@ def open_site(data: bytes, *, coordinators: frozenset[str], run: str) -> Site:
     Raises:
         BadSignature: it is not signed by a coordinator of the run, or its fields are not valid.
     """
-    keys = coordinators
-    site, _ = open_payload(_CODEC, data, kind=SITE_KIND, keys=keys, max_bytes=MAX_SITE_BYTES)
+    site, _ = open_payload(
+        _CODEC, data, kind=SITE_KIND, keys=coordinators, max_bytes=MAX_SITE_BYTES
+    )
     if site.run != run:
         raise BadSignature(f"site: of run {site.run[:80]!r}, not {run!r}")
     return site

@@ -195,8 +195,9 @@ def open_verdict(data: bytes, *, validators: frozenset[str]) -> VerdictEnvelope:
     Raises:
         BadSignature: it is not signed by a validator, or its fields are not valid.
     """
-    limit = MAX_ENVELOPE_BYTES
-    envelope, _ = open_payload(_CODEC, data, kind=KIND, keys=validators, max_bytes=limit)
+    envelope, _ = open_payload(
+        _CODEC, data, kind=KIND, keys=validators, max_bytes=MAX_ENVELOPE_BYTES
+    )
     if envelope.accepted == bool(envelope.reason):
         raise BadSignature("verdict: a rejection must have a reason, an acceptance must have none")
     if envelope.fault != one_line(envelope.fault, MAX_FAULT):

@@ -52,10 +52,7 @@ def apply(state: State, event: events.Event) -> State:
     """
     match event:
         case events.CoordinatorStarted():
-            steps = {
-                number: replace(step, since=event.at, leased=0)
-                for number, step in state.steps.items()
-            }
+            steps = {n: replace(s, since=event.at, leased=0) for n, s in state.steps.items()}
             return replace(state, steps=steps, progress=event.at)
         case events.WorkerRegistered():
             _require(event.worker not in state.workers, "a key is registered twice")
@@ -166,8 +163,7 @@ def _grant(state: State, event: events.LeaseGranted) -> State:
     _require(step.next_index.get(lease.worker, 0) == lease.index, "lease indices have no holes")
     _require(lease.step - lease.version <= state.policy.async_level, "a lease beyond the lag")
     step = replace(step, next_index=step.next_index.insert(lease.worker, lease.index + 1))
-    rank = worker.rank
-    record = LeaseRecord(lease, event.digest, event.document, rank=rank, since=event.at)
+    record = LeaseRecord(lease, event.digest, event.document, rank=worker.rank, since=event.at)
     state = _with_lease(replace(state, steps={**state.steps, lease.step: step}), record)
     state = _with_leased(state, record, lease.groups)
     state = _with_worker(state, lease.worker, replace(worker, served=event.at))
@@ -219,9 +215,8 @@ def _defer(state: State, event: events.SubmissionDeferred) -> State:
     _require(event.at < record.expires < event.until, "a deferral that extends no lease")
     _require(event.until - event.at <= LONGEST_DEFERRAL_S, "a deferral without end")
     _require(state.lag(record) <= state.policy.async_level, "a deferral beyond the lag")
-    return _with_lease(
-        state, replace(record, deferred=event.submission, deferred_until=event.until)
-    )
+    record = replace(record, deferred=event.submission, deferred_until=event.until)
+    return _with_lease(state, record)
 
 
 def _with_leased(state: State, record: LeaseRecord, change: int) -> State:

@@ -146,11 +146,8 @@ class Closing:
         for group in decision.groups:
             record = self._journal.state.leases[group.lease]
             assert record.submission is not None and record.verdict is not None
-            lease = record.lease
             groups.append(
-                BatchGroup(
-                    record.submission, record.verdict, group.group, lease.step, lease.version
-                )
+                BatchGroup.of(record.lease, record.submission, record.verdict, group.group)
             )
         busy = self._workers.busy_fraction(now)
         stats = batch_stats(tally, opened=opened, closed=now, busy_fraction=busy)
@@ -205,7 +202,7 @@ async def watch_latest(
         newest: returns the newest version known so far.
         published: receives each latest.json.
     """
-    pause, trouble_since, reminded, said = _LEAST_PERIOD_S, 0.0, -_REMIND_EVERY_S, False
+    pause, trouble_since, reminded, warned = _LEAST_PERIOD_S, 0.0, -_REMIND_EVERY_S, False
     latest_url = f"{url.rstrip('/')}/{run}/latest.json"
     async with new_session() as session:
         while True:
@@ -227,7 +224,7 @@ async def watch_latest(
             except (NoAnswer, BadSignature, NotNow) as error:
                 trouble_since = trouble_since or asked
                 if time.monotonic() - reminded > _REMIND_EVERY_S:
-                    reminded, said = time.monotonic(), True
+                    reminded, warned = time.monotonic(), True
                     _log.warning(
                         "waiting for latest.json at %s for %.0f s: %s",
                         *(url, reminded - trouble_since, error),
@@ -235,8 +232,8 @@ async def watch_latest(
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
                 continue
-            if said:
+            if warned:
                 _log.info("latest.json at %s can be read again", url)
-            pause, trouble_since, said = _LEAST_PERIOD_S, 0.0, False
+            pause, trouble_since, warned = _LEAST_PERIOD_S, 0.0, False
             if latest is None or (known is not None and latest.version <= known):
                 await asyncio.sleep(max(0.0, asked + _LEAST_PERIOD_S - time.monotonic()))

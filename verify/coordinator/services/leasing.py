@@ -136,7 +136,7 @@ class Leasing:
         self._staff = roles.publisher | roles.coordinator | roles.validator
         self._pools = {pool.name: pool for pool in spec.samplers}
         self._uploading: set[str] = set()
-        self._asking: list[_Question] = []
+        self._waiting: list[_Question] = []
         """Questions that wait for a lease."""
         self._settled: State | None = None
         """State in which there was no work for the waiting questions."""
@@ -187,7 +187,7 @@ class Leasing:
             raise Refusal(403, "this key is not registered: POST /v1/workers first")
         deadline = self._journal.clock() + wait_s
         question = _Question(key, holding)
-        self._asking.append(question)
+        self._waiting.append(question)
         new = [question]
         try:
             while True:
@@ -200,7 +200,7 @@ class Leasing:
                 if not await self._journal.change(deadline, due=self._overdue_at):
                     return None
         finally:
-            self._asking.remove(question)
+            self._waiting.remove(question)
 
     def _answer_in_turn(self, new: Sequence[_Question]) -> None:
         """Answer the open questions for which there is work.
@@ -212,17 +212,17 @@ class Leasing:
         """
         due = self._overdue_at is not None and self._journal.clock() >= self._overdue_at
         settled = self._settled is self._journal.state and not due
-        asking = new if settled else self._asking
+        asking = new if settled else self._waiting
         while asking:
             state, now = self._journal.state, self._journal.clock()
             hopeful = set(filling.hopeful(state, {each.key for each in asking}, now))
             for question in sorted(asking, key=lambda each: filling.turn(state, each.key)):
                 if question.answer is None and question.key in hopeful:
                     question.answer = self._lease_now(question.key, question.holding)
-            keys = [question.key for question in self._asking]
+            keys = [question.key for question in self._waiting]
             self._overdue_at = filling.next_overdue(self._journal.state, keys, now)
             self._settled = state
-            asking = self._asking if state is not self._journal.state else ()
+            asking = self._waiting if state is not self._journal.state else ()
 
     def _lease_now(self, key: str, holding: Collection[str]) -> LeaseRecord | None:
         while True:

@@ -150,16 +150,16 @@ def _invite(state: State, key: str) -> dict[str, Any]:
     return {"key": key, "used": state.invited.get(key, 0), "revoked": state.revoked.get(key)}
 
 
-def workers_report(state: State, heard: Activity | None = None, now: float = 0.0) -> dict[str, Any]:
-    """`workers`, in the order in which they registered, `banned`: reasons by key, and `invites`.
+def workers_report(state: State, seen: Activity | None = None, now: float = 0.0) -> dict[str, Any]:
+    """Return `workers` in the order of registration, `banned` (reasons by key), and `invites`.
 
     Args:
-        state: of the run.
-        heard: workers that sent requests lately; None: none.
+        state: state of the run.
+        seen: activity of the workers since the coordinator started; None: none.
         now: seconds since the epoch.
     """
     open_leases = Counter(r.lease.worker for r in state.leases.values() if r.status == "open")
-    known = heard.peers if heard else {}
+    known = seen.peers if seen else {}
     workers = [
         {**_worker(state, key, open_leases[key]), **_peer(known.get(key), now)}
         for key in sorted(state.workers, key=lambda key: state.workers[key].number)
@@ -236,14 +236,15 @@ class _Prometheus(Collector):
 
     def collect(self) -> Iterator[Metric]:
         report = self._status.report()
-        alive = {
-            role: sum(peer["alive"] for peer in report[role]) for role in ("workers", "validators")
-        }
+        workers, validators = report["workers"], report["validators"]
         gauges = {
             "newest_version": ("Newest published policy version.", report["newest_version"]),
             "open_steps": ("Steps that are being filled.", len(report["open_steps"])),
-            "workers_alive": ("Workers heard of lately.", alive["workers"]),
-            "validators_alive": ("Validators heard of lately.", alive["validators"]),
+            "workers_alive": ("Live workers.", sum(w["alive"] for w in workers)),
+            "validators_alive": (
+                "Live validators.",
+                sum(v["alive"] for v in validators),
+            ),
             "to_judge": ("Submissions without a verdict.", report["queue"]["to_judge"]),
             "suspects": ("Waiting; a validator failed at them.", report["queue"]["suspects"]),
             "backlog_bytes": ("Of submissions without a verdict.", report["backlog"]["bytes"]),
@@ -253,7 +254,6 @@ class _Prometheus(Collector):
         for name, (text, value) in gauges.items():
             if value is not None:
                 yield GaugeMetricFamily(f"coordinator_{name}", text, value=value)
-        workers = report["workers"]
         counters = {
             "steps_closed": ("Batch manifests signed.", report["steps_closed"]),
             "accepted_rollouts": ("Credited.", sum(w["accepted_rollouts"] for w in workers)),
