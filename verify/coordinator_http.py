@@ -77,7 +77,7 @@ class CoordinatorHttp:
         backlog_s: float = 0.0,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> Answer:
-        """Send a request, signed anew each time, until it is answered or the deadline passes.
+        """Send a request, signed again each time, until it is answered or the deadline passes.
 
         Args:
             method, path: method and path of the request.

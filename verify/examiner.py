@@ -30,7 +30,8 @@ from verify.watchdog import Stages
 WEIGHTS_S = 600.0
 """Seconds that submissions stay claimed while their version is fetched."""
 _MOST = 0.9
-"""Share of `WEIGHTS_S` after which a fetch counts as late; it gives up before a late attempt."""
+"""Share of `WEIGHTS_S` after which a failed fetch counts as late. A fetch gives up before an
+attempt that would end after the deadline."""
 _NOT_GRADED = Graded(0.0, 0.0, 0.0)
 
 

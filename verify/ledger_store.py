@@ -45,7 +45,7 @@ class StoreError(Exception):
         words: str,
         *,
         passing: bool,
-        remedy: str = "free disk space or mend the permissions",
+        remedy: str = "free disk space or correct the permissions",
         in_doubt: bool = False,
     ) -> None:
         self.words, self.passing, self.remedy = words, passing, remedy

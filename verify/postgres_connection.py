@@ -46,7 +46,7 @@ class Connecting:
     def __init__(self, make: Callable[[], Connection]) -> None:
         self._make = make
         self.made: Future[Connection] = Future()
-        """Gets the connection, or what `make` raised."""
+        """Future of the connection; `result` raises what `make` raised."""
         # Not a thread of a pool, because a process joins those when it ends.
         threading.Thread(target=self._run, name="connecting", daemon=True).start()
 

@@ -23,8 +23,8 @@ change by a factor of at most exp(margin). So all tokens that the sampler kept l
           sum of p_u over {u != v : z_u >= z_v - margin} < top_p at odds x exp(-margin)
 
 Only these tokens can lie above v in the sampler's z. If a token is sure, all tokens above it are
-sure. So the last kept token is sure if the next one is further away than the margin; otherwise a
-sampler could leave it out at will.
+sure. So the last kept token is sure if the next one is further away than the margin. If it were not
+sure, a sampler could leave it out at will.
 
 Rounding has tails: of a hundred thousand tokens a few differ by more, and a token on the wrong side
 of a threshold may lie at any distance from the choice. Such tokens count as exceptions, and not as

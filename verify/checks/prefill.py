@@ -68,9 +68,9 @@ class RolloutLogprobCheck:
 
     def run(self, subject: Subject) -> list[CheckResult]:
         limit = subject.limits.logprob_rollout
-        said = "claimed against recomputed log-probs"
+        words = "claimed against recomputed log-probs"
         return [
-            at_most(self.name, logprob_diff(row, found), logprob_limit(limit, [row]), said)
+            at_most(self.name, logprob_diff(row, found), logprob_limit(limit, [row]), words)
             for row, found in subject.prefilled
         ]
 
@@ -151,8 +151,8 @@ def judge_all_gaps(gaps: np.ndarray, limits: Limits) -> CheckResult:
     results = [at_most(name, mean, most, "mean gap over the submission")]
     if noise is not None:
         counted, most = noise.counted(gaps) / tokens, noise.largest_mean(tokens)
-        said = f"mean gap over the submission, each counted up to {noise.cap:g}"
-        results.append(at_most(name, counted, most, said))
+        words = f"mean gap over the submission, each counted up to {noise.cap:g}"
+        results.append(at_most(name, counted, most, words))
     return nearest_to_failing(results)
 
 
@@ -183,8 +183,8 @@ def judge_proofs(chunks: Sequence[ChunkStatistics], limits: Limits) -> list[Chec
             for what, value, limit in measures
         ]
     if weak:
-        said = f"chunks too short or too predictable to tell from a guess, {min(weak):.0f} bits"
-        results.append(at_most(ProofCheck.name, len(weak), len(chunks), said))
+        words = f"chunks too short or too predictable to tell from a guess, {min(weak):.0f} bits"
+        results.append(at_most(ProofCheck.name, len(weak), len(chunks), words))
     return results
 
 

@@ -192,7 +192,7 @@ class LeaseRecord:
     recomputed: bool = False
     """Whether its rollouts were recomputed before they were accepted."""
     deferred: str | None = None
-    """The submission that its holder was told to send later."""
+    """Digest of the deferred submission, which its holder sends again later."""
     deferred_until: float = 0.0
     attempts: tuple[FailedAttempt, ...] = ()
     """Failed attempts for which the submission was set aside."""

@@ -246,20 +246,20 @@ class _Prometheus(Collector):
                 sum(v["alive"] for v in validators),
             ),
             "to_judge": ("Submissions without a verdict.", report["queue"]["to_judge"]),
-            "suspects": ("Waiting; a validator failed at them.", report["queue"]["suspects"]),
-            "backlog_bytes": ("Of submissions without a verdict.", report["backlog"]["bytes"]),
-            "deferred": ("Submissions told to come again.", report["backlog"]["deferred"]),
-            "intake_open": ("1, or 0 where too much waits.", not report["backlog"]["withheld"]),
+            "suspects": ("Suspects: validators failed at them.", report["queue"]["suspects"]),
+            "backlog_bytes": ("Bytes without a verdict.", report["backlog"]["bytes"]),
+            "deferred": ("Deferred submissions.", report["backlog"]["deferred"]),
+            "intake_open": ("1, or 0 if too much waits.", not report["backlog"]["withheld"]),
         }
         for name, (text, value) in gauges.items():
             if value is not None:
                 yield GaugeMetricFamily(f"coordinator_{name}", text, value=value)
         counters = {
             "steps_closed": ("Batch manifests signed.", report["steps_closed"]),
-            "accepted_rollouts": ("Credited.", sum(w["accepted_rollouts"] for w in workers)),
-            "accepted_tokens": ("Credited.", sum(w["accepted_tokens"] for w in workers)),
-            "rejected_submissions": ("By verdict.", report["rejected_submissions"]),
-            "withheld_leases": ("Expired.", sum(w["withheld_leases"] for w in workers)),
+            "accepted_rollouts": ("Credits.", sum(w["accepted_rollouts"] for w in workers)),
+            "accepted_tokens": ("Credits.", sum(w["accepted_tokens"] for w in workers)),
+            "rejected_submissions": ("By a verdict.", report["rejected_submissions"]),
+            "withheld_leases": ("Expired leases.", sum(w["withheld_leases"] for w in workers)),
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"coordinator_{name}", text, value=value)
