@@ -23,8 +23,9 @@ import numpy as np
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import SamplerPool
-from verify.checks import GRADE_CHECKS, ROW_CHECKS, Subject, fingerprints, prefill_checks
-from verify.checks.duplicates import DuplicateCheck
+from verify.checks import GRADE_CHECKS, ROW_CHECKS, prefill_checks
+from verify.checks.base import Subject
+from verify.checks.duplicates import DuplicateCheck, fingerprints
 from verify.formats.lease import Lease, assignments, lease_digest, open_lease, sign_lease
 from verify.formats.submission import (
     Rollout,

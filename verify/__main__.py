@@ -1,4 +1,4 @@
-"""`python -m verify`: coordinator and validator; calibration, audit, lone proofs, tables."""
+"""`python -m verify`: coordinator, validator, calibration, audit, single proofs, tables."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from verify.commands import add_audit_command, add_table_command, public_key
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parses the command line and runs a role; returns its exit code."""
+    """Parse the command line, run a role or command, and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m verify", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    coordinator = commands.add_parser("coordinator", help="lease, take in, close steps")
+    coordinator = commands.add_parser(
+        "coordinator", help="lease work, receive submissions, close steps"
+    )
     coordinator.add_argument("run_dir", type=Path, help="run directory with spec.json and keys/")
     coordinator.add_argument("--listen", required=True, metavar="HOST:PORT")
     coordinator.add_argument("--weights", required=True, metavar="URL", help="origin or relay")
@@ -30,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="URL",
-        help="relay or origin that volunteers are told of; may be repeated",
+        help="relay or origin for volunteers; may be repeated",
     )
     validator = commands.add_parser("validator", help="check submissions until the run is finished")
     validator.add_argument("--run", required=True, help="the run's name")
@@ -39,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--weights", required=True, action="append", metavar="URL", help="relay; may be repeated"
     )
     validator.add_argument("--key", required=True, type=Path, metavar="FILE")
-    validator.add_argument("--dir", required=True, type=Path, help="keeps fetched versions")
+    validator.add_argument("--dir", required=True, type=Path, help="folder of fetched versions")
     for command in (coordinator, validator):
         command.add_argument(
             "--public-key",
@@ -83,7 +85,7 @@ def _coordinator(options: Namespace, log: logging.Logger) -> None:
 
 def _validator(options: Namespace, log: logging.Logger) -> None:
     stop = stop_event()
-    from verify.validator import run  # after the signals: its imports take seconds
+    from verify.validator import run  # after the signal handlers, because this takes seconds
 
     run(
         run=options.run,

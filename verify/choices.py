@@ -1,15 +1,15 @@
 """Numbers of a policy's distributions for tokens that were sampled without seeded noise.
 
-Where sampling is not seeded any one token may be honest, but not any row of them. With p the
-distribution at a position over the tokens kept, o the token chosen there, and e the end token, the
-checks of chosen tokens and of ends need of each position:
+Without a seed any single token may be honest, but not every sequence of tokens. At a position, p is
+the distribution over the tokens kept, o is the chosen token, and e is the end token. The checks of
+chosen tokens and of ends need these numbers of each position:
 
     log p_o,  log max_v p_v - log p_o
     log sum_v p_v^a                        for a in POWERS
     log sum_v p_v [p_v >= c max_u p_u]     for c in HEADS
     log p_e, the least and the most that rounding at the edge of top-k and top-p allows
 
-One pass over the logits gives them all; the same code runs on numpy, torch and jax.numpy.
+One pass over the logits gives all of them; the same code runs on numpy, torch and jax.numpy.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from typing import Any, NamedTuple
 from verify.truncation import TAIL, Repeat, Truncation, repeated, thresholds_at
 
 POWERS = (0.5, 0.75, 0.875, 1.125, 1.25, 1.5)
-"""Exponents a: a policy at temperature T / a."""
+"""Exponents a; p^a is the policy at temperature T / a."""
 HEADS = (1.0, 0.1, 0.01)
-"""Shares c of the largest probability: sampling that cuts what is less probable. 1 is greedy."""
+"""Shares c of the largest probability; sampling cuts less probable tokens. 1 is greedy."""
 _ROUNDING = 1e-5
 """Nats: a compiler may compute the largest logit twice, with other last bits."""
 _TINY = 1e-38
-"""In place of an underflow to 0, whose logarithm would warn."""
+"""Replaces an underflow to 0, whose logarithm would warn."""
 
 
 class Choices(NamedTuple):
     """Numbers of the n output tokens of a rollout, in nats, f32."""
 
     logprobs: Any
-    """[n]: log p_o, the token itself among those kept in any case."""
+    """[n]: log p_o; the token itself always counts as kept."""
     below_top: Any
     """[n]: log max_v p_v - log p_o."""
     log_powers: Any
@@ -41,13 +41,13 @@ class Choices(NamedTuple):
     log_heads: Any
     """[n, len(HEADS)]."""
     end_least: Any
-    """[n]: log p_e where every sampler keeps e, else -inf."""
+    """[n]: log p_e if every sampler keeps e, else -inf."""
     end_most: Any
-    """[n]: log p_e, e among those kept, where any sampler may keep e, else -inf."""
+    """[n]: log p_e, with e kept, if some sampler may keep e, else -inf."""
     outside: Any
-    """[n]: how far o lies below what a sampler may keep, as a seeded gap counts it; 0 within."""
+    """[n]: how far o lies below the tokens that a sampler may keep, as a seeded gap; else 0."""
     sure: Any
-    """[n]: 1 where every sampler keeps o, else 0."""
+    """[n]: 1 if every sampler keeps o, else 0."""
 
 
 def describe(
@@ -59,14 +59,14 @@ def describe(
     *,
     repeat: Repeat = repeated,
 ) -> Choices:
-    """Reads the logits of n positions.
+    """Compute the numbers of n positions from their logits.
 
     Args:
         xp: numpy, jax.numpy or torch.
         scaled: f32 [n, V], logits / T, finite.
-        own: bool [n, V], true at each position's token alone.
-        end: bool [1, V], true at the end token alone.
-        rule: what the pool cuts, with the margin that rounding has; None where nothing is cut.
+        own: bool [n, V], true only at each position's token.
+        end: bool [1, V], true only at the end token.
+        rule: cuts of the pool, with the margin for rounding; None if nothing is cut.
         repeat: a loop that the library compiles.
     """
     if rule is None or not rule.cuts:
@@ -83,7 +83,7 @@ def describe(
     below_top = -xp.where(own, shifted, 0.0).sum(-1)
     if rule is None or not rule.cuts:
         end_least = end_most = xp.where(end, shifted, 0.0).sum(-1) - log_total
-    else:  # the end token has the least share of the widest set, and the most of the narrowest
+    else:  # the end token's share is least in the widest set, and largest in the narrowest
         end_least = _end(xp, shifted, end, least, wide)
         end_most = _end(xp, shifted, end, wide, least)
     return Choices(
@@ -99,7 +99,7 @@ def describe(
 
 
 def _log_powers(xp: Any, weights: Any, log_total: Any) -> Any:
-    """[n, len(POWERS)]. Square roots cost less than further exponentials."""
+    """Return [n, len(POWERS)]. Square roots cost less than further exponentials."""
     half = xp.sqrt(weights)
     quarter = xp.sqrt(half)
     eighth = xp.sqrt(quarter)
@@ -115,21 +115,21 @@ def _log_powers(xp: Any, weights: Any, log_total: Any) -> Any:
 
 
 def _log_heads(xp: Any, shifted: Any, weights: Any, log_total: Any) -> Any:
-    """[n, len(HEADS)]."""
+    """Return [n, len(HEADS)]."""
     limits = [math.log(c) - _ROUNDING for c in HEADS]
     heads = [xp.where(shifted >= limit, weights, 0.0).sum(-1) for limit in limits]
     return xp.stack([xp.log(head) - log_total for head in heads], -1)
 
 
 def _end(xp: Any, shifted: Any, end: Any, among: Any, others: Any) -> Any:
-    """[n]: log-prob of the end token beside some others; -inf where it is not among `among`."""
+    """Return [n]: log-prob of the end token within `others`; -inf if it is not in `among`."""
     total = xp.exp(xp.where(others | end, shifted, -math.inf)).sum(-1)
     share = xp.where(end, shifted, 0.0).sum(-1) - xp.log(xp.clip(total, _TINY, None))
     return xp.where((end & among).any(-1), xp.clip(share, None, 0.0), -math.inf)
 
 
 def _outside(xp: Any, scaled: Any, own: Any, at: Any, tail: Any, margin: float) -> Any:
-    """0 for what may be kept, at most 2 margins for what the tail of rounding explains."""
+    """Return [n]: 0 for kept tokens, at most 2 margins for what the tail of rounding explains."""
     mine = xp.where(own, scaled, 0.0).sum(-1)
     below = at.allowed[..., 0] - mine
     distance = xp.where(below > 0.0, below + margin, 0.0)

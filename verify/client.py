@@ -1,20 +1,21 @@
-"""The coordinator's HTTP API from the caller's side: for samplers and for validators.
+"""Client of the coordinator's HTTP API, for samplers and validators.
 
-Synchronous; one instance may be shared by threads (a heartbeat beside the work). Every request is
-signed and every answer bounded (`verify.coordinator_http`), and here it is checked: the spec and
-the leases are believed because the coordinator signed them and the pinned root key names the
-coordinator.
+The client is synchronous, and threads may share it (a heartbeat beside the work). Every request is
+signed and every answer is limited in size (`verify.coordinator_http`). The client checks answers:
+the coordinator must have signed the spec and the leases, and roles.json, signed by the pinned root
+key, must name the coordinator.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from blake3 import blake3
 
@@ -50,6 +51,7 @@ from verify.timeouts import BACKLOG_S, COORDINATOR_S
 
 __all__ = ["CoordinatorClient", "RunFinished", "SubmissionRefused", "WorkItem"]
 
+T = TypeVar("T")
 ROLES_REFRESH_S = 300.0
 
 
@@ -58,25 +60,25 @@ class WorkItem:
     """A submission that a validator is to check."""
 
     submission: str
-    """Digest of the table; `download` fetches them."""
+    """Digest of the table; `download` fetches it."""
     lease: bytes
     """The signed lease."""
     envelope: bytes
     """The signed submission envelope."""
     share: float
-    """Share of the worker's submissions to recompute, by its reputation; in [0, 1]."""
+    """Share of the worker's submissions to recompute, in [0, 1]; it follows from its reputation."""
 
 
 class CoordinatorClient:
-    """Talks to one coordinator in the name of one key.
+    """Calls one coordinator with one key.
 
     Args:
-        url: like http://127.0.0.1:8000.
-        key: the caller's; a validator's must be named in roles.json.
-        run: the run's name.
+        url: URL such as http://127.0.0.1:8000.
+        key: key of the caller; roles.json must name a validator's.
+        run: name of the run.
         root_public_key: the pinned root key (hex).
-        deadline_s: how long one call goes on trying while the coordinator cannot be reached,
-            answers 429 or 5xx, or does not come to the end of its answer; then UserError.
+        deadline_s: seconds for which a call retries while the coordinator cannot be reached,
+            answers 429 or 5xx, or does not complete its answer; then it raises UserError.
     """
 
     def __init__(
@@ -93,33 +95,28 @@ class CoordinatorClient:
         self._roles: Roles | None = None
         self._roles_read = 0.0
         self._spec: RunSpec | None = None
-        self._held = threading.Lock()
+        self._lock = threading.Lock()
         self._leases: set[str] = set()
-        """Digests of the leases that this process works on, so that no others come again."""
+        """Digests of the leases that this process works on; other leases of the key are granted
+        again."""
         self._claims: set[str] = set()
-        """The same for submissions to judge."""
+        """Digests of the submissions that this process has claimed."""
 
     def roles(self) -> Roles:
-        """The run's roles, read again every few minutes."""
+        """Return the run's roles, read again every few minutes."""
         if self._roles is None or time.monotonic() - self._roles_read > ROLES_REFRESH_S:
             data = self._http.call("GET", "/v1/roles", max_bytes=MAX_ROLES_BYTES).content
-            try:
-                self._roles = open_roles(data, root_public_key=self._root_public_key, run=self._run)
-            except BadSignature as error:
-                raise self._http.not_believed(error) from error
+            open_them = partial(open_roles, root_public_key=self._root_public_key, run=self._run)
+            self._roles = self._opened(data, open_them)
             self._roles_read = time.monotonic()
         return self._roles
 
     def spec(self) -> RunSpec:
-        """The run's resolved spec, as the coordinator signed it."""
+        """Return the run's resolved spec, which the coordinator signed."""
         if self._spec is None:
             data = self._http.call("GET", "/v1/spec", max_bytes=MAX_SIGNED_SPEC_BYTES).content
-            try:
-                spec = open_spec(
-                    data, coordinators=self.roles().coordinator, place=f"{self._http.url}/v1/spec"
-                )
-            except BadSignature as error:
-                raise self._http.not_believed(error) from error
+            place, signers = f"{self._http.url}/v1/spec", self.roles().coordinator
+            spec = self._opened(data, partial(open_spec, coordinators=signers, place=place))
             if spec.name != self._run:
                 raise UserError(
                     f"serves run {spec.name!r}, not {self._run!r}",
@@ -130,12 +127,12 @@ class CoordinatorClient:
         return self._spec
 
     def register(self, pool: str, info: Mapping[str, Any], *, invite: str | None = None) -> None:
-        """Makes the key known as a worker of a pool of the spec; doing it again is harmless.
+        """Register the key as a worker of a pool; a second call changes nothing.
 
         Args:
             pool: name of the pool.
             info: a few scalars about the worker (software versions, hardware) for people.
-            invite: text of an invite, where the run takes only who has one; once is enough.
+            invite: text of an invite, if the run needs one; the first call needs it only.
         """
         body: dict[str, Any] = {"pool": pool, "info": dict(info)}
         if invite is not None:
@@ -148,36 +145,33 @@ class CoordinatorClient:
         self._post("/v1/workers", body)
 
     def lease(self, wait_s: float) -> bytes | None:
-        """A signed lease (checked), or None when there was no work within `wait_s` seconds.
+        """Return a signed lease (checked), or None if there was no work within `wait_s` seconds.
 
-        A worker may hold a few leases (`MAX_OPEN_LEASES`): it samples one while the last sequences
-        of another end and the submission of a third travels. What a process held when it ended
-        comes again to the next one: the same bytes, until they are
-        answered or expire.
+        A worker may hold `MAX_OPEN_LEASES`: it samples one while the last sequences of another end
+        and a third is being submitted. Leases that a process held when it ended are granted to the
+        next process of the key, with the same bytes, until they are answered or expire.
 
         Raises:
             RunFinished: the run needs no more rollouts.
         """
-        with self._held:
+        with self._lock:
             body = {"wait": wait_s, "holding": sorted(self._leases)}
         answer = self._post("/v1/leases", body, wait_s=wait_s)
         if answer.status == HTTPStatus.NO_CONTENT:
             return None
-        try:
-            lease = open_lease(answer.content, coordinators=self.roles().coordinator)
-        except BadSignature as error:
-            raise self._http.not_believed(error) from error
+        signers = self.roles().coordinator
+        lease = self._opened(answer.content, partial(open_lease, coordinators=signers))
         if lease.worker != self._key.public_hex or lease.run != self._run:
             raise self._http.not_believed(BadSignature("a lease for another worker or run"))
-        with self._held:
+        with self._lock:
             self._leases.add(lease_digest(answer.content))
         return answer.content
 
     def submit(self, envelope: bytes, table: bytes) -> None:
-        """Hands in a submission: its signed envelope and its table.
+        """Send a submission: its signed envelope and its table.
 
-        Sending the same bytes again is harmless. Where too much waits for a verdict, the
-        coordinator says when to come again, and this waits.
+        Sending the same bytes again changes nothing. If too many submissions wait for a verdict,
+        the coordinator names the time of a retry, and this call waits for it.
 
         Raises:
             SubmissionRefused: the lease expired, or was answered with other bytes.
@@ -194,27 +188,27 @@ class CoordinatorClient:
         self._forget(self._leases, lease)
 
     def hold(self, lease: str) -> None:
-        """This process answers a lease that one before it was granted: it does not come again.
+        """Record that this process answers a lease that was granted to an earlier process.
 
         Args:
-            lease: its digest.
+            lease: digest of the lease.
         """
-        with self._held:
+        with self._lock:
             self._leases.add(lease)
 
     def release(self, *, but: Collection[str] = ()) -> int:
-        """Gives back the open leases that this process holds and will not answer.
+        """Give back the open leases that this process holds and will not answer.
 
-        Others may be leased their groups at once. A stranger that gives one back is new again, and
-        gets trials only (`verify.coordinator.machine.filling`).
+        Others may be leased their groups at once. A stranger that gives a lease back is new again,
+        and gets trials only (`verify.coordinator.machine.filling`).
 
         Args:
-            but: digests of those that will be answered all the same.
+            but: digests of leases that will still be answered.
 
         Returns:
-            How many they are.
+            The number of leases given back.
         """
-        with self._held:
+        with self._lock:
             leases = sorted(self._leases - set(but))
         if leases:
             self._post("/v1/release", {"leases": leases})
@@ -223,19 +217,16 @@ class CoordinatorClient:
         return len(leases)
 
     def site(self) -> Site:
-        """Where weights are served, and the files of the data, as the coordinator signed it."""
+        """Return the signed site: URLs of the weights, and the files of the data."""
         data = self._http.call("GET", "/v1/site", max_bytes=MAX_SITE_BYTES).content
-        try:
-            return open_site(data, coordinators=self.roles().coordinator, run=self._run)
-        except BadSignature as error:
-            raise self._http.not_believed(error) from error
+        signers = self.roles().coordinator
+        return self._opened(data, partial(open_site, coordinators=signers, run=self._run))
 
     def fetch_data(self, file: SiteFile, path: Path) -> None:
-        """Fetches a file of the data, checked against its digest; a whole file or none.
+        """Fetch a file of the data and check its digest; write the whole file or none.
 
         Raises:
-            UserError: the disk is full, the file there is not the one that was listed, or it is
-                there no more.
+            UserError: the disk is full, or the coordinator no longer has the listed file.
         """
         self._http.stream(
             f"/v1/data/{file.digest}",
@@ -243,35 +234,35 @@ class CoordinatorClient:
         )
 
     def heartbeat(self, state: Mapping[str, Any]) -> None:
-        """Says that the caller lives, and what it has done since its process began.
+        """Send a heartbeat with what the process has done since its start.
 
         Args:
-            state: scalars. Workers: `version` (loaded), `busy_s` (seconds spent sampling) and
-                `tokens` (output tokens), both cumulative. Validators: `busy_s` and `checked`.
+            state: scalars. Workers send `version` (loaded), `busy_s` (seconds spent sampling) and
+                `tokens` (output tokens), both cumulative. Validators send `busy_s` and `checked`.
         """
         self._post("/v1/heartbeat", {"state": dict(state)})
 
     def next_submission(self, wait_s: float) -> WorkItem | None:
-        """The next submission to check, or None when none came within `wait_s` seconds.
+        """Return the next submission to check, or None if there was none within `wait_s` seconds.
 
-        It is this validator's until `verdict`, or until the coordinator's claim deadline. Several
-        may be held at once; what a process that died had held is offered again.
+        This validator has claimed it until `verdict`, or until the coordinator's claim deadline. A
+        process may have several claims; those of a process that died are offered again.
 
         Raises:
             RunFinished: every batch is closed.
         """
-        with self._held:
+        with self._lock:
             body = {"wait": wait_s, "holding": sorted(self._claims)}
         answer = self._post("/v1/validator/next", body, wait_s=wait_s)
         if answer.status == HTTPStatus.NO_CONTENT:
             return None
-        item = self._work_item(answer.content)
-        with self._held:
+        item = self._opened(answer.content, self._work_item)
+        with self._lock:
             self._claims.add(item.submission)
         return item
 
     def download(self, digest: str) -> bytes:
-        """The table of a submission; their digest is checked, their contents are not."""
+        """Return the table of a submission; its digest is checked, its contents are not."""
         data = self._http.call(
             "GET",
             f"/v1/submissions/{digest}",
@@ -282,21 +273,21 @@ class CoordinatorClient:
         return data
 
     def verdict(self, envelope: bytes, table: bytes) -> None:
-        """Hands in a verdict file: its signed envelope and its table.
+        """Send a verdict file: its signed envelope and its table.
 
-        A second verdict on a submission is taken note of and changes nothing.
+        A second verdict on a submission changes nothing.
         """
         self._http.call("POST", "/v1/verdicts", body=table, envelope=envelope)
         own = open_verdict(envelope, validators=frozenset({self._key.public_hex}))
         self._forget(self._claims, own.submission)
 
     def release_claims(self, submissions: Sequence[str], fault: str = "") -> None:
-        """Gives back submissions that this process claimed and comes to no verdict on.
+        """Give back submissions that this process claimed and gives no verdict on.
 
         Args:
-            submissions: their digests.
-            fault: what went wrong, where it is to do with just these submissions: the coordinator
-                counts a failed attempt. Empty where the validator itself is at fault.
+            submissions: digests of the submissions.
+            fault: the error, if these submissions caused it; the coordinator counts a failed
+                attempt. Empty if the validator itself is at fault.
         """
         self._post("/v1/validator/release", {"submissions": list(submissions), "fault": fault})
         for submission in submissions:
@@ -305,31 +296,35 @@ class CoordinatorClient:
     @property
     def claims(self) -> list[str]:
         """Digests of the submissions that this process has claimed and not answered."""
-        with self._held:
+        with self._lock:
             return sorted(self._claims)
 
     def _forget(self, held: set[str], digest: str) -> None:
-        with self._held:
+        with self._lock:
             held.discard(digest)
 
     def _work_item(self, data: bytes) -> WorkItem:
+        answer = parse_object(data, max_bytes=MAX_ANSWER_BYTES)
+        lease, envelope = (str(answer[name]).encode() for name in ("lease", "envelope"))
+        open_lease(lease, coordinators=self.roles().coordinator)
+        submitted, share = open_submission(envelope), answer["share"]
+        if type(share) not in (int, float) or not 0.0 <= share <= 1.0:
+            raise BadSignature(f"a share of {str(share)[:40]}")
+        return WorkItem(submitted.digest, lease, envelope, float(share))
+
+    def _opened(self, data: bytes, read: Callable[[bytes], T]) -> T:
+        """Return what `read` makes of an answer; raise its errors as a `UserError`."""
         try:
-            answer = parse_object(data, max_bytes=MAX_ANSWER_BYTES)
-            lease, envelope = (str(answer[name]).encode() for name in ("lease", "envelope"))
-            open_lease(lease, coordinators=self.roles().coordinator)
-            submitted, share = open_submission(envelope), answer["share"]
-            if type(share) not in (int, float) or not 0.0 <= share <= 1.0:
-                raise BadSignature(f"a share of {str(share)[:40]}")
+            return read(data)
         except (MalformedJson, KeyError, BadSignature) as error:
             raise self._http.not_believed(error) from error
-        return WorkItem(submitted.digest, lease, envelope, float(share))
 
     def _post(self, path: str, body: Mapping[str, Any], *, wait_s: float = 0.0) -> Answer:
         return self._http.call("POST", path, body=canonical_json(dict(body)), wait_s=wait_s)
 
 
 def _write_checked(path: Path, pieces: Iterable[bytes], file: SiteFile) -> None:
-    """Writes a file under a temporary name, and renames it once it is the one that was listed."""
+    """Write a file under a temporary name, and rename it if it has the listed size and digest."""
     hasher, written = blake3(), 0
     with atomic_file(path) as out:
         for piece in pieces:

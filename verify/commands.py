@@ -1,4 +1,4 @@
-"""Commands of `python -m verify` that run once: `audit` and `table`, exit codes and printing."""
+"""Commands `audit` and `table` of `python -m verify`; exit codes and printing of such commands."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ UNREADABLE, INTERRUPTED, NOBODY_READS = 2, 130, 141
 
 
 def run_once(body: Callable[[], int]) -> int:
-    """Run a command whose exit code is a verdict; errors have codes of their own.
+    """Run a command whose exit code is a verdict; errors have other exit codes.
 
     Returns:
         The body's code; 2 on a UserError, 3 on an internal error, 130 on Ctrl-C, 141 if the
-        reader of the output has gone.
+        reader of the output has closed it.
     """
     try:
         return body()
@@ -46,23 +47,23 @@ def run_once(body: Callable[[], int]) -> int:
 
 
 def say(text: str) -> None:
-    """Print a text and a line's end, all of it.
+    """Print a whole text and the end of a line.
 
     Raises:
-        UserError: standard output cannot be written; its disk is full.
-        BrokenPipeError: the reader has gone.
+        UserError: standard output cannot be written, for example because the disk is full.
+        BrokenPipeError: the reader of the output has closed it.
     """
     try:
         print(text, flush=True)
     except OSError as error:
-        # Otherwise Python reports the error again when it flushes at its end.
+        # Otherwise Python reports the error again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise
         raise UserError(
             f"cannot be written: {error.strerror or error}",
             place="standard output",
-            remedy="name a file with room, or a command that reads",
+            remedy="write to a disk with room, or to a command that reads all",
         ) from error
 
 
@@ -70,14 +71,14 @@ CLEAN, FINDINGS = 0, 1
 
 
 def add_audit_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `audit` to the commands of `python -m verify`."""
+    """Add `audit` to the commands of `python -m verify`."""
     parser = commands.add_parser("audit", help="replay a run's ledger; exit 0 clean, 1 findings")
-    parser.add_argument("run_dir", type=Path, help="run directory, at work or a copy")
+    parser.add_argument("run_dir", type=Path, help="run directory, of a live run or a copy")
     parser.add_argument(
         "--root-key",
         type=public_key,
         metavar="HEX",
-        help="the root's public key; else the spec's, else the run's own throw-away root",
+        help="the root's public key; default: the spec's, or the run's own throw-away root",
     )
     parser.add_argument(
         "--head",
@@ -85,15 +86,15 @@ def add_audit_command(commands: argparse._SubParsersAction[argparse.ArgumentPars
         action="append",
         default=[],
         metavar="ROWS:CHAIN",
-        help="a head that an earlier audit printed, which must still be there; may be repeated",
+        help="a head that an earlier audit printed and the ledger must still have; may be repeated",
     )
-    parser.add_argument("--json", action="store_true", help="the report as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.set_defaults(body=lambda options: run_once(lambda: _audit(options)))
 
 
 def _audit(options: argparse.Namespace) -> int:
     report = audit(options.run_dir, root_key=options.root_key, heads=dict(options.head))
-    lines = [json.dumps(report.as_json(), sort_keys=True)] if options.json else report.lines()
+    lines = [json.dumps(asdict(report), sort_keys=True)] if options.json else report.lines()
     say("\n".join(lines))
     return FINDINGS if report.findings else CLEAN
 
@@ -117,9 +118,9 @@ _CHECKS = "checks."
 
 
 def add_table_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds `table` to the commands of `python -m verify`."""
+    """Add `table` to the commands of `python -m verify`."""
     parser = commands.add_parser("table", help="write a submission or verdict file as Parquet")
-    parser.add_argument("file", type=Path, metavar="FILE", help="of rollouts/step_<s>/")
+    parser.add_argument("file", type=Path, metavar="FILE", help="file of rollouts/step_<s>/")
     parser.add_argument("-o", dest="out", type=Path, required=True, metavar="FILE.parquet")
     parser.set_defaults(body=lambda options: run_once(lambda: _convert(options.file, options.out)))
 

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from http import HTTPStatus
+from typing import Any
 
 from runspec.core.address import is_server_url
 from runspec.core.canonical import MalformedJson, parse_object
@@ -25,31 +26,34 @@ MAX_ANSWER_BYTES = 64 * 1024
 _TIMEOUT_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _MAX_WORDS = 1000
-"""Characters of a refusal."""
+"""Largest number of characters of a refusal that a message repeats."""
 _LONGEST_RETRY_S = 60.0
 """Longest wait after a 429, in seconds, whatever the coordinator asks for."""
 
 
 class RunFinished(Exception):
-    """The run has its last batch: there is no more work, and the caller may exit 0."""
+    """Raised when the run has its last batch: there is no more work, and the caller may exit 0."""
 
 
 class SubmissionRefused(UserError):
-    """The coordinator will not take this submission (its lease expired, say); the next may do."""
+    """Raised if the coordinator refuses a submission, for example because its lease expired.
+
+    It may accept the next one.
+    """
 
 
 class CoordinatorHttp:
-    """Asks one coordinator; threads may share it.
+    """Sends requests to one coordinator; threads may share it.
 
     Args:
-        url: like http://127.0.0.1:8000.
+        url: URL such as http://127.0.0.1:8000.
         key: signs each request.
-        run: the run's name.
-        deadline_s: how long one call goes on trying while the coordinator cannot be reached,
-            answers 429 or 5xx, or does not come to the end of its answer; then UserError.
+        run: name of the run.
+        deadline_s: seconds for which a call retries while the coordinator cannot be reached,
+            answers 429 or 5xx, or does not complete its answer; then it raises UserError.
 
     Raises:
-        UserError: the URL is none.
+        UserError: the URL is not one of a server.
     """
 
     def __init__(self, url: str, key: SigningKey, *, run: str, deadline_s: float) -> None:
@@ -73,21 +77,21 @@ class CoordinatorHttp:
         backlog_s: float = 0.0,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> Answer:
-        """Send a request, signed anew each time, until it is answered or the deadline passes.
+        """Send a request, signed again each time, until it is answered or the deadline passes.
 
         Args:
-            method, path: of the request.
-            body: what it carries.
-            envelope: of a submission or verdict; goes into a header.
-            wait_s: how long the coordinator may wait before it answers, beside the deadline.
-            backlog_s: how long the deadline is reset whenever the coordinator says when to retry
-                (429).
-            max_bytes: of the answer.
+            method, path: method and path of the request.
+            body: body of the request.
+            envelope: envelope of a submission or verdict, sent in a header.
+            wait_s: seconds that the coordinator may wait before it answers, added to the deadline.
+            backlog_s: seconds during which an answer 429 resets the deadline.
+            max_bytes: largest size of the answer.
 
         Raises:
             RunFinished: the coordinator answers 410.
             SubmissionRefused: it answers 409.
-            UserError: it refuses otherwise, is away until the deadline, or says too much.
+            UserError: it refuses for another reason, cannot be reached until the deadline, or sends
+                too long an answer.
         """
         began = time.monotonic()
         deadline = began + self._deadline_s + wait_s
@@ -96,9 +100,12 @@ class CoordinatorHttp:
             retry_after_s, answered = 0.0, None
             try:
                 # An attempt that begins late still has the time that an answer needs.
-                ends = time.monotonic() + min(_TIMEOUT_S, self._deadline_s) + wait_s
+                least_s = min(_TIMEOUT_S, self._deadline_s) + wait_s
                 answer = self._try(
-                    method, path, body, envelope, wait_s, max_bytes, max(deadline, ends)
+                    *(method, path, body, envelope),
+                    max_bytes=max_bytes,
+                    timeout_s=max(deadline - time.monotonic(), least_s),
+                    idle_s=_TIMEOUT_S + wait_s,
                 )
                 retry_after_s, answered = _retry_after(answer), answer.status
                 if answer.status < 500 and not retry_after_s:
@@ -107,7 +114,7 @@ class CoordinatorHttp:
             except NoAnswer as error:
                 trouble = f"cannot be reached: {error}"
             pause = max(pause, retry_after_s)
-            if retry_after_s and time.monotonic() < began + backlog_s:  # it is up, and overloaded
+            if retry_after_s and time.monotonic() < began + backlog_s:  # it is up but overloaded
                 deadline = time.monotonic() + retry_after_s + self._deadline_s + wait_s
             if time.monotonic() + pause > deadline:
                 raise UserError(
@@ -122,18 +129,24 @@ class CoordinatorHttp:
             pause = _FIRST_PAUSE_S if retry_after_s else min(2 * pause, _LONGEST_PAUSE_S)
         if waiting:
             _log.info("the coordinator %s answers again", self.url)
-        return self._checked(answer, f"{method} {path}")
+        if answer.status == HTTPStatus.GONE:
+            raise RunFinished(_words(answer))
+        if answer.is_success:
+            return answer
+        refused = SubmissionRefused if answer.status == HTTPStatus.CONFLICT else UserError
+        words = f"{method} {path}: {answer.status}, {_words(answer)}"
+        raise refused(words, place=f"coordinator {self.url}")
 
     def stream(self, path: str, take: Callable[[Iterable[bytes]], None]) -> None:
-        """Fetches something long that everybody may have, asked for anew until all has come.
+        """Fetch a long public answer, and retry until it is complete.
 
         Args:
-            path: of the request.
-            take: is given the pieces, from the first one at each attempt.
+            path: path of the request.
+            take: receives the pieces, from the first one at each attempt.
 
         Raises:
-            UserError: there is no such thing, or the coordinator is away until the deadline, which
-                begins anew with each attempt that got further than those before.
+            UserError: there is no such path, or the coordinator cannot be reached until the
+                deadline. Each attempt that gets further than those before resets the deadline.
         """
         deadline, pause = time.monotonic() + self._deadline_s, _FIRST_PAUSE_S
         came = furthest = 0
@@ -175,45 +188,20 @@ class CoordinatorHttp:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _try(
-        self,
-        method: str,
-        path: str,
-        body: bytes,
-        envelope: bytes | None,
-        wait_s: float,
-        max_bytes: int,
-        ends_at: float,
+        self, method: str, path: str, body: bytes, envelope: bytes | None, **limits: Any
     ) -> Answer:
         headers = sign_request(self._key, run=self._run, method=method, path=path, body=body)
         if envelope is not None:
             headers[ENVELOPE] = base64.b64encode(envelope).decode()
         try:
-            return fetch_now(
-                method,
-                self.url + path,
-                body=body,
-                headers=headers,
-                max_bytes=max_bytes,
-                timeout_s=ends_at - time.monotonic(),
-                idle_s=_TIMEOUT_S + wait_s,
-            )
+            return fetch_now(method, self.url + path, body=body, headers=headers, **limits)
         except LongAnswer as error:
             raise self.not_believed(BadSignature(f"{method} {path}: {error}")) from error
-
-    def _checked(self, answer: Answer, request: str) -> Answer:
-        if answer.status == HTTPStatus.GONE:
-            raise RunFinished(_words(answer))
-        if answer.is_success:
-            return answer
-        refused = SubmissionRefused if answer.status == HTTPStatus.CONFLICT else UserError
-        raise refused(
-            f"{request}: {answer.status}, {_words(answer)}", place=f"coordinator {self.url}"
-        )
 
     def not_believed(self, error: Exception) -> UserError:
         """Return the error of an answer that no coordinator sends."""
         return UserError(
-            f"an answer that is not to be believed: {error}",
+            f"an answer that cannot be verified: {error}",
             place=f"coordinator {self.url}",
             remedy="check --coordinator, --run and --public-key",
         )
@@ -232,13 +220,13 @@ def _remedy(answered: int | None) -> str:
     """Return what a person can do if the coordinator did not answer in time.
 
     Args:
-        answered: the status of its last answer; None where there was none.
+        answered: status of its last answer; None if there was none.
     """
     if answered is None:
         return "check that the coordinator runs and that its address is right"
     if answered == HTTPStatus.TOO_MANY_REQUESTS:
-        return "it has too much to do: try again later, or ask whoever runs it"
-    return "it is there: its log says what it waits for (a full disk, its database)"
+        return "it is overloaded: try again later, or ask the person who runs it"
+    return "it is up: its log says what it waits for (a full disk, its database)"
 
 
 def _words(answer: Answer) -> str:

@@ -1,4 +1,4 @@
-"""From a submission's bytes to a verdict: everything a validator thinks, nothing it sends."""
+"""Computes the verdict on a submission from its bytes; it sends nothing."""
 
 from __future__ import annotations
 
@@ -13,20 +13,11 @@ import numpy as np
 from runspec.core.errors import UserError, one_line
 from runspec.core.spec.schema import RunSpec
 from verify.calibration.lookup import limits_by_pool
-from verify.checks import (
-    DUPLICATE_CHECKS,
-    GRADE_CHECKS,
-    ROW_CHECKS,
-    Examination,
-    Rejected,
-    Subject,
-    examine,
-    fingerprints,
-    logprob_diff,
-    open_rows,
-    prefill_checks,
-    several_versions,
-)
+from verify.checks import DUPLICATE_CHECKS, GRADE_CHECKS, ROW_CHECKS, prefill_checks
+from verify.checks.base import Examination, Subject, examine
+from verify.checks.duplicates import fingerprints
+from verify.checks.prefill import logprob_diff, several_versions
+from verify.checks.rows import Rejected, open_rows
 from verify.formats.lease import Lease, assignments
 from verify.formats.submission import Rollout, max_submission_bytes
 from verify.formats.verdict import MAX_FAULT, RolloutVerdict
@@ -37,9 +28,10 @@ from verify.truncation import Truncation
 from verify.watchdog import Stages
 
 WEIGHTS_S = 600.0
-"""Seconds that submissions are held while their version is fetched."""
+"""Seconds that submissions stay claimed while their version is fetched."""
 _MOST = 0.9
-"""Share of that time: a validator whose next attempt would end too late gives up earlier."""
+"""Share of `WEIGHTS_S` after which a failed fetch counts as late. A fetch gives up before an
+attempt that would end after the deadline."""
 _NOT_GRADED = Graded(0.0, 0.0, 0.0)
 
 
@@ -50,7 +42,7 @@ class SubmissionFile:
     submission: str
     """Digest of `table`."""
     lease: Lease
-    """Its signature checked."""
+    """Lease of the submission; its signature was checked."""
     lease_digest: str
     envelope: bytes
     table: bytes
@@ -64,35 +56,35 @@ class Verdict:
     step: int
     accepted: bool
     reason: str
-    """Why not: check, row, number, limit."""
+    """Why it is rejected: check, row, number, limit."""
     dropped_groups: list[int]
-    """Groups lost to the grader's fault."""
+    """Groups lost to a fault of the grader."""
     rows: list[RolloutVerdict]
-    """Empty where not even the rows could be read."""
+    """Verdicts on the rows; empty if the rows could not be read."""
     fault: str = ""
-    """The grader's error at the last of those groups, as one line."""
+    """The grader's error at the last dropped group, as one line."""
 
 
 @dataclass(frozen=True)
 class _Case:
-    """A submission between two stages."""
+    """A submission between two stages of its check."""
 
     subject: Subject
     examination: Examination
     faults: dict[int, str]
-    """Why groups are dropped, by group."""
+    """Errors of the grader, by dropped group."""
 
 
 class WeightsNotHere(UserError):
-    """A version did not come in time; what has come of it is kept."""
+    """Raised if a version did not arrive in time; the parts that arrived are kept."""
 
 
 def ensure_weights(engine: PrefillEngine, version: int, manifest_digest: str) -> Path:
-    """The weights directory of a version.
+    """Return the weights directory of a version.
 
     Raises:
-        WeightsNotHere: it has not come within `WEIGHTS_S`.
-        UserError: what no waiting mends, a full disk say.
+        WeightsNotHere: it has not arrived within `WEIGHTS_S`.
+        UserError: an error that waiting does not end, such as a full disk.
     """
     begun = time.monotonic()
     try:
@@ -111,11 +103,11 @@ class Examiner:
         task_set: the run's problems and graders.
         engine: recomputes rollouts.
         vocab_size: rows of the model's output head.
-        wants_prefill: whether a submission (its digest) is recomputed; see `verify.prefill_share`.
-        stages: is told what is being done, and to which submission.
+        wants_prefill: returns whether a submission (its digest) is recomputed.
+        stages: receives the stage that is under way, and its submissions.
 
     Raises:
-        UserError: a profile of calibrated limits is not to be believed.
+        UserError: a profile of calibrated limits is not valid.
     """
 
     def __init__(
@@ -135,11 +127,11 @@ class Examiner:
         self._limits = limits_by_pool(spec)
 
     def examine(self, files: Sequence[SubmissionFile]) -> list[Verdict]:
-        """Examines submissions together; those of one version share a prefill.
+        """Examine submissions together; those of one version share a prefill.
 
         Raises:
-            WeightsNotHere: the weights of a version have not come.
-            UserError: they cannot, or a lease names no pool.
+            WeightsNotHere: the weights of a version have not arrived.
+            UserError: they cannot be fetched, or a lease names no pool.
         """
         verdicts: dict[str, Verdict] = {}
         cases: list[_Case] = []
@@ -157,7 +149,7 @@ class Examiner:
         return [verdicts[file.submission] for file in files]
 
     def _before_prefill(self, file: SubmissionFile) -> _Case:
-        """The checks that need no model, up to the first that fails."""
+        """Run the checks that need no model, up to the first that fails."""
         with self._stages.of("decoding", file.submission):
             subject = self._open(file)
         with self._stages.of("rows", file.submission):
@@ -203,7 +195,7 @@ class Examiner:
         )
 
     def _after_prefill(self, cases: list[_Case]) -> list[_Case]:
-        """Recomputes what is still standing and drawn for it, a version at a time."""
+        """Recompute the submissions that passed so far and were drawn, a version at a time."""
         done = []
         together: dict[_Prefill, list[_Case]] = defaultdict(list)
         for case in cases:
@@ -223,7 +215,7 @@ class Examiner:
                 for row in c.subject.rollouts
                 if row.is_of_its_version
             ]
-            found = iter(self._recompute(prefill, requests, alike))
+            found = iter(self._recompute(prefill, requests, alike) if requests else [])
             for case in alike:
                 rows = case.subject.rollouts
                 recomputed = [next(found) if row.is_of_its_version else None for row in rows]
@@ -234,9 +226,7 @@ class Examiner:
     def _recompute(
         self, prefill: _Prefill, requests: list[PrefillRequest], alike: Sequence[_Case]
     ) -> list[Recomputed]:
-        if not requests:
-            return []
-        # In no stage: weights that are long in coming speak against no submission.
+        # Outside all stages, because late weights are no fault of a submission.
         ensure_weights(self._engine, prefill.version, prefill.manifest_digest)
         with self._stages.of("prefill", *(c.subject.submission for c in alike)):
             return recompute(
@@ -260,7 +250,7 @@ class _Prefill:
 
 def _prefill_of(subject: Subject) -> _Prefill:
     lease, sampling = subject.lease, subject.pool.sampling
-    # tau is how far two values may differ relative to each other: the choice's, and the cut's.
+    # tau is how far two values may differ relative to each other, in a choice and in a cut.
     rule = Truncation(sampling.top_p, sampling.top_k, margin=subject.limits.gap)
     return _Prefill(
         lease.version, lease.manifest_digest, sampling.temperature, rule if rule.cuts else None
@@ -280,7 +270,7 @@ def _against_prefill(case: _Case, recomputed: list[Recomputed | None]) -> _Case:
 
 
 def _against_each_other(case: _Case) -> _Case:
-    """The rows' fingerprints, by the recomputed log-probs where there are any."""
+    """Compare the rows' fingerprints, which use the recomputed log-probs if there are any."""
     if case.examination.reason:
         return case
     subject = case.subject

@@ -1,19 +1,19 @@
 """The ledger: an append-only table of events, chained by hashes.
 
-One row an event: {seq, kind, body (JSON), chain}, where chain = BLAKE3(previous chain, seq, kind,
-body), each length-prefixed. What is appended in one call is one transaction, synced to disk before
-the call returns, so that an answer once given holds over `kill -9` and a loss of power. The table
-lives in the run's `state.db` beside the tables of others, or in the PostgreSQL database that the
-spec names (`verify.ledger`).
+A row holds one event: {seq, kind, body (JSON), chain}, where chain = BLAKE3(previous chain, seq,
+kind, body), each length-prefixed. The rows of one call are one transaction, synced to disk before
+the call returns. So an answer that was sent stays true after `kill -9` and a loss of power. The
+table is in the run's `state.db`, beside the tables of others, or in the PostgreSQL database that
+the spec names (`verify.ledger`).
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import get_args
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -26,19 +26,20 @@ from verify.coordinator.machine.events import Event
 from verify.ledger_store import LedgerStore, SqliteStore, StoredRow, StoreError, must_follow
 
 FIRST_CHAIN = bytes(32).hex()
-_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in get_args(Event)}
-_CODECS: dict[str, TypeAdapter[Event]] = {name: TypeAdapter(kind) for name, kind in _KINDS.items()}
+_CODECS: dict[str, TypeAdapter[Event]] = {
+    kind.__name__: TypeAdapter(kind) for kind in Event.__subclasses__()
+}
 
 
 class BadRow(ValueError):
-    """A row that holds no event."""
+    """Raised for a row that holds no event."""
 
 
 def decode_event(kind: bytes, body: bytes) -> Event:
-    """The event of a row.
+    """Return the event of a row.
 
     Raises:
-        BadRow: there is no such kind, or the body is not of it.
+        BadRow: the kind is unknown, or the body does not fit it.
     """
     codec = _CODECS.get(kind.decode("utf-8", "replace"))
     if codec is None:
@@ -50,7 +51,7 @@ def decode_event(kind: bytes, body: bytes) -> Event:
 
 
 def open_ledger(run_dir: Path, spec: RunSpec) -> Ledger:
-    """The ledger of a run, for its one writer.
+    """Open the ledger of a run, for its one writer.
 
     Raises:
         UserError: it cannot be read, or the driver of PostgreSQL is not installed.
@@ -59,14 +60,12 @@ def open_ledger(run_dir: Path, spec: RunSpec) -> Ledger:
     if url is None:
         return Ledger(run_dir / STATE_FILE)
     postgres = import_postgres_store()
-    try:
+    with _usable(postgres.place(url, spec.name)):
         return Ledger(postgres.PostgresStore(url, spec.name))
-    except StoreError as error:
-        raise _unusable(postgres.place(url, spec.name), error) from error
 
 
 def import_postgres_store() -> ModuleType:
-    """`verify.postgres_store`, whose driver few need.
+    """Import `verify.postgres_store`, which needs the driver of PostgreSQL.
 
     Raises:
         UserError: the driver is not installed.
@@ -82,72 +81,64 @@ def import_postgres_store() -> ModuleType:
 
 
 class Ledger:
-    """Single writer: the coordinator process. Others may read.
+    """The ledger of a run. The coordinator is its only writer; other processes may read the store.
 
     Args:
         place: path of a run's state.db, or another store.
 
     Raises:
-        UserError: from every method, when the store cannot be read or written (a full disk).
+        UserError: from every method, if the store cannot be read or written (a full disk).
     """
 
     def __init__(self, place: Path | LedgerStore) -> None:
-        try:
+        with _usable(str(place) if isinstance(place, Path) else place.place):
             self._store = SqliteStore(place) if isinstance(place, Path) else place
             last = self._store.last()
-        except StoreError as error:
-            name = str(place) if isinstance(place, Path) else place.place
-            raise _unusable(name, error) from error
         self._seq: int = last[0] if last else 0
         self._chain: str = last[3] if last else FIRST_CHAIN
         self.in_doubt = False
-        """Whether there may be rows that `append` could not vouch for; see `settle`."""
+        """Whether the store may have rows of an `append` that failed; see `settle`."""
 
     @property
     def head(self) -> tuple[int, str]:
-        """How many rows there are, and the chain of the last."""
+        """Number of rows, and the chain of the last."""
         return self._seq, self._chain
 
     @property
     def place(self) -> str:
-        """Where it lies, for people."""
+        """Location of the ledger, for messages."""
         return self._store.place
 
     def close(self) -> None:
         self._store.close()
 
     def own(self) -> None:
-        """Sees to it that no other process writes from now on.
+        """Take the lock that keeps other processes from writing.
 
         Raises:
-            UserError: another does.
+            UserError: another process has it.
         """
-        try:
+        with _usable(self.place):
             self._store.own()
-        except StoreError as error:
-            raise _unusable(self.place, error) from error
 
     def settle(self) -> None:
-        """Ends a doubt: no row came after the newest that this process knows of.
+        """Make sure that a failed `append` left no row.
 
         Raises:
-            NotNow: that cannot be seen just now.
-            UserError: one did; the next start reads it.
+            NotNow: the store cannot be read now.
+            UserError: it left one; the next start reads it.
         """
-        if not self.in_doubt:
-            return
-        try:
-            must_follow(self._store.last(), (self._seq + 1, "", "", ""))
-        except StoreError as error:
-            raise _unusable(self.place, error) from error
-        self.in_doubt = False
+        if self.in_doubt:
+            with _usable(self.place):
+                must_follow(self._store.last(), (self._seq + 1, "", "", ""))
+            self.in_doubt = False
 
     def append(self, events: Sequence[Event]) -> None:
-        """Stores events, all or none, durably.
+        """Store events, all or none, durably.
 
         Raises:
-            NotNow: the disk is full or the database locked; a later try may do.
-            UserError: it cannot be written at all.
+            NotNow: the disk is full or the database locked; a later try may succeed.
+            UserError: the store cannot be written.
         """
         rows, seq, chain = [], self._seq, self._chain
         for event in events:
@@ -156,62 +147,62 @@ class Ledger:
             seq += 1
             chain = _link(chain, seq, kind, body)
             rows.append((seq, kind, body, chain))
-        doubted, self.in_doubt = self.in_doubt, True  # until the store says what became of it
-        try:
-            self._store.append(rows)
-        except StoreError as error:
-            self.in_doubt = doubted or error.in_doubt or not error.passing
-            raise _unusable(self.place, error) from error
+        doubted, self.in_doubt = self.in_doubt, True  # until the store reports the result
+        with _usable(self.place):
+            try:
+                self._store.append(rows)
+            except StoreError as error:
+                self.in_doubt = doubted or error.in_doubt or not error.passing
+                raise
         self._seq, self._chain, self.in_doubt = seq, chain, False
 
     def clear(self) -> None:
-        """Removes every row, durably: the run starts anew.
+        """Remove every row, durably: the run starts anew.
 
         Raises:
-            UserError: it cannot be written, or another process writes.
+            UserError: the store cannot be written, or another process writes.
         """
-        try:
+        with _usable(self.place):
             self._store.clear()
-        except StoreError as error:
-            raise _unusable(self.place, error) from error
         self._seq, self._chain = 0, FIRST_CHAIN
 
     def events(self) -> Iterator[Event]:
-        """All events from the first, each checked against the chain."""
+        """Yield all events from the first, each checked against the chain."""
         chain = FIRST_CHAIN
         for position, row in enumerate(self._rows(), start=1):
             seq, kind, body, linked = row
             chain = _link(chain, position, kind, body)
             if seq != position or linked != chain:
-                raise self._changed(
-                    f"the ledger's row {seq} does not follow from the rows before it"
-                )
+                raise self._changed(f"ledger row {seq} does not follow from the rows before it")
             try:
                 yield decode_event(kind.encode(), body.encode())
             except BadRow as error:
-                raise self._changed(f"the ledger's row {seq} holds no event: {error}") from error
+                raise self._changed(f"ledger row {seq} holds no event: {error}") from error
 
     def _rows(self) -> Iterator[StoredRow]:
-        try:
+        with _usable(self.place):
             yield from self._store.rows()
-        except StoreError as error:
-            raise _unusable(self.place, error) from error
 
     def _changed(self, thing: str) -> UserError:
         return UserError(
             thing,
             place=self.place,
-            remedy="the file was changed or damaged: `python -m verify audit` says where; restore "
-            "it, or delete the run",
+            remedy="it was changed or damaged: `python -m verify audit` says where; restore it, or "
+            "delete the run",
         )
 
 
-def _unusable(place: str, error: StoreError) -> UserError:
-    return (NotNow if error.passing else UserError)(
-        f"the ledger cannot be used: {error}",
-        place=place,
-        remedy=f"{error.remedy}, then start again",
-    )
+@contextmanager
+def _usable(place: str) -> Iterator[None]:
+    """Raise a `StoreError` of the block as the error that the coordinator handles."""
+    try:
+        yield
+    except StoreError as error:
+        raise (NotNow if error.passing else UserError)(
+            f"the ledger cannot be used: {error}",
+            place=place,
+            remedy=f"{error.remedy}, then start again",
+        ) from error
 
 
 def _link(chain: str, seq: int, kind: str, body: str) -> str:

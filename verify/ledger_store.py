@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import sqlite3
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -26,17 +27,17 @@ CREATE TABLE IF NOT EXISTS ledger (
 ) STRICT;
 """
 StoredRow = tuple[int, str, str, str]
-"""Its number, the event's kind, the event as JSON, the chain."""
+"""Number of the row, kind of the event, the event as JSON, the chain."""
 
 
 class StoreError(Exception):
-    """A store cannot be read or written.
+    """Raised if a store cannot be read or written.
 
     Args:
         words: why.
-        passing: whether a later try may do.
+        passing: whether a later try may succeed.
         remedy: what a person can do.
-        in_doubt: whether what was to be written may be there all the same.
+        in_doubt: whether the rows may have been written despite the error.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class StoreError(Exception):
         words: str,
         *,
         passing: bool,
-        remedy: str = "free disk space or mend the permissions",
+        remedy: str = "free disk space or correct the permissions",
         in_doubt: bool = False,
     ) -> None:
         self.words, self.passing, self.remedy = words, passing, remedy
@@ -61,28 +62,22 @@ class LedgerStore(Protocol):
 
     @property
     def place(self) -> str:
-        """For people."""
-        ...
+        """Location of the store, for messages."""
 
     def last(self) -> StoredRow | None:
-        """The newest row."""
-        ...
+        """Return the newest row."""
 
     def own(self) -> None:
-        """Refuses another writer from now on, as the first `append` does at the latest."""
-        ...
+        """Take the writer's lock; `append` takes it too."""
 
     def append(self, rows: Sequence[StoredRow]) -> None:
-        """Adds rows that follow the newest, all or none, durably."""
-        ...
+        """Add rows that follow the newest, all or none, durably."""
 
     def clear(self) -> None:
-        """Removes all rows of the run, durably."""
-        ...
+        """Remove all rows of the run, durably."""
 
     def rows(self) -> Iterator[StoredRow]:
-        """All rows, in order."""
-        ...
+        """Yield all rows, in order."""
 
     def close(self) -> None: ...
 
@@ -90,14 +85,14 @@ class LedgerStore(Protocol):
 class SqliteStore:
     """A table in a run's state.db, in WAL mode, synced at every commit.
 
-    From `own` or its first row on a writer holds the lock `state.db.lock` beside it, which the
-    kernel lets go when the writer dies. Readers need no lock.
+    A writer holds the lock `state.db.lock` beside it, from `own` or its first row on. The kernel
+    releases the lock when the writer dies. Readers need no lock.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock: BinaryIO | None = None
-        try:
+        with _store_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
             self._database = sqlite3.connect(
                 path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
@@ -105,8 +100,6 @@ class SqliteStore:
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = FULL")
             self._database.executescript(_SCHEMA)
-        except (OSError, sqlite3.Error) as error:
-            raise _store_error(error) from error
 
     @property
     def place(self) -> str:
@@ -119,19 +112,17 @@ class SqliteStore:
             self._lock = None
 
     def last(self) -> StoredRow | None:
-        try:
+        with _store_errors():
             row: StoredRow | None = self._database.execute(
                 "SELECT seq, kind, body, chain FROM ledger ORDER BY seq DESC LIMIT 1"
             ).fetchone()
-        except sqlite3.Error as error:
-            raise _store_error(error) from error
         return row
 
     def append(self, rows: Sequence[StoredRow]) -> None:
         if not rows:
             return
         self.own()
-        try:
+        with _store_errors():
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 must_follow(self.last(), rows[0])
@@ -141,31 +132,23 @@ class SqliteStore:
                 if self._database.in_transaction:
                     self._database.execute("ROLLBACK")
                 raise
-        except sqlite3.Error as error:
-            raise _store_error(error) from error
 
     def clear(self) -> None:
         self.own()
-        try:
+        with _store_errors():
             self._database.execute("DELETE FROM ledger")
-        except sqlite3.Error as error:
-            raise _store_error(error) from error
 
     def rows(self) -> Iterator[StoredRow]:
-        try:
+        with _store_errors():
             yield from self._database.execute(
                 "SELECT seq, kind, body, chain FROM ledger ORDER BY seq"
             )
-        except sqlite3.Error as error:
-            raise _store_error(error) from error
 
     def own(self) -> None:
         if self._lock is not None:
             return
-        try:
+        with _store_errors():
             lock = self._path.with_name(self._path.name + LOCK_SUFFIX).open("ab")
-        except OSError as error:
-            raise _store_error(error) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -175,22 +158,22 @@ class SqliteStore:
 
 
 def must_follow(newest: StoredRow | None, row: StoredRow) -> None:
-    """Refuses a row that does not follow the newest: somebody else wrote since it was read.
+    """Require that a row follows the newest.
 
     Raises:
-        StoreError: it does not.
+        StoreError: it does not; another process has written.
     """
     last = newest[0] if newest else 0
     if last != row[0] - 1:
         raise StoreError(
             f"row {row[0]} cannot follow row {last}: another process wrote",
             passing=False,
-            remedy="see that no other coordinator of this run is up",
+            remedy="make sure that no other coordinator of this run is up",
         )
 
 
 def another_writes() -> StoreError:
-    """A second writer is refused."""
+    """Return the error of a second writer."""
     return StoreError(
         "another process writes this run's ledger",
         passing=False,
@@ -199,14 +182,19 @@ def another_writes() -> StoreError:
 
 
 def is_passing(error: OSError | sqlite3.Error) -> bool:
-    """Whether a later try may do: the disk is full, or another process is writing."""
+    """Whether a later try may succeed: the disk is full, or another process is writing."""
     return _code(error) & _PRIMARY in _PASSING
 
 
-def _store_error(error: OSError | sqlite3.Error) -> StoreError:
-    # The log has the row then, and recovery after a crash may read it from there.
-    in_doubt = _code(error) == sqlite3.SQLITE_IOERR_FSYNC
-    return StoreError(str(error), passing=is_passing(error), in_doubt=in_doubt)
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    """Raise what SQLite or the disk raises in the block as a `StoreError`."""
+    try:
+        yield
+    except (OSError, sqlite3.Error) as error:
+        # After a failed sync the log has the row, and recovery after a crash may read it there.
+        in_doubt = _code(error) == sqlite3.SQLITE_IOERR_FSYNC
+        raise StoreError(str(error), passing=is_passing(error), in_doubt=in_doubt) from error
 
 
 def _code(error: OSError | sqlite3.Error) -> int:

@@ -1,12 +1,12 @@
 """Public Gumbel noise: which token had to be sampled is a function of the lease.
 
 A token is argmax over v of logits_v / T + gumbel(key, position, v). The key comes from the lease's
-seed, the group and the sample; nothing in it can be chosen by the worker. The same code runs on
-numpy, jax.numpy and torch: 32-bit integer hashing that wraps, then a logarithm, so the hashed bits
-are equal everywhere and the noise differs by rounding of the logarithm alone.
+seed, the group and the sample; the worker can choose no part of it. The same code runs on numpy,
+jax.numpy and torch: 32-bit integer hashing that wraps, then a logarithm. So the hashed bits are
+equal everywhere, and the noise differs only by the rounding of the logarithm.
 
-A sampler takes the same token as argmax of exp(logits_v / T) / exponential(...): of a race of
-exponential clocks the first. That takes a logarithm less, and the log-prob is at hand.
+A sampler computes the same token as argmax of exp(logits_v / T) / exponential(...), the exponential
+form of the Gumbel-max trick. That needs one logarithm less, and it gives the log-prob too.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _SMALLEST_UNIFORM, _LARGEST_UNIFORM = 2.0**-32, 1.0 - 2.0**-24  # for words 0 an
 
 
 def noise_key(lease_seed: bytes, group: int, sample: int) -> tuple[int, int]:
-    """Two signed 32-bit words that name one rollout's noise.
+    """Return two signed 32-bit words that determine the noise of one rollout.
 
-    They are a hash's: words that differ in the last or the first bit of the second alone would
-    share noise, and nobody comes by such.
+    The words come from a hash. Keys that differ only in the last or the first bit of the second
+    word would share noise, and nobody can find such keys.
     """
     digest = hash_parts("noise", lease_seed, group, sample)
     first = int.from_bytes(digest[:4], "big", signed=True)
@@ -37,7 +37,7 @@ def noise_key(lease_seed: bytes, group: int, sample: int) -> tuple[int, int]:
 
 
 def gumbel(xp: Any, key_0: Any, key_1: Any, position: Any, token: Any) -> Any:
-    """Standard Gumbel noise, f32, by broadcasting over int32 arrays.
+    """Return standard Gumbel noise, f32, by broadcasting over int32 arrays.
 
     Args:
         xp: numpy, jax.numpy or torch.
@@ -46,45 +46,45 @@ def gumbel(xp: Any, key_0: Any, key_1: Any, position: Any, token: Any) -> Any:
         token: token ids.
 
     Returns:
-        f32 of the broadcast shape, in [-2.82, 22.19]. The libraries' logarithms differ: the results
-        lie at most 4 units in the last place apart (of 1, where they are smaller).
+        f32 of the broadcast shape, in [-2.82, 22.19]. The libraries' logarithms differ: results
+        differ by at most 4 units in the last place (of 1 for results below 1).
     """
     return -xp.log(exponential(xp, key_0, key_1, position, token_words(token)))
 
 
 def exponential(xp: Any, key_0: Any, key_1: Any, position: Any, words: Any) -> Any:
-    """Standard exponential noise, f32: exp(-gumbel).
+    """Return standard exponential noise, f32: exp(-gumbel).
 
     Args:
         xp, key_0, key_1, position: as for `gumbel`.
-        words: of `token_words`.
+        words: result of `token_words`.
     """
-    # Full relative precision near 0, where the noise that wins comes from.
+    # Full relative precision near 0, because the largest noise comes from there.
     uniform = xp.asarray(hashed(key_0, key_1, position, words), dtype=xp.float32) * 2.0**-31
     return -xp.log1p(-xp.clip(uniform, _SMALLEST_UNIFORM, _LARGEST_UNIFORM))
 
 
 def token_words(token: Any) -> Any:
-    """i32 of the tokens' shape: a scrambled table of the vocabulary, worth keeping."""
+    """Return scrambled words, i32 of the tokens' shape; callers may cache them."""
     scrambled = _scramble(token * _TOKEN_STEP)
     return scrambled ^ _shift_right(scrambled, 16)
 
 
 def hashed(key_0: Any, key_1: Any, position: Any, words: Any) -> Any:
-    """The bits that the noise is made of, i32 >= 0 by broadcasting: the same in every library.
+    """Return the bits of the noise, i32 >= 0 by broadcasting, equal in every library.
 
-    Positions add and keys multiply, both without loss; what that leaves of structure is scrambled.
+    Positions are added and keys multiplied, both without loss; then the result is scrambled.
 
     Args:
         key_0, key_1, position: as for `gumbel`.
-        words: of `token_words`.
+        words: result of `token_words`.
     """
     scrambled = _scramble((words + (position * _POSITION_STEP + key_0)) * (key_1 | 1))
-    return scrambled ^ (scrambled >> 16)  # the sign folds away: of 2**31 words each comes of two
+    return scrambled ^ (scrambled >> 16)  # two words give the same result
 
 
 def _scramble(x: Any) -> Any:
-    """A bijection of 32-bit words: the finalizer but for its last shift."""
+    """Apply a bijection of 32-bit words: the finalizer without its last shift."""
     x = (x ^ _shift_right(x, 16)) * _MULTIPLY_1
     return (x ^ _shift_right(x, 15)) * _MULTIPLY_2
 

@@ -1,6 +1,6 @@
-"""Interfaces that the validator loads by name: the run's task and the prefill engine.
+"""Interfaces of the plug-ins that are loaded by name: task, prefill engine, warm-start data.
 
-`verify` imports neither samplers nor learners. A package offers them as entry points:
+`verify` imports neither samplers nor learners. A package provides plug-ins as entry points:
 
     [project.entry-points."runspec.tasks"]
     default = "sampler.tasks.task_set:build_task_set"
@@ -40,10 +40,10 @@ WARM_START_GROUP = "runspec.warm_start"
 class Problem:
     problem_id: str
     task_type: str
-    """Names the reward that grades it."""
+    """Name of the reward that grades it."""
     prompt: str
     verification: Mapping[str, Any]
-    """Data for the grader that the policy never sees; plain JSON, because it crosses a pipe."""
+    """Data for the grader that the policy never sees; plain JSON, because a pipe carries it."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Graded:
     reward: float
     reason: str = ""
     repeatable: bool = True
-    """Whether grading again must give the same task reward. False where time or the model's own
-    program has a say: an honest claim may then differ from what a validator finds."""
+    """Whether grading again must give the same task reward. False if it depends on time or on the
+    model's own program; an honest claim may then differ from a validator's result."""
 
 
 class GraderFault(Exception):
-    """The grader itself failed: the group is dropped and nobody is blamed."""
+    """Raised if the grader itself failed. The group is dropped, and the worker is not at fault."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class GradeItem:
     target: int | None
     """Length that the prompt asked for, in tokens."""
     output_tokens: Sequence[int]
-    """The end token included."""
+    """Output tokens, the end token included."""
 
 
 class TaskSet(Protocol):
@@ -85,30 +85,30 @@ class TaskSet(Protocol):
     """Digest of the problems' files (`runspec.core.spec.source_files.data_digest`)."""
 
     def __len__(self) -> int:
-        """Problems left after the filters (solve rate, over-long prompts)."""
+        """Return the number of problems left after the filters (solve rate, length of prompts)."""
 
     def problem(self, index: int) -> Problem: ...
 
     def prompt_tokens(self, index: int, target: int | None) -> list[int]:
-        """The tokens that the policy is given."""
+        """Return the prompt tokens of a problem."""
 
     def grade_all(self, items: Sequence[GradeItem]) -> list[Graded | GraderFault]:
-        """Grades outputs, in the order given; several threads may ask at once.
+        """Grade outputs, in the order given; several threads may call this at once.
 
         Returns:
-            For each a grade or, where the grader raised, hung, died or returned no finite number,
-            the fault.
+            The grade of each output, or a fault if the grader raised, hung, died or returned no
+            finite number.
 
         Raises:
-            UserError: nothing can be graded on this machine.
+            UserError: this machine cannot grade.
         """
 
     def close(self) -> None:
-        """Ends what grades; nothing is graded after."""
+        """End the graders; nothing can be graded after this."""
 
 
 Split = Literal["train", "held_out"]
-"""Problems that a run trains on, and those that only its warm start is measured on."""
+"""Problems that a run trains on, or problems that only measure its warm start."""
 
 
 @dataclass(frozen=True)
@@ -119,19 +119,21 @@ class Trace:
     output_tokens: list[int]
     """Thinking, `</think>`, answer, end token: all that counts as length."""
     answer_start: int
-    """Index in `output_tokens` of the answer's first token; the answer runs to the end, the end
-    token included, so that the product of its probabilities is that of being graded right."""
+    """Index in `output_tokens` of the answer's first token. The answer goes to the end, the end
+    token included, so the product of its probabilities is the chance of a right answer."""
 
 
 class WarmStartData(Protocol):
     """Data that the warm start trains on, and the tokenizer of the model that it makes."""
 
     def write_tokenizer(self, directory: Path) -> None:
-        """Writes tokenizer.json and tokenizer_config.json into an existing directory."""
+        """Write tokenizer.json and tokenizer_config.json into an existing directory."""
 
     def traces(self, rng: np.random.Generator, count: int, split: Split) -> list[Trace]:
-        """Draws traces; the same generator state gives the same traces. No problem is in both
-        splits."""
+        """Draw traces; the same state of `rng` gives the same traces.
+
+        No problem is in both splits.
+        """
 
     @property
     def eos_token_id(self) -> int:
@@ -153,11 +155,11 @@ class PrefillInput:
     noise_key: tuple[int, int] | None
     """Words of `verify.noise.noise_key`; None where sampling was not seeded."""
     end_token: int | None = None
-    """The end token if sampling was not seeded and `PrefillOutput.choices` is wanted."""
+    """The end token, if sampling was not seeded and `PrefillOutput.choices` is wanted."""
 
 
 def by_prompt(inputs: Sequence[PrefillInput]) -> list[list[int]]:
-    """The rollouts that begin with each prompt, by number; both in the order of the inputs."""
+    """Return for each prompt the indices of its rollouts, both in the order of the inputs."""
     found: dict[bytes, list[int]] = {}
     for number, each in enumerate(inputs):
         found.setdefault(each.prompt_tokens.astype(np.int32).tobytes(), []).append(number)
@@ -165,14 +167,14 @@ def by_prompt(inputs: Sequence[PrefillInput]) -> list[list[int]]:
 
 
 def require_fits(inputs: Sequence[PrefillInput], row_tokens: int) -> None:
-    """Refuses rollouts longer than the learner's rows, for which engines are made.
+    """Require that no rollout is longer than the learner's rows, for which engines are made.
 
     Args:
-        inputs: at least one.
+        inputs: at least one rollout.
         row_tokens: `learner.packing.tokens`.
 
     Raises:
-        UserError: one is.
+        UserError: a rollout is longer.
     """
     longest = max(len(each.prompt_tokens) + len(each.output_tokens) for each in inputs)
     if longest > row_tokens:
@@ -192,31 +194,32 @@ class PrefillOutput:
     hidden: np.ndarray
     """u16 [n, D]: bits of the bf16 final hidden state, after the last norm, that produced it."""
     seeded_gap: np.ndarray | None
-    """f32 [n]: max_v(logits_v / T + noise_v) - the same at the output token; 0 where it won."""
+    """f32 [n]: max_v(logits_v / T + noise_v) minus the value at the output token; 0 if that is the
+    maximum."""
     choices: Choices | None = None
     """Numbers of the distributions of unseeded tokens (`verify.choices.describe`)."""
 
 
 @dataclass(frozen=True)
 class WeightsLocation:
-    """Where a prefill engine finds the published versions, and whom it believes."""
+    """Where a prefill engine finds the published versions, and the root key that it trusts."""
 
     run: str
     urls: Sequence[str]
     """Origin or relays, as `broadcast` serves them."""
     root_public_key: str
     cache_dir: Path
-    """Fetched versions are kept here."""
+    """Folder of fetched versions."""
 
 
 class PrefillEngine(Protocol):
     """Recomputes rollouts under a policy version."""
 
     def ensure_version(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
-        """Fetches a version unless it is there, and returns its weights directory.
+        """Fetch a version if it is missing, and return its weights directory.
 
         Raises:
-            UserError: not there by the deadline, or not the version that the digest names.
+            UserError: it did not arrive by the deadline, or the digest names another version.
         """
 
     def prefill(
@@ -227,34 +230,35 @@ class PrefillEngine(Protocol):
         temperature: float,
         truncation: Truncation | None = None,
     ) -> list[PrefillOutput]:
-        """Recomputes rollouts under a version that `ensure_version` returned.
+        """Recompute rollouts under a version that `ensure_version` returned.
 
         Args:
-            version: of the policy.
-            inputs: the rollouts; those of a call are all of one end token.
+            version: version of the policy.
+            inputs: the rollouts; all of a call have the same end token.
             temperature: T.
-            truncation: top-k and top-p; None where nothing is cut. With them log-probs and gaps are
-                those of `verify.truncation.judged`.
+            truncation: top-k and top-p; None if nothing is cut. Log-probs and gaps are then those
+                of `verify.truncation.judged`.
 
         Returns:
-            Of each rollout, in order.
+            The output of each rollout, in order.
 
         Raises:
             UserError: a rollout is longer than `learner.packing.tokens`.
         """
 
     def close(self) -> None:
-        """Lets go of connections; the engine is not used after."""
+        """Close connections; the engine cannot be used after this."""
 
 
 @not_retried()
 def load_task_set(spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None = None) -> TaskSet:
-    """The run's task, by the entry point `default` of `runspec.tasks`.
+    """Load the run's task by the entry point `default` of `runspec.tasks`.
 
     Args:
         spec: the resolved spec.
-        tokenizer_dir: holds tokenizer.json and tokenizer_config.json; any weights directory does.
-        data_dir: holds the sources' files as <source>/<name>; None: they lie where `uri` says.
+        tokenizer_dir: folder with tokenizer.json and tokenizer_config.json, such as any weights
+            directory.
+        data_dir: folder with the sources' files as <source>/<name>; None: they are at `uri`.
     """
     task_set: TaskSet = _load(TASK_GROUP, "default")(spec, tokenizer_dir, data_dir)
     return task_set
@@ -262,23 +266,23 @@ def load_task_set(spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None = No
 
 @not_retried()
 def require_graders(spec: RunSpec) -> None:
-    """Makes sure that this machine may grade for a run, by the entry point `requirements`.
+    """Make sure that this machine can grade for a run, by the entry point `requirements`.
 
     Raises:
-        UserError: a reward executes answers and has no sandbox here, or nothing offers its kind.
+        UserError: a reward executes answers and there is no sandbox, or no plug-in has its kind.
     """
     _load(TASK_GROUP, "requirements")(spec)
 
 
 @not_retried()
 def load_warm_start_data(spec: RunSpec) -> WarmStartData:
-    """The traces and the tokenizer of `warm_start`, by the entry point `default`."""
+    """Load traces and tokenizer of `warm_start` by the entry point `default`."""
     data: WarmStartData = _load(WARM_START_GROUP, "default")(spec)
     return data
 
 
 def load_prefill_engine(spec: RunSpec, weights: WeightsLocation) -> PrefillEngine:
-    """The prefill engine that `verify.engine` names."""
+    """Load the prefill engine that `verify.engine` names."""
     engine: PrefillEngine = _load(PREFILL_GROUP, spec.verify.engine)(spec, weights)
     return engine
 
@@ -290,11 +294,11 @@ def _load(group: str, name: str) -> Any:
         raise UserError(
             f"no plug-in {name!r}; installed: {', '.join(sorted(found)) or 'none'}",
             place=f"entry points of {group}",
-            remedy="install the package that offers it (`make install` for our own)",
+            remedy="install the package that offers it (`make install` for this repository's)",
         )
     try:
         return found[name].load()
-    except ImportError as error:  # it is offered wherever its package is, whatever extras are
+    except ImportError as error:  # a package has its entry points even without its extras
         raise UserError(
             f"cannot be loaded: {error}",
             place=f"plug-in {name!r} of {group}",

@@ -1,8 +1,8 @@
 """Connections to a PostgreSQL server; every wait has a deadline.
 
-libpq bounds the way to one address, but neither the look-up of a name nor all addresses together,
-and the server's own timeouts end with the server. So whoever connects is a thread of its own, and
-an exchange that takes too long is cut off at the socket.
+libpq limits the time to connect to one address, but not to look up a name or to try all addresses.
+The server's own timeouts do not work if the server is down. So each connection is made in a thread
+of its own, and the socket is shut down if an exchange takes too long.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 CONNECT_S = 10.0
-"""Until a connection can be used, the look-up of the server's name included."""
+"""Seconds until a connection can be used, with the look-up of the server's name."""
 EXCHANGE_S = 30.0
-"""Deadline of one transaction. It is long, because a transaction that is cut off may have been
-committed, and then the coordinator has to start again."""
+"""Deadline of a transaction in seconds. It is long, because a transaction that is cut off may have
+been committed, and then the coordinator must start again."""
 _CONNECT_ADDRESS_S = 4
-"""Deadline of one of a name's addresses, so that there is time for another."""
+"""Deadline for one of a name's addresses in seconds, so that time is left for another."""
 _BATCH = 1000
 """Rows fetched at once."""
 # The server releases the lock within a minute if the coordinator's machine is dead.
@@ -40,60 +40,53 @@ class Connecting:
     """A connection that a thread is making.
 
     Args:
-        make: returns it, or raises why there is none.
+        make: returns the connection, or raises an error.
     """
 
     def __init__(self, make: Callable[[], Connection]) -> None:
         self._make = make
-        self._made: Future[Connection] = Future()
-        # No thread of a pool's: those are joined when the process ends.
+        self.made: Future[Connection] = Future()
+        """Future of the connection; `result` raises what `make` raised."""
+        # Not a thread of a pool, because a process joins those when it ends.
         threading.Thread(target=self._run, name="connecting", daemon=True).start()
 
-    @property
-    def over(self) -> bool:
-        return self._made.done()
-
-    def result(self) -> Connection:
-        """The connection, once it is over; or raises what `make` raised."""
-        return self._made.result(0.0)
-
     def wait(self, url: str, deadline_s: float) -> Connection:
-        """The connection, or raises what `make` raised.
+        """Wait for the connection and return it, or raise what `make` raised.
 
         Raises:
-            psycopg.OperationalError: it took too long; a late one is closed.
+            psycopg.OperationalError: it took too long; a late connection is closed.
         """
         try:
-            return self._made.result(deadline_s)
+            return self.made.result(deadline_s)
         except TimeoutError:
             self.forget()
             words = f"no connection to {server(url)} within {deadline_s:g} s"
             raise psycopg.OperationalError(words) from None
 
     def forget(self) -> None:
-        """Nobody wants it any more."""
-        self._made.add_done_callback(_close)
+        """Close the connection when it is made."""
+        self.made.add_done_callback(_close)
 
     def _run(self) -> None:
         try:
             connection = self._make()
-        except Exception as error:  # noqa: BLE001  # raised to whoever asks for the result
-            self._made.set_exception(error)
+        except Exception as error:  # noqa: BLE001  # `made` raises it
+            self.made.set_exception(error)
         else:
-            self._made.set_result(connection)
+            self.made.set_result(connection)
 
 
 def connect(url: str, deadline_s: float = CONNECT_S) -> Connection:
-    """A connection whose every statement has a deadline.
+    """Return a connection with a deadline for each statement.
 
     Raises:
-        psycopg.Error: no server, it refuses, or it takes longer than `deadline_s`.
+        psycopg.Error: the server is down, refuses, or takes longer than `deadline_s`.
     """
     return Connecting(lambda: connect_unbounded(url)).wait(url, deadline_s)
 
 
 def connect_unbounded(url: str) -> Connection:
-    """The same, but the look-up of a name takes as long as the resolver lets it."""
+    """Return the same, but without a deadline for the look-up of a name."""
     return psycopg.connect(
         url,
         autocommit=True,
@@ -105,9 +98,11 @@ def connect_unbounded(url: str) -> Connection:
 
 @contextmanager
 def within(deadline_s: float, connection: Connection) -> Iterator[None]:
-    """Around an exchange with the server: one that takes longer ends in a `psycopg.Error`, and the
-    connection with it."""
-    try:  # a duplicate: the number of a descriptor that was closed may be another's by then
+    """End an exchange with the server by a `psycopg.Error` if it takes longer than a deadline.
+
+    The connection ends too.
+    """
+    try:  # a duplicate, because the number of a closed descriptor may be reused
         duplicate = os.dup(connection.fileno())
     except OSError as error:  # no files left
         raise psycopg.OperationalError(str(error)) from error
@@ -125,13 +120,13 @@ def within(deadline_s: float, connection: Connection) -> Iterator[None]:
 def fetched(
     connection: Connection, statement: LiteralString, values: Sequence[Any], exchange_s: float
 ) -> Iterator[tuple[Any, ...]]:
-    """The rows of a query, fetched in batches within a transaction.
+    """Yield the rows of a query, fetched in batches within a transaction.
 
     Args:
-        connection: in a transaction.
+        connection: a connection in a transaction.
         statement: the query.
-        values: of its parameters.
-        exchange_s: deadline of each batch.
+        values: values of its parameters.
+        exchange_s: deadline of each batch in seconds.
 
     Raises:
         psycopg.Error: the connection broke, or a batch took too long.
@@ -148,13 +143,13 @@ def fetched(
 
 
 def server(url: str) -> str:
-    """Where a URL leads, for people."""
+    """Return host and port of a URL, for messages."""
     parts = conninfo_to_dict(url)
     return f"{parts.get('host', 'the local server')}:{parts.get('port', 5432)}"
 
 
 def _cut(line: socket.socket) -> None:
-    with suppress(OSError):  # it has gone meanwhile
+    with suppress(OSError):  # the connection has ended meanwhile
         line.shutdown(socket.SHUT_RDWR)
 
 

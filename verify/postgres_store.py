@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
@@ -48,7 +48,7 @@ CREATE TABLE IF NOT EXISTS ledger (
 _LAST = "SELECT seq, kind, body, chain FROM ledger WHERE run = %s ORDER BY seq DESC LIMIT 1"
 _ALL = "SELECT seq, kind, body, chain FROM ledger WHERE run = %s ORDER BY seq"
 _CLEAR = "DELETE FROM ledger WHERE run = %s"
-_REMEDY = "see that the PostgreSQL server answers, has room, and knows this user"
+_REMEDY = "check that the PostgreSQL server answers, has room, and knows this user"
 
 
 class PostgresStore:
@@ -76,17 +76,15 @@ class PostgresStore:
         self._connecting: Connecting | None = None
         self._not_before, self._failed = 0.0, ""
         """When a connection may be tried again, and why the last attempt failed."""
-        try:
+        with _store_errors():
             self._connection = Connecting(self._open).wait(url, connect_s)
-        except psycopg.Error as error:
-            raise store_error(error) from error
 
     @property
     def place(self) -> str:
         return place(self._url, self._run)
 
     def close(self) -> None:
-        # The server notices the end of a connection some time after; the next writer waits for us.
+        # The server notices the end of a connection late, and the next writer needs the lock.
         with suppress(psycopg.Error), within(self._exchange_s, self._connection):
             self._connection.execute("SELECT pg_advisory_unlock_all()")
         self._connection.close()
@@ -96,11 +94,8 @@ class PostgresStore:
     def last(self) -> StoredRow | None:
         if self._connection.closed:
             self._reconnect()
-        try:
-            with within(self._exchange_s, self._connection):
-                row: StoredRow | None = self._connection.execute(_LAST, (self._run,)).fetchone()
-        except psycopg.Error as error:
-            raise store_error(error) from error
+        with _store_errors(), within(self._exchange_s, self._connection):
+            row: StoredRow | None = self._connection.execute(_LAST, (self._run,)).fetchone()
         return row
 
     def own(self) -> None:
@@ -125,31 +120,25 @@ class PostgresStore:
                     [(self._run, *row) for row in rows],
                 )
         except psycopg.Error as error:
-            # One that broke may have done so after the server had committed.
+            # The connection may have broken after the server had committed.
             in_doubt = self._connection.closed
             if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
-                self._connection.close()  # another server may be the one that writes by now
+                self._connection.close()  # another server may be the primary by now
             raise store_error(error, in_doubt=in_doubt) from error
 
     def clear(self) -> None:
-        try:
-            with within(self._exchange_s, self._connection):
-                self._connection.execute(_CLEAR, (self._run,))
-        except psycopg.Error as error:
-            raise store_error(error) from error
+        with _store_errors(), within(self._exchange_s, self._connection):
+            self._connection.execute(_CLEAR, (self._run,))
 
     def rows(self) -> Iterator[StoredRow]:
-        try:
-            with self._connection.transaction():
-                yield from fetched(self._connection, _ALL, (self._run,), self._exchange_s)
-        except psycopg.Error as error:
-            raise store_error(error) from error
+        with _store_errors(), self._connection.transaction():
+            yield from fetched(self._connection, _ALL, (self._run,), self._exchange_s)
 
     def _reconnect(self) -> None:
-        """Use the connection that is being made, once it is there.
+        """Use the connection that is being made, once it is made.
 
         Raises:
-            StoreError: it is not, or could not be made; the next call tries again.
+            StoreError: it is not made yet, or could not be made; the next call tries again.
         """
         now = time.monotonic()
         if self._connecting is None:
@@ -157,17 +146,17 @@ class PostgresStore:
                 raise self._not_there(f"is tried again in a moment: {self._failed}")
             self._not_before = now + _AGAIN_S
             self._connecting = Connecting(self._open)
-        if not self._connecting.over:
+        if not self._connecting.made.done():
             raise self._not_there("is being made")
         done, self._connecting = self._connecting, None
         try:
-            self._connection = done.result()
+            self._connection = done.made.result()
         except psycopg.Error as error:
             self._failed = str(error).strip()
             raise store_error(error) from error
         except StoreError as error:
-            # Perhaps our own lock, of a connection whose end the server has not noticed. If it is
-            # another's, then its rows will say so.
+            # The lock may be this process's own, of a connection whose end the server has not
+            # noticed. If another process has it, its rows will show that.
             self._failed = error.words
             raise StoreError(error.words, passing=True, remedy=error.remedy) from error
 
@@ -179,7 +168,7 @@ class PostgresStore:
     def _open(self) -> Connection:
         connection = connect_unbounded(self._url)
         try:
-            _must_hold_every_letter(connection)
+            _require_unicode(connection)
             with within(EXCHANGE_S, connection):
                 mine = connection.execute(
                     "SELECT pg_try_advisory_lock(hashtextextended(%s, 0))",
@@ -194,11 +183,11 @@ class PostgresStore:
         return connection
 
 
-def _must_hold_every_letter(connection: Connection) -> None:
+def _require_unicode(connection: Connection) -> None:
     encoding = connection.info.parameter_status("server_encoding")
-    if encoding not in ("UTF8", "SQL_ASCII"):  # the latter keeps bytes as they are
+    if encoding not in ("UTF8", "SQL_ASCII"):  # SQL_ASCII stores bytes unchanged
         raise StoreError(
-            f"the database is encoded as {encoding}, which has not every letter",
+            f"the database is encoded as {encoding}, which lacks some characters",
             passing=False,
             remedy="make a database WITH ENCODING 'UTF8' TEMPLATE template0",
         )
@@ -211,8 +200,8 @@ def place(url: str, run: str) -> str:
 
 
 def store_error(error: psycopg.Error, *, in_doubt: bool = False) -> StoreError:
-    """Return the error of a store; one of a server that is away or full may pass."""
-    # A standby reads only: it may be promoted, or its name lead elsewhere.
+    """Return the error of a store; the error of a server that is away or full may pass."""
+    # A standby is read-only. It may be promoted, or its name may be given to another server.
     passing = isinstance(error, psycopg.OperationalError | psycopg.errors.ReadOnlySqlTransaction)
     return StoreError(
         str(error).strip() or type(error).__name__,
@@ -220,6 +209,15 @@ def store_error(error: psycopg.Error, *, in_doubt: bool = False) -> StoreError:
         remedy=_REMEDY,
         in_doubt=in_doubt,
     )
+
+
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    """Raise what the driver raises in the block as a `StoreError`."""
+    try:
+        yield
+    except psycopg.Error as error:
+        raise store_error(error) from error
 
 
 _ROWS = (

@@ -18,20 +18,20 @@ def problem_files(
 ) -> Path | None:
     """Make sure that this machine has the coordinator's files of problems.
 
-    Files of the same contents at the spec's own paths are used where they are; others are fetched.
+    Files with the same contents at the spec's own paths are used in place; others are fetched.
 
     Args:
-        client: of the coordinator.
-        spec: of the run.
-        folder: where fetched files lie, as <source>/<name>.
-        log: says what is fetched.
+        client: client of the coordinator.
+        spec: the run's resolved spec.
+        folder: folder of fetched files, as <source>/<name>.
+        log: receives messages about what is fetched.
 
     Returns:
         `data_dir` of `verify.plugins.load_task_set`: the folder, or None for the spec's paths.
 
     Raises:
-        RunStopped: the problems would differ from the coordinator's all the same.
-        UserError: the coordinator does not give a file as it listed it, or the disk is full.
+        RunStopped: the problems would still differ from the coordinator's.
+        UserError: the coordinator does not send a file as listed, or the disk is full.
     """
     site = client.site()
     if not site.data or _equal_here(spec, site):

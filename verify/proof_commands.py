@@ -50,19 +50,19 @@ def open_activations(path: Path) -> np.ndarray:
     """Map the activations of one rollout.
 
     Args:
-        path: an .npy file of version 1.0: uint16 (bf16 bits) or float32, [n, D], either order.
+        path: .npy file of version 1.0: uint16 (bf16 bits) or float32, [n, D], in either byte order.
 
     Returns:
-        The array in the file, read-only; nothing of it is in memory yet.
+        The array in the file, read-only and not loaded into memory.
 
     Raises:
-        UserError: no such file, or its kind, dtype, shape or size is wrong.
+        UserError: the file does not exist, or its kind, dtype, shape or size is wrong.
     """
     if not path.is_file():  # a pipe without a writer would block
         raise UserError("is not a file that can be read", place=str(path), remedy=_SAVE)
     try:
         with path.open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:  # later versions may announce a header of 4 GB
+            if file.read(len(_MAGIC)) != _MAGIC:  # later versions may have a header of 4 GB
                 raise ValueError("does not begin as an .npy file of version 1.0")
         found = np.lib.format.open_memmap(path, mode="r")
         found_bytes = found.offset + found.nbytes
@@ -86,14 +86,14 @@ def open_activations(path: Path) -> np.ndarray:
 
 
 def bf16_pieces(activations: np.ndarray, *, place: str) -> Iterator[np.ndarray]:
-    """Yield the bf16 bits, u16 [rows, D], some whole chunks at a time, so that memory is bounded.
+    """Yield the bf16 bits, u16 [rows, D], a few whole chunks at a time, to limit memory.
 
     Args:
-        activations: of `open_activations`; float32 is rounded to the nearest, ties to even.
-        place: names the file in errors.
+        activations: array of `open_activations`; float32 is rounded to nearest, ties to even.
+        place: name of the file in errors.
 
     Raises:
-        UserError: an activation is not finite, or not once rounded.
+        UserError: an activation is not finite, before or after rounding.
     """
     chunk = CHUNK_ROWS * activations.shape[1]
     rows = CHUNK_ROWS * max(1, _PIECE_ELEMENTS // chunk)
@@ -106,7 +106,7 @@ def bf16_pieces(activations: np.ndarray, *, place: str) -> Iterator[np.ndarray]:
             raise UserError(
                 f"row {start + row}, column {column} is not finite in bf16: {piece[row, column]}",
                 place=place,
-                remedy="no proof is made of a forward pass that overflowed: find out why it did",
+                remedy="a forward pass that overflowed has no proof: find out why it overflowed",
             )
         yield bits
 
@@ -114,25 +114,25 @@ def bf16_pieces(activations: np.ndarray, *, place: str) -> Iterator[np.ndarray]:
 ACCEPTED, REJECTED = 0, 1
 PROFILES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 DEFAULT_PROFILE = "bfloat16"
-"""The strictest that the published figures allow; float32 is for engines that sum alike."""
+"""The strictest profile that the published figures allow; float32 is for engines that sum in the
+same order."""
 _MAX_LINE_BYTES = 400
-"""A proof of 258 bytes is 344 characters."""
+"""Longest line of a proof; 258 bytes are 344 characters."""
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    """Adds `prove` and `check` to a command line."""
+    """Add `prove` and `check` to a command line."""
     prove = commands.add_parser(
         "prove",
         help="print the TOPLOC proofs of activations",
         description="Prints a proof in base64, one line for each 32 tokens begun. "
-        "Exits 0, or 2 where the activations cannot be read.",
+        "Exits 0, or 2 if the activations cannot be read.",
     )
     check = commands.add_parser(
         "check",
         help="judge TOPLOC proofs by activations",
         description="Prints the statistics of each chunk and the verdict. "
-        "Exits 0 where the proofs are accepted, 1 where they are rejected, 2 where a file cannot "
-        "be read.",
+        "Exits 0 if the proofs are accepted, 1 if they are rejected, 2 if a file cannot be read.",
     )
     for command in (prove, check):
         command.add_argument(
@@ -148,8 +148,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         default=DEFAULT_PROFILE,
         metavar="P",
         help=f"limits to judge by: {', '.join(PROFILES)}, or the file of a calibrated profile; "
-        "%(default)s where none is named, whose limits are the strictest that the published "
-        "figures allow",
+        "the default %(default)s has the strictest limits that the published figures allow",
     )
     check.add_argument(
         "--root-key", metavar="HEX", help="the root's public key, which must have signed the file"
@@ -176,22 +175,22 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def limits_of(profile: str, hidden_size: int, *, root_public_key: str | None = None) -> Limits:
-    """The limits that a profile names.
+    """Return the limits of a profile.
 
     Args:
-        profile: one of `PROFILES`, or the file of a calibrated one.
-        hidden_size: of the activations that are to be judged.
-        root_public_key: who must have signed that file (hex).
+        profile: name in `PROFILES`, or the file of a calibrated profile.
+        hidden_size: hidden size of the activations to judge.
+        root_public_key: key that must have signed the file (hex).
 
     Raises:
-        UserError: there is no such name or file, the file is not to be believed, or it was measured
-            on a model of another hidden size.
+        UserError: there is no such name or file, the file is not valid, or it was measured on a
+            model of another hidden size.
     """
     if profile in PROFILES:
         return PROFILES[profile]
     if not is_digest(root_public_key):
         raise UserError(
-            f"no profile {profile[:80]!r}, and no public key of who signed it as a file",
+            f"no profile {profile[:80]!r}; a file needs the public key of its signer",
             place="--profile and --root-key",
             remedy=f"name one of {', '.join(PROFILES)}, or a file of `python -m verify "
             "calibrate` and, with --root-key, the 64 hexadecimal characters of its signer",
@@ -201,7 +200,7 @@ def limits_of(profile: str, hidden_size: int, *, root_public_key: str | None = N
         found = open_profile(data, root_public_key=root_public_key)
     except (OSError, ValueError) as error:  # ValueError: a bad signature too, or no path
         raise UserError(
-            f"not to be believed: {getattr(error, 'strerror', None) or error}",
+            f"cannot be verified: {getattr(error, 'strerror', None) or error}",
             place=profile[:200],
             remedy="name a file of `python -m verify calibrate`, and the key that signed it",
         ) from error
@@ -221,23 +220,23 @@ class ProofVerdict:
 
     accepted: bool
     reason: str
-    """The deciding check with its number and limit; of accepted proofs the nearest to failing."""
+    """The deciding check with its number and limit; if accepted, the check nearest to failing."""
     chunks: list[ChunkStatistics]
-    """None where a proof is malformed, or they are too few or too many."""
+    """Empty if a proof is malformed, or the number of proofs is wrong."""
     results: list[CheckResult]
 
 
 def check_proofs(path: Path, proofs: str, limits: Limits) -> ProofVerdict:
-    """Judges proofs by the activations in a file.
+    """Judge proofs by the activations in a file.
 
     Args:
-        path: the activations.
-        proofs: file of base64 lines, or `-` for standard input. It comes from the prover: whatever
-            is in it is a reason to reject, not an error.
-        limits: to judge by.
+        path: file of the activations.
+        proofs: file of base64 lines, or `-` for standard input. The prover writes it, so malformed
+            contents are a reason to reject, not an error.
+        limits: limits to judge by.
 
     Raises:
-        UserError: the activations are none, or the proofs cannot be read.
+        UserError: the activations cannot be used, or the proofs cannot be read.
     """
     activations = open_activations(path)
     try:
@@ -255,10 +254,10 @@ def check_proofs(path: Path, proofs: str, limits: Limits) -> ProofVerdict:
 
 
 def _read_proofs(name: str, tokens: int, hidden: int) -> list[bytes]:
-    """One proof for each chunk; never more lines than one beyond, never more of a line than is due.
+    """Return one proof for each chunk; read at most one line more, and no line beyond its limit.
 
     Raises:
-        MalformedProof: other lines than those of as many well-formed proofs.
+        MalformedProof: the lines are not one well-formed proof for each chunk.
         UserError: the file cannot be read.
     """
     expected = -(-tokens // CHUNK_ROWS)
@@ -284,7 +283,7 @@ def _read_proofs(name: str, tokens: int, hidden: int) -> list[bytes]:
 
 
 def _proof(line: bytes, chunk: int, k: int) -> bytes:
-    """The bytes of a line that holds a well-formed proof."""
+    """Return the bytes of the proof in a line."""
     place = f"proof of chunk {chunk}"
     if len(line) > _MAX_LINE_BYTES:
         raise MalformedProof(f"{place}: a line of more than {_MAX_LINE_BYTES} characters")
@@ -317,7 +316,7 @@ def _number(value: object) -> str:
 
 
 def _as_json(verdict: ProofVerdict, profile: str) -> str:
-    """Numbers that are not finite (no exponents agree) are null."""
+    """Return the verdict as JSON; a number that is not finite (no exponents agree) is null."""
     document = {
         "accepted": verdict.accepted,
         "reason": verdict.reason,

@@ -25,14 +25,16 @@ from verify.toploc import ChunkStatistics, MalformedProof, verify_proofs_batch
 from verify.truncation import Truncation
 
 PORTION_TOKENS = 1 << 16
-"""Tokens whose hidden states are held at once (671 MB at a hidden size of 5120)."""
+"""Tokens whose hidden states are in memory at once (671 MB at a hidden size of 5120)."""
 _BF16_EXPONENT = np.uint16(0x7F80)
-"""Mask of the exponent, which is all ones in an infinity or a NaN."""
+"""Mask of the exponent; all bits are ones in an infinity or a NaN."""
 
 
 class PrefillNotFinite(UserError):
-    """The prefill gave a NaN or an infinity: weights or device are at fault, or tokens of a kind
-    that the model cannot take."""
+    """Raised if the prefill gave a NaN or an infinity.
+
+    The weights or the device are at fault, or the model cannot process the tokens.
+    """
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,12 @@ class Recomputed:
     proof: list[ChunkStatistics] | MalformedProof
     """Statistics of each chunk, or why the proofs are malformed."""
     choices: Choices | None = None
-    """Numbers of each output token; None where seeded."""
+    """Numbers of each output token; None if seeded."""
 
 
 @dataclass(frozen=True)
 class PrefillRequest:
-    """One rollout to recompute, with the proofs that it came with."""
+    """One rollout to recompute, with the proofs of its submission."""
 
     input: PrefillInput
     proofs: list[bytes]
@@ -60,7 +62,10 @@ class PrefillRequest:
 def prefill_request(
     rollout: Rollout, lease: Lease, *, seeded: bool, end_token: int | None
 ) -> PrefillRequest:
-    """Asks for gaps of a seeded rollout; for distributions of another, if an end token is given."""
+    """Return the request of a rollout: for gaps if it is seeded, else for distributions.
+
+    Without an end token it does not ask for distributions.
+    """
     key = noise_key(lease.seed, rollout.group, rollout.sample) if seeded else None
     end = None if seeded else end_token
     return PrefillRequest(
@@ -76,10 +81,10 @@ def recompute(
     temperature: float,
     truncation: Truncation | None = None,
 ) -> list[Recomputed]:
-    """Prefills rollouts in portions, so that hidden states never pile up.
+    """Recompute rollouts in portions, to limit the memory of hidden states.
 
     Raises:
-        PrefillNotFinite: no worker may be rejected for it.
+        PrefillNotFinite: a number is not finite; no worker may be rejected for that.
     """
     results: list[Recomputed] = []
     for portion in _portions(requests):
@@ -107,7 +112,7 @@ def _require_finite(output: PrefillOutput, version: int) -> None:
         "hidden state": (output.hidden & _BF16_EXPONENT) != _BF16_EXPONENT,
     }
     if choices is not None:
-        cut = {"end_least", "end_most"}  # -inf where the end token is cut off
+        cut = {"end_least", "end_most"}  # -inf if the end token is cut
         finite |= {
             f"distribution ({name})": values < np.inf if name in cut else np.isfinite(values)
             for name, values in choices._asdict().items()
@@ -125,10 +130,10 @@ def _require_finite(output: PrefillOutput, version: int) -> None:
 def grade(
     rollouts: Sequence[Rollout], given: Sequence[Assignment], task_set: TaskSet
 ) -> tuple[list[Graded | None], dict[int, str]]:
-    """Grades every rollout.
+    """Grade every rollout.
 
     Returns:
-        The grades (None in groups whose grader failed), and why those groups are dropped.
+        The grades (None in groups whose grader failed), and the grader's errors by group.
     """
     items = [
         GradeItem(given[r.group].problem, given[r.group].target, r.output_tokens.tolist())

@@ -35,7 +35,7 @@ _TIME = re.compile(r"[0-9]{1,12}")
 
 
 class Unauthorised(Exception):
-    """A request that is not believed, and why."""
+    """Raised for a request that is not authentic, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ class SignedRequest:
 def sign_request(
     key: SigningKey, *, run: str, method: str, path: str, body: bytes, now: float | None = None
 ) -> dict[str, str]:
-    """Headers that sign one attempt of a request; a retry must be signed anew.
+    """Return headers that sign one attempt of a request; a retry needs a new signature.
 
     Args:
-        key: the caller's.
-        run: the run that the server serves.
-        method: in capitals.
-        path: as sent, with its query if there is one.
-        body: as sent; empty for GET.
-        now: seconds since the epoch; the clock when None.
+        key: key of the caller.
+        run: name of the run that the server serves.
+        method: method of the request, in capitals.
+        path: path as sent, with its query if there is one.
+        body: body as sent; empty for GET.
+        now: seconds since the epoch; the clock if None.
     """
     moment = str(int(time.time() if now is None else now))
     nonce, body_digest = secrets.token_hex(16), digest_bytes(body)
@@ -72,15 +72,14 @@ def sign_request(
 
 
 class RequestChecker:
-    """Checks the headers of signed requests and remembers them until they are stale.
+    """Checks the headers of signed requests and remembers them until they expire.
 
-    The server's rates (`verify.coordinator.edge.limits`) bound how many there are to remember.
-
-    The memory is lost with the process. What is replayed in the seconds after a restart meets a
-    server whose transitions can be repeated without harm, so nothing is gained by it.
+    The server's rates (`verify.coordinator.edge.limits`) limit how many it remembers. A restart
+    forgets them. A request that is replayed in the seconds after a restart does no harm, because
+    repeated requests change nothing.
 
     Args:
-        run: the run that the server serves.
+        run: name of the run that the server serves.
     """
 
     def __init__(self, run: str) -> None:
@@ -88,7 +87,7 @@ class RequestChecker:
         self._seen: set[tuple[str, str]] = set()
         """Key and nonce of each request."""
         self._order: list[tuple[float, tuple[str, str]]] = []
-        """A heap: when a request is stale, its key and nonce."""
+        """Heap of the time at which a request expires, its key and its nonce."""
 
     def check(
         self,
@@ -102,14 +101,15 @@ class RequestChecker:
         """Return who signed the request; the caller still compares the body with `body_digest`.
 
         Args:
-            headers: of the request.
-            method, path: of the request, as sent.
-            now: seconds since the epoch; the clock when None.
-            admit: is given the signer's key before the request takes up memory; what it raises
-                goes on to the caller.
+            headers: headers of the request.
+            method, path: method and path of the request, as sent.
+            now: seconds since the epoch; the clock if None.
+            admit: called with the signer's key before the request is remembered; its errors are
+                raised to the caller.
 
         Raises:
-            Unauthorised: malformed, of another time, run, path or method, or seen before.
+            Unauthorised: the request is malformed, was seen before, or is for another time, run,
+                path or method.
         """
         now = time.time() if now is None else now
         key, moment, nonce = (headers.get(name, "") for name in (KEY, TIME, NONCE))
@@ -117,7 +117,7 @@ class RequestChecker:
         if not (is_digest(key) and is_digest(body_digest)):
             raise Unauthorised(f"{KEY} and {BODY} must be 64 hex characters each")
         if not is_public_key(key):
-            raise Unauthorised(f"{key[:16]} is a key as which anybody can sign: make another")
+            raise Unauthorised(f"{key[:16]} is a weak key that anybody can sign for: make another")
         if not (_TIME.fullmatch(moment) and _NONCE.fullmatch(nonce)):
             raise Unauthorised(f"{TIME} must be seconds since the epoch, {NONCE} 32 hex characters")
         if abs(now - int(moment)) > CLOCK_SKEW_S:

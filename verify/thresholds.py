@@ -1,8 +1,9 @@
 """Limits of the checks, by the precisions that sampler and validator compute in.
 
-The figures are chosen from measurements (see `docs/verify.md`): between what honest rollouts of a
-pair of precisions show and what the attacks show, nearer to the former. A profile that was measured
-for a pool (`verify.calibration`) takes their place, the spec's `verify.thresholds` that of either.
+The figures come from measurements (`docs/verify.md`). They lie between the values of honest
+rollouts of a pair of precisions and the values of the attacks, nearer to the former. A profile that
+was measured for a pool (`verify.calibration`) replaces them, and the spec's `verify.thresholds`
+replaces both.
 
 `GapNoise` limits how far rounding may move the seeded choice: a budget of gaps for each token,
 which falls with the number of tokens. The gap g_t of a token (`SeededSamplingCheck`) is 0 unless
@@ -12,16 +13,16 @@ of a submission. exp is convex, so for theta > 0, whatever the distribution is,
 
     E exp(theta x_t) <= 1 + mu_t (exp(theta cap) - 1) / cap <= exp(mu_t (exp(theta cap) - 1) / cap)
 
-Nothing is assumed of variance, tail or independence. Of N tokens, with the best theta (Chernoff),
+Nothing is assumed about variance, tail or independence. For N tokens, with the best theta
+(Chernoff),
 
     P( (1/N) sum_t x_t >= r mu ) <= p      where   r log r - r + 1 = log(1 / p) cap / (mu N)
 
 Over all submissions of a worker: exp(theta sum_t (x_t - `drift` mu)), drift = (exp(u) - 1) / u and
 theta = u / cap, is a supermartingale that starts at 1, so by Ville's inequality the sum exceeds
 log(1 / p) / theta at any time with a chance of p. The sum starts again whenever it falls below 0
-(Page's CUSUM), so a worker cannot offset later gaps by earlier honest work. An alarm then is one of
-a sum that started at one of its submissions: `SUBMISSIONS` of them raise a false one with a chance
-of p.
+(Page's CUSUM), so a worker cannot offset later gaps by earlier honest work. A sum may start at each
+of its submissions: over `SUBMISSIONS` submissions the chance of a false alarm is p.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Literal
 
 from runspec.core.spec.schema import FloatType, SamplerPool, Thresholds
 
-if TYPE_CHECKING:  # the state machine and commands read limits without arrays
+if TYPE_CHECKING:  # the state machine and commands need limits, and no arrays
     import numpy as np
 
 
@@ -41,7 +42,7 @@ SUBMISSIONS = 10_000
 """Submissions of one worker, among which a false alarm has the chance p."""
 _U = 0.4314
 DRIFT = math.expm1(_U) / _U
-"""1.25: largest mean that a worker may have in the long run, in honest means."""
+"""Largest long-run mean of a worker as a multiple of the honest mean: 1.25."""
 
 
 @dataclass(frozen=True)
@@ -87,30 +88,33 @@ def _ratio(spread: float) -> float:
 
 
 REWARD_TOLERANCE = 1e-4
-"""Largest |claimed - re-graded| reward: float32 rounding, nothing more."""
+"""Largest |claimed - re-graded| reward: float32 rounding only."""
 LOGPROB_CEILING = 1e-4
-"""Largest claimed log-prob: 0, and rounding."""
+"""Largest claimed log-prob: 0 plus rounding."""
 LOGPROB_FLOOR = -1e4
-"""Smallest. Who draws from float32 probabilities draws none below e^-104, nor does float32 noise
-bring one up; engines' rounding adds to that what it does at low temperatures."""
+"""Smallest claimed log-prob. Sampling from float32 probabilities, or with float32 noise, gives no
+token below e^-104; the engines' rounding at low temperatures adds to that."""
 
 SHORT_TAUS = 3.0
-"""Gap of the one exception in a rollout too short for a share of them, in tau. Of 1,086,372 honest
-tokens in bfloat16 7 had a gap above tau (0.1), the largest of 0.2035 (`docs/attacks.md`)."""
+"""Largest gap, in tau, of the one exception in a rollout too short for a share of exceptions. Of
+1,086,372 honest tokens in bfloat16, 7 had a gap above tau (0.1); the largest was 0.2035
+(`docs/attacks.md`)."""
 NULL_BITS = 40.0
-"""Least bits that passing a chunk must be worth for it to count (`toploc.statistics`)."""
+"""Least bits that passing a chunk must be worth for the chunk to count (`toploc.statistics`)."""
 RICH_BITS = 160.0
-"""Least bits of a more lenient test: the 20 bits of 1e-6, eight times over. The hits of
-forgeries that know no tokens vary up to 5.4 times as much as independent ones."""
+"""Least bits of a more lenient test: eight times the 20 bits of 1e-6. The hits of forgeries that
+know no tokens vary up to 5.4 times as much as independent hits."""
 MODULUS_SLACK = 32
-"""How far a proof's modulus may lie below that of the recomputed positions. Positions that differ
-clash under a given modulus with a chance below 0.12; in chunks up to 65497 elements none do."""
+"""Largest difference of a proof's modulus below that of the recomputed positions. Positions that
+differ clash under a given modulus with a chance below 0.12; in chunks of up to 65497 elements they
+do not."""
 TERMS_SLACK = 3
-"""Leading coefficients that may be zero: in one honest proof of 65497**4 more are."""
+"""Leading coefficients that may be zero; one honest proof in 65497**4 has more."""
 
 
 SELECTIVE_ELEMENTS = 256
-"""2k: where k is most of a chunk, its smallest activations are near 0 and their mantissas noise."""
+"""2k. If k is most of a chunk, the smallest selected activations are near 0, with random
+mantissas."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +122,11 @@ class ChunkLimits:
     """TOPLOC's limits for short chunks: few tokens, or a small hidden size."""
 
     below: int
-    """Activations that the chunk has fewer of."""
+    """The limits are for chunks with fewer activations than this."""
     mismatch_share: float
     miss_share: float
     mantissa_mean: float
-    """Infinity where it is not judged."""
+    """Infinity if it is not judged."""
     mantissa_median: float
 
 
@@ -137,8 +141,9 @@ class Limits:
     gap: float
     """tau: how far below the recomputed maximum a seeded choice may lie, nats."""
     gap_share: float
-    """Share of a rollout's tokens that may exceed `gap`, rounded down to whole tokens; where that
-    is none and the share is not 0, one up to `SHORT_TAUS` tau (`verify.checks.base`)."""
+    """Share of a rollout's tokens that may exceed `gap`, rounded down to whole tokens. If that is
+    no token and the share is not 0, one token may, up to `SHORT_TAUS` tau
+    (`verify.checks.base`)."""
     gap_max: float
     """Largest gap of any token."""
     gap_mean: float
@@ -146,8 +151,8 @@ class Limits:
     mismatch_share: float
     """TOPLOC: share of the k positions that may differ in exponent or sign."""
     miss_share: float
-    """TOPLOC: share of the k positions that may always be off by more than the null test's radius;
-    in chunks that are hard to guess up to `mismatch_share` may."""
+    """TOPLOC: share of the k positions that may always be off by more than the null test's radius.
+    In chunks that are hard to guess, `mismatch_share` of them may."""
     mantissa_mean: float
     """TOPLOC: mean mantissa error, of 128."""
     mantissa_median: float
@@ -155,23 +160,18 @@ class Limits:
     constant_ratio: float
     """Median error over the least that a constant proof could reach; below 1, so none passes."""
     gap_noise: GapNoise | None = None
-    """Budget of gaps in calibrated seeded pools, besides `gap_mean`: of a submission, and of all
-    submissions of a worker."""
+    """Budget of gaps in calibrated seeded pools, in addition to `gap_mean`: for a submission, and
+    for all submissions of a worker."""
     short: tuple[ChunkLimits, ...] = ()
     """Limits of short chunks, by `below`, ascending. Without them the limits above hold, but the
     mantissa mean is not judged below `SELECTIVE_ELEMENTS`."""
 
     def for_chunk(self, elements: int) -> Limits:
-        """The limits of a chunk of so many activations."""
+        """Return the limits of a chunk with this number of activations."""
         here = next((each for each in self.short if elements < each.below), None)
         if here is not None:
-            return replace(
-                self,
-                mismatch_share=here.mismatch_share,
-                miss_share=here.miss_share,
-                mantissa_mean=here.mantissa_mean,
-                mantissa_median=here.mantissa_median,
-            )
+            short = {name: limit for name, limit in vars(here).items() if name != "below"}
+            return replace(self, **short)
         if elements < SELECTIVE_ELEMENTS:
             return replace(self, mantissa_mean=math.inf)
         return self
@@ -211,13 +211,14 @@ BFLOAT16 = Limits(
 Precision = Literal["float32", "bfloat16", "fp8"]
 
 LOGPROB_ALARM: dict[Precision, float] = {"float32": 1e-3, "bfloat16": 0.02, "fp8": 0.15}
-"""Mean |sampler's - learner's| log-prob of a step, in nats, that calls for a person: between what
-honest pools show (1e-6, 0.003 to 0.013, 0.04 to 0.10) and where validators reject."""
+"""Mean |sampler's - learner's| log-prob of a step, in nats, above which a person should look. It
+lies between the values of honest pools (1e-6, 0.003 to 0.013, 0.04 to 0.10) and the validators'
+limits."""
 
 CALIBRATED: frozenset[tuple[Precision, FloatType]] = frozenset(
     {("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")}
 )
-"""(sampler, validator) whose honest rollouts were measured against the limits above."""
+"""Pairs (sampler, validator) whose honest rollouts were measured against the limits above."""
 
 
 def precision_of(pool: SamplerPool) -> Precision:
@@ -228,18 +229,18 @@ def precision_of(pool: SamplerPool) -> Precision:
 def limits_for(
     sampler: Precision, validator: FloatType, thresholds: Sequence[Thresholds] = ()
 ) -> Limits:
-    """The limits for a pool's precision and that of the prefill engine.
+    """Return the limits for the precisions of a pool and of the prefill engine.
 
     Args:
         sampler: see `precision_of`.
         validator: `learner.compute_dtype`.
-        thresholds: `verify.thresholds`; those of the sampler's precision take the place of the
-            limits here, but for `constant_ratio`, which speaks of forgers and not of rounding;
-            `miss_share` is then their `mismatch_share`.
+        thresholds: `verify.thresholds`; those of the sampler's precision replace the limits here,
+            except `constant_ratio`, which depends on forgers and not on rounding. `miss_share` is
+            then their `mismatch_share`.
 
     Returns:
-        For a pair that was not calibrated and has no thresholds those of bfloat16, which may well
-        reject honest work: the lint rule `uncalibrated-precision` finds such a spec.
+        The limits; those of bfloat16 for a pair that was not calibrated and has no thresholds. They
+        may reject honest work; the lint rule `uncalibrated-precision` finds such a spec.
     """
     here = FLOAT32 if sampler == validator == "float32" else BFLOAT16
     given = next((limits for limits in thresholds if limits.name == sampler), None)

@@ -1,7 +1,7 @@
-"""Computes a prefill engine's numbers of output tokens from their logits, for every engine.
+"""Computes the numbers of output tokens from their logits, for every prefill engine.
 
-The same code runs on numpy, jax.numpy and torch. Engines make the logits, a chunk of positions at a
-time, and the noise of seeded tokens; what follows from those is here.
+The same code runs on numpy, jax.numpy and torch. Engines compute the logits, a chunk of positions
+at a time.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ class TokenFacts(NamedTuple):
     logprobs: Any
     """f32 [N]."""
     gaps: Any
-    """f32 [N]; None where none is seeded."""
+    """f32 [N]; None if no token is seeded."""
     choices: Choices | None
-    """None where all are seeded."""
+    """None if all tokens are seeded."""
     hidden: Any = None
     """u16 [N, D]: bits of bf16; None until they are added."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Numbers that are wanted besides log-probs and hidden states."""
+    """Numbers to compute in addition to log-probs and hidden states."""
 
     gaps: bool
     choices: bool
     truncation: Truncation | None
-    """None where nothing is cut."""
+    """None if nothing is cut."""
 
     @classmethod
     def of(cls, inputs: Sequence[PrefillInput], truncation: Truncation | None) -> Wanted:
-        """Return what rollouts that are prefilled together ask for."""
+        """Return the numbers that rollouts which are prefilled together need."""
         return cls(
             gaps=any(each.noise_key is not None for each in inputs),
             choices=any(each.end_token is not None for each in inputs),
@@ -53,7 +53,7 @@ class Vocabulary(NamedTuple):
 
     ids: Any
     words: Any
-    """Words of `verify.noise.token_words`."""
+    """Result of `verify.noise.token_words`."""
 
     @classmethod
     def of(cls, ids: Any) -> Vocabulary:
@@ -69,11 +69,11 @@ class Drawn(NamedTuple):
     """Position of the token in its output."""
     key_0: Any
     key_1: Any
-    """The words of `verify.noise.noise_key`; anything where not seeded."""
+    """Words of `verify.noise.noise_key`; any values if not seeded."""
 
 
 _UNDERFLOW = 1e-30
-"""A speed of the race that may have lost bits, 69 nats below the largest."""
+"""Least weight / noise that has all its bits, 69 nats below the largest."""
 
 
 def facts_of(
@@ -86,19 +86,19 @@ def facts_of(
     *,
     repeat: Repeat = repeated,
 ) -> TokenFacts:
-    """`token_facts` with the noise of the tokens drawn, by the shortest way there.
+    """Compute `token_facts` with the noise of the drawn tokens, with the fewest operations.
 
     Args:
         xp: numpy, jax.numpy or torch.
         scaled: f32 [n, V], logits / T.
         drawn: the n tokens.
-        vocabulary: of the V tokens.
-        end_token: its id.
-        wanted: what is computed.
+        vocabulary: arrays of the V tokens.
+        end_token: id of the end token.
+        wanted: numbers to compute.
         repeat: a loop that the library compiles.
     """
     if wanted.gaps and not wanted.choices and wanted.truncation is None:
-        return _raced(xp, scaled, drawn, vocabulary)
+        return _seeded_facts(xp, scaled, drawn, vocabulary)
     noise = None
     if wanted.gaps:
         noise = gumbel(xp, drawn.key_0, drawn.key_1, drawn.position, vocabulary.ids)
@@ -106,12 +106,12 @@ def facts_of(
     return token_facts(xp, scaled, noise, own, end, wanted, repeat=repeat)
 
 
-def _raced(xp: Any, scaled: Any, drawn: Drawn, vocabulary: Vocabulary) -> TokenFacts:
-    """Compute the numbers of seeded tokens where nothing is cut: one logarithm a logit, no mask.
+def _seeded_facts(xp: Any, scaled: Any, drawn: Drawn, vocabulary: Vocabulary) -> TokenFacts:
+    """Compute the numbers of seeded tokens if nothing is cut: one logarithm a logit, no mask.
 
     With z = logits / T, Gumbel noise g = -log e and e exponential, z_v + g_v is the logarithm of
-    exp(z_v) / e_v: the noise of the maximum alone needs one. Both sides of a gap are read from one
-    array, so that it is 0 where the token won.
+    exp(z_v) / e_v. So only the maximum needs that logarithm. Both sides of a gap are read from one
+    array, so the gap is 0 if the token is the maximum.
     """
     rows, token = xp.arange(len(scaled)), drawn.token[:, 0]
     top = xp.amax(scaled, -1)
@@ -119,7 +119,7 @@ def _raced(xp: Any, scaled: Any, drawn: Drawn, vocabulary: Vocabulary) -> TokenF
     noise = (drawn.key_0, drawn.key_1, drawn.position)
     speeds = weights / exponential(xp, *noise, vocabulary.words)
     below, speed = scaled[rows, token] - top, speeds[rows, token]
-    # Far below the top exp underflows, and then the definition is taken, for that token alone.
+    # Far below the top exp underflows; then the token's own value is computed by the definition.
     exact = below + gumbel(xp, *noise, drawn.token)[:, 0]
     mine = xp.where(speed > _UNDERFLOW, xp.log(xp.clip(speed, _UNDERFLOW, None)), exact)
     return TokenFacts(below - xp.log(weights.sum(-1)), xp.log(xp.amax(speeds, -1)) - mine, None)
@@ -135,18 +135,19 @@ def token_facts(
     *,
     repeat: Repeat = repeated,
 ) -> TokenFacts:
-    """Compute log_softmax(logits / T) and max_v(logits_v / T + noise_v) minus the token's own.
+    """Compute log_softmax(logits / T) and max_v(logits_v / T + noise_v) minus the token's own
+    value.
 
-    Where top-k or top-p cut the distribution, both as `verify.truncation.judged` has them. Of
-    tokens that were not seeded `verify.choices.describe` says the rest.
+    If top-k or top-p cut the distribution, both are those of `verify.truncation.judged`. For tokens
+    that are not seeded, `verify.choices.describe` computes the choices.
 
     Args:
         xp: numpy, jax.numpy or torch.
         scaled: f32 [n, V], logits / T.
-        noise: f32 [n, V] of `verify.noise.gumbel`; None where `wanted.gaps` is False.
-        own: bool [n, V], true at each position's token alone.
-        end: bool [1, V], true at the end token alone.
-        wanted: what is computed.
+        noise: f32 [n, V], noise of `verify.noise.gumbel`; None if `wanted.gaps` is False.
+        own: bool [n, V], true only at each position's token.
+        end: bool [1, V], true only at the end token.
+        wanted: numbers to compute.
         repeat: a loop that the library compiles.
     """
     choices, gap, rule = None, None, wanted.truncation
@@ -167,27 +168,19 @@ def token_facts(
 
 
 def outputs_of(facts: TokenFacts, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
-    """Divides numpy arrays among the rollouts whose output tokens they are, in order.
+    """Divide the numbers of output tokens, numpy arrays, among their rollouts, in order.
 
     Args:
-        facts: of at least all their tokens; what follows is left out.
+        facts: numbers of at least all tokens of the rollouts; the rest is left out.
         inputs: the rollouts.
     """
     outputs, begin = [], 0
     for each in inputs:
         own = slice(begin, begin + len(each.output_tokens))
         begin = own.stop
-        seeded, choices = each.noise_key is not None, facts.choices
-        if each.end_token is None or choices is None:
-            mine = None
-        else:
-            mine = Choices(*(column[own] for column in choices))
-        outputs.append(
-            PrefillOutput(
-                facts.logprobs[own],
-                facts.hidden[own],
-                facts.gaps[own] if seeded else None,
-                mine,
-            )
-        )
+        gaps = None if each.noise_key is None else facts.gaps[own]
+        choices = None
+        if each.end_token is not None and facts.choices is not None:
+            choices = Choices(*(column[own] for column in facts.choices))
+        outputs.append(PrefillOutput(facts.logprobs[own], facts.hidden[own], gaps, choices))
     return outputs

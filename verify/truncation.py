@@ -1,32 +1,34 @@
 """Top-k and top-p: which tokens sampling keeps, the same for sampler and validator.
 
-Top-k goes first, top-p (Holtzman et al. 2020) works on what it leaves, as in vLLM:
+Top-k is applied first, then top-p (Holtzman et al. 2020) to the tokens that it keeps, as in vLLM:
 
     kept by top-k: v with #{u : z_u > z_v} < k
     kept by top-p: those of them with sum of p_u over {u kept : z_u > z_v} < top_p
 
-with z = logits / T and p = softmax(z) over the tokens kept by top-k. Both are of the form z_v >=
-threshold, and at least the largest token is kept. Equal tokens are kept or cut together, while vLLM
-cuts them by the order of its sort. The same code runs on numpy, torch and jax.numpy.
+with z = logits / T and p = softmax(z) over the tokens kept by top-k. Both have the form z_v >=
+threshold, and at least the largest token is kept. Equal tokens are kept or cut together; vLLM cuts
+them by the order of its sort. The same code runs on numpy, torch and jax.numpy.
 
-No sort: a threshold is found among the 2**32 floats by 32 halvings, each a pass over the logits.
+There is no sort: 32 halvings find a threshold among the 2**32 floats, each with a pass over the
+logits.
 
-A validator's logits are a little off, and then a token at the threshold falls on the other side;
-of top-p the threshold itself may jump to a neighbour far away. If no z_v differs by more than
-margin / 2, every order statistic of z moves by at most margin / 2, and so the odds of a sum of p
-by a factor of at most exp(margin). Thus whatever the sampler kept lies above `Thresholds.allowed`,
-and whatever lies above `Thresholds.sure` the sampler kept:
+A validator's logits differ a little from the sampler's. So a token at the threshold may be on its
+other side, and the threshold of top-p may move to a distant neighbour. If no z_v differs by more
+than margin / 2, every order statistic of z moves by at most margin / 2, and the odds of a sum of p
+change by a factor of at most exp(margin). So all tokens that the sampler kept lie above
+`Thresholds.allowed`, and the sampler kept all tokens above `Thresholds.sure`:
 
     allowed = threshold(top_p at odds x exp(margin)) - margin
     sure: v with #{u : z_u >= z_v - margin} <= k, v itself among them, and
           sum of p_u over {u != v : z_u >= z_v - margin} < top_p at odds x exp(-margin)
 
-No others than those can lie above v in the sampler's z. Of a token that is sure so are all above.
-The last one that is kept is sure too, then, where the next is further off than the margin: were it
-not, a sampler might leave it out at will.
+Only these tokens can lie above v in the sampler's z. If a token is sure, all tokens above it are
+sure. So the last kept token is sure if the next one is further away than the margin. If it were not
+sure, a sampler could leave it out at will.
 
 Rounding has tails: of a hundred thousand tokens a few differ by more, and a token on the wrong side
-of a threshold may lie any distance from the choice. Those count as exceptions, not as forged.
+of a threshold may lie at any distance from the choice. Such tokens count as exceptions, and not as
+forged.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Repeat = Callable[[int, Callable[[Any], Any], Any], Any]
-"""repeat(count, step, state): applies a step so many times."""
+"""repeat(count, step, state): applies a step `count` times."""
 _HALVINGS = 32
 _SIGN = 0x7FFFFFFF
 TAIL = 5.0
-"""Margins within which a single token is an exception still."""
+"""Number of margins within which a single token may be an exception."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,14 @@ class Thresholds(NamedTuple):
     kept: Any
     """Tokens at least as large are kept."""
     allowed: Any
-    """No sampler whose z differ by at most the margin kept a smaller token."""
+    """No sampler whose z differs by at most the margin kept a smaller token."""
     sure: Any
-    """Every sampler kept a token at least as large. There may be none: of two almost equal
-    tokens, either may be the one that is kept."""
+    """Every such sampler kept all tokens at least as large. There may be none: if two tokens are
+    almost equal, either may be the one that is kept."""
 
 
 def repeated(count: int, step: Callable[[Any], Any], state: Any) -> Any:
-    """Applies a step so many times; jax has `lax.fori_loop` for it."""
+    """Apply a step `count` times; with jax use `lax.fori_loop` instead."""
     for _ in range(count):
         state = step(state)
     return state
@@ -83,7 +85,7 @@ def repeated(count: int, step: Callable[[Any], Any], state: Any) -> Any:
 def kept_from(
     xp: Any, scaled: Any, *, top_p: Any = None, top_k: Any = None, repeat: Repeat = repeated
 ) -> Any:
-    """The smallest of the logits that are kept.
+    """Return the smallest logit that is kept.
 
     Args:
         xp: numpy, jax.numpy or torch.
@@ -103,7 +105,7 @@ def kept_from(
 
 
 def thresholds(xp: Any, scaled: Any, rule: Truncation, *, repeat: Repeat = repeated) -> Thresholds:
-    """Where tokens are kept, allowed, and sure to be kept.
+    """Return the thresholds of kept, allowed and surely kept tokens.
 
     Args:
         xp, scaled, repeat: as for `kept_from`.
@@ -120,14 +122,14 @@ def judged(
     Args:
         xp, scaled, repeat: as for `kept_from`.
         noise: f32 [..., V], of `verify.noise.gumbel`.
-        own: bool [..., V], true at each row's token alone.
+        own: bool [..., V], true only at each row's token.
         rule: cuts something.
 
     Returns:
-        f32 [...]: log-prob among the tokens kept, the token itself among them in any case.
-        f32 [...]: the seeded gap: how far the token lies below the largest z + noise of those that
-        are sure to be kept. A token that nobody kept lies margin + (allowed - z) below at least.
-        One that `TAIL` margins explain lies 2 margins below at most: an exception.
+        f32 [...]: log-prob among the tokens kept; the token itself always counts as kept.
+        f32 [...]: the seeded gap: how far the token lies below the largest z + noise of the surely
+        kept tokens. For a token that no sampler kept it is at least margin + (allowed - z). For a
+        token that `TAIL` margins explain it is at most 2 margins: an exception.
     """
     at, wide = thresholds_at(xp, scaled, rule, [rule.margin, TAIL * rule.margin], repeat=repeat)
     mine = xp.where(own, scaled, 0.0).sum(-1)
@@ -154,7 +156,7 @@ def thresholds_at(
     *,
     repeat: Repeat = repeated,
 ) -> list[Thresholds]:
-    """`thresholds` under several margins; what does not depend on them is computed once."""
+    """Return `thresholds` for several margins; what does not depend on them is computed once."""
     keys = _ordered(xp, scaled)
     cut = _cut_by_top_k(xp, keys, rule.top_k if rule.top_k > 0 else None, repeat)
 
@@ -187,7 +189,7 @@ def thresholds_at(
 
 
 def _cut_by_top_k(xp: Any, keys: Any, top_k: Any, repeat: Repeat) -> Any:
-    """i32 [..., 1]: the least key that top-k keeps."""
+    """Return i32 [..., 1]: the least key that top-k keeps."""
     least = xp.amin(keys, -1)[..., None]
     if top_k is None:
         return least
@@ -199,7 +201,7 @@ def _cut_by_top_k(xp: Any, keys: Any, top_k: Any, repeat: Repeat) -> Any:
 
 
 def _cut_by_top_p(xp: Any, scaled: Any, keys: Any, cut: Any, top_p: Any, repeat: Repeat) -> Any:
-    """i32 [..., 1]: the least key that top-p keeps of those from `cut` on."""
+    """Return i32 [..., 1]: the least key, from `cut` on, that top-p keeps."""
     weights = xp.exp(scaled - xp.amax(scaled, -1)[..., None])
     weights = xp.where(keys >= cut, weights, xp.zeros_like(weights))
     needed = weights.sum(-1)[..., None] * top_p
@@ -209,15 +211,18 @@ def _cut_by_top_p(xp: Any, scaled: Any, keys: Any, cut: Any, top_p: Any, repeat:
         return above.sum(-1)[..., None] < needed
 
     found = _smallest(xp, light, cut, xp.amax(keys, -1)[..., None], repeat)
-    # Rounding of the sum must cut nothing where all is kept.
+    # If all is kept, rounding of the sum must cut nothing.
     return xp.where(xp.asarray(top_p) + xp.zeros_like(needed) < 1.0, found, cut)
 
 
 def _sure_of_top_p(
     xp: Any, scaled: Any, keys: Any, cut: Any, top_p: float, margin: float, repeat: Repeat
 ) -> Any:
-    """f32 [..., 1]: from where on all that may lie above a token weighs less than top_p of those
-    from `cut` on; infinity where that is so of none."""
+    """Return f32 [..., 1]: the least sure logit of top-p, or infinity if no logit is sure.
+
+    A logit is sure if all tokens that may lie above it weigh less than top_p of those from `cut`
+    on.
+    """
     top = xp.amax(scaled, -1)[..., None]
     weights = xp.where(keys >= cut, xp.exp(scaled - top), xp.zeros_like(scaled))
     needed = weights.sum(-1)[..., None] * top_p
@@ -232,18 +237,18 @@ def _sure_of_top_p(
 
 
 def _smallest_kept(xp: Any, scaled: Any, keys: Any, cut: Any) -> Any:
-    """f32 [..., 1]: the least logit from a key on; a halving may end between two values."""
+    """Return f32 [..., 1]: the least logit from a key on; a halving may end between two values."""
     return xp.amin(xp.where(keys >= cut, scaled, xp.amax(scaled, -1)[..., None]), -1)[..., None]
 
 
 def _shifted(probability: float, log_odds: float) -> float:
-    """The probability whose log-odds are larger by so much."""
+    """Return the probability whose log-odds are larger by `log_odds`."""
     odds = probability / (1.0 - probability) * math.exp(log_odds)
     return odds / (1.0 + odds)
 
 
 def _smallest(xp: Any, holds: Callable[[Any], Any], low: Any, high: Any, repeat: Repeat) -> Any:
-    """The smallest key in [low, high] for which `holds`, which does for high and all above it."""
+    """Return the smallest key in [low, high] for which `holds`; from there on it must hold."""
 
     def halve(bounds: tuple[Any, Any]) -> tuple[Any, Any]:
         low, high = bounds
@@ -255,11 +260,11 @@ def _smallest(xp: Any, holds: Callable[[Any], Any], low: Any, high: Any, repeat:
 
 
 def _ordered(xp: Any, values: Any) -> Any:
-    """f32 as i32 in the same order."""
+    """Return f32 as i32 in the same order."""
     bits = (values + 0.0).view(xp.int32)  # -0.0 becomes 0.0: they are equal
     return bits ^ ((bits >> 31) & _SIGN)
 
 
 def _number(xp: Any, keys: Any) -> Any:
-    """The f32 that `_ordered` gave the key of."""
+    """Return the f32 of keys of `_ordered`."""
     return (keys ^ ((keys >> 31) & _SIGN)).view(xp.float32)

@@ -1,10 +1,10 @@
-"""The validator process: claims submissions, examines them, signs a verdict file on each.
+"""Process of the validator: claims submissions, examines them, signs a verdict file on each.
 
-Whatever a worker sent ends as a verdict. Submissions among which a check breaks are examined one by
-one, so that the others get their verdicts. The one at which it breaks goes back to the coordinator
-with the error, for another validator to try (`verify.coordinator.services.claims`). What is not the
-worker's doing (a coordinator or weights that cannot be reached, checks that break at everything)
-ends the process, and what it had claimed is offered again.
+Every submission that a worker can send gets a verdict. If a check breaks, the submissions are
+examined one by one, so that the others get their verdicts. The submission at which it breaks goes
+back to the coordinator with the error, so that another validator can try
+(`verify.coordinator.services.claims`). If the coordinator or weights cannot be reached, or a check
+breaks at everything, the process ends, and its claimed submissions are offered again.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from verify.recompute import PrefillNotFinite
 from verify.watchdog import Stages, heartbeats, leaving
 
 MAX_CLAIMS = 8
-"""Submissions held at once: those of one policy version share a prefill."""
+"""Submissions claimed at once; those of one policy version share a prefill."""
 WAIT_S = 5.0
-"""Length of one long-poll, and so the longest that a polite end takes while idle."""
+"""Seconds of one long poll, and so the longest time that an idle validator takes to end."""
 MAX_FAULTS = 3
-"""Submissions in a row at which a check breaks: then it is the validator that is broken."""
+"""Submissions in a row at which a check may break; then the validator counts as broken."""
 _CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 1024 * 1024
 _MAX_FAULT = 300
-"""Characters of a fault: it may repeat what a stranger sent."""
+"""Largest number of characters of a fault; it may repeat what a stranger sent."""
 
 
 class Validator:
@@ -68,10 +68,10 @@ class Validator:
     Args:
         spec: the run's resolved spec.
         key: signs the verdicts; roles.json names its public half.
-        coordinator: hands out submissions and takes verdicts.
+        coordinator: hands out submissions and receives verdicts.
         engine: recomputes rollouts.
         task_set_of: makes the run's task from a weights directory (its tokenizer).
-        log: one line a verdict.
+        log: receives one line a verdict.
     """
 
     def __init__(
@@ -90,18 +90,18 @@ class Validator:
         self._examiner: Examiner | None = None
         self._task_set: TaskSet | None = None
         self._shares: dict[str, float] = {}
-        """For each claimed submission, the chance that it is recomputed."""
+        """Chance that a submission is recomputed, by its digest."""
         self._faults_in_a_row = 0
         self._late_since: float | None = None
-        """When weights were first asked for that have not come."""
+        """Time at which missing weights were first requested; None if none are missing."""
         self.stages = Stages()
         self.checked = 0
-        """Submissions given a verdict."""
+        """Number of submissions with a verdict."""
         self.busy_s = 0.0
-        """Seconds spent on them."""
+        """Seconds spent on these submissions."""
 
     def serve(self, stop: threading.Event) -> None:
-        """Claims and checks until the run is finished or `stop` is set."""
+        """Claim and check submissions until the run is finished or `stop` is set."""
         try:
             while not stop.is_set():
                 if items := self._claim(stop):
@@ -114,23 +114,26 @@ class Validator:
             self._log.info("the run is finished; %d submissions checked", self.checked)
 
     def _try_again_later(self, late: WeightsNotHere, stop: threading.Event) -> None:
-        """A slow link is no fault: others may judge what was given back, and the next fetch goes on
-        from what has come. A worker of a lease has as long in all for the same bytes."""
+        """Wait before the next attempt to fetch weights; raise `late` after `lease_timeout`.
+
+        A slow network is no fault: other validators may judge the submissions that were given back,
+        and the next fetch resumes. Workers have as long for the same bytes.
+        """
         now = time.monotonic()
         if self._late_since is None:
             self._late_since = now - WEIGHTS_S
         if now - self._late_since >= self._spec.verify.lease_timeout:
             raise late
-        self._log.warning("what needs it is given back, and asked for again: %s", late)
+        self._log.warning("submissions that need it are given back for now: %s", late)
         stop.wait(WAIT_S)
 
     def close(self) -> None:
-        """Ends what grades."""
+        """End the graders."""
         if self._task_set is not None:
             self._task_set.close()
 
     def _claim(self, stop: threading.Event) -> list[WorkItem]:
-        """Waits for a submission and takes along what else is queued."""
+        """Wait for a submission, then claim further queued submissions."""
         items: list[WorkItem] = []
         while len(items) < MAX_CLAIMS and not stop.is_set():
             item = self._coordinator.next_submission(0.0 if items else WAIT_S)
@@ -159,10 +162,10 @@ class Validator:
         self.busy_s += time.monotonic() - begun
 
     def _check_one_by_one(self, examiner: Examiner, files: Sequence[SubmissionFile]) -> None:
-        """One file must not take the others with it; where all break a check, the check is broken.
+        """Examine submissions apart, so that a file that breaks a check does not affect the others.
 
         Raises:
-            Exception: `MAX_FAULTS` submissions in a row could not be judged, the last for this.
+            Exception: the error at the last of `MAX_FAULTS` submissions in a row.
         """
         for number, file in enumerate(files):
             try:
@@ -188,14 +191,14 @@ class Validator:
         self.checked += 1
 
     def _give_back(self, submissions: Sequence[str]) -> None:
-        """Others may take them, and nothing speaks against them."""
-        with suppress(UserError):  # the error that ends this process is logged already
+        """Give submissions back to the coordinator without a failed attempt."""
+        with suppress(UserError):  # the error that ends this process has been logged
             self._coordinator.release_claims(submissions)
 
     def _files(self, items: Sequence[WorkItem]) -> list[SubmissionFile]:
         """Download the claimed submissions.
 
-        A submission that cannot be downloaded stays claimed, so the attempt is counted. If no
+        A submission that cannot be downloaded stays claimed, so the attempt counts as failed. If no
         validator can download it, it is set aside.
         """
         files = []
@@ -212,9 +215,9 @@ class Validator:
             lease = open_lease(item.lease, coordinators=self._coordinator.roles().coordinator)
         except BadSignature as error:
             raise UserError(
-                f"handed out submission {item.submission} with a bad lease: {error}",
+                f"submission {item.submission} has a bad lease: {error}",
                 place="coordinator",
-                remedy="see the coordinator's log; its key must be the one in roles.json",
+                remedy="check the coordinator's log; roles.json must name its key",
             ) from error
         table = self._coordinator.download(item.submission)
         return SubmissionFile(
@@ -222,7 +225,7 @@ class Validator:
         )
 
     def _prepare(self, files: Sequence[SubmissionFile]) -> Examiner:
-        """Loads the task with the tokenizer of the first version seen: all have the same."""
+        """Load the task with the tokenizer of the first version; all versions have the same."""
         try:
             lease = files[0].lease
             directory = ensure_weights(self._engine, lease.version, lease.manifest_digest)
@@ -277,18 +280,21 @@ class Validator:
 
 
 def _is_own_fault(error: Exception) -> bool:
-    """Whether no submission is to blame: weights cannot be had, say. A prefill that is not finite
-    may come of a worker's tokens."""
+    """Return whether the error is not due to a submission, for example if weights are missing.
+
+    A prefill that is not finite may be due to a worker's tokens.
+    """
     return isinstance(error, UserError) and not isinstance(error, PrefillNotFinite)
 
 
 def is_drawn(key: SigningKey, submission: str, share: float) -> bool:
-    """Whether a submission is fully prefilled: a draw that nobody without the key can foresee.
+    """Return whether a submission is prefilled: a draw that cannot be predicted without the key.
 
     Args:
-        key: the validator's. Ed25519 signatures are deterministic and this one is never sent.
+        key: key of the validator. Ed25519 signatures are deterministic, and this one is never sent.
         submission: digest of the submission.
-        share: probability, by the worker's reputation (`verify.coordinator.machine.reputation`).
+        share: probability; it follows from the worker's reputation
+            (`verify.coordinator.machine.reputation`).
     """
     secret = key.sign(b"runspec/v1\x00prefill\x00" + submission.encode())
     draw = int.from_bytes(hash_parts("prefill", secret)[:8], "big")
@@ -296,10 +302,10 @@ def is_drawn(key: SigningKey, submission: str, share: float) -> bool:
 
 
 def model_config(weights: Path) -> dict[str, Any]:
-    """The `config.json` of a weights directory.
+    """Return the `config.json` of a weights directory.
 
     Raises:
-        UserError: there is none, it is no JSON object, or it has no `vocab_size`.
+        UserError: there is none, it is not a JSON object, or it has no `vocab_size`.
     """
     path = weights / _CONFIG
     try:
@@ -322,7 +328,7 @@ def run(
     stop: threading.Event,
     log: logging.Logger,
 ) -> None:
-    """Body of `python -m verify validator`; returns when the run is finished or `stop` is set.
+    """Run `python -m verify validator` until the run is finished or `stop` is set.
 
     Args:
         run: name of the run.
@@ -330,9 +336,9 @@ def run(
         weights: URLs of origin or relays.
         public_key: the pinned root key (hex).
         key_file: the validator's private key.
-        directory: weights are cached below it.
-        stop: where what it is at then takes long, the process ends all the same.
-        log: what happens, for people.
+        directory: folder in which weights and problem files are cached.
+        stop: event that ends the process, within a grace period if the work takes long.
+        log: receives messages for people.
     """
     key = SigningKey.load(key_file)
     client = CoordinatorClient(coordinator, key, run=run, root_public_key=public_key)

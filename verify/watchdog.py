@@ -48,29 +48,25 @@ class Stages:
     """The stages of one thread's checks; any thread may read them."""
 
     def __init__(self) -> None:
-        self._current: Stage | None = None
+        self.current: Stage | None = None
+        """The stage that is under way; None between stages."""
         self.spent_s: dict[str, float] = defaultdict(float)
-        """Seconds spent in each stage, in all."""
+        """Total seconds spent in each stage."""
 
     @contextmanager
     def of(self, name: str, *submissions: str) -> Iterator[None]:
         """Time the block as a stage."""
         begun = time.monotonic()
-        self._current = Stage(name, submissions, begun)
+        self.current = Stage(name, submissions, begun)
         try:
             yield
         finally:
-            self._current = None
+            self.current = None
             self.spent_s[name] += time.monotonic() - begun
-
-    @property
-    def current(self) -> Stage | None:
-        """The stage that is under way; None between stages."""
-        return self._current
 
     def overdue(self) -> Stage | None:
         """Return the current stage if its deadline has passed."""
-        stage = self._current
+        stage = self.current
         if stage is None or time.monotonic() < stage.begun + STAGE_DEADLINES_S[stage.name]:
             return None
         return stage
@@ -94,7 +90,7 @@ def heartbeats(
                 client.heartbeat({"busy_s": validator.busy_s, "checked": validator.checked})
             except RunFinished:
                 pass  # the main thread receives this too, unless a check hangs
-            except UserError as error:  # the main thread meets it too, and ends the process
+            except UserError as error:  # the main thread receives it too, and ends the process
                 log.warning("no heartbeat: %s", error)
             ended.wait(HEARTBEAT_S)
 
@@ -111,7 +107,7 @@ def leaving(
 ) -> Iterator[None]:
     """End the process, exit code 0, if the block outlasts the grace after `stop` is set.
 
-    The block may wait for a coordinator that is away or for weights, or be at a long prefill.
+    The block may be waiting for a coordinator or for weights, or may be in a long prefill.
     """
     ended = threading.Event()
 
@@ -119,7 +115,7 @@ def leaving(
         stop.wait()
         if ended.wait(GRACE_S):
             return
-        log.info("told to end; gives back %d submissions", len(client.claims))
+        log.info("SIGTERM: giving back %d submissions", len(client.claims))
         releasing = threading.Thread(target=_give_back, args=(client,), daemon=True)
         releasing.start()
         releasing.join(RELEASE_S)
@@ -143,7 +139,7 @@ def _end_stalled(client: CoordinatorClient, stage: Stage, log: logging.Logger) -
     """Log and report the stage that hangs, then end the process."""
     seconds = time.monotonic() - stage.begun
     log.error(
-        "%s has taken %.0f s at submission %s: this process ends, and is to be started again",
+        "%s has taken %.0f s at submission %s: this process ends; start it again",
         *(stage.name, seconds, ", ".join(digest[:12] for digest in stage.submissions)),
     )
     with suppress(UserError, RunFinished):

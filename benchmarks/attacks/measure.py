@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import beta
 
-from verify.checks import Subject
+from verify.checks.base import Subject
 from verify.checks.prefill import ProofCheck, RolloutLogprobCheck, SeededSamplingCheck
 from verify.checks.rows import TERMINATION
 from verify.thresholds import DRIFT, GapNoise, Limits

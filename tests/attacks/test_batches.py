@@ -203,7 +203,7 @@ class TestPoisonThatWasAccepted:
             (lambda: encode_rollouts([])[:-1], r"\d+ bytes, its counts give"),
             (lambda: b"\xff" * 1000, "shorter than its header"),
             (lambda: encode_verdicts([]), "the header is not that of a runspec submission"),
-            (lambda: b"PAR1" * 100, "a Parquet file, as older versions wrote them"),
+            (lambda: b"PAR1" * 100, "a Parquet file of an older version"),
             (lambda: bytes(1 << 20), r"1048576 bytes, more than the \d+ allowed"),
         ],
         ids=["cut", "lying", "verdict", "older", "large"],

@@ -18,7 +18,7 @@ from tests.verify.coordinator.deployment import Site
 from tests.verify.coordinator.over_http import status
 from tests.verify.small_model import ParityTask, Worker
 from tests.verify.test_workers_to_batches import DISHONEST, HONEST, SPEC, STEPS, at_work, work
-from verify.checks import fingerprints
+from verify.checks.duplicates import fingerprints
 from verify.coordinator.services.claims import ATTEMPTS
 from verify.formats.lease import Lease
 from verify.formats.submission import Rollout, decode_rollouts

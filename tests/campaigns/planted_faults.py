@@ -66,7 +66,7 @@ PLANTED = [
     Planted(
         "a submission is signed by its worker",
         "verify/formats/submission.py",
-        "if envelope.worker != document.key:",
+        "if envelope.worker != key:",
         "if False:",
         ("tests/attacks/test_forgeries.py::TestForgedSignature",),
     ),

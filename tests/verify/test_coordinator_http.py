@@ -165,7 +165,7 @@ def test_a_coordinator_that_has_too_much_to_do_beyond_the_deadline_is_named() ->
     [
         (503, b'{"error": "the coordinator waits for its disk or its database"}', "its log says"),
         (507, b'{"error": "cannot store the file: No space left on device"}', "its log says"),
-        (429, b"30", "too much to do"),
+        (429, b"30", "overloaded"),
     ],
 )
 def test_whoever_waited_in_vain_is_told_for_what(status: int, body: bytes, remedy: str) -> None:

@@ -99,7 +99,7 @@ def test_what_a_reward_raises_is_in_the_validators_log_in_the_stall_and_in_statu
     assert coordinator.returncode == EXIT_FINAL
     assert "step 0 stalled: 0 of 4 groups" in said
     assert "4 groups dropped by the grader, the newest: p" in said and found in said
-    assert "remedy: mend the grader" in said and "python -m sampler grade" in said
+    assert "remedy: repair the grader" in said and "python -m sampler grade" in said
     assert "waited for" not in said
     # and so do the validator's log and the run's status, and an audit finds the ledger sound
     assert found in caplog.text

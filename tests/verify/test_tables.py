@@ -74,7 +74,7 @@ def test_a_file_as_parquet(tmp_path: Path, kind, capsys: pytest.CaptureFixture[s
 
 def test_another_file_is_no_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "ab.parquet"
-    for data, words in ((b"PAR1" * 9, "as older versions wrote them"), (b"x", "shorter than")):
+    for data, words in ((b"PAR1" * 9, "a Parquet file of an older"), (b"x", "shorter than")):
         source.write_bytes(data)
         assert main(["table", str(source), "-o", str(tmp_path / "out")]) == 2
         assert words in capsys.readouterr().err

@@ -40,5 +40,5 @@ def test_a_number_of_a_distribution_that_is_none_rejects_nobody(
 
 def test_an_engine_that_says_nothing_of_distributions_is_named(bench: Bench) -> None:
     bench.engine.damage = lambda output: replace(output, choices=None)
-    with pytest.raises(UserError, match="says nothing of the distributions of unseeded tokens"):
+    with pytest.raises(UserError, match="does not compute the distributions of unseeded tokens"):
         bench.verdict(bench.honest())

@@ -161,7 +161,7 @@ def test_a_lease_of_another_coordinator_ends_the_process(
     signed, lease = lease_for(WORKER, VALIDATOR)
     rows = Worker(WORKER, MODEL, small_spec(), ParityTask()).rollouts(signed, lease)
     coordinator.offer(*packed(rows, signed, lease, WORKER), signed)
-    with pytest.raises(UserError, match="with a bad lease"):
+    with pytest.raises(UserError, match="has a bad lease"):
         serve(coordinator, engine)
     assert coordinator.verdicts == []
 

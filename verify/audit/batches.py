@@ -1,4 +1,4 @@
-"""The batch manifests of a ledger: one a step, signed, anchored, of the groups that were next."""
+"""Checks the batch manifests of a ledger: one a step, signed, anchored, with the right groups."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from verify.coordinator.machine.verdicts import batch_stats
 from verify.formats.batch import FILE_NAME, MAX_BYTES, BatchGroup, BatchManifest, open_batch
 
 _OF_HEARTBEATS = "sampler_busy_fraction"
-"""A statistic of which the ledger knows nothing."""
+"""Name of the statistic that comes from heartbeats, which the ledger does not have."""
 
 
 def batches_on_disk(run_dir: Path) -> dict[int, Path]:
-    """The batch manifests that lie in the run directory, by step."""
+    """Return the batch manifests in the run directory, by step."""
     found = {}
     for path in (run_dir / "rollouts").glob(f"step_*/{FILE_NAME}"):
         number = path.parent.name.removeprefix("step_")
@@ -34,21 +34,21 @@ def batches_on_disk(run_dir: Path) -> dict[int, Path]:
 
 
 class BatchAudit:
-    """Checks closings one after the other.
+    """Checks the closings of steps, one after the other.
 
     Args:
         run_dir: the run directory.
-        run: the run's name.
-        report: gets the findings.
+        run: name of the run.
+        report: receives the findings.
     """
 
     def __init__(self, run_dir: Path, run: str, report: Report) -> None:
         self._run_dir, self._run, self._report = run_dir, run, report
         self._closed: dict[int, tuple[int, str]] = {}
-        """For each step its row and document."""
+        """For each step the row and the document of its first closing."""
 
     def rolled_back(self, version: int) -> None:
-        """Steps from `version` on are open again."""
+        """Record that the steps from `version` on are open again."""
         self._closed = {s: closed for s, closed in self._closed.items() if s < version}
 
     def closed(
@@ -59,17 +59,17 @@ class BatchAudit:
         groups: list[BatchGroup] | None,
         signers: Signers,
     ) -> BatchManifest | None:
-        """Checks what can be checked without the state.
+        """Check what does not depend on the state.
 
         Args:
-            row: of the closing.
+            row: number of the closing's row.
             event: the closing.
             chain_before: chain of the row before.
-            groups: what the event's groups are by the leases; None where one is unknown.
-            signers: who may sign it.
+            groups: the event's groups, from the leases; None if one is unknown.
+            signers: keys that may sign the manifest.
 
         Returns:
-            The manifest; None where it is not to be believed.
+            The manifest; None if it cannot be trusted.
         """
         require = self._report.require
         first, _ = self._closed.setdefault(event.step, (row, event.document))
@@ -82,7 +82,10 @@ class BatchAudit:
         except (BadSignature, ValueError, TypeError) as error:
             self._report.add(row, "batch signature", error, "the coordinator's signature")
             return None
-        self._check_anchor(row, manifest, chain_before)
+        found = f"{manifest.ledger_rows}:{manifest.ledger_chain}"
+        expected = f"{row - 1}:{chain_before}"
+        if require(found == expected, row, "anchor", expected, f"{found}, as signed"):
+            self._report.anchored_rows = row - 1
         if groups is None:
             self._report.add(row, "batch groups", "a group of no lease", "leases of this ledger")
         else:
@@ -97,51 +100,32 @@ class BatchAudit:
         before: State,
         counted: dict[str, Any],
     ) -> None:
-        """Checks that the closing is the one that the coordinator's rules give.
+        """Check that the closing is the one that the coordinator's rules give.
 
         Args:
-            row: of the closing.
+            row: number of the closing's row.
             event: the closing.
-            manifest: that it signs.
-            before: the state before it.
-            counted: those of its statistics that the events before it give.
+            manifest: the signed manifest.
+            before: the state before the closing.
+            counted: the statistics that follow from the events before it.
         """
+        require = self._report.require
         decision = filling.decide_close(before, event.at)
         if not _is_that(decision, event):
-            # algorithm.fill may change while a run goes on: what is closed when, but not its order.
+            # A restart may change algorithm.fill: when a step closes, but not the order of groups.
             relaxed = replace(before.policy, deadline_s=0.0, min_groups=1)
             decision = filling.decide_close(replace(before, policy=relaxed), event.at)
             if _is_that(decision, event):
                 self._report.notes.append(
-                    f"row {row}: step {event.step} closed when today's algorithm.fill would not "
-                    "have closed it; its groups are the right ones"
+                    f"row {row}: step {event.step} closed at a time at which the present "
+                    "algorithm.fill would not close it; its groups are right"
                 )
         if not isinstance(decision, filling.Close):
             self._report.add(row, "filling", f"step {event.step} closed", "no batch yet")
             return
-        self._report.require(
-            _is_that(decision, event), row, "filling", event.trained, decision.groups
-        )
-        complete = decision.complete
-        self._report.require(
-            manifest.complete == complete, row, "batch complete", manifest.complete, complete
-        )
-        self._check_stats(row, event, manifest, before, counted)
-
-    def _check_anchor(self, row: int, manifest: BatchManifest, chain_before: str) -> None:
-        found = f"{manifest.ledger_rows}:{manifest.ledger_chain}"
-        expected = f"{row - 1}:{chain_before}"
-        if self._report.require(found == expected, row, "anchor", expected, f"{found}, as signed"):
-            self._report.anchored_rows = row - 1
-
-    def _check_stats(
-        self,
-        row: int,
-        event: StepClosed,
-        manifest: BatchManifest,
-        before: State,
-        counted: dict[str, Any],
-    ) -> None:
+        require(_is_that(decision, event), row, "filling", event.trained, decision.groups)
+        found, complete = manifest.complete, decision.complete
+        require(found == complete, row, "batch complete", found, complete)
         stats = counted | batch_stats(
             before.tallies.get(event.step, Tally()),
             opened=before.steps[event.step].opened,
@@ -149,15 +133,15 @@ class BatchAudit:
             busy_fraction=None,
         )
         for name, expected in stats.items():
-            found = manifest.stats.get(name)
             if name in manifest.stats and name != _OF_HEARTBEATS:
-                self._report.require(found == expected, row, f"stats.{name}", found, expected)
+                value = manifest.stats[name]
+                require(value == expected, row, f"stats.{name}", value, expected)
 
     def check_files(self, on_disk: dict[int, Path]) -> None:
-        """Compares the manifests that the learner reads with the ledger's.
+        """Compare the manifests that the learner reads with those of the ledger.
 
         Args:
-            on_disk: as they lay there before the ledger was read.
+            on_disk: manifests that were there before the ledger was read.
         """
         for step, path in sorted(on_disk.items()):
             if step not in self._closed:
@@ -169,8 +153,8 @@ class BatchAudit:
             try:
                 data = read_bounded(path, MAX_BYTES)
             except FileNotFoundError:
-                # The last one is written after its row; a coordinator that was killed between the
-                # two writes it when it starts.
+                # The newest manifest is written after its row. A coordinator that was killed
+                # between the two writes it when it starts again.
                 if step == max(self._closed):
                     self._report.notes.append(f"{path} is not written yet")
                 else:

@@ -1,9 +1,12 @@
-"""The files beside the ledger: submissions and verdicts, their envelopes and their contents."""
+"""Checks the files beside the ledger: submissions, verdicts, and their envelopes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
@@ -28,10 +31,12 @@ from verify.formats.submission import open_submission
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import decode_verdicts, open_verdict, read_fingerprints
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Gone:
-    """A file that is not there any more, or never was."""
+    """A file that does not exist, any more or at all."""
 
     row: int
     path: Path
@@ -39,13 +44,13 @@ class Gone:
 
 
 class FileAudit:
-    """Compares files with what their rows say of them.
+    """Compares files with their rows in the ledger.
 
     Args:
         run_dir: the run directory.
-        run: the run's name.
-        policy: of its spec.
-        report: gets the findings.
+        run: name of the run.
+        policy: policy of the run's spec.
+        report: receives the findings.
     """
 
     def __init__(self, run_dir: Path, run: str, policy: Policy, report: Report) -> None:
@@ -59,10 +64,12 @@ class FileAudit:
             self._report.add(row, "submission", event.submission, "a digest")
             return
         files = submission_files(self._run_dir, lease.step, event.submission)
-        self._check_digest(row, files.submission, lease.step, event.submission)
-        data = self._read(
-            row, files.submission_envelope, lease.step, submission_format.MAX_ENVELOPE_BYTES
-        )
+        digest = self._read(row, files.submission, lease.step, digest_file)
+        if digest is not None:
+            same = digest == event.submission
+            self._report.require(same, row, "submission file", digest, event.submission)
+        read = partial(read_bounded, max_bytes=submission_format.MAX_ENVELOPE_BYTES)
+        data = self._read(row, files.submission_envelope, lease.step, read)
         if data is None:
             return
         try:
@@ -95,11 +102,11 @@ class FileAudit:
         files = submission_files(self._run_dir, lease.step, event.submission)
         if event.accepted:
             self._accepted[event.submission] = files.verdict
-        data = self._read(
-            row, files.verdict_envelope, lease.step, verdict_format.MAX_ENVELOPE_BYTES
-        )
+        read = partial(read_bounded, max_bytes=verdict_format.MAX_ENVELOPE_BYTES)
+        data = self._read(row, files.verdict_envelope, lease.step, read)
         dropped = self._check_verdict(row, event, lease, data) if data is not None else None
-        table = self._read(row, files.verdict, lease.step, verdict_format.MAX_BYTES)
+        read = partial(read_bounded, max_bytes=verdict_format.MAX_BYTES)
+        table = self._read(row, files.verdict, lease.step, read)
         if table is None:
             return
         digest = digest_bytes(table)
@@ -113,7 +120,7 @@ class FileAudit:
             self._check_excess(row, event, table)
 
     def judge_gone(self, next_close: int) -> None:
-        """Decides of missing files whether they may be: call it when the ledger is read.
+        """Decide which files may be missing, after the whole ledger was read.
 
         Args:
             next_close: the step that closes next, by the whole ledger.
@@ -135,7 +142,7 @@ class FileAudit:
             )
 
     def rolled_back(self) -> None:
-        """A rollback removes every file but the batch manifests that stay."""
+        """Note the files that a rollback removed: all but the batch manifests that stay."""
         self._report.files_gone += len(self.gone)
         if self.gone:
             self._report.notes.append(f"{len(self.gone)} files are gone: a rollback removed them")
@@ -144,7 +151,7 @@ class FileAudit:
     def _check_verdict(
         self, row: int, event: SubmissionJudged, lease: Lease, data: bytes
     ) -> list[int] | None:
-        """The groups that the validator dropped; None where it is not the verdict of the row."""
+        """Return the groups that the validator dropped; None if the verdict is not the row's."""
         try:
             envelope = open_verdict(data, validators=frozenset({event.validator}))
         except BadSignature as error:
@@ -173,7 +180,7 @@ class FileAudit:
             self._report.add(row, "duplicates", name, "a submission that was accepted before")
             return
         if not original.exists():
-            return  # its own row has noted that
+            return  # noted at the row of the original
         try:
             first, second = ({p for r in read_fingerprints(f) for p in r} for f in (original, copy))
         except (OSError, MalformedTable) as error:
@@ -225,25 +232,15 @@ class FileAudit:
                 found[name] == value, row, what, f"{name} {found[name]}", f"{value}, as in the row"
             )
 
-    def _check_digest(self, row: int, path: Path, step: int, expected: str) -> None:
+    def _read(self, row: int, path: Path, step: int, read: Callable[[Path], T]) -> T | None:
+        """Return what `read` returns of a file; None if the file is missing or cannot be read."""
         try:
-            digest = digest_file(path)
-        except FileNotFoundError:
-            self.gone.append(Gone(row, path, step))
-        except OSError as error:
-            self._report.add(row, "file", f"{path}: {error.strerror or error}", "a readable file")
-        else:
-            self._report.files_read += 1
-            self._report.require(digest == expected, row, "submission file", digest, expected)
-
-    def _read(self, row: int, path: Path, step: int, max_bytes: int) -> bytes | None:
-        try:
-            data = read_bounded(path, max_bytes)
+            found = read(path)
         except FileNotFoundError:
             self.gone.append(Gone(row, path, step))
             return None
         except (OSError, UserError) as error:
-            self._report.add(row, "file", f"{path}: {error}", "a readable file within its bound")
+            self._report.add(row, "file", f"{path}: {error}", "a readable file within its limit")
             return None
         self._report.files_read += 1
-        return data
+        return found

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 _LONGEST = 200
 """Characters of a found or expected value; a ledger may hold anything."""
@@ -59,9 +58,6 @@ class Report:
         if not holds:
             self.add(row, what, found, expected)
         return holds
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def lines(self) -> Iterator[str]:
         """Return the report as text; characters that cannot be printed are replaced."""

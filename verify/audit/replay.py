@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from runspec.core.hashing import hash_parts, is_digest
 from runspec.core.roles import CLOCK_SKEW_S
@@ -21,15 +20,7 @@ from verify.audit.files import FileAudit
 from verify.audit.findings import Credit, Report
 from verify.audit.signers import Signers, read_roles
 from verify.audit.snapshot import Row, open_snapshot
-from verify.coordinator.machine.events import (
-    Event,
-    LeaseGranted,
-    NonceDrawn,
-    RolledBack,
-    StepClosed,
-    SubmissionJudged,
-    SubmissionReceived,
-)
+from verify.coordinator.machine import events
 from verify.coordinator.machine.gap_history import fault, is_fault
 from verify.coordinator.machine.history import History
 from verify.coordinator.machine.state import Policy, State
@@ -40,11 +31,11 @@ from verify.ledger import FIRST_CHAIN, BadRow, decode_event
 
 
 class LeaseAudit:
-    """Checks leases beyond the state machine: signatures, fresh nonces, seeds that nobody shares.
+    """Checks what the state machine does not: signatures of leases, fresh nonces, distinct seeds.
 
     Args:
-        run: the run's name.
-        report: gets the findings.
+        run: name of the run.
+        report: receives the findings.
     """
 
     def __init__(self, run: str, report: Report) -> None:
@@ -52,14 +43,21 @@ class LeaseAudit:
         self._seeds: dict[bytes, int] = {}
         self._nonces: set[str] = set()
 
-    def drawn(self, row: int, event: NonceDrawn) -> None:
+    def drawn(self, row: int, event: events.NonceDrawn) -> None:
         fresh = event.nonce not in self._nonces
         self._report.require(fresh, row, "nonce", "one drawn before", "32 fresh bytes")
         self._nonces.add(event.nonce)
 
-    def granted(self, row: int, event: LeaseGranted, signers: Signers) -> None:
+    def granted(self, row: int, event: events.LeaseGranted, signers: Signers) -> None:
         lease, require = event.lease, self._report.require
-        self._check_document(row, event, signers)
+        data = event.document.encode("utf-8", "replace")
+        digest = lease_digest(data)
+        require(event.digest == digest, row, "lease digest", event.digest, digest)
+        try:
+            signed = open_lease(data, coordinators=signers.coordinators(data))
+            require(signed == lease, row, "lease", f"{lease}", f"as it was signed, {signed}")
+        except BadSignature as error:
+            self._report.add(row, "lease signature", error, "the coordinator's signature")
         require(lease.run == self._run, row, "lease", f"run {lease.run}", f"run {self._run}")
         try:
             seed = lease.seed
@@ -69,26 +67,13 @@ class LeaseAudit:
         before = self._seeds.setdefault(seed, row)
         require(before == row, row, "lease seed", f"that of row {before}", "a seed of its own")
 
-    def _check_document(self, row: int, event: LeaseGranted, signers: Signers) -> None:
-        data = event.document.encode("utf-8", "replace")
-        digest = lease_digest(data)
-        self._report.require(event.digest == digest, row, "lease digest", event.digest, digest)
-        try:
-            signed = open_lease(data, coordinators=signers.coordinators(data))
-        except BadSignature as error:
-            self._report.add(row, "lease signature", error, "the coordinator's signature")
-            return
-        self._report.require(
-            signed == event.lease, row, "lease", f"{event.lease}", f"as it was signed, {signed}"
-        )
-
 
 class ChainAudit:
-    """Follows the hash chain; after a break it goes on from the broken row, so each break is named.
+    """Follows the hash chain. After a break it goes on from the broken row, so it finds each break.
 
     Args:
-        report: gets the findings.
-        heads: chains that earlier audits printed, by row; each must still be that row's.
+        report: receives the findings.
+        heads: chains that earlier audits printed, by row; each row must still have its chain.
     """
 
     def __init__(self, report: Report, heads: dict[int, str]) -> None:
@@ -120,7 +105,7 @@ class ChainAudit:
 
 @dataclass(frozen=True)
 class _Answered:
-    """A lease with its answer, by the ledger."""
+    """A lease, and the submission and verdict that the ledger has for it."""
 
     lease: Lease
     submission: str | None = None
@@ -128,7 +113,7 @@ class _Answered:
 
 
 def audit(run_dir: Path, *, root_key: str | None, heads: Mapping[int, str] | None = None) -> Report:
-    """Replay the ledger of a run directory, which may be at work or a copy.
+    """Replay the ledger of a run directory, of a live run or a copy.
 
     Args:
         run_dir: the run directory.
@@ -139,10 +124,10 @@ def audit(run_dir: Path, *, root_key: str | None, heads: Mapping[int, str] | Non
         UserError: the ledger, the spec or roles.json cannot be read.
     """
     spec, report = load_resolved(run_dir), Report()
-    # Before the rows: a row comes before its manifest, so these have one.
+    # Listed before the rows are read: a row is written before its manifest, so each has a row.
     on_disk = batches_on_disk(run_dir)
     with closing(open_snapshot(run_dir, spec)) as snapshot:
-        rollbacks = [row.seq for row in snapshot.rows(RolledBack.__name__)]
+        rollbacks = [row.seq for row in snapshot.rows(events.RolledBack.__name__)]
         roles = read_roles(run_dir, spec, root_key, report)
         replay = _Replay(run_dir, spec.name, Policy.of(spec), report)
         chain = ChainAudit(report, dict(heads or {}))
@@ -170,16 +155,16 @@ def audit(run_dir: Path, *, root_key: str | None, heads: Mapping[int, str] | Non
 
 
 def _closed_since(run_dir: Path, spec: RunSpec, last: int) -> int:
-    """Return the step that closes next by the rows after `last` of a run at work; 0 without any.
+    """Return the step that closes next by the rows of a live run after `last`; 0 without any.
 
-    Files that were needed when its rows were read may have been dropped since.
+    The run may since have removed files that were needed when the rows were read.
     """
     next_close = 0
-    with closing(open_snapshot(run_dir, spec)) as now, suppress(BadRow):  # the next audit says so
-        for row in now.rows(StepClosed.__name__):
+    with closing(open_snapshot(run_dir, spec)) as now, suppress(BadRow):  # the next audit finds it
+        for row in now.rows(events.StepClosed.__name__):
             if row.seq > last:
                 event = decode_event(row.kind, row.body)
-                next_close = event.step + 1 if isinstance(event, StepClosed) else 0
+                next_close = event.step + 1 if isinstance(event, events.StepClosed) else 0
     return next_close
 
 
@@ -193,19 +178,19 @@ class _Replay:
         self._batches = BatchAudit(run_dir, run, report)
         self._answers: dict[str, _Answered] = {}
         self.last_at = 0.0
-        """When the last event was recorded, seconds since the epoch."""
+        """Time of the last event, seconds since the epoch."""
         self._next_close = 0
         self._state, self._history = State(policy), History()
         self._broken = False
-        """Whether the state machine refused a row; it would refuse all later rows for that."""
+        """Whether the state machine refused a row; then it would refuse all later rows too."""
 
     def take(self, row: Row, chain_before: str, signers: Signers) -> None:
         """Check a row.
 
         Args:
-            row: as stored.
-            chain_before: the chain of the row before.
-            signers: who may sign what it holds.
+            row: the row as stored.
+            chain_before: chain of the row before.
+            signers: keys that may sign its documents.
         """
         try:
             event = decode_event(row.kind, row.body)
@@ -216,36 +201,43 @@ class _Replay:
         self.last_at = event.at
         try:
             self._check(row, event, chain_before, signers)
-        except OverflowError as error:  # whole numbers of any size, of which a mean is a float
+        except OverflowError as error:  # JSON's integers may be too large for the mean, a float
             self._report.add(row.seq, "row", f"{error}, in it or above", "numbers of a run")
             self._broken = True
 
-    def _check(self, row: Row, event: Event, chain_before: str, signers: Signers) -> None:
+    def _check(self, row: Row, event: events.Event, chain_before: str, signers: Signers) -> None:
         counted = {}
-        if isinstance(event, StepClosed):
+        if isinstance(event, events.StepClosed):
             counted = self._history.batch_stats(event.at, event.step, event.trained)
         before = self._apply(row.seq, event)
         match event:
-            case NonceDrawn():
+            case events.NonceDrawn():
                 self._leases.drawn(row.seq, event)
-            case LeaseGranted():
+            case events.LeaseGranted():
                 self._leases.granted(row.seq, event, signers)
                 self._answers[event.digest] = _Answered(event.lease)
-            case SubmissionReceived():
+            case events.SubmissionReceived():
                 self._received(row.seq, event)
-            case SubmissionJudged():
+            case events.SubmissionJudged():
                 self._judged(row.seq, event, signers, before)
-            case StepClosed():
-                self._closed(row.seq, event, chain_before, signers, before, counted)
-            case RolledBack():
-                self._rolled_back(event)
+            case events.StepClosed():
+                self._next_close = max(self._next_close, event.step + 1)
+                groups = self._groups(event)
+                manifest = self._batches.closed(row.seq, event, chain_before, groups, signers)
+                if manifest is not None and before is not None:
+                    self._batches.follows(row.seq, event, manifest, before, counted)
+            case events.RolledBack():
+                self._next_close = event.version
+                self._files.rolled_back()
+                self._batches.rolled_back(event.version)
+                self._answers = {}
 
     def end(self, on_disk: dict[int, Path], closed_since: int) -> None:
         """Check, after the last row, what needs the whole ledger.
 
         Args:
-            on_disk: the batch manifests, as they lay there before.
-            closed_since: the step that closes next by rows that came after; 0 without any.
+            on_disk: batch manifests that were there before the rows were read.
+            closed_since: the step that closes next by later rows; 0 without any.
         """
         report = self._report
         report.steps_closed = self._next_close
@@ -261,7 +253,7 @@ class _Replay:
                 "were replayed"
             )
 
-    def _apply(self, row: int, event: Event) -> State | None:
+    def _apply(self, row: int, event: events.Event) -> State | None:
         """Apply an event and return the state before it; None if that is not known."""
         if self._broken:
             return None
@@ -275,7 +267,7 @@ class _Replay:
         self._history.take(event, self._state.leases)
         return before
 
-    def _received(self, row: int, event: SubmissionReceived) -> None:
+    def _received(self, row: int, event: events.SubmissionReceived) -> None:
         answered = self._answers.get(event.lease)
         if answered is None:
             self._report.add(row, "submission", f"for lease {event.lease}", "a lease granted above")
@@ -284,7 +276,7 @@ class _Replay:
         self._files.received(row, event, answered.lease)
 
     def _judged(
-        self, row: int, event: SubmissionJudged, signers: Signers, before: State | None
+        self, row: int, event: events.SubmissionJudged, signers: Signers, before: State | None
     ) -> None:
         answered = self._answers.get(event.lease)
         if answered is None:
@@ -299,37 +291,14 @@ class _Replay:
                 event.reason == expected, row, "gaps of the worker", event.reason, expected
             )
 
-    def _closed(
-        self,
-        row: int,
-        event: StepClosed,
-        chain_before: str,
-        signers: Signers,
-        before: State | None,
-        counted: dict[str, Any],
-    ) -> None:
-        self._next_close = max(self._next_close, event.step + 1)
-        groups = self._groups(event)
-        manifest = self._batches.closed(row, event, chain_before, groups, signers)
-        if manifest is not None and before is not None:
-            self._batches.follows(row, event, manifest, before, counted)
-
-    def _groups(self, event: StepClosed) -> list[BatchGroup] | None:
+    def _groups(self, event: events.StepClosed) -> list[BatchGroup] | None:
         groups = []
         for trained in event.trained:
             answered = self._answers.get(trained.lease)
             if answered is None or answered.submission is None or answered.verdict is None:
                 return None
-            lease = answered.lease
-            groups.append(
-                BatchGroup(
-                    answered.submission, answered.verdict, trained.group, lease.step, lease.version
-                )
+            of_lease = BatchGroup.of(
+                answered.lease, answered.submission, answered.verdict, trained.group
             )
+            groups.append(of_lease)
         return groups
-
-    def _rolled_back(self, event: RolledBack) -> None:
-        self._next_close = event.version
-        self._files.rolled_back()
-        self._batches.rolled_back(event.version)
-        self._answers = {}

@@ -34,18 +34,18 @@ def read_roles(run_dir: Path, spec: RunSpec, root_key: str | None, report: Repor
     if root is None:
         root = _throw_away_root(run_dir)
         report.notes.append(
-            "the root key is the run directory's own: signatures say nothing against its owner"
+            "the root key is the run directory's own: its owner could have signed anything"
         )
     try:
         data = read_bounded(path, MAX_BYTES)
         payload = open_document(data, kind="roles", keys={root}, max_bytes=MAX_BYTES).payload
-        # A run may be audited long after its roles expired; what counts is when it was at work.
+        # A run may be audited long after its roles expired, so they are checked as of their issue.
         issued = payload.get("issued")
         now = issued if isinstance(issued, int | float) else None
         return open_roles(data, root_public_key=root, run=spec.name, now=now)
     except (OSError, BadSignature) as error:
         raise UserError(
-            f"cannot be believed: {error}",
+            f"cannot be verified: {error}",
             place=str(path),
             remedy="give the root's public key with --root-key",
         ) from error

@@ -1,4 +1,4 @@
-"""The rows of a ledger at one moment, read without a lock, and the losses that they record."""
+"""Reads the rows of a ledger at one moment, without a lock, and the losses that they record."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 from urllib.parse import quote
 
 from runspec.core.errors import UserError
@@ -16,19 +16,20 @@ from runspec.core.spec.schema import RunSpec
 from verify.coordinator.machine.events import Event, SubmissionJudged, SubmissionSetAside
 from verify.ledger import BadRow, decode_event, import_postgres_store
 
+E = TypeVar("E", bound=Event)
 _BUSY_TIMEOUT_S = 10.0
-# As bytes: a damaged row need not be text.
+# As bytes, because a damaged row may not be text.
 _ROWS = (
     "SELECT seq, CAST(kind AS BLOB), CAST(body AS BLOB), CAST(chain AS BLOB) "
     "FROM ledger WHERE :kind IS NULL OR kind = :kind ORDER BY seq"
 )
 _DROPPED = b'"outcome":"dropped"'
-"""Part of the row of a verdict that has a dropped group; other rows need not be decoded."""
+"""Part of the row of a verdict with a dropped group; other rows are not decoded."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row as stored; nothing is checked."""
+    """A row as stored, unchecked."""
 
     seq: int
     kind: bytes
@@ -37,7 +38,7 @@ class Row:
 
 
 class NoLedger(UserError):
-    """No ledger was written yet, or it lies elsewhere."""
+    """Raised if no ledger was written yet, or if it is elsewhere."""
 
     def __init__(self, place: str) -> None:
         super().__init__(
@@ -49,12 +50,11 @@ class Snapshot(Protocol):
     """The rows of a run at one moment.
 
     Raises:
-        UserError: from every method, when they cannot be read as a ledger.
+        UserError: from every method, if they cannot be read as a ledger.
     """
 
     def rows(self, kind: str | None = None) -> Iterator[Row]:
-        """The rows of a kind, in order; all rows if None."""
-        ...
+        """Yield the rows of a kind, in order; all rows if None."""
 
     def close(self) -> None: ...
 
@@ -74,7 +74,7 @@ class SqliteSnapshot:
 
     Raises:
         NoLedger: there is none.
-        UserError: from every method, when the file cannot be read as a ledger.
+        UserError: from every method, if the file cannot be read as a ledger.
     """
 
     def __init__(self, path: Path) -> None:
@@ -103,8 +103,8 @@ class SqliteSnapshot:
         return UserError(
             f"the ledger cannot be read: {error} (after {self._read} rows)",
             place=str(self._path),
-            remedy="the file is damaged or no run's database: restore it from a copy; where it has "
-            "a -wal beside it in a folder that you may not write, copy both to one that you may",
+            remedy="the file is damaged or no run's database: restore it from a copy; if a -wal "
+            "file is beside it and you may not write the folder, copy both to a folder of yours",
         )
 
 
@@ -134,6 +134,41 @@ def _begin(uri: str) -> sqlite3.Connection:
     return database
 
 
+def read_events(
+    run_dir: Path, spec: RunSpec, kind: type[E], *, containing: bytes = b""
+) -> Iterator[E]:
+    """Yield the events of a kind from the ledger of a run, which may be live.
+
+    Args:
+        run_dir: the run directory.
+        spec: the run's resolved spec.
+        kind: class of the events; `Event` for all.
+        containing: bytes that the row's body must contain.
+
+    Raises:
+        NoLedger: there is none.
+        UserError: it cannot be read.
+    """
+    with closing(open_snapshot(run_dir, spec)) as snapshot:
+        for row in snapshot.rows(None if kind is Event else kind.__name__):
+            if containing in row.body:
+                try:
+                    event = decode_event(row.kind, row.body)
+                except BadRow as error:
+                    raise damaged(run_dir, f"row {row.seq} cannot be read: {error}") from error
+                if isinstance(event, kind):
+                    yield event
+
+
+def damaged(run_dir: Path, words: str) -> UserError:
+    """Return the error of a ledger whose rows are not those of a run."""
+    return UserError(
+        f"the ledger is damaged: {words}",
+        place=str(run_dir),
+        remedy=f"`python -m verify audit {run_dir}` says what is wrong with it",
+    )
+
+
 @dataclass(frozen=True)
 class Dropped:
     """Groups that a run lost without a worker's fault (`docs/coordinator.md`).
@@ -154,28 +189,16 @@ class Dropped:
 
 
 def read_dropped(run_dir: Path, spec: RunSpec) -> Dropped:
-    """Return what the ledger of a run, which may be at work, says was lost.
+    """Return the losses that the ledger of a run records; the run may be live.
 
     Raises:
         UserError: it cannot be read.
     """
     try:
-        with closing(open_snapshot(run_dir, spec)) as snapshot:
-            return _read(snapshot)
-    except NoLedger:  # nobody has started a coordinator
+        set_aside = list(read_events(run_dir, spec, SubmissionSetAside))
+        judged = list(read_events(run_dir, spec, SubmissionJudged, containing=_DROPPED))
+    except NoLedger:  # no coordinator was started
         return Dropped()
-    except BadRow as error:
-        raise UserError(
-            f"a row of the ledger cannot be read: {error}",
-            place=str(run_dir),
-            remedy=f"`python -m verify audit {run_dir}` says what is wrong with it",
-        ) from error
-
-
-def _read(snapshot: Snapshot) -> Dropped:
-    set_aside = [_event(row) for row in snapshot.rows(SubmissionSetAside.__name__)]
-    rows = (row for row in snapshot.rows(SubmissionJudged.__name__) if _DROPPED in row.body)
-    judged = [event for row in rows if isinstance(event := _event(row), SubmissionJudged)]
     groups = [grade for event in judged for grade in event.groups]
     return Dropped(
         set_aside=len(set_aside),
@@ -184,7 +207,3 @@ def _read(snapshot: Snapshot) -> Dropped:
         fault=judged[-1].fault if judged else "",
         by_grader_at=judged[-1].at if judged else None,
     )
-
-
-def _event(row: Row) -> Event:
-    return decode_event(row.kind, row.body)

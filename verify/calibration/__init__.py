@@ -1,1 +1,1 @@
-"""Limits measured for one pair of sampler and validator, and the signed profile that says them."""
+"""Limits measured for one pair of sampler and validator, and the signed profile that has them."""

@@ -1,4 +1,4 @@
-"""`python -m verify calibrate` and `sign-profile`: arguments, words, files."""
+"""Commands `calibrate` and `sign-profile` of `python -m verify`: arguments, output, files."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from runspec.core.signed import BadSignature
 from verify.commands import INTERRUPTED, say
 
 if TYPE_CHECKING:
-    from verify.calibration.profile import Profile, SamplingSide
+    from verify.calibration.profile import Profile
     from verify.calibration.run import Outcome
 
 _NOISES = (0.005, 0.01, 0.02, 0.04)
 
 
 def add_commands(commands: argparse._SubParsersAction) -> None:
-    """Adds `calibrate` and `sign-profile` to a command line."""
+    """Add `calibrate` and `sign-profile` to a command line."""
     one = commands.add_parser(
         "calibrate",
         help="measure an honest pool and write a signed profile of limits",
         description="Recomputes the submissions of a run whose workers were all honest with the "
         "engine that its spec names, and writes the limits that follow as a signed profile. Exits "
-        "0, 1 where it cannot, 2 on bad usage, 3 on a fault of its own.",
+        "0, 1 if that fails, 2 on bad usage, 3 on an internal error.",
     )
     one.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's directory")
     one.add_argument("--pool", required=True, help="the sampler pool of the spec to calibrate")
@@ -43,7 +43,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "--weights",
         type=Path,
         metavar="DIR",
-        help="folder of fetched versions, as a validator keeps them; else the run directory's",
+        help="folder of fetched versions, as of a validator; default: the run directory's",
     )
     one.add_argument(
         "--rate",
@@ -54,19 +54,19 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     one.add_argument(
         "--allow-looser",
         action="store_true",
-        help="where the pool needs it, set limits looser than the published ones, and say which",
+        help="set limits looser than the published ones if the pool needs it, and print which",
     )
     one.set_defaults(body=lambda options: _run(_calibrate, options))
     one.add_argument(
         "--perturbed",
         action="store_true",
-        help="hold the limits against weights with noise of 0.5 to 4 %%, and rounded to int8",
+        help="test the limits with weights that have noise of 0.5 to 4 %%, or are rounded to int8",
     )
     other = commands.add_parser(
         "sign-profile",
-        help="sign a profile with another key, such as the root's, and print what it says",
-        description="The root key is kept off the run: calibrate with a key that is at hand, carry "
-        "the file to the root's, read what it says, and sign it there.",
+        help="sign a profile with another key, such as the root's, and print it",
+        description="The root key is not kept with the run. So calibrate with another key, bring "
+        "the file to the root key, read its contents, and sign it there.",
     )
     other.add_argument("profile", type=Path, metavar="PROFILE", help="as `calibrate` wrote it")
     other.add_argument("--key", required=True, type=Path, metavar="FILE", help="the root's key")
@@ -75,7 +75,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(body: Callable[[argparse.Namespace, Logger], None], options: argparse.Namespace) -> int:
-    """Runs a command. SIGTERM is as Ctrl-C: copies of weights may be there."""
+    """Run a command. SIGTERM is handled like Ctrl-C, so that copies of weights are removed."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return run_role(options.command, lambda log: body(options, log))
@@ -127,16 +127,16 @@ def _sign(options: argparse.Namespace, log: Logger) -> None:
     key = SigningKey.load(options.key)
     _require_writable(options.out)
     write_atomic(options.out, sign_profile(profile, key))
-    with suppress(BrokenPipeError):  # as above
+    with suppress(BrokenPipeError):  # the profile is written
         say(_profile_text(profile))
     log.info("%s: signed by %s", options.out, key.public_hex[:16])
 
 
 def _require_writable(path: Path) -> None:
-    """Refuses a file that cannot be written, before hours of measuring.
+    """Require a file that can be written, before hours of measuring.
 
     Raises:
-        UserError: it cannot.
+        UserError: it cannot be written.
     """
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise UserError(
@@ -162,7 +162,8 @@ def _profile_text(profile: Profile) -> str:
     s, v, m, seen = profile.sampler, profile.validator, profile.model, profile.measured
     releases = ", ".join(f"{name} {release}" for name, release in v.releases.items())
     lines = [
-        f"sampler: {s.engine}, {s.precision}, {s.hardware}{_drawn(s.sampling)}",
+        f"sampler: {s.engine}, {s.precision}, {s.hardware}; temperature "
+        f"{s.sampling.temperature:g}, top_p {s.sampling.top_p:g}, top_k {s.sampling.top_k}",
         f"validator: {v.engine}, {v.precision}, {v.hardware} ({releases})",
         f"model: hidden size {m.hidden_size}, {m.num_hidden_layers} layers, "
         f"vocabulary {m.vocab_size}",
@@ -182,12 +183,6 @@ def _profile_text(profile: Profile) -> str:
     if profile.looser:
         lines.append(f"LOOSER than published: {', '.join(profile.looser)}")
     return "\n".join(lines)
-
-
-def _drawn(sampling: SamplingSide) -> str:
-    return (
-        f"; temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
-    )
 
 
 def _rate(text: str) -> float:

@@ -1,29 +1,29 @@
 """Derives limits from measurements; no limit is looser than published unless that is allowed.
 
-The rate is of rollouts that are rejected by any number, so each of J numbers gets rate / J. `tails`
-gives the bound of each number.
+The rate is the share of rollouts that any number rejects, so each of J numbers gets rate / J.
+`tails` gives the bound of each number.
 
     limit = min(published, max(bound, floor))
 
-Where the published limit is the lower, the rate is not kept, unless looser limits are allowed.
-The floor is what no measurement may undercut: float32's limits of TOPLOC (ties between the 128th
-and the 129th magnitude alone cost up to 4 positions), 1e-4 nats of log-prob and 1e-6 of mean gap,
-some hundred times what float32 rounds. tau (`gap`) is never lowered: it is also how far logits may
-differ at the edge of top-p and at the end token, which gaps do not measure. Two more limits are not
-lowered: the share of tokens above tau, and the largest gap below what the one exception of a short
-rollout may have. So few tokens reach the tail of gaps that the measured rollouts may not show it.
+If the published limit is lower, the rate is not kept, unless looser limits are allowed. The floor
+is the least limit, whatever is measured: float32's limits of TOPLOC (ties between the 128th and the
+129th magnitude alone cost up to 4 positions), 1e-4 nats of log-prob and 1e-6 nats of mean gap,
+about a hundred times float32's rounding. tau (`gap`) is never lowered, because it also limits how
+far logits may differ at the edge of top-p and at the end token, which gaps do not measure. The
+share of tokens above tau is not lowered, nor is the largest gap below that of a short rollout's
+exception. So few tokens reach the tail of gaps that the measured rollouts may not show it.
 
-The sum of gaps has a budget of its own (`noise_of`, `verify.thresholds.GapNoise`), besides the
-published limit of their mean. The budget needs the mean of honest gaps,
+The sum of gaps has a budget (`noise_of`, `verify.thresholds.GapNoise`) in addition to the published
+limit of their mean. The budget needs the mean of honest gaps,
 
     mu = ROOM (mean + 3 standard errors + 7 cap / N)
 
-over the N tokens of the part of the run where that is largest, because rounding changes as the
-policy does (by 1.6 within 20 updates that moved log-probs by 0.1, `docs/verify.md`). The standard
-error is of groups, whose tokens share a prompt. With the last term, a gap that was never seen is
-missed with a chance of exp(-7). Prompts differ, so mu is raised until every measured group would
-keep its budget by itself. Most gaps end below the cap. A lower cap hides the difference between
-other weights and rounding; with a higher cap a few tokens decide.
+over the N tokens of the part of the run where that is largest, because rounding changes with the
+policy (by 1.6 within 20 updates that moved log-probs by 0.1, `docs/verify.md`). The standard error
+is that of groups, whose tokens share a prompt. With the last term, the chance to miss a gap that
+was never seen is exp(-7). Prompts differ, so mu is raised until every measured group alone would
+keep its budget. Most gaps are below the cap. A lower cap hides the difference between other weights
+and rounding; with a higher cap a few tokens decide.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def noise_of(
     """Return the noise of the gaps of an honest pool.
 
     Args:
-        gaps: of each group f32 [n], nats, in the order of their versions; more than one group,
+        gaps: f32 [n] of each group, nats, in the order of their versions; more than one group,
             none empty.
         tau: the largest cap.
-        least: the least mean that is set, nats.
-        probability: how often an honest submission, or an honest worker, may be rejected.
+        least: the least mean, nats.
+        probability: chance that an honest submission, or an honest worker, is rejected.
     """
     together = np.concatenate(gaps)
     above = together[together > 0.0]
@@ -85,7 +85,7 @@ def noise_of(
 
 
 def _kept(noise: GapNoise, sums: np.ndarray, lengths: np.ndarray) -> bool:
-    """Whether every group keeps the budget of its tokens."""
+    """Return whether every group keeps the budget of its tokens."""
     pairs = zip((sums / lengths).tolist(), lengths.tolist(), strict=True)
     return all(mean <= noise.largest_mean(tokens) for mean, tokens in pairs)
 
@@ -101,7 +101,7 @@ def _upper(sums: np.ndarray, lengths: np.ndarray, cap: float) -> float:
 FLOOR = replace(FLOAT32, logprob_submission=1e-4, logprob_rollout=1e-4, gap_mean=1e-6)
 _QUANTILES = (0.5, 0.9, 0.99, 1.0)
 _MANY = 32_768
-"""Tokens by which people are told what a budget comes to."""
+"""Number of tokens of the example in the note on a budget."""
 
 
 @dataclass(frozen=True)
@@ -116,16 +116,16 @@ class Derived:
 def derive(
     measured: Measurements, published: Limits, *, rate: float, allow_looser: bool
 ) -> Derived:
-    """Limits for an honest pool that was measured.
+    """Return the limits of an honest pool that was measured.
 
     Args:
-        measured: its numbers.
+        measured: numbers of the pool.
         published: the limits for the two precisions, `verify.thresholds.limits_for`.
         rate: share of honest rollouts that may be rejected.
-        allow_looser: whether a bound above the published limit takes its place.
+        allow_looser: whether a bound above the published limit replaces it.
 
     Raises:
-        UserError: too few rollouts for the rate, or noise in which no guess could be found out.
+        UserError: there are too few rollouts for the rate, or too much noise to detect a guess.
     """
     probability = rate / _count(measured)
     needed = samples_needed(probability)
@@ -148,13 +148,13 @@ def derive(
 
 
 def _count(measured: Measurements) -> int:
-    """J: numbers with any measurement, the two radii of the null test as one."""
+    """Return J: the number of measured numbers; the two radii of the null test count as one."""
     twice = sum(f"miss_share {RADII[1]}" in key for key in measured.values)
     return len(measured.values) + bool(measured.gaps) - twice
 
 
 class _Work:
-    """Limits one by one, with the record of how each came about."""
+    """Derives one limit after the other, and records how."""
 
     def __init__(
         self, measured: Measurements, published: Limits, probability: float, allow_looser: bool
@@ -167,14 +167,14 @@ class _Work:
         self.looser: list[str] = []
 
     def limit(self, name: str, below: int | None = None, radius: int | None = None) -> float:
-        """The limit of a number, of chunks of a class; rounded up to three digits."""
+        """Return the limit of a number, for a class of chunks, rounded up to three digits."""
         key = key_of(name, below)
         measured = name if radius is None else f"{name} {radius}"
         values = self._values.get(key_of(measured, below))
         published = getattr(_of_class(self._published, below), name)
         if values is None:
             return float(published)
-        bound = self._bound(values, self._unit(measured, below))
+        bound = tail_bound(values, self._probability, unit=self._unit(measured, below))
         limit, note = self._chosen(key, bound, published, getattr(FLOOR, name))
         self._note(key, values, bound, published, limit, note)
         return limit
@@ -183,18 +183,18 @@ class _Work:
         """Return the limits of log-probs, of a submission and of a rollout."""
         rollout, submission = self.limit("logprob_rollout"), self.limit("logprob_submission")
         if submission > rollout:
-            # A mean over a submission spreads less; few submissions may not show it.
+            # A mean over a submission varies less, but few submissions may not show that.
             submission = self._set("logprob_submission", rollout, "that of logprob_rollout")
         return {"logprob_submission": submission, "logprob_rollout": rollout}
 
     def gaps(self) -> dict[str, Any]:
-        """tau, the largest gap, and what gaps may come to together."""
+        """Return tau, the largest gap, and the budget of gaps."""
         published, gaps = self._published, self._gaps
         if not gaps:
             return {}
         if len(gaps) == 1:
             raise UserError(
-                "the gaps of one group say nothing of how groups differ",
+                "the gaps of one group do not show how groups differ",
                 place="calibrate",
                 remedy="measure more submissions",
             )
@@ -210,8 +210,8 @@ class _Work:
         return limit if limit >= least else self._set(name, least, note)
 
     def _set(self, key: str, limit: float, note: str) -> float:
-        """Judges by another limit than `limit` gave."""
-        if key in self.numbers:  # else nothing was measured of it, and nothing is said
+        """Replace a limit of `limit` and note why."""
+        if key in self.numbers:  # numbers without a measurement are not in the profile
             self.numbers[key] = self.numbers[key].model_copy(update={"limit": limit, "note": note})
         return limit
 
@@ -224,19 +224,19 @@ class _Work:
         self._note("gap_noise", means, Bound(noise.mean / ROOM), math.inf, noise.mean, note)
 
     def chunks(self, below: int | None) -> dict[str, Any]:
-        """The limits of chunks of a class."""
+        """Return the limits of a class of chunks."""
         median = self.limit("mantissa_median", below)
         radius = next((radius for radius in RADII if median <= radius), None)
         if radius is None:
             raise UserError(
                 f"honest mantissas differ by a median of {median:g} units in the last place: "
-                f"above {RADII[-1]} no guess can be found out",
+                f"above {RADII[-1]} no guess can be detected",
                 place=key_of("mantissa_median", below),
                 remedy="choose a precision or an engine nearer to the sampler's",
             )
         mismatch = self.limit("mismatch_share", below)
         miss = self.limit("miss_share", below, radius)
-        if miss > mismatch:  # the null test allows the one at least, and the other at most
+        if miss > mismatch:  # the null test allows from miss_share to mismatch_share
             miss = self._set(key_of("miss_share", below), mismatch, "that of mismatch_share")
         return {
             "mismatch_share": mismatch,
@@ -244,9 +244,6 @@ class _Work:
             "mantissa_mean": self.limit("mantissa_mean", below),
             "mantissa_median": median,
         }
-
-    def _bound(self, values: np.ndarray, unit: float | None) -> Bound:
-        return tail_bound(values, self._probability, unit=unit)
 
     def _chosen(self, key: str, bound: Bound, published: float, floor: float) -> tuple[float, str]:
         if bound.value is None:
@@ -298,7 +295,7 @@ def _finite(value: float) -> float | None:
 
 
 def as_table(limits: Limits) -> LimitTable:
-    """As a profile says them."""
+    """Return the limits in the form of a profile."""
     table: dict[str, Any] = {f.name: getattr(limits, f.name) for f in fields(limits)}
     del table["constant_ratio"]
     table["gap_noise"] = limits.gap_noise and vars(limits.gap_noise)

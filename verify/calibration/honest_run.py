@@ -7,7 +7,6 @@ server. The cache holds links to the run's files, whose digests are checked.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from runspec.core.files import read_bounded
 from runspec.core.hashing import digest_bytes, digest_file, is_digest
 from runspec.core.run_files import SubmissionFiles, submission_files, weights_folder
 from runspec.core.spec.schema import RunSpec
-from verify.audit.snapshot import open_snapshot
+from verify.audit.snapshot import read_events
 from verify.checks.rows import Rejected, open_rows
 from verify.coordinator.machine.events import LeaseGranted, SubmissionReceived
 from verify.formats.lease import Lease
@@ -28,10 +27,8 @@ from verify.formats.submission import (
     max_submission_bytes,
     max_submission_rows,
 )
-from verify.ledger import BadRow, decode_event
 from verify.plugins import PrefillEngine, WeightsLocation, load_prefill_engine
 
-_KINDS = (b"LeaseGranted", b"SubmissionReceived")
 NO_SERVER = "http://127.0.0.1:1"
 """Address of no server: the cache holds every version, so it is never asked."""
 _MANIFEST = "manifest.json"
@@ -56,29 +53,15 @@ def submissions_of(run_dir: Path, spec: RunSpec, pool: str) -> list[Taken]:
     Raises:
         UserError: the ledger cannot be read.
     """
-    leases: dict[str, Lease] = {}
+    granted = read_events(run_dir, spec, LeaseGranted)
+    leases = {event.digest: event.lease for event in granted if event.lease.pool == pool}
     found: list[Taken] = []
-    with closing(open_snapshot(run_dir, spec)) as snapshot:
-        for row in snapshot.rows():
-            if row.kind not in _KINDS:
-                continue
-            try:
-                event = decode_event(row.kind, row.body)
-            except BadRow as error:
-                raise UserError(
-                    f"row {row.seq} of the ledger is damaged: {error}",
-                    place=str(run_dir),
-                    remedy=f"`python -m verify audit {run_dir}` says what is wrong with it",
-                ) from error
-            if isinstance(event, LeaseGranted) and event.lease.pool == pool:
-                leases[event.digest] = event.lease
-            elif isinstance(event, SubmissionReceived) and event.lease in leases:
-                if not is_digest(event.submission):
-                    continue
-                lease = leases[event.lease]
-                files = submission_files(run_dir, lease.step, event.submission)
-                if files.submission.is_file() and files.submission_envelope.is_file():
-                    found.append(Taken(event.submission, lease, event.lease, files))
+    for event in read_events(run_dir, spec, SubmissionReceived):
+        lease = leases.get(event.lease)
+        if lease is not None and is_digest(event.submission):
+            files = submission_files(run_dir, lease.step, event.submission)
+            if files.submission.is_file() and files.submission_envelope.is_file():
+                found.append(Taken(event.submission, lease, event.lease, files))
     return sorted(found, key=lambda taken: taken.lease.version)
 
 
@@ -86,7 +69,7 @@ def rollouts_of(taken: Taken, spec: RunSpec) -> Iterator[Rollout]:
     """Yield the rollouts that one version sampled, which a prefill can reproduce.
 
     Raises:
-        UserError: the files are not those of the lease: an honest run has none such.
+        UserError: the files are not those of the lease, so the run is not honest.
     """
     pool = next(pool for pool in spec.samplers if pool.name == taken.lease.pool)
     try:
@@ -133,11 +116,11 @@ def find_version(
 
     Args:
         run_dir: has weights/v<N>, and the origin's store with the manifest.
-        run: the run's name.
+        run: name of the run.
         number: N.
-        digest: that the leases name.
-        fetched: a folder of v<N>, each with its manifest.json, as validators keep them; it is
-            looked at instead.
+        digest: manifest digest that the leases name.
+        fetched: folder of v<N>, each with its manifest.json, as of a validator; if given, only it
+            is searched.
     """
     folder = (fetched or weights_folder(run_dir)) / f"v{number}"
     stored = run_dir / "store" / "origin" / run / "versions" / str(number) / _MANIFEST
@@ -153,10 +136,10 @@ def find_version(
 def place(version: Version, cache: Path) -> Path:
     """Link all files of a version into a cache; files that the manifest lists are checked.
 
-    The manifest of a version that was published as a delta alone lists no files of tensors.
+    If a version was published only as a delta, its manifest lists no files of tensors.
 
     Raises:
-        UserError: a file is not what the manifest says.
+        UserError: a file does not have the digest of the manifest.
     """
     target = cache / f"v{version.number}"
     target.mkdir(parents=True)
@@ -186,7 +169,7 @@ def _objects(manifest: Path) -> Mapping[str, str]:
     try:
         data = read_bounded(manifest, _MAX_MANIFEST_BYTES)
         objects: Any = parse_object(data, max_bytes=_MAX_MANIFEST_BYTES)["payload"]["objects"]
-        found = {str(name): str(said["blake3"]) for name, said in objects.items()}
+        found = {str(name): str(each["blake3"]) for name, each in objects.items()}
     except (MalformedJson, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"no manifest: {error}", place=str(manifest)) from error
     for name in found:

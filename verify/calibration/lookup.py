@@ -1,4 +1,4 @@
-"""Which limits a pool is judged by: the spec's own, a profile's, or the published ones."""
+"""Chooses the limits of a pool: those of the spec, of a profile, or the published ones."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from runspec.core.spec.schema import RunSpec, SamplerPool
 from verify.calibration.profile import Profile, open_profile
 from verify.thresholds import GapNoise, Limits, limits_for, precision_of
 
+_OF_GAPS = ("gap", "gap_share", "gap_max", "gap_mean", "gap_noise")
+"""Limits of gaps. A pool without a seed has no gaps, and the published limits apply there; the rest
+of a seeded pool's profile holds for its log-probs and proofs."""
+
 
 def profiles_of(spec: RunSpec, *, dated: bool = True) -> dict[str, Profile]:
-    """The profiles of a resolved spec by name, each checked against its root key.
+    """Return the profiles of a resolved spec by name, each checked against its root key.
 
     Args:
         spec: the resolved spec.
-        dated: whether they must be valid now; a ledger is read by those of its time.
+        dated: whether the profiles must be valid now.
 
     Raises:
-        UserError: one is not to be believed, or the spec pins no root key.
+        UserError: a profile is not valid, or the spec pins no root key.
     """
     root = spec.identity.root_public_key
     found: dict[str, Profile] = {}
@@ -39,7 +43,7 @@ def profiles_of(spec: RunSpec, *, dated: bool = True) -> dict[str, Profile]:
             found[item.name] = open_profile(document, root_public_key=root, dated=dated)
         except BadSignature as error:
             raise UserError(
-                f"not to be believed: {error}",
+                f"cannot be verified: {error}",
                 place=place,
                 remedy="calibrate again, and sign with the run's root key",
             ) from error
@@ -53,8 +57,9 @@ def limits_by_pool(spec: RunSpec, *, dated: bool = True) -> dict[str, Limits]:
 
 
 def gap_noise_by_pool(spec: RunSpec) -> dict[str, GapNoise]:
-    """For each pool that was calibrated and samples seeded. Whether a profile is still valid is the
-    validators' matter, who judge by all of it.
+    """Return the noise of gaps of each calibrated pool with seeded sampling.
+
+    Expired profiles count too: the validators, which use all limits, check the dates.
 
     Raises:
         UserError: see `profiles_of`.
@@ -64,10 +69,10 @@ def gap_noise_by_pool(spec: RunSpec) -> dict[str, GapNoise]:
 
 
 def require_profiles(spec: RunSpec, *, root_public_key: str) -> None:
-    """Refuses a spec whose profiles another root has signed than the one that this process pins.
+    """Require that the root key that this process pins has signed the spec's profiles.
 
     Raises:
-        UserError: so it is, or a profile is not to be believed.
+        UserError: another root has, or a profile is not valid.
     """
     pinned = spec.identity.root_public_key
     if spec.verify.profiles and pinned != root_public_key:
@@ -80,11 +85,11 @@ def require_profiles(spec: RunSpec, *, root_public_key: str) -> None:
 
 
 def require_model(spec: RunSpec, config: Mapping[str, object]) -> None:
-    """Refuses profiles of a model of another size.
+    """Require that the profiles were measured on a model of the same size.
 
     Args:
         spec: the resolved spec.
-        config: the config.json of a policy version.
+        config: config.json of a policy version.
 
     Raises:
         UserError: a profile was measured on another size.
@@ -100,7 +105,7 @@ def require_model(spec: RunSpec, config: Mapping[str, object]) -> None:
 
 
 def sources_by_pool(spec: RunSpec) -> dict[str, str]:
-    """Where each pool's limits come from, for people.
+    """Return the source of each pool's limits, for people.
 
     Raises:
         UserError: see `profiles_of`.
@@ -115,20 +120,9 @@ def _limits(spec: RunSpec, pool: SamplerPool, profiles: Mapping[str, Profile]) -
     if name is None or _is_given(spec, pool):
         return published
     measured = profiles[name].as_limits()
-    return measured if pool.sampling.seeded else _without_gaps(measured, published)
-
-
-def _without_gaps(measured: Limits, published: Limits) -> Limits:
-    """Those of a pool that is not seeded: of a seeded one's profile its log-probs and proofs have
-    something to do with it, and gaps, which it has none of, have not."""
-    return replace(
-        measured,
-        gap=published.gap,
-        gap_share=published.gap_share,
-        gap_max=published.gap_max,
-        gap_mean=published.gap_mean,
-        gap_noise=None,
-    )
+    if pool.sampling.seeded:
+        return measured
+    return replace(measured, **{each: getattr(published, each) for each in _OF_GAPS})
 
 
 def _source(spec: RunSpec, pool: SamplerPool, profiles: Mapping[str, Profile]) -> str:
@@ -148,6 +142,6 @@ def _is_given(spec: RunSpec, pool: SamplerPool) -> bool:
 
 
 def _covering(spec: RunSpec, pool: SamplerPool, profiles: Mapping[str, Profile]) -> str | None:
-    """The name of the first profile that was measured with what the pool and its validators are."""
+    """Return the name of the first profile that matches a pool and its validators."""
     covering = (name for name, each in profiles.items() if not each.differences(spec, pool))
     return next(covering, None)

@@ -1,4 +1,4 @@
-"""Measures recomputed submissions: the numbers that limits bound, and what limits reject."""
+"""Measures recomputed submissions: the numbers that have limits, and what limits reject."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from verify.toploc import TOP_K, ChunkStatistics
 from verify.toploc.statistics import RADII
 
 SHORT_BELOW = (128, 256, 1024)
-"""Chunks of fewer activations than these have limits of their own: all, most, and much of a chunk
-is among its k largest."""
+"""Chunks with fewer activations than these have limits of their own, because all, most or many of
+their activations are among the k largest."""
 CHECKS = ("log-probs", "seeded choice", "TOPLOC")
 PAIR = tuple[Rollout, Recomputed]
 
@@ -58,7 +58,7 @@ class Measurements:
 
         Args:
             pairs: its rollouts, each with what was recomputed and well-formed proofs.
-            limits: the published ones, whose share of exceptions the least tau is of.
+            limits: the published limits; their `gap_share` decides which gap tau must cover.
         """
         tokens = sum(len(row.output_tokens) for row, _ in pairs)
         self.submissions += 1
@@ -66,25 +66,22 @@ class Measurements:
         self.tokens += tokens
         distance = sum(logprob_diff(*pair) * len(pair[0].output_tokens) for pair in pairs)
         self._add("logprob_submission", distance / tokens)
-        gaps = [found.seeded_gap for _, found in pairs if found.seeded_gap is not None]
         groups: dict[int, list[np.ndarray]] = defaultdict(list)
         for row, found in pairs:
+            self._add("logprob_rollout", logprob_diff(row, found))
+            self._take_proof(found.proof)
             if found.seeded_gap is not None:
                 groups[row.group].append(found.seeded_gap)
+                ordered = np.sort(found.seeded_gap)[::-1]
+                self._add("gap", float(ordered[int(limits.gap_share * len(ordered))]))
+                self._add("gap_max", float(ordered[0]))
         self.gaps += [np.concatenate(each) for each in groups.values()]
-        for pair in pairs:
-            self._add("logprob_rollout", logprob_diff(*pair))
-            self._take_proof(pair[1].proof)
-        for each in gaps:
-            ordered = np.sort(each)[::-1]
-            self._add("gap", float(ordered[int(limits.gap_share * len(each))]))
-            self._add("gap_max", float(ordered[0]))
 
     def unit(self, name: str, below: int | None) -> float | None:
-        """Distance between two neighbouring values of what is counted; None of other numbers.
+        """Return the distance between two neighbouring values of a count; None for other numbers.
 
-        Where chunks have fewer than 128 activations their shares come in longer steps; those of the
-        smallest are the longest, and a tail of shorter ones would fall off too fast.
+        Shares of chunks with fewer than 128 activations have longer steps. The smallest chunk's
+        steps are the longest; with shorter steps the tail would fall off too fast.
         """
         if "_share" in name:
             return 1.0 / (self.fewest_judged if below == TOP_K else TOP_K)
@@ -111,7 +108,7 @@ class Measurements:
 
 
 def _of_chunk(chunk: ChunkStatistics) -> Iterator[tuple[str, float]]:
-    """Shares are of k."""
+    """Yield the numbers of a chunk; shares are those of k."""
     yield "mismatch_share", (chunk.exponent_mismatches + chunk.sign_mismatches) / chunk.k
     for radius, misses in zip(RADII, chunk.misses, strict=True):
         yield f"miss_share {radius}", misses / chunk.k
@@ -127,7 +124,7 @@ class Rejections:
     rollouts: int = 0
     submissions: int = 0
     rejected_rollouts: int = 0
-    """Rollouts that a number of their own rejects."""
+    """Rollouts that one of their own numbers rejects."""
     rejected_submissions: int = 0
     """Submissions that any number rejects."""
     by: tuple[int, ...] = (0, 0, 0)

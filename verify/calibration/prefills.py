@@ -57,11 +57,11 @@ class Prefills:
 
         Args:
             taken: what to recompute.
-            cache: a folder to be made; the versions lie in it while the engine is at work.
-            change: perturbs the weights of every version; None leaves them right.
+            cache: a folder to be made, which has the versions while the engine is in use.
+            change: perturbs the weights of every version; None: the right weights.
 
         Raises:
-            UserError: files that cannot be used, or proofs that no honest worker sends.
+            UserError: files cannot be used, or no honest worker sends such proofs.
         """
         for number in sorted({each.lease.version for each in taken}):
             folder = place(self.versions[number], cache)
@@ -124,7 +124,7 @@ def int8(weights: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def perturb(folder: Path, change: Change) -> None:
-    """Changes the weights of every safetensors file of a folder, in the published type.
+    """Change the weights of every safetensors file of a folder, and keep their types.
 
     Raises:
         UserError: there is no such file, or a file has another form.
@@ -147,7 +147,7 @@ def _rewrite(path: Path, change: Change) -> None:
     head = data[: 8 + length].tobytes()
     header = parse_object(head[8:].rstrip(), max_bytes=_MAX_HEADER_BYTES)
     tensors = {k: v for k, v in header.items() if k != "__metadata__"}
-    # A new file under the old name: what the old one is linked to keeps its bytes.
+    # A new file replaces the link, so the file that it pointed to keeps its bytes.
     with atomic_file(path) as file:
         file.write(head)
         for name, info in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):

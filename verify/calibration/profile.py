@@ -1,7 +1,7 @@
 """A profile: the limits measured for one pair of sampler and validator, signed by the root key.
 
-It comes from outside: it is read bounded, in one exact form, and only what the root has signed and
-what has not expired is believed. Limits looser than the published ones must be named as such.
+A profile is untrusted input: its size is limited, its form is exact, the root must have signed it,
+and it must not have expired. It must name the limits that are looser than the published ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from runspec.core.keys import SigningKey
 from runspec.core.roles import CLOCK_SKEW_S
-from runspec.core.signed import BadSignature, open_document, sign_document
+from runspec.core.signed import BadSignature, sign_document
 from runspec.core.spec.resolved import MAX_PROFILE_BYTES
 from runspec.core.spec.schema import FloatType, RunSpec, SamplerPool
 from verify.formats.payload import open_payload
@@ -22,14 +22,14 @@ from verify.thresholds import ChunkLimits, GapNoise, Limits, Precision, limits_f
 
 KIND = "calibration"
 FORMULA: Literal["exponential-tail/2"] = "exponential-tail/2"
-"""Names how limits follow from measurements (`verify.calibration.tails`, `.derive`)."""
+"""Name of the formula from measurements to limits (`verify.calibration.tails`, `.derive`)."""
 MAX_SHORT = 8
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Natural = Annotated[int, Field(ge=0, le=2**53)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Time = Annotated[float, Field(ge=0.0, lt=2.0**37)]
-"""Up to the year 6325: what calendars can say."""
+"""Seconds since the epoch, up to the year 6325, which calendars can represent."""
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -40,7 +40,8 @@ class _Part(BaseModel):
 
 
 class SamplingSide(_Part):
-    """How tokens were drawn: log-probs and gaps are of logits / T, top-k and top-p have edges."""
+    """Sampling of tokens. Log-probs and gaps depend on it, and so do the edges of top-k and
+    top-p."""
 
     temperature: Annotated[float, Field(gt=0.0)]
     top_p: Annotated[float, Field(gt=0.0, le=1.0)]
@@ -63,9 +64,9 @@ class ValidatorSide(_Part):
     """An entry point of `runspec.prefill`."""
     precision: FloatType
     hardware: Name
-    """By `verify.hardware`, else `learner.hardware`."""
+    """Kind of `verify.hardware`, else of `learner.hardware`."""
     releases: Annotated[dict[Name, Name], Field(max_length=16)]
-    """Releases of the engine and of the libraries that it had loaded, for people."""
+    """Releases of the engine and of its loaded libraries, for people."""
 
 
 class ModelSide(_Part):
@@ -91,7 +92,7 @@ class Measured(_Part):
 
 
 class Number(_Part):
-    """One number that a limit speaks of; null: none, or not judged."""
+    """One measured number that has a limit; null: there is none, or it is not judged."""
 
     samples: Natural
     quantiles: Annotated[dict[Name, float], Field(max_length=8)]
@@ -112,7 +113,7 @@ class ShortTable(_Part):
     mismatch_share: Share
     miss_share: Share
     mantissa_mean: NonNegative | None
-    """Null where it is not judged."""
+    """Null if it is not judged."""
     mantissa_median: NonNegative
 
 
@@ -125,8 +126,8 @@ class GapTable(_Part):
 
 
 class LimitTable(_Part):
-    """See `verify.thresholds.Limits`; the ratio to the best constant speaks of forgers, and is the
-    published one."""
+    """See `verify.thresholds.Limits`. `constant_ratio` is the published one, because it depends on
+    forgers and not on rounding."""
 
     logprob_submission: NonNegative
     logprob_rollout: NonNegative
@@ -139,7 +140,7 @@ class LimitTable(_Part):
     mantissa_mean: NonNegative
     mantissa_median: NonNegative
     gap_noise: GapTable | None
-    """Null where the pool does not sample seeded."""
+    """Null if the pool does not sample with a seed."""
     short: Annotated[list[ShortTable], Field(max_length=MAX_SHORT)]
 
 
@@ -151,8 +152,8 @@ class Profile(_Part):
     issued: Time
     expires: Time
     rate: Annotated[float, Field(gt=0.0, lt=1.0)]
-    """Largest share of honest rollouts that may be rejected by all numbers together whose limit is
-    not below their bound."""
+    """Largest share of honest rollouts that may be rejected by all numbers together, except numbers
+    whose limit is below their bound."""
     sampler: SamplerSide
     validator: ValidatorSide
     model: ModelSide
@@ -163,7 +164,7 @@ class Profile(_Part):
     limits: LimitTable
 
     def as_limits(self) -> Limits:
-        """The limits, with the published ratio to the best constant."""
+        """Return the limits, with the published `constant_ratio`."""
         published = limits_for(self.sampler.precision, self.validator.precision)
         table = self.limits.model_dump(exclude={"short", "gap_noise"})
         gaps = self.limits.gap_noise
@@ -179,7 +180,7 @@ class Profile(_Part):
         )
 
     def differences(self, spec: RunSpec, pool: SamplerPool) -> list[str]:
-        """In what a pool and its validators are others than those measured; empty: in nothing."""
+        """Return how a pool and its validators differ from those measured; empty if they do not."""
         here: dict[str, tuple[object, object]] = {
             "sampler engine": (self.sampler.engine, pool.engine),
             "sampler precision": (self.sampler.precision, precision_of(pool)),
@@ -193,7 +194,7 @@ class Profile(_Part):
 
 
 def validator_hardware(spec: RunSpec) -> str:
-    """The kind of accelerator that validators prefill on."""
+    """Return the kind of accelerator of the validators."""
     return (spec.verify.hardware or spec.learner.hardware).kind
 
 
@@ -204,21 +205,21 @@ def sign_profile(profile: Profile, key: SigningKey) -> bytes:
 def open_profile(
     data: bytes, *, root_public_key: str | None, now: float | None = None, dated: bool = True
 ) -> Profile:
-    """Checks a profile.
+    """Check a profile and return it.
 
     Args:
         data: the signed document.
-        root_public_key: the only key that may have signed it; None where that is not the question
-            (to sign what one has calibrated oneself).
-        now: seconds since the epoch; the clock when None.
-        dated: whether it must be valid now; else what it once said is asked for.
+        root_public_key: the only key that may have signed it; None: any key, for a profile that the
+            caller signs again.
+        now: seconds since the epoch; the clock if None.
+        dated: whether the profile must be valid now.
 
     Raises:
-        BadSignature: another key's, expired, or not a profile in every field.
+        BadSignature: another key has signed it, it has expired, or a field is not valid.
     """
     keys = None if root_public_key is None else {root_public_key}
-    payload = open_document(data, kind=KIND, keys=keys, max_bytes=MAX_PROFILE_BYTES).payload
-    profile = open_payload(TypeAdapter(Profile), payload, KIND)
+    codec = TypeAdapter(Profile)
+    profile, _ = open_payload(codec, data, kind=KIND, keys=keys, max_bytes=MAX_PROFILE_BYTES)
     if dated:
         _require_valid(profile, time.time() if now is None else now)
     if problem := _inconsistent(profile):
@@ -235,11 +236,11 @@ def _require_valid(profile: Profile, now: float) -> None:
 
 
 _OF_THEIR_OWN = ("short", "gap_noise")
-"""Short chunks have other limits; a budget of gaps only adds to the published ones."""
+"""Fields without a published limit: short chunks, and the budget of gaps."""
 
 
 def looser_than_published(limits: Limits, published: Limits) -> list[str]:
-    """Names of the limits that let more pass; those of short chunks as `mismatch_share < 128`."""
+    """Return the names of the looser limits; of short chunks in the form `mismatch_share < 128`."""
     found = [
         name
         for name in LimitTable.model_fields

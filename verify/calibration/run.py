@@ -28,8 +28,9 @@ from verify.thresholds import Limits, limits_for, precision_of
 _LIBRARIES = ("jax", "torch", "vllm", "transformers")
 _MAX_CONFIG_BYTES = 1024 * 1024
 _VALID_S = 365 * 86400.0
+_COUNTS = ("submissions", "rollouts", "tokens", "chunks")
 PERTURBED_SUBMISSIONS = 32
-"""Submissions that are judged with perturbed weights, evenly from all."""
+"""Number of submissions that are judged with perturbed weights, taken evenly from all."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Order:
     """Share of honest rollouts that may be rejected."""
     allow_looser: bool = False
     perturbed: Sequence[tuple[str, Change]] = ()
-    """Perturbed weights to hold the limits against, by name."""
+    """Perturbed weights to test the limits with, by name."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def calibrate(order: Order, log: logging.Logger) -> Outcome:
     """Measure a pool and derive its profile.
 
     Raises:
-        UserError: nothing honest to measure, or too little of it.
+        UserError: there are no honest submissions, or too few.
     """
     spec = load_resolved(order.run_dir)
     pool = _pool(spec, order)
@@ -110,7 +111,7 @@ def _pool(spec: RunSpec, order: Order) -> SamplerPool:
 def _with_weights(
     order: Order, spec: RunSpec, log: logging.Logger
 ) -> tuple[list[Taken], dict[int, Version]]:
-    """Return the submissions whose version is still there, and those versions."""
+    """Return the submissions whose weights are still there, and their versions."""
     found = submissions_of(order.run_dir, spec, order.pool)
     digests = {taken.lease.version: taken.lease.manifest_digest for taken in found}
     versions = {
@@ -120,7 +121,7 @@ def _with_weights(
     }
     taken = [each for each in found if each.lease.version in versions]
     log.info(
-        "%d submissions of pool %s, %d of them of versions that are here (%s)",
+        "%d submissions of pool %s, %d of them with weights on this machine (versions %s)",
         len(found),
         order.pool,
         len(taken),
@@ -128,7 +129,7 @@ def _with_weights(
     )
     if not taken:
         raise UserError(
-            f"no submission of pool {order.pool} whose policy version is here",
+            f"no submission of pool {order.pool} whose weights are on this machine",
             place=str(order.run_dir),
             remedy="calibrate while the run is up or soon after, or keep more versions "
             "(`broadcast.keep_versions`); --weights names a folder of fetched ones",
@@ -172,11 +173,7 @@ def _profile(
             engine=pool.engine,
             precision=precision_of(pool),
             hardware=pool.hardware.kind,
-            sampling=form.SamplingSide(
-                temperature=pool.sampling.temperature,
-                top_p=pool.sampling.top_p,
-                top_k=pool.sampling.top_k,
-            ),
+            sampling=form.SamplingSide.model_validate(pool.sampling, from_attributes=True),
         ),
         validator=form.ValidatorSide(
             engine=spec.verify.engine,
@@ -189,10 +186,7 @@ def _profile(
             run=spec.name,
             oldest_version=min(versions),
             newest_version=max(versions),
-            submissions=measured.submissions,
-            rollouts=measured.rollouts,
-            tokens=measured.tokens,
-            chunks=measured.chunks,
+            **{count: getattr(measured, count) for count in _COUNTS},
             seeded=pool.sampling.seeded,
         ),
         numbers=derived.numbers,
@@ -215,6 +209,6 @@ def _releases(engine: str) -> dict[str, str]:
     """Return the releases of the engine's package and of the libraries that it has loaded."""
     points = [p for p in entry_points(group=PREFILL_GROUP) if p.name == engine and p.dist]
     found = {point.dist.name: point.dist.version for point in points if point.dist}
-    sold_as = packages_distributions()  # vLLM's has another name on each kind of hardware
-    loaded = [dist for name in _LIBRARIES if name in sys.modules for dist in sold_as.get(name, [])]
+    names = packages_distributions()  # vLLM's distribution has a name for each kind of hardware
+    loaded = [dist for name in _LIBRARIES if name in sys.modules for dist in names.get(name, [])]
     return found | {dist: version(dist) for dist in loaded}

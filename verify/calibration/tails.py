@@ -1,15 +1,16 @@
-"""How large a number of an honest rollout may get: the bound of a tail that is not sampled.
+"""Bounds a number of honest rollouts in a tail that the samples do not reach.
 
-A false-rejection rate of 1e-6 cannot be counted in a thousand rollouts: it is extrapolated. Beyond
-the m-th largest of n values, u, the excess is taken to be exponential (geometric, for counts), with
-the largest mean that m such excesses leave possible at 95 %, and their share as two sigmas allow:
+A false-rejection rate of 1e-6 cannot be counted in a thousand rollouts, so it is extrapolated.
+Above the m-th largest of n values, u, the excess is assumed to be exponential (geometric for
+counts). Its mean is the largest that m such excesses allow at 95 %, and its share is two sigmas
+above the measured one:
 
     P(X > x) <= q exp(-(x - u) / scale),   q = (m + 2 sqrt m) / n,   bound = u + scale ln(q / p)
 
-For a density that is log-concave beyond u (normal, gamma, exponential, binomial, and means of
-many such) the mean excess falls with u, so that this is too large rather than too small. Where the
-tail is heavier, the excesses spread wider than their mean (del Castillo, Daoudi and Lockhart 2014,
-the residual coefficient of variation), and no bound is given.
+If the density is log-concave beyond u (normal, gamma, exponential, binomial, and means of many
+such) the mean excess falls with u, so the bound is rather too large than too small. If the tail is
+heavier, the excesses vary more than their mean (residual coefficient of variation, del Castillo,
+Daoudi and Lockhart 2014), and there is no bound.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 MIN_SAMPLES = 40
 """Fewest samples from which a tail can be estimated."""
 FURTHEST = 14.0
-"""A bound lies at most exp(14), a million, times rarer than the rarest of the samples."""
+"""A bound is at most exp(14), a million, times rarer than the rarest sample."""
 _LEAST_EXCESSES = 20
 _EXCESS_SHARE = 0.02
 _CONFIDENCE = 0.95
@@ -35,22 +36,22 @@ class Bound:
     """Upper bound of one number."""
 
     value: float | None
-    """Exceeded by an honest one with a probability of p at most; None where `why` says why not."""
+    """An honest value exceeds it with a probability of at most p; None: `why` has the reason."""
     why: str = ""
 
 
 def samples_needed(probability: float) -> int:
-    """The least number of samples from which a bound at this probability is given."""
+    """Return the least number of samples for a bound at this probability."""
     return max(MIN_SAMPLES, math.ceil(1.0 / (probability * math.exp(FURTHEST))))
 
 
 def tail_bound(values: np.ndarray, probability: float, *, unit: float | None = None) -> Bound:
-    """The value that the next one exceeds with a probability of at most `probability`.
+    """Return the value that the next one exceeds with a probability of at most `probability`.
 
     Args:
         values: f64 [n], independent and of one kind, none negative.
         probability: p.
-        unit: of counts, the distance between two neighbours; None for other numbers.
+        unit: distance between two neighbouring values of a count; None for other numbers.
     """
     n = len(values)
     if n < samples_needed(probability):
@@ -81,7 +82,7 @@ def _continuous(ordered: np.ndarray, m: int, probability: float) -> Bound:
 
 
 def _counts(ordered: np.ndarray, m: int, probability: float, unit: float) -> Bound:
-    """P(X >= u + j) <= q r**j, r the largest that the excesses leave possible."""
+    """Return the bound by P(X >= u + j) <= q r**j, with the largest r that the excesses allow."""
     start = int(ordered[m - 1])
     excess = ordered[ordered >= start] - start
     m = len(excess)
@@ -95,12 +96,12 @@ def _counts(ordered: np.ndarray, m: int, probability: float, unit: float) -> Bou
 
 
 def _reach(m: int, n: int, probability: float) -> float:
-    """ln(q / p): over how many times the scale a bound lies beyond u."""
+    """Return ln(q / p): the distance of the bound from u, in scales."""
     return max(0.0, math.log((m + 2.0 * math.sqrt(m)) / (n * probability)))
 
 
 def _gamma_quantile(shape: int, share: float) -> float:
-    """x with P(Gamma(shape, 1) <= x) = share."""
+    """Return x with P(Gamma(shape, 1) <= x) = share."""
 
     def at_most(x: float) -> float:
         logs = [i * math.log(x) - x - math.lgamma(i + 1) for i in range(shape)]
@@ -110,7 +111,7 @@ def _gamma_quantile(shape: int, share: float) -> float:
 
 
 def _geometric_ratio(total: int, count: int) -> float:
-    """Largest r under which `count` geometric excesses still sum to at most `total` in 5 %."""
+    """Return the largest r for which `count` geometric excesses sum to at most `total` in 5 %."""
 
     def at_most(ratio: float) -> float:
         logs = [
@@ -127,7 +128,7 @@ def _geometric_ratio(total: int, count: int) -> float:
 
 
 def _root(rising: Callable[[float], float], low: float, high: float) -> float:
-    """Where a rising function is 0, by bisection."""
+    """Return where a rising function is 0, by bisection."""
     for _ in range(60):
         middle = (low + high) / 2
         if rising(middle) < 0.0:

@@ -1,72 +1,34 @@
-"""Every check of a submission, cheap ones first, behind one interface."""
+"""The checks of a submission, cheap ones first, behind one interface (`verify.checks.base`)."""
 
 from runspec.core.spec.schema import SamplerPool
-from verify.checks.base import Check, Examination, Subject, examine
-from verify.checks.distribution import (
-    CHOSEN_TOKENS,
-    CHOSEN_TOKENS_SUBMISSION,
-    ENDS,
-    ENDS_SUBMISSION,
-    KeptTokensCheck,
-)
-from verify.checks.duplicates import DuplicateCheck, fingerprints
-from verify.checks.prefill import (
-    ProofCheck,
-    RolloutLogprobCheck,
-    SeededSamplingCheck,
-    SubmissionLogprobCheck,
-    SubmissionSamplingCheck,
-    logprob_diff,
-    several_versions,
-)
-from verify.checks.rows import (
-    BOUNDS,
-    PROOF_FORMAT,
-    TERMINATION,
-    VERSIONS,
-    AssignmentCheck,
-    Rejected,
-    RewardCheck,
-    open_rows,
-)
+from verify.checks import distribution, prefill, rows
+from verify.checks.base import Check
+from verify.checks.duplicates import DuplicateCheck
 
-__all__ = [
-    "DUPLICATE_CHECKS",
-    "GRADE_CHECKS",
-    "ROW_CHECKS",
-    "Check",
-    "Examination",
-    "Rejected",
-    "Subject",
-    "examine",
-    "fingerprints",
-    "logprob_diff",
-    "open_rows",
-    "prefill_checks",
-    "several_versions",
+ROW_CHECKS: list[Check] = [
+    rows.AssignmentCheck(),
+    rows.BOUNDS,
+    rows.VERSIONS,
+    rows.TERMINATION,
+    rows.PROOF_FORMAT,
 ]
-
-ROW_CHECKS: list[Check] = [AssignmentCheck(), BOUNDS, VERSIONS, TERMINATION, PROOF_FORMAT]
 """Checks that need the rows alone."""
-GRADE_CHECKS: list[Check] = [RewardCheck()]
+GRADE_CHECKS: list[Check] = [rows.RewardCheck()]
 """Checks that need the validator's grades."""
 DUPLICATE_CHECKS: list[Check] = [DuplicateCheck()]
 """Checks that need the rows' fingerprints, and so their log-probs."""
+_SEEDED: list[Check] = [prefill.SeededSamplingCheck(), prefill.SubmissionSamplingCheck()]
+_UNSEEDED: list[Check] = [
+    distribution.KeptTokensCheck(),
+    distribution.ENDS_SUBMISSION,
+    distribution.ENDS,
+    distribution.CHOSEN_TOKENS_SUBMISSION,
+    distribution.CHOSEN_TOKENS,
+]
 
 
 def prefill_checks(pool: SamplerPool) -> list[Check]:
     """Return the checks that need the prefill."""
-    seeded: list[Check] = [SeededSamplingCheck(), SubmissionSamplingCheck()]
-    unseeded: list[Check] = [
-        KeptTokensCheck(),
-        ENDS_SUBMISSION,
-        ENDS,
-        CHOSEN_TOKENS_SUBMISSION,
-        CHOSEN_TOKENS,
-    ]
-    return [
-        SubmissionLogprobCheck(),
-        RolloutLogprobCheck(),
-        *(seeded if pool.sampling.seeded else unseeded),
-        ProofCheck(),
-    ]
+    tokens = _SEEDED if pool.sampling.seeded else _UNSEEDED
+    logprobs: list[Check] = [prefill.SubmissionLogprobCheck(), prefill.RolloutLogprobCheck()]
+    return [*logprobs, *tokens, prefill.ProofCheck()]

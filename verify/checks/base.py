@@ -1,4 +1,4 @@
-"""The interface of every check: examines a submission and gives each row a number and a limit."""
+"""Interface of the checks, each of which gives every row a number and a limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verify.thresholds import SHORT_TAUS, Limits
 
 @dataclass(frozen=True)
 class Subject:
-    """A submission under examination, with what is known of it so far."""
+    """A submission under examination, with the results so far."""
 
     submission: str
     """Digest of its table."""
@@ -36,11 +36,11 @@ class Subject:
     last_version: int
     """The newest version that the run will ever publish."""
     grades: list[Graded | None] = field(default_factory=list)
-    """Grade of each row, once graded; None in dropped groups."""
+    """Grade of each row, after grading; None in dropped groups."""
     recomputed: list[Recomputed | None] = field(default_factory=list)
-    """Numbers of each row, once prefilled; None where no prefill can reproduce it."""
+    """Numbers of each row, after the prefill; None if no prefill can reproduce the row."""
     fingerprints: list[list[int]] = field(default_factory=list)
-    """Hashes of each row, once all else has passed (`verify.checks.duplicates`)."""
+    """Hashes of each row, after all other checks have passed (`verify.checks.duplicates`)."""
 
     @property
     def prefilled(self) -> list[tuple[Rollout, Recomputed]]:
@@ -84,10 +84,10 @@ def examine(
     """Run checks in order, up to the first that fails a row.
 
     Args:
-        checks: what to run.
+        checks: checks to run.
         subject: the submission.
-        before: what earlier checks found; where one failed already, nothing is run.
-        rows: the rows that these checks examine; None for all.
+        before: result of earlier checks; if one has failed, nothing is run.
+        rows: rows that these checks examine; None for all.
     """
     if before is None:
         before = Examination([[] for _ in subject.rollouts], "")
@@ -126,16 +126,16 @@ def few_exceptions(
 ) -> CheckResult:
     """Pass when at most floor(gap_share n) of n values exceed tau, and none exceeds `gap_max`.
 
-    Rounding keeps the values near 0, but for a few. A rollout too short for one exception may have
-    one all the same, up to `SHORT_TAUS` tau: a token of a short rollout meets the tails of rounding
-    as often as a token of a long one. No exception is allowed if `gap_share` is 0.
+    With rounding alone most values are near 0. A rollout that is too short for one exception may
+    still have one, up to `SHORT_TAUS` tau, because a large rounding error is as frequent in short
+    rollouts as in long ones. If `gap_share` is 0, no exception is allowed.
 
     Args:
-        check: its name.
+        check: name of the check.
         values: f32 [n], one a token.
         limits: `gap` is tau.
-        largest: names the largest value, with {token} for its index.
-        over: names the number of exceptions.
+        largest: text for the largest value, with {token} for its index.
+        over: text for the number of exceptions.
     """
     allowed, worst = int(limits.gap_share * len(values)), int(np.argmax(values))
     most = limits.gap_max

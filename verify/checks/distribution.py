@@ -1,32 +1,32 @@
 """Checks of unseeded pools: whether the policy's distributions gave the tokens and the ends.
 
-A product of likelihood ratios is a martingale: if o_t is drawn from p_t, and q_t is any other
-distribution that depends on the past alone, then E[ prod_t q_t(o_t) / p_t(o_t) ] = 1, and by Markov
-it reaches 1 / alpha with a probability of at most alpha, whatever the tails. So does a mean of such
-products. The alternatives q_t are those that attacks resemble:
+A product of likelihood ratios is a martingale. Let o_t be drawn from p_t, and let q_t be any other
+distribution that depends only on the past. Then E[ prod_t q_t(o_t) / p_t(o_t) ] = 1. By Markov's
+inequality the product reaches 1 / alpha with a probability of at most alpha, whatever the tails
+are. The same holds for a mean of such products. The alternatives q_t resemble attacks:
 
     temperature T / a   q = p^a / sum_v p_v^a                            a in POWERS
     both                q = half of the largest a, half of the smallest: more spread than p
     cut at c            q = (1 - W) p + W p [p >= c max p] / sum of that   c in HEADS; 1 is greedy
 
 The sampler's p differs by rounding. E[q / p] then exceeds 1 by a term of second order in the
-distance of the log-probs (the first cancels), as the mean gap of seeded sampling does; so
-`gap_mean` nats a token are taken off. A token at the edge of top-k or top-p, which not every
-sampler keeps, is no evidence.
+distance of the log-probs (the first order cancels), as the mean gap of seeded sampling does. So
+`gap_mean` nats a token are subtracted. A token at the edge of top-k or top-p that some samplers cut
+is no evidence.
 
 `ENDS` checks where rollouts end, by the same products for the end token alone. With h_t its
 probability at position t and a_t that of another policy, a position adds log a_t / h_t where the
 rollout ends and log (1 - a_t) / (1 - h_t) where it goes on. The a_t are:
 
-    odds times c     for c above 1 ends come too early, below 1 too late, c near 0 is padding
+    odds times c     c above 1: ends come too early; below 1: too late; near 0: padding
     r besides        a = h + (1 - h) r: an end anywhere, however improbable, at a rate of r a token
 
-Honest sampling ends at h = 0.1 at times, and that counts as the chance that it is. Outputs that are
-cut at the longest count for the positions at which they went on.
+Honest sampling sometimes ends at h = 0.1, and that counts with its chance. An output that is cut at
+the largest length counts for the positions at which it went on.
 
 Rounding may move the log-odds of the end token by tau. Alternatives with earlier ends are compared
-with h at odds larger by a factor of exp(tau), those with later ones at smaller odds; a_t lies
-beyond, so the mean of each ratio is at most 1 for every h between.
+with h at odds larger by a factor of exp(tau), those with later ends with h at smaller odds. Since
+a_t lies beyond these odds, the mean of each ratio is at most 1 for every h between.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ from verify.recompute import Recomputed
 from verify.thresholds import Limits
 
 ALPHA = 1e-6
-"""Honest submissions that a kind of evidence rejects, at most; half by rows, half as a whole."""
+"""Largest share of honest submissions that a kind of evidence rejects: half by rows, half as a
+whole."""
 _WEIGHT = 0.9
-"""W: one token below the cut refutes no alternative for good."""
+"""W. It is below 1, so that one token below the cut does not refute an alternative for good."""
 NAMES = (
     *(f"temperature / {a:g}" for a in POWERS),
     f"temperatures / {POWERS[0]:g} and {POWERS[-1]:g}",
@@ -66,14 +67,14 @@ _CERTAIN, _IMPOSSIBLE = -1e-6, -80.0
 
 
 def choices_of(recomputed: Recomputed) -> Choices:
-    """The distributions of a rollout that was not seeded.
+    """Return the distributions of a rollout that was not seeded.
 
     Raises:
-        UserError: the prefill engine does not give them.
+        UserError: the prefill engine does not compute them.
     """
     if recomputed.choices is None:
         raise UserError(
-            "the prefill engine says nothing of the distributions of unseeded tokens",
+            "the prefill engine does not compute the distributions of unseeded tokens",
             place="verify.engine",
             remedy="name an engine that does (jax), or let the pool sample seeded",
         )
@@ -81,7 +82,7 @@ def choices_of(recomputed: Recomputed) -> Choices:
 
 
 def log_ratios(choices: Choices) -> np.ndarray:
-    """f64 [n, len(NAMES)]: log q_t(o_t) / p_t(o_t) of each alternative."""
+    """Return f64 [n, len(NAMES)]: log q_t(o_t) / p_t(o_t) of each alternative."""
     logprobs = choices.logprobs.astype(np.float64)[:, None]
     tempered = (np.array(POWERS) - 1.0) * logprobs - choices.log_powers
     both = np.logaddexp(tempered[:, :1], tempered[:, -1:]) - math.log(2.0)
@@ -92,11 +93,11 @@ def log_ratios(choices: Choices) -> np.ndarray:
 
 
 def evidence(sums: np.ndarray, names: Sequence[str] = NAMES) -> tuple[float, str]:
-    """log of the mean of the alternatives' products, and the one that explains most.
+    """Return the log of the mean of the alternatives' products, and a text with the best one.
 
     Args:
         sums: f64 [len(names)], the log of each product.
-        names: of the alternatives.
+        names: names of the alternatives.
     """
     best = int(np.argmax(sums))
     mean = float(np.logaddexp.reduce(sums)) - math.log(len(sums))
@@ -104,13 +105,13 @@ def evidence(sums: np.ndarray, names: Sequence[str] = NAMES) -> tuple[float, str
 
 
 def sums(choices: Choices, slack: float) -> np.ndarray:
-    """f64 [len(NAMES)]: `log_ratios` over a rollout, less `slack` a token."""
+    """Return f64 [len(NAMES)]: the sum of `log_ratios` over a rollout, minus `slack` a token."""
     return (log_ratios(choices) - slack).sum(axis=0)
 
 
 @dataclass(frozen=True)
 class EvidenceCheck:
-    """log e of each rollout; the limit is log(2 R / alpha) for R rollouts."""
+    """Check of the log of the evidence of each rollout; the limit is log(2 R / alpha) for R."""
 
     name: str
     alternatives: Sequence[str]
@@ -123,14 +124,14 @@ class EvidenceCheck:
         return self.judged([self.sums(row, choices_of(c), subject.limits) for row, c in rows])
 
     def judged(self, rows: Sequence[np.ndarray]) -> list[CheckResult]:
-        """A result for each rollout's `sums`."""
+        """Return a result for each rollout's `sums`."""
         limit = math.log(2.0 * len(rows) / ALPHA)
         found = [evidence(row, self.alternatives) for row in rows]
         return [at_most(self.name, value, limit, words) for value, words in found]
 
 
 class SubmissionEvidenceCheck(EvidenceCheck):
-    """log e of all rollouts of the submission together; the limit is log(2 / alpha)."""
+    """Check of the log of the evidence of all rollouts together; the limit is log(2 / alpha)."""
 
     def judged(self, rows: Sequence[np.ndarray]) -> list[CheckResult]:
         value, words = evidence(np.sum(rows, axis=0), self.alternatives)
@@ -146,9 +147,9 @@ CHOSEN_TOKENS_SUBMISSION = SubmissionEvidenceCheck("chosen_tokens_submission", N
 
 
 class KeptTokensCheck:
-    """Where top-k or top-p cut, tokens must be of those that a sampler may keep.
+    """Checks that tokens are among those that a sampler with top-k or top-p may keep.
 
-    Which those are, and how far a token may lie below, is `verify.truncation`'s; the share of
+    `verify.truncation` defines these tokens, and how far a token may lie below. The share of
     exceptions is that of seeded choices (`few_exceptions`).
     """
 
@@ -159,7 +160,7 @@ class KeptTokensCheck:
         return self.judged(rows, subject.limits)
 
     def judged(self, rows: Sequence[np.ndarray], limits: Limits) -> list[CheckResult]:
-        """A result for each rollout's `Choices.outside`."""
+        """Return a result for each rollout's `Choices.outside`."""
         return [
             few_exceptions(
                 self.name,
@@ -176,9 +177,9 @@ def end_sums(choices: Choices, *, ended: bool, tau: float) -> np.ndarray:
     """Return the log of each alternative's product of ratios over a rollout, f64 [len(END_NAMES)].
 
     Args:
-        choices: of its output tokens.
-        ended: whether it ended by the end token, not at the longest output.
-        tau: what rounding may do to log-odds.
+        choices: numbers of its output tokens.
+        ended: whether it ended by the end token, and not at the largest length.
+        tau: largest change of log-odds by rounding.
     """
     most, least = _log_odds(choices.end_most) + tau, _log_odds(choices.end_least) - tau
     odds = [(most, math.log(c)) for c in _MORE] + [(least, math.log(c)) for c in _FEWER]

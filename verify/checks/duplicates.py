@@ -1,15 +1,15 @@
-"""Duplicate outputs: fingerprints of runs of tokens, and their comparison within a submission.
+"""Finds duplicate outputs: fingerprints of runs of tokens, compared within a submission.
 
-A run of output tokens whose own information, - sum log p, is at least I nats is sampled at a given
-place with a probability of at most exp(-I), whatever came before. An honest rollout of n tokens
-shares one of M earlier runs with a probability of at most n M exp(-I). With I = 48, n = 32,768 and
-M = 2,000,000 that is below 1e-10. Text that the policy would write anyway (a restated problem, a
-short answer) carries little information, and is no run.
+A run of output tokens with information - sum log p of at least I nats is sampled at a given
+position with a probability of at most exp(-I), whatever came before. So an honest rollout of n
+tokens shares one of M earlier runs with a probability of at most n M exp(-I). With I = 48, n =
+32,768 and M = 2,000,000 that is below 1e-10. Text that the policy would write anyway (a restated
+problem, a short answer) has little information, and is no run.
 
-A few runs of each rollout are remembered, the same in a copy as in its original. They start where
-the hash of 8 tokens is among the lowest (once, if the same 8 come again). They end with the
-multiple of 8 tokens at which they carry I nats. An edit changes only the
-runs that it lies in. The whole output is one more.
+A few runs of each rollout are remembered, the same in a copy as in its original. A run starts where
+the hash of 8 tokens is among the lowest (once, if the same 8 occur again). It ends at the multiple
+of 8 tokens at which it has I nats. An edit changes only the runs that contain it. The whole output
+is one more run.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ OUTPUT_NATS = 64.0
 """Outputs with less information are not compared."""
 RUN_NATS = 48.0
 _ANCHOR = 8
-"""Tokens that a start is chosen by, and to whose multiple a run is rounded up."""
+"""Number of tokens whose hash chooses a start; lengths of runs are multiples of it."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # splitmix64
 
 
 def fingerprints(tokens: np.ndarray, logprobs: np.ndarray) -> list[int]:
-    """Hashes of an output and of runs in it, i64, at most `MAX_FINGERPRINTS`.
+    """Return hashes of an output and of runs in it, i64, at most `MAX_FINGERPRINTS`.
 
     Args:
         tokens: i32 [n], the output.
         logprobs: f32 [n], finite.
 
     Returns:
-        Nothing where the output carries less than `OUTPUT_NATS`.
+        The hashes; none if the output has less information than `OUTPUT_NATS`.
     """
     information = np.concatenate([[0.0], -np.cumsum(np.minimum(logprobs, 0.0, dtype=np.float64))])
     if information[-1] < OUTPUT_NATS:
@@ -47,8 +47,8 @@ def fingerprints(tokens: np.ndarray, logprobs: np.ndarray) -> list[int]:
     ends = np.searchsorted(information, information[starts] + RUN_NATS)
     lengths = -(-(ends - starts) // _ANCHOR) * _ANCHOR
     starts, lengths = (x[starts + lengths <= len(tokens)] for x in (starts, lengths))
-    # The first of each kind: other 8 tokens make another run, so that 16 of them are enough. Of one
-    # token that is repeated without end there would be thousands of runs to hash, all the same.
+    # Only the first start of each 8 tokens: other tokens make other runs, so 16 runs are enough. An
+    # output that repeats one token would otherwise have thousands of equal runs to hash.
     _, first = np.unique(_anchors(tokens)[starts], return_index=True)
     chosen = first[: MAX_FINGERPRINTS - 1]
     for start, length in zip(starts[chosen], lengths[chosen], strict=True):
@@ -57,7 +57,7 @@ def fingerprints(tokens: np.ndarray, logprobs: np.ndarray) -> list[int]:
 
 
 def _anchors(tokens: np.ndarray) -> np.ndarray:
-    """u64 [n - 7]: hashes of each 8 tokens that follow one another."""
+    """Return u64 [n - 7]: the hashes of each 8 consecutive tokens."""
     words = tokens.astype(np.uint64)
     count = max(0, len(words) - _ANCHOR + 1)
     mixed = np.zeros(count, np.uint64)
@@ -74,10 +74,9 @@ def _hash(tokens: np.ndarray) -> int:
 
 
 class DuplicateCheck:
-    """Runs that a row shares with an earlier row of the submission. The value counts them.
+    """Checks for runs that a row shares with an earlier row. The value counts them.
 
-    Rows of other submissions are the coordinator's to compare: it alone sees what every validator
-    judged.
+    The coordinator compares rows of different submissions, because only it sees all verdicts.
     """
 
     name = "duplicates"

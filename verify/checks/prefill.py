@@ -1,6 +1,6 @@
 """Checks against the prefill: claimed log-probs, the seeded choice of tokens, TOPLOC proofs.
 
-They give a result for each rollout that was recomputed (`Subject.prefilled`), in order.
+Each check gives a result for each recomputed rollout (`Subject.prefilled`), in order.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from verify.toploc.statistics import RADII, NullTest, null_test
 
 
 def logprob_diff(row: Rollout, recomputed: Recomputed) -> float:
-    """Mean |claimed - recomputed| log-prob over the output tokens."""
+    """Return the mean |claimed - recomputed| log-prob over the output tokens."""
     return float(_distances(row, recomputed).mean())
 
 
 def logprob_limit(limit: float, rows: Sequence[Rollout]) -> float:
     """Return the largest mean |claimed - recomputed| log-prob over some rollouts of a submission.
 
-    Where rounding moves the edge of top-p, sampler and validator keep other sets. Each has top_p of
-    the probability at least and all of it at most, so that log-probs differ by -log top_p at most
-    besides rounding. Of two tokens at the edge of top-k either may be the k-th; a validator counts
-    its own and the sampled one, the least of k + 1: log(1 + 1 / k) at most. One edge may: it is
-    that of as many tokens as a group has, whose first tokens all follow the same prompt.
+    If rounding moves the edge of top-p, sampler and validator keep different sets. Each set has at
+    least top_p of the probability, so log-probs differ by at most -log top_p beside rounding. Of
+    two tokens at the edge of top-k either may be the k-th. A validator then counts its own token
+    and the sampled one, so log-probs differ by at most log(1 + 1 / k). One edge is allowed for each
+    row of a group, because their first tokens all follow the same prompt.
 
     Args:
         limit: `Limits.logprob_submission` or `logprob_rollout`.
-        rows: of one pool.
+        rows: rollouts of one pool.
     """
     alike = max(Counter(row.group for row in rows).values())
     tokens = sum(len(row.output_tokens) for row in rows)
@@ -46,9 +46,10 @@ def logprob_limit(limit: float, rows: Sequence[Rollout]) -> float:
 
 
 def several_versions(row: Rollout) -> CheckResult:
-    """Says of a rollout that no prefill of the lease's version reproduces why none was tried.
+    """Return the result of a rollout that several versions sampled, which no prefill reproduces.
 
-    The value counts the versions that sampled it. It passes: only trusted pools have such.
+    The value is the number of versions. The result passes, because only trusted pools have such
+    rollouts.
     """
     versions = np.unique(row.versions) if row.versions is not None else np.array([row.version])
     return CheckResult(
@@ -61,21 +62,21 @@ def several_versions(row: Rollout) -> CheckResult:
 
 
 class RolloutLogprobCheck:
-    """(1/n) sum_t |log mu_claimed(o_t) - log pi_v(o_t)| over a rollout; see `logprob_limit`."""
+    """Checks (1/n) sum_t |log mu_claimed(o_t) - log pi_v(o_t)| of a rollout (`logprob_limit`)."""
 
     name = "logprobs"
 
     def run(self, subject: Subject) -> list[CheckResult]:
         limit = subject.limits.logprob_rollout
-        said = "claimed against recomputed log-probs"
+        words = "claimed against recomputed log-probs"
         return [
-            at_most(self.name, logprob_diff(row, found), logprob_limit(limit, [row]), said)
+            at_most(self.name, logprob_diff(row, found), logprob_limit(limit, [row]), words)
             for row, found in subject.prefilled
         ]
 
 
 class SubmissionLogprobCheck:
-    """The same mean over all tokens of the submission: a tighter limit, since it averages more."""
+    """Checks the same mean over all tokens of the submission, with a tighter limit."""
 
     name = "logprobs_submission"
 
@@ -88,10 +89,10 @@ class SubmissionLogprobCheck:
 
 
 class SeededSamplingCheck:
-    """Each token must be the argmax of logits / T + noise, or lie close below it.
+    """Checks that each token is the argmax of logits / T + noise, or lies close below it.
 
-    The gap g_t is the recomputed maximum minus the chosen token's value; how many may exceed tau,
-    and by how much, says `few_exceptions`.
+    The gap g_t is the recomputed maximum minus the chosen token's value. `few_exceptions` defines
+    how many gaps may exceed tau, and by how much.
     """
 
     name = "seeded_sampling"
@@ -101,11 +102,11 @@ class SeededSamplingCheck:
 
 
 class SubmissionSamplingCheck:
-    """(1/N) sum_t g_t <= gap_mean + gap / N over the N tokens of a submission.
+    """Checks (1/N) sum_t g_t <= gap_mean + gap / N over the N tokens of a submission.
 
-    Weights a little off move few tokens, each by a little: the mean gap grows with the square of
-    the distance in log-probs, which parts them from rounding where no single token does. Where the
-    pool was calibrated the gaps must also keep the budget of its rounding (`verify.thresholds`).
+    Slightly different weights move few tokens, each by a little. The mean gap grows with the square
+    of the distance in log-probs, so it tells them from rounding even if no single token does. In a
+    calibrated pool the gaps must also keep the budget of its rounding (`verify.thresholds`).
     """
 
     name = "seeded_sampling_submission"
@@ -116,9 +117,9 @@ class SubmissionSamplingCheck:
 
 
 class ProofCheck:
-    """TOPLOC: the proofs must speak of the recomputed activations.
+    """Checks TOPLOC proofs against the recomputed activations.
 
-    The value and limit reported are those nearest to failing of `judge_proofs`.
+    The reported value and limit are those of `judge_proofs` that come nearest to failing.
     """
 
     name = "toploc"
@@ -150,20 +151,23 @@ def judge_all_gaps(gaps: np.ndarray, limits: Limits) -> CheckResult:
     results = [at_most(name, mean, most, "mean gap over the submission")]
     if noise is not None:
         counted, most = noise.counted(gaps) / tokens, noise.largest_mean(tokens)
-        said = f"mean gap over the submission, each counted up to {noise.cap:g}"
-        results.append(at_most(name, counted, most, said))
+        words = f"mean gap over the submission, each counted up to {noise.cap:g}"
+        results.append(at_most(name, counted, most, words))
     return nearest_to_failing(results)
 
 
 def judge_proofs(chunks: Sequence[ChunkStatistics], limits: Limits) -> list[CheckResult]:
     """Judge the proofs of one rollout: return each number with its limit.
 
-    The numbers of each chunk are: a modulus and a degree that only an honest interpolation has;
-    positions that differ in exponent or sign (limit scaled with k); mean and median mantissa error
-    where exponents agree; the median error against what a constant proof could reach, where that is
-    more than rounding explains (a constant itself lacks terms). If a guess would be detected
-    (`NULL_BITS`), the positions that are off by more than the null test's radius count too. Chunks
-    that are too short or predictable for that are counted last; their count never fails.
+    The numbers of each chunk are:
+    - the modulus and the degree, which only an honest interpolation has;
+    - the positions that differ in exponent or sign, with a limit that scales with k;
+    - the mean and median mantissa error where exponents agree;
+    - the median error, compared with the median error that a constant proof could reach, if it is
+      more than rounding explains (a constant itself lacks terms);
+    - if a guess would be detected (`NULL_BITS`), the positions that are off by more than the null
+      test's radius.
+    Chunks that are too short or predictable for the last are counted; their count never fails.
     """
     results, weak = [], []
     for number, chunk in enumerate(chunks):
@@ -179,13 +183,13 @@ def judge_proofs(chunks: Sequence[ChunkStatistics], limits: Limits) -> list[Chec
             for what, value, limit in measures
         ]
     if weak:
-        said = f"chunks too short or too predictable to tell from a guess, {min(weak):.0f} bits"
-        results.append(at_most(ProofCheck.name, len(weak), len(chunks), said))
+        words = f"chunks too short or too predictable to tell from a guess, {min(weak):.0f} bits"
+        results.append(at_most(ProofCheck.name, len(weak), len(chunks), words))
     return results
 
 
 def null_test_of(chunk: ChunkStatistics, limits: Limits) -> NullTest:
-    """How a chunk is judged against guessing under these limits."""
+    """Return the test of a chunk against guessing under these limits."""
     here = limits.for_chunk(chunk.elements)
     return null_test(
         chunk.k,
@@ -198,7 +202,7 @@ def null_test_of(chunk: ChunkStatistics, limits: Limits) -> NullTest:
 
 
 def nearest_to_failing(results: Sequence[CheckResult]) -> CheckResult:
-    """The one that failed by most or, where none did, came nearest to its limit."""
+    """Return the result that failed by most or, if none failed, came nearest to its limit."""
     return max(results, key=_nearness)
 
 

@@ -54,9 +54,9 @@ def open_rows(
         envelope: the signed submission envelope.
         table: the table's bytes.
         lease: the lease, whose signature has been checked.
-        lease_digest: of the signed lease.
-        max_rows: rows that an honest submission of the pool may have.
-        max_bytes: bytes that it may have.
+        lease_digest: digest of the signed lease.
+        max_rows: largest number of rows of an honest submission of the pool.
+        max_bytes: largest number of bytes of one.
 
     Raises:
         Rejected: `signature`, `lease` or `format`.
@@ -92,7 +92,7 @@ class ValuesCheck:
 
 
 def _bounds(row: Rollout, subject: Subject) -> Iterator[str]:
-    """Lengths that agree, tokens of the vocabulary, finite numbers."""
+    """Yield wrong lengths, tokens outside the vocabulary, and numbers that are not finite."""
     tokens, logprobs = row.output_tokens, row.logprobs
     longest = subject.max_output(row)
     if not 1 <= len(tokens) <= longest:
@@ -111,7 +111,8 @@ def _bounds(row: Rollout, subject: Subject) -> Iterator[str]:
 
 
 def _termination(row: Rollout, subject: Subject) -> Iterator[str]:
-    """`stop` with the end token last and nowhere else, or `length` at the longest output."""
+    """Require `stop` with the end token last and nowhere else, or `length` at the largest
+    length."""
     ends = np.flatnonzero(row.output_tokens == subject.task_set.eos_token_id)
     length, longest = len(row.output_tokens), subject.max_output(row)
     if row.finish_reason == "stop":
@@ -127,11 +128,12 @@ def _termination(row: Rollout, subject: Subject) -> Iterator[str]:
 
 
 def _versions(row: Rollout, subject: Subject) -> Iterator[str]:
-    """Versions of single tokens, in trusted pools with `in_flight_updates` and nowhere else.
+    """Require versions of single tokens in trusted pools with `in_flight_updates`, and in no
+    others.
 
-    One a token, never going back, none before the lease's version, none after the last that the run
-    publishes. A nearer bound would take the clock, or the word of others: a slow worker may hand in
-    what it sampled under versions that were not there when its lease was granted.
+    There is one version a token, versions never decrease, and they lie between the lease's version
+    and the last that the run publishes. A tighter upper limit would depend on a clock or on others'
+    statements, because a slow worker may use versions that are newer than its lease.
     """
     pool, versions = subject.pool, row.versions
     expected = pool.in_flight_updates and pool.trust == "trusted"
@@ -152,7 +154,7 @@ def _versions(row: Rollout, subject: Subject) -> Iterator[str]:
 
 
 def _proof_format(row: Rollout, subject: Subject) -> Iterator[str]:
-    """As many well-formed proofs as the output has chunks."""
+    """Require one well-formed proof for each chunk of the output."""
     chunks = -(-len(row.output_tokens) // CHUNK_ROWS)
     if len(row.proofs) != chunks:
         yield f"{len(row.proofs)} proofs for {chunks} chunks"
@@ -245,9 +247,9 @@ class RewardCheck:
 
     The value is max(|T - T'|, |P - P'|). A false claim rejects the submission.
 
-    T is not compared where a grade is not repeatable: a slower machine may run out of time on the
-    same program. P is then compared only where the two agree on T, because some forms of P depend
-    on T. Training always uses the re-graded rewards.
+    T is not compared if a grade is not repeatable, because a slower machine may run out of time on
+    the same program. P is then compared only if both agree on T, because some forms of P depend on
+    T. Training always uses the re-graded rewards.
     """
 
     name = "reward"
@@ -255,19 +257,15 @@ class RewardCheck:
     def run(self, subject: Subject) -> list[CheckResult]:
         results = []
         for row, graded in zip(subject.rollouts, subject.grades, strict=True):
-            if graded is None:  # the grader's fault, not the worker's
+            if graded is None:  # the grader failed, so the worker is not at fault
                 results.append(no_faults(self.name, []))
                 continue
             task = _distance(row.task_reward, graded.task_reward)
             length = _distance(row.length_penalty, graded.length_penalty)
+            value, words = max(task, length), "claimed against re-graded"
             if not graded.repeatable and task > REWARD_TOLERANCE:
-                results.append(
-                    CheckResult(self.name, True, 0.0, REWARD_TOLERANCE, "not repeatable")
-                )
-                continue
-            results.append(
-                at_most(self.name, max(task, length), REWARD_TOLERANCE, "claimed against re-graded")
-            )
+                value, words = 0.0, "not repeatable"
+            results.append(at_most(self.name, value, REWARD_TOLERANCE, words))
         return results
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,17 +17,17 @@ from runspec.core.files import write_atomic
 
 UPLOAD_TIMEOUT_S = 600.0
 _MAX_WORDS = 500
-"""Characters of a refusal, which is logged and may repeat what a stranger sent."""
+"""Largest number of characters of a refusal; it may repeat what a stranger sent."""
 _TEMPORARY = ".tmp-"  # what runspec.core.files.remove_leftovers removes
 
 
 class Refusal(Exception):
-    """A request that is answered with an error: an HTTP status and words for the caller.
+    """Raised to answer a request with an error.
 
     Args:
-        status: of HTTP.
-        words: for the caller.
-        retry_after_s: with 429, when it may come again.
+        status: status of HTTP.
+        words: the error's text for the caller.
+        retry_after_s: seconds after which the caller may try again, with 429 and 503.
     """
 
     def __init__(self, status: int, words: str, *, retry_after_s: float | None = None) -> None:
@@ -36,23 +36,38 @@ class Refusal(Exception):
         super().__init__(self.words)
 
 
+@contextmanager
+def refusing(status: int, *errors: type[Exception], what: str = "") -> Iterator[None]:
+    """Raise errors of the block as a `Refusal`.
+
+    Args:
+        status: status of HTTP.
+        errors: classes of the errors.
+        what: words before those of the error.
+    """
+    try:
+        yield
+    except errors as error:
+        raise Refusal(status, f"{what}{error}") from error
+
+
 @asynccontextmanager
 async def received(
     chunks: AsyncIterator[bytes], folder: Path, *, digest: str, size: int
 ) -> AsyncIterator[Path]:
-    """Yields a temporary file in `folder` that holds the whole body, synced to disk.
+    """Yield a temporary file in `folder` that holds the whole body, synced to disk.
 
-    The block renames it into place; a file that is still there at its end is removed.
+    The block renames the file. A file that still has its temporary name at the end is removed.
 
     Args:
         chunks: the body.
-        folder: is made where there is none.
-        digest: of the body.
-        size: its bytes, no fewer either: room is kept for what was announced.
+        folder: where the file lies; it is made if it does not exist.
+        digest: BLAKE3 of the body.
+        size: bytes of the body, exactly.
 
     Raises:
-        Refusal: too large or small, too slow, not the bytes that `digest` names, or no room on the
-            disk.
+        Refusal: the body is too large, too small, too slow, or has another digest; or the disk has
+            no room.
     """
     path = folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
     try:
@@ -64,7 +79,8 @@ async def received(
                 raise Refusal(400, f"the body has {copied} bytes, and {size} were announced")
             if found != digest:
                 raise Refusal(400, f"the body's digest is {found}, not {digest}")
-            await asyncio.to_thread(_sync, file)
+            file.flush()
+            await asyncio.to_thread(os.fsync, file.fileno())
         yield path
     except TimeoutError:
         raise Refusal(408, f"the body took longer than {UPLOAD_TIMEOUT_S:.0f} s") from None
@@ -75,10 +91,10 @@ async def received(
 
 
 def write_small(path: Path, data: bytes) -> None:
-    """Writes an envelope, whole or not at all.
+    """Write an envelope, whole or not at all.
 
     Raises:
-        Refusal: no room on the disk.
+        Refusal: the disk has no room.
     """
     try:
         write_atomic(path, data)
@@ -108,8 +124,3 @@ async def _copy(chunks: AsyncIterator[bytes], file: BinaryIO, max_bytes: int) ->
         hasher.update(chunk)
         file.write(chunk)
     return hasher.hexdigest(), size
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -1,8 +1,8 @@
-"""The ledger, the state that follows from it, and the waiting for its changes.
+"""The ledger, the state that follows from it, and waiting for its changes.
 
-A transition is: decide (pure), append to the ledger (synced), replace the state, wake all who
-wait. Everything happens in one event loop, and there is no `await` between a decision and its
-record, so no two transitions mix; an append that fails leaves state and ledger as they were.
+A transition decides (pure), appends to the ledger (synced), replaces the state and wakes all that
+wait. Everything happens in one event loop, with no `await` between a decision and its record, so
+two transitions never mix. An append that fails changes neither state nor ledger.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHORTEST_WAIT_S = 0.001
 
 
 class Finished(Exception):
-    """The last batch is closed: there is nothing left to lease or to judge."""
+    """Raised when the last batch is closed: nothing is left to lease or to judge."""
 
 
 class Journal:
@@ -40,13 +40,13 @@ class Journal:
 
     Args:
         run_dir: holds state.db and rollouts/.
-        policy: of the run's spec.
-        ledger: the run's; None: in its state.db.
-        clock: seconds since the epoch.
+        policy: policy of the run's spec.
+        ledger: ledger of the run; None: the one in its state.db.
+        clock: returns seconds since the epoch.
 
     Raises:
         UserError: the ledger cannot be read.
-        RunStopped: there is a batch that the ledger knows nothing of.
+        RunStopped: a batch file exists that the ledger does not have.
     """
 
     def __init__(
@@ -63,17 +63,18 @@ class Journal:
         self._changed = asyncio.Event()
         self._stopping = False
         self._trouble: dict[str, float] = {}
-        """Since when each place cannot be written."""
-        self.ledger.own()  # first: another's files on their way look like those of a killed process
+        """For each location that cannot be written, the time since then."""
+        # First, because files that another process receives look like those of a killed process.
+        self.ledger.own()
         self._recover()
         self.record(CoordinatorStarted(self.clock()))
 
     def record(self, event: Event) -> None:
-        """Records an event and its consequences durably, then wakes all who wait.
+        """Record an event and its consequences durably, then wake all that wait.
 
         Raises:
-            NotNow: it cannot be written just now; nothing has changed.
-            UserError: nothing can be written, or not for longer than `STORAGE_S`.
+            NotNow: the ledger cannot be written now; nothing has changed.
+            UserError: it cannot be written at all, or not for longer than `STORAGE_S`.
         """
         state, events = recorded(self.state, event)
         try:
@@ -92,13 +93,13 @@ class Journal:
 
     @contextmanager
     def recording(self, *files: Path) -> Iterator[None]:
-        """Around the making of files and the record of their row: without the row, no file either.
+        """Remove the files that the block writes, unless it records their row.
 
-        Where nobody can say whether there is a row, they stay: the next start knows. Nor are they
-        written over until it is known.
+        If it is unknown whether the ledger has the row, the files stay, and the next start decides.
+        Until it is known, the block is not entered.
 
         Raises:
-            NotNow, UserError: as of `record`.
+            NotNow, UserError: as `record` does.
         """
         try:
             self.ledger.settle()
@@ -114,10 +115,10 @@ class Journal:
             raise
 
     def put_off(self, error: NotNow) -> None:
-        """Records that something could not be written and is tried again later.
+        """Note that a write failed and will be tried again.
 
         Raises:
-            UserError: that has gone on for longer than `STORAGE_S`.
+            UserError: writes to this location have failed for longer than `STORAGE_S`.
         """
         now, place = self.clock(), error.place
         if place not in self._trouble:
@@ -127,15 +128,15 @@ class Journal:
             raise UserError(error.thing, place=error.place, remedy=error.remedy) from error
 
     def written(self, place: str) -> None:
-        """Records that a place can be written again."""
+        """Note that a location can be written again."""
         if self._trouble.pop(place, None) is not None:
             _log.info("%s can be written again", place)
 
     async def change(self, deadline: float | None, *, due: float | None = None) -> bool:
-        """Waits for the next event, until `deadline` or `due` at the latest.
+        """Wait for the next event, until `deadline` or `due` at the latest.
 
         Returns:
-            False when `deadline` has passed or the coordinator stops; else there may be news.
+            False if `deadline` has passed or the coordinator stops, else True.
         """
         now = self.clock()
         if self._stopping or (deadline is not None and now >= deadline):
@@ -147,7 +148,7 @@ class Journal:
         return not self._stopping
 
     def stop(self) -> None:
-        """Ends all waiting."""
+        """End all waiting."""
         self._stopping = True
         self._changed.set()
 
@@ -158,14 +159,14 @@ class Journal:
         return step_folder(self.run_dir, step) / batch_format.FILE_NAME
 
     def _recover(self) -> None:
-        """Folds the ledger and makes the files agree with it."""
+        """Fold the ledger and make the files agree with it."""
         lost: dict[int, str] = {}
         for event in self.ledger.events():
             self.state = apply(self.state, event)
             self.history.take(event, self.state.leases)
             if isinstance(event, StepClosed) and not self.batch_path(event.step).exists():
                 lost[event.step] = event.document
-            elif isinstance(event, RolledBack):  # the files that it took away stay away
+            elif isinstance(event, RolledBack):  # do not write the files that it removed
                 lost = {s: document for s, document in lost.items() if s < event.version}
         for step, document in lost.items():
             write_atomic(self.batch_path(step), document.encode())
@@ -179,8 +180,8 @@ class Journal:
         self._remove_unknown_files()
 
     def _remove_unknown_files(self) -> None:
-        """Removes files that a killed process had received and not yet recorded."""
-        # Of older steps the state has forgotten leases, and nothing can be on its way.
+        """Remove files that a killed process had received and not recorded."""
+        # Older steps are skipped: the state has forgotten their leases, and none can be uploaded.
         steps = range(max(0, self.state.oldest_remembered), self.state.next_step)
         expected: dict[int, set[Path]] = {step: set() for step in steps}
         for record in self.state.leases.values():

@@ -1,4 +1,4 @@
-"""The coordinator's process: reads the run directory, serves until SIGTERM."""
+"""Process of the coordinator: reads the run directory and serves until SIGTERM."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
@@ -51,27 +52,27 @@ async def serve(
     public_weights: Sequence[str] = (),
     started: Callable[[int], None] = lambda port: None,
 ) -> None:
-    """Serves a run until SIGTERM, SIGINT or cancellation.
+    """Serve a run until SIGTERM, SIGINT or cancellation.
 
     Args:
-        run_dir: holds spec.json, keys/ and, from the first start on, state.db and rollouts/.
+        run_dir: holds spec.json, keys/ and, after the first start, state.db and rollouts/.
         host, port: where to listen; port 0 picks a free one.
         weights: URL of the origin or relay that serves latest.json.
         root_public_key: the pinned root key (hex).
-        public_weights: URLs of relays and origin that volunteers are told; `weights` when empty.
+        public_weights: URLs of relays and origin for volunteers; `weights` if empty.
         started: called with the port once requests are answered.
 
     Raises:
-        UserError: unusable address or ledger.
-        RunStopped: unusable spec or keys, a step stalled, or ledger and
-            files do not fit together.
+        UserError: the address or the ledger cannot be used.
+        RunStopped: the spec or the keys cannot be used, a step stalled, or the files contradict the
+            ledger.
     """
     with not_retried():
         spec = load_resolved(run_dir)
         key = SigningKey.load(run_dir / "keys" / "coordinator.key")
         roles_document, roles = _read_roles(run_dir, spec, key, root_public_key)
         noise = gap_noise_by_pool(spec)
-    # In a thread, since a database may be slow to answer.
+    # In a thread, because a database may be slow to answer.
     ledger = await asyncio.to_thread(open_ledger, run_dir, spec)
     journal = Journal(run_dir, Policy.of(spec), ledger=ledger)
     judging = Judging(journal, spec.name, noise)
@@ -96,12 +97,12 @@ async def serve(
     application.middlewares.insert(0, answering)
     runner = web.AppRunner(
         application,
-        handler_cancellation=True,  # a long poll ends with its caller
+        handler_cancellation=True,  # a long poll ends when its caller disconnects
         shutdown_timeout=_SHUTDOWN_S,
     )
     await runner.setup()
     stop = stop_event_of_loop()
-    tasks: list[asyncio.Future[None]] = [api.failure]
+    tasks: list[asyncio.Future[Any]] = [api.failure]
     try:
         started(_listen(connections, runner, host, port))
         watching = watch_latest(
@@ -111,7 +112,7 @@ async def serve(
             newest=lambda: journal.state.newest.version if journal.state.newest else None,
             published=closing.published,
         )
-        tasks += [asyncio.ensure_future(c) for c in (watching, closing.keep_time(), _until(stop))]
+        tasks += [asyncio.ensure_future(c) for c in (watching, closing.keep_time(), stop.wait())]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -135,7 +136,7 @@ def _read_roles(
         roles = open_roles(document, root_public_key=root_public_key, run=spec.name)
     except (OSError, BadSignature) as error:
         raise UserError(
-            f"cannot be believed: {error}",
+            f"cannot be verified: {error}",
             place=str(path),
             remedy="check --public-key, or sign roles.json again with the root key",
         ) from error
@@ -159,11 +160,7 @@ def _listen(connections: Connections, runner: web.AppRunner, host: str, port: in
             place=f"{host}:{port}",
             remedy="end the process that holds it, or choose another port"
             if taken
-            else "say with --listen an address of this machine",
+            else "name with --listen an address of this machine",
         ) from error
     _log.info("coordinator listens on http://%s:%d", host, bound)
     return bound
-
-
-async def _until(event: asyncio.Event) -> None:
-    await event.wait()

@@ -25,7 +25,7 @@ from runspec.core.hashing import digest_bytes, is_digest
 from runspec.core.roles import Roles
 from runspec.core.signed import BadSignature
 from verify.coordinator.edge.authentication import Authentication
-from verify.coordinator.intake import Refusal
+from verify.coordinator.intake import Refusal, refusing
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.machine.transitions import IllegalTransition
 from verify.coordinator.services.activity import Peers, scalars
@@ -48,7 +48,7 @@ BODY_S = 30.0
 _MAX_HOLDING = 64
 _CHUNK_BYTES = 1 << 20
 _SMALL_BYTES = 64 * 1024
-"""Larger answers count as downloads, of which only few may be sent at once."""
+"""Larger answers count as downloads, and few downloads may be sent at once."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -81,12 +81,12 @@ class Api:
     """The endpoints of `docs/coordinator.md`.
 
     Args:
-        journal: the run's.
-        services: what the endpoints call.
-        peers: records who was heard of.
-        authentication: says who makes a request.
+        journal: journal of the run.
+        services: services that the endpoints call.
+        peers: records the activity of workers and validators.
+        authentication: identifies and limits callers.
         roles: names the validators.
-        documents: the public ones.
+        documents: public documents.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Api:
         self._operator, self._site = services.operator, services.site
         self._status = services.status
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Gets the error after which the process must end: a ledger that cannot be written."""
+        """Receives the error after which the process must end: the ledger cannot be written."""
 
     def application(self) -> web.Application:
         application = web.Application(middlewares=[self._errors])
@@ -180,10 +180,8 @@ class Api:
         body = await self._json(request, caller, {"pool", "info"}, {"invite"})
         if not isinstance(body["pool"], str) or not isinstance(body["info"], dict):
             raise Refusal(400, "pool must be a name and info a map")
-        try:
+        with refusing(400, ValueError, what="info: "):
             info = scalars(body["info"])
-        except ValueError as error:
-            raise Refusal(400, f"info: {error}") from error
         address = self._authentication.address(request)
         self._leasing.register(caller.key, body["pool"], body.get("invite"), address=address)
         self._peers.workers.registered(caller.key, info, self._journal.clock())
@@ -198,10 +196,8 @@ class Api:
             activity = self._peers.workers
         else:
             raise Refusal(403, "this key is neither a worker's nor a validator's")
-        try:
+        with refusing(400, TypeError, ValueError, what="state: "):
             activity.heartbeat(caller.key, dict(body["state"]), self._journal.clock())
-        except (TypeError, ValueError) as error:
-            raise Refusal(400, f"state: {error}") from error
         self._judging.claims.prolong(caller.key, self._journal.clock())
         return web.json_response({})
 
@@ -225,10 +221,8 @@ class Api:
     async def _submit(self, request: web.Request) -> web.StreamResponse:
         caller = self._authentication.caller(request, "submission")
         signed = _envelope(request)
-        try:
+        with refusing(400, BadSignature):
             envelope = open_submission(signed)
-        except BadSignature as error:
-            raise Refusal(400, str(error)) from error
         if envelope.worker != caller.key:
             raise Refusal(403, "the submission is another worker's")
         if envelope.digest != caller.body_digest:
@@ -274,10 +268,8 @@ class Api:
     async def _verdict(self, request: web.Request) -> web.StreamResponse:
         caller = self._validator(request)
         signed = _envelope(request)
-        try:
+        with refusing(400, BadSignature):
             envelope = open_verdict(signed, validators=frozenset({caller.key}))
-        except BadSignature as error:
-            raise Refusal(400, str(error)) from error
         if envelope.digest != caller.body_digest:
             raise Refusal(400, "the envelope names another body")
         chunks = request.content.iter_chunked(_CHUNK_BYTES)
@@ -304,19 +296,17 @@ class Api:
         fields: set[str],
         optional: AbstractSet[str] = frozenset(),
     ) -> dict[str, Any]:
-        """Return the body of a JSON request, which must have these fields, and may the optional."""
+        """Return the body of a JSON request; it must have `fields` and may have `optional`."""
         data = await _read(request)
         if digest_bytes(data) != caller.body_digest:
             raise Unauthorised("the body is not the one that was signed")
-        try:
+        with refusing(400, MalformedJson):
             body = parse_object(data, max_bytes=MAX_BODY_BYTES)
-        except MalformedJson as error:
-            raise Refusal(400, str(error)) from error
         if set(body) - optional != fields:
             raise Refusal(400, f"fields {sorted(body)} instead of {sorted(fields)}")
         return body
 
-    # -- Validators' keys, and what goes wrong ---------------------------------------------------
+    # -- Validators' keys and errors -------------------------------------------------------------
 
     def _validator(self, request: web.Request) -> SignedRequest:
         caller = self._authentication.caller(request)
@@ -330,7 +320,7 @@ class Api:
         try:
             return await handler(request)
         except Refusal as error:
-            # Not in the log by default: anybody can cause any number of these lines.
+            # At debug level, because anybody can cause any number of these lines.
             _log.debug("%s %s refused: %s", request.method, request.path, error)
             return _error(error.status, error.words, error.retry_after_s)
         except Unauthorised as error:
@@ -343,7 +333,7 @@ class Api:
         except (UserError, IllegalTransition) as error:
             if not self.failure.done():
                 self.failure.set_exception(error)
-            return _error(503, "the coordinator has to be started again")
+            return _error(503, "the coordinator must be started again")
 
 
 def _error(status: int, words: str, retry_after_s: float | None = None) -> web.Response:
@@ -374,7 +364,7 @@ async def _read(request: web.Request) -> bytes:
 
 def _wait_and_holding(body: dict[str, Any]) -> tuple[float, list[str]]:
     wait, holding = body["wait"], _digests("holding", body["holding"])
-    # By comparison alone: JSON's integers have thousands of digits, more than a float takes.
+    # Compared before the conversion, because a float cannot hold every integer of JSON.
     if type(wait) not in (int, float) or not 0 <= wait < math.inf:
         raise Refusal(400, "wait must be a number of seconds")
     return float(min(wait, MAX_WAIT_S)), holding

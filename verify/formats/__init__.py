@@ -1,1 +1,1 @@
-"""The signed formats that cross the trust boundary: lease, submission, verdict, batch manifest."""
+"""Signed formats that cross the trust boundary: lease, submission, verdict, batch manifest."""

@@ -1,4 +1,4 @@
-"""The batch manifest: exactly one a step, the coordinator's signed word on what the step trains."""
+"""The batch manifest: the coordinator's signed statement of what a step trains, one a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, open_document, sign_document
+from runspec.core.signed import BadSignature, sign_document
+from verify.formats.lease import Lease
 from verify.formats.payload import STRICT, Digest, Natural, open_payload
 
 KIND = "batch"
@@ -18,7 +19,7 @@ MAX_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True)
 class BatchGroup:
-    """One group to train on: where its tokens and where its rewards are."""
+    """One group to train on: where its tokens and its rewards are."""
 
     __pydantic_config__ = STRICT
 
@@ -27,9 +28,14 @@ class BatchGroup:
     """Digest of the verdict file's table."""
     group: Natural
     step: Natural
-    """The step that the lease was for; its folder holds the files."""
+    """Step of the lease; its folder holds the files."""
     version: Natural
-    """The policy version that sampled it."""
+    """Policy version that sampled the group."""
+
+    @classmethod
+    def of(cls, lease: Lease, submission: str, verdict: str, group: int) -> BatchGroup:
+        """Return a group of a lease."""
+        return cls(submission, verdict, group, lease.step, lease.version)
 
 
 @dataclass(frozen=True)
@@ -41,13 +47,13 @@ class BatchManifest:
     groups: list[BatchGroup]
     """In training order."""
     complete: bool
-    """False when the step closed with fewer groups than asked for."""
+    """False if the step closed with fewer groups than `prompts_per_step`."""
     stats: dict[str, Any]
     """Statistics of the step, for the metrics (see `docs/coordinator.md`)."""
     ledger_rows: Annotated[int, Field(gt=0)]
-    """How many rows the ledger had when the step closed."""
+    """Number of rows that the ledger had when the step closed."""
     ledger_chain: Digest
-    """The chain of the last of them: a signature over the ledger's whole past."""
+    """Chain of the last of these rows; so the signature covers the whole ledger before."""
 
 
 _CODEC = TypeAdapter(BatchManifest)
@@ -60,18 +66,18 @@ def sign_batch(manifest: BatchManifest, key: SigningKey) -> bytes:
 def open_batch(
     data: bytes, *, coordinators: frozenset[str] | None, run: str, step: int
 ) -> BatchManifest:
-    """Checks a batch manifest and returns it.
+    """Check a batch manifest and return it.
 
     Args:
         data: the signed document.
-        coordinators: keys that may have signed it; None where its contents are known otherwise.
-        run, step: what it must be of.
+        coordinators: keys that may have signed it; None if its contents are known to be right.
+        run, step: run and step of the manifest.
 
     Raises:
-        BadSignature: not the coordinator's, of another run or step, malformed, a group twice.
+        BadSignature: it is not signed by a coordinator, is of another run or step, is malformed, or
+            has a group twice.
     """
-    payload = open_document(data, kind=KIND, keys=coordinators, max_bytes=MAX_BYTES).payload
-    manifest = open_payload(_CODEC, payload, KIND)
+    manifest, _ = open_payload(_CODEC, data, kind=KIND, keys=coordinators, max_bytes=MAX_BYTES)
     if manifest.run != run or manifest.step != step:
         of = f"{manifest.run[:80]} step {manifest.step}"
         raise BadSignature(f"batch: of {of}, not {run} step {step}")

@@ -1,8 +1,8 @@
 """Documents that a joining worker gets from the coordinator: the resolved spec, and the site.
 
-Both are signed by the coordinator. The site has the addresses of weights, and the digests of the
-data's files. The addresses are a convenience, because weights are verified by the publisher's
-signature, wherever they come from. The files are verified by the listed digests.
+The coordinator signs both. The site has the URLs of weights and the digests of the data's files.
+The URLs need no trust, because the publisher's signature verifies weights from any server. The
+listed digests verify the files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_SIGNED_SPEC_BYTES = MAX_SPEC_BYTES + 4 * 1024
 
 
 def is_inside(path: str) -> bool:
-    """Whether a relative path stays below its start, however it is read."""
+    """Return whether a relative path stays below its start on every system."""
     parts = PurePosixPath(path).parts
     plain = "\\" not in path and "\0" not in path
     return plain and len(parts) > 0 and not path.startswith("/") and ".." not in parts
@@ -81,15 +81,14 @@ def sign_site(site: Site, key: SigningKey) -> bytes:
 
 
 def open_site(data: bytes, *, coordinators: frozenset[str], run: str) -> Site:
-    """Check a site document and return it; no path in it leads out of its source's directory.
+    """Check a site document and return it; no path in it leaves the directory of its source.
 
     Raises:
-        BadSignature: not signed by a coordinator of the run, or its fields are not a site's.
+        BadSignature: it is not signed by a coordinator of the run, or its fields are not valid.
     """
-    payload = open_document(
-        data, kind=SITE_KIND, keys=coordinators, max_bytes=MAX_SITE_BYTES
-    ).payload
-    site = open_payload(_CODEC, payload, SITE_KIND)
+    site, _ = open_payload(
+        _CODEC, data, kind=SITE_KIND, keys=coordinators, max_bytes=MAX_SITE_BYTES
+    )
     if site.run != run:
         raise BadSignature(f"site: of run {site.run[:80]!r}, not {run!r}")
     return site
@@ -107,11 +106,11 @@ def open_spec(data: bytes, *, coordinators: frozenset[str], place: str) -> RunSp
     Args:
         data: the document.
         coordinators: public keys that may sign it.
-        place: where it came from, for the message.
+        place: source of the document, for the message.
 
     Raises:
-        BadSignature: not signed by a coordinator.
-        UserError: signed, but this release cannot read the spec.
+        BadSignature: it is not signed by a coordinator.
+        UserError: it is signed, but this release cannot read the spec.
     """
     payload = open_document(
         data, kind=SPEC_KIND, keys=coordinators, max_bytes=MAX_SIGNED_SPEC_BYTES

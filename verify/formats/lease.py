@@ -1,4 +1,4 @@
-"""A lease: the coordinator's signed word on what one worker is to sample, and its seed."""
+"""A lease: the coordinator's signed statement of what one worker samples, and its seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from runspec.core.hashing import digest_bytes, hash_parts
 from runspec.core.keys import SigningKey
-from runspec.core.signed import open_document, sign_document
+from runspec.core.signed import sign_document
 from verify.formats.payload import STRICT, Digest, Natural, Time, open_payload
 
 KIND = "lease"
@@ -29,7 +29,7 @@ class Lease:
     worker: Digest
     """The worker's public key."""
     pool: str
-    """The sampler pool of the spec that says how to sample."""
+    """Sampler pool of the spec, which defines how to sample."""
     index: Natural
     """0, 1, 2, ... for each worker and step, without holes."""
     groups: Natural
@@ -40,7 +40,8 @@ class Lease:
 
     @cached_property
     def seed(self) -> bytes:
-        """Seeds problems, target lengths and token noise: 32 bytes no worker can influence."""
+        """Seed of problems, target lengths and token noise: 32 bytes that no worker can
+        influence."""
         return hash_parts(
             "lease", self.run, self.step, bytes.fromhex(self.nonce), self.worker, self.index
         )
@@ -61,9 +62,9 @@ class Assignment:
 
 
 def assignments(lease: Lease, *, n_problems: int, targets: list[int]) -> list[Assignment]:
-    """The groups of a lease: each its problem and target, from the seed alone.
+    """Return problem and target of each group of a lease, which depend on the seed only.
 
-    256 bits reduced modulo `n_problems`: the bias is below 2**-200.
+    256 bits are reduced modulo `n_problems`, so the bias is below 2**-200.
     """
     result = []
     for group in range(lease.groups):
@@ -78,17 +79,16 @@ def sign_lease(lease: Lease, key: SigningKey) -> bytes:
 
 
 def open_lease(data: bytes, *, coordinators: frozenset[str]) -> Lease:
-    """Checks a lease and returns it.
+    """Check a lease and return it.
 
     Raises:
-        BadSignature: not signed by a coordinator, or its fields are not a lease's.
+        BadSignature: it is not signed by a coordinator, or its fields are not valid.
     """
-    payload = open_document(data, kind=KIND, keys=coordinators, max_bytes=MAX_BYTES).payload
-    return open_payload(_CODEC, payload, KIND)
+    return open_payload(_CODEC, data, kind=KIND, keys=coordinators, max_bytes=MAX_BYTES)[0]
 
 
 def lease_digest(data: bytes) -> str:
-    """Names a signed lease in a submission."""
+    """Return the digest that names a signed lease in a submission."""
     return digest_bytes(data)
 
 
@@ -97,5 +97,6 @@ def _draw(seed: bytes, what: str, group: int, bound: int) -> int:
 
 
 MAX_OPEN_LEASES = 3
-"""One fills the engine, one has its last sequences sampled, one is being submitted. With fewer, the
-engine idles at the end of each lease. More would tie groups to one worker and to older versions."""
+"""Most open leases of a worker: one fills the engine, one has its last sequences sampled, one is
+being submitted. With fewer leases the engine idles at the end of each. More leases would bind
+groups to one worker and to older versions."""

@@ -1,14 +1,15 @@
-"""Payloads of signed documents as frozen dataclasses, whose annotations say what a field may be."""
+"""Payloads of signed documents as frozen dataclasses, whose annotations constrain the fields."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from collections.abc import Collection
+from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from runspec.core.canonical import canonical_json
 from runspec.core.hashing import is_digest
-from runspec.core.signed import BadSignature
+from runspec.core.signed import BadSignature, open_document
 
 T = TypeVar("T")
 
@@ -20,29 +21,35 @@ def _digest(text: str) -> str:
 
 
 STRICT = ConfigDict(extra="forbid", strict=True)
-"""`__pydantic_config__` of a payload: no other fields, and no value of another type."""
+"""`__pydantic_config__` of a payload: no other fields, and no values of another type."""
 Digest = Annotated[str, AfterValidator(_digest)]
-"""BLAKE3, a public key, or a nonce: 64 hex characters."""
+"""A BLAKE3 digest, a public key, or a nonce: 64 hex characters."""
 Natural = Annotated[int, Field(ge=0, lt=2**31)]
 Time = Annotated[float, Field(ge=0, lt=2**53)]
 """Seconds since the epoch."""
 
 
-def open_payload(codec: TypeAdapter[T], payload: dict[str, Any], name: str) -> T:
-    """Checks a payload whose signature has been checked.
+def open_payload(
+    codec: TypeAdapter[T], data: bytes, *, kind: str, keys: Collection[str] | None, max_bytes: int
+) -> tuple[T, str]:
+    """Check a signed document; return the value of its payload and the key that signed it.
 
     Args:
-        codec: of the value that it must be.
-        payload: of the document.
-        name: of the document's kind, for the message.
+        codec: adapter of the value's type.
+        data: the signed document.
+        kind: kind of the document.
+        keys: keys that may have signed it; None: any key.
+        max_bytes: largest size of the document.
 
     Raises:
-        BadSignature: a field is missing, surplus, of another type or out of bounds.
+        BadSignature: the document is too large, not of the kind, or not signed by one of the keys;
+            or a field is missing, unknown, of another type or out of range.
     """
+    document = open_document(data, kind=kind, keys=keys, max_bytes=max_bytes)
     try:
-        # By way of JSON, whose lists and numbers are what strict fields ask for.
-        return codec.validate_json(canonical_json(payload))
+        # Validated as JSON, because strict fields accept its lists and numbers.
+        return codec.validate_json(canonical_json(document.payload)), document.key
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])[:80]
-        raise BadSignature(f"{name}: {field}: {first['msg'][:120]}") from error
+        raise BadSignature(f"{kind}: {field}: {first['msg'][:120]}") from error

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, open_document, sign_document
+from runspec.core.signed import BadSignature, sign_document
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from verify.formats.payload import STRICT, Digest, Natural, open_payload
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
@@ -43,14 +43,14 @@ SCHEMA = Schema(
     ),
 )
 _ROW_BYTES = 4 * 1024
-"""Bytes granted to texts, numbers and list offsets of a row."""
+"""Bytes allowed for texts, numbers and list offsets of a row."""
 _HEADER_BYTES = 16 * 1024
-"""Bytes granted to the header and the counts of a file."""
+"""Bytes allowed for the header and the counts of a file."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One row: a prompt, what the policy made of it, and what the worker claims of that."""
+    """One row: a prompt, the policy's output, and the worker's claims."""
 
     run: str
     step: int
@@ -61,13 +61,13 @@ class Rollout:
     group: int
     sample: int
     version: int
-    """That the lease names."""
+    """Policy version that the lease names."""
     prompt_tokens: np.ndarray
     """i32 [P]."""
     output_tokens: np.ndarray
-    """i32 [n], the end token included where there is one."""
+    """i32 [n], the end token included if there is one."""
     logprobs: np.ndarray
-    """f32 [n]: of log_softmax(logits / T) after top-k / top-p, before noise."""
+    """f32 [n]: log_softmax(logits / T) after top-k / top-p, before noise."""
     finish_reason: str
     """`stop` (the end token) or `length`."""
     temperature: float
@@ -79,17 +79,17 @@ class Rollout:
     proofs: list[bytes]
     """TOPLOC proofs, one for each 32 output tokens begun."""
     versions: np.ndarray | None = None
-    """i32 [n]: the policy version that sampled each token. Pools with `in_flight_updates` have
-    them, and no others: there every token is of `version`."""
+    """i32 [n]: the policy version that sampled each token, only in pools with `in_flight_updates`.
+    In other pools every token is of `version`."""
 
     @property
     def oldest_version(self) -> int:
-        """From which the lag counts."""
+        """Oldest version of a token; the lag counts from it."""
         return self.version if self.versions is None else int(self.versions.min())
 
     @property
     def is_of_its_version(self) -> bool:
-        """Whether `version` sampled all of it, so that a prefill can reproduce it."""
+        """Whether `version` sampled all tokens, so that a prefill can reproduce them."""
         return self.versions is None or bool((self.versions == self.version).all())
 
 
@@ -105,7 +105,7 @@ class SubmissionEnvelope:
     index: Natural
     lease: Digest
     digest: Digest
-    """BLAKE3 of the table's bytes: the submission's name from here on."""
+    """BLAKE3 of the table's bytes, which names the submission."""
     bytes: Natural
 
 
@@ -113,20 +113,20 @@ _CODEC = TypeAdapter(SubmissionEnvelope)
 
 
 def encode_rollouts(rollouts: list[Rollout]) -> bytes:
-    """The bytes of a submission's table.
+    """Return the bytes of a submission's table.
 
     Raises:
-        ValueError: a proof has another length than a proof's.
+        ValueError: a proof has a wrong length.
     """
     names = [column.name for column in SCHEMA.columns]
     return encode_table({name: [getattr(r, name) for r in rollouts] for name in names}, SCHEMA)
 
 
 def decode_rollouts(data: bytes, *, max_rows: int, max_bytes: int) -> list[Rollout]:
-    """Reads a submission's table from outside; arrays of the rows are read-only views of `data`.
+    """Read an untrusted submission's table; arrays of the rows are read-only views of `data`.
 
     Raises:
-        MalformedTable: not a table of this format within the limits.
+        MalformedTable: `data` is not a table of this format within the limits.
     """
     columns = decode_table(data, SCHEMA, max_rows=max_rows, max_bytes=max_bytes)
     return [Rollout(*row) for row in zip(*columns.values(), strict=True)]
@@ -135,7 +135,7 @@ def decode_rollouts(data: bytes, *, max_rows: int, max_bytes: int) -> list[Rollo
 def sign_submission(
     data: bytes, *, run: str, step: int, index: int, lease: str, key: SigningKey
 ) -> bytes:
-    """The signed envelope of a submission's table."""
+    """Return the signed envelope of a submission's table."""
     envelope = SubmissionEnvelope(
         run, step, key.public_hex, index, lease, digest_bytes(data), len(data)
     )
@@ -143,17 +143,16 @@ def sign_submission(
 
 
 def open_submission(data: bytes) -> SubmissionEnvelope:
-    """Checks an envelope: signed by the worker that it names, fields of the right form.
+    """Check an envelope and return it: its worker must have signed it, with valid fields.
 
-    Whether that worker holds the lease is the coordinator's question, whether the table's bytes
-    match `digest` the reader's.
+    The coordinator checks whether that worker holds the lease. The reader of the table checks
+    whether its bytes match `digest`.
 
     Raises:
-        BadSignature: for every reason not to believe it.
+        BadSignature: the envelope is not valid.
     """
-    document = open_document(data, kind=KIND, keys=None, max_bytes=MAX_ENVELOPE_BYTES)
-    envelope = open_payload(_CODEC, document.payload, KIND)
-    if envelope.worker != document.key:
+    envelope, key = open_payload(_CODEC, data, kind=KIND, keys=None, max_bytes=MAX_ENVELOPE_BYTES)
+    if envelope.worker != key:
         raise BadSignature("submission: signed by another key than its worker's")
     return envelope
 

@@ -1,11 +1,11 @@
-"""Tables of a fixed schema as safetensors files, written in memory and read with bounds.
+"""Tables of a fixed schema as safetensors files, written in memory and read with limits.
 
 A file is a valid safetensors file: 8 bytes with the header's length, the header (JSON), then flat
-tensors without holes. The header follows from the schema and a few counts, which are the first
-tensor. So a reader parses no JSON: it takes the counts, builds the header that they give, and
-compares the bytes. What it makes of a file takes at most a small multiple of the file's size.
+tensors without gaps. The header follows from the schema and a few counts, which are the first
+tensor. So a reader parses no JSON: it reads the counts, builds the header that they give, and
+compares the bytes. The decoded table takes at most a small multiple of the file's size.
 
-Several tensors hold a column, one for each of its steps and one with its values:
+A column has a tensor for each of its steps, and one for its values:
 
     valid    BOOL [n]      false where the row is null
     index    I32 [n]       which of the column's distinct values the row has
@@ -33,15 +33,15 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BOOL": np.dtype("?"),
     "U8": np.dtype("u1"),
 }
-"""Types of values by safetensors' names, little-endian."""
+"""Types of values by their names in safetensors, little-endian."""
 _SIZES = ("index", "offsets", "text")
-"""Steps after which there is another number of entries."""
+"""Steps that change the number of entries."""
 _COUNTS = "counts"
 _PARQUET = b"PAR1"
 
 
 class MalformedTable(ValueError):
-    """Bytes that are not a table of the schema, within the limits."""
+    """Raised for bytes that are not a table of the schema within the limits."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Column:
     dtype: str
     """Dtype of the values, by its name in safetensors."""
     steps: tuple[str, ...] = ()
-    """Steps that lead from a row to its values, in this order."""
+    """Steps from a row to its values, in this order."""
     width: int = 1
-    """Values of an entry: more than 1 for byte strings of a fixed length."""
+    """Values of an entry; more than 1 for byte strings of a fixed length."""
     most: int | None = None
-    """Elements that a row's list may have; None for no bound but the file's size."""
+    """Largest number of elements of a row's list; None: only the file's size limits it."""
 
 
 @dataclass(frozen=True)
@@ -69,24 +69,24 @@ class Schema:
 
     @property
     def counts(self) -> int:
-        """How many counts a file has: its rows, and one for each step that changes their number."""
+        """Number of counts in a file: one for the rows, and one for each step in `_SIZES`."""
         return 1 + sum(step in _SIZES for column in self.columns for step in column.steps)
 
 
 def text(name: str, *steps: str, most: int | None = None) -> Column:
-    """A column of texts; the file holds each distinct text once."""
+    """Return a column of texts; the file holds each distinct text once."""
     return Column(name, "U8", (*steps, "index", "text"), most=most)
 
 
 def encode_table(columns: Mapping[str, Sequence[Any]], schema: Schema) -> bytes:
-    """Columns as the bytes of a file.
+    """Return the bytes of a file with these columns.
 
     Args:
-        columns: a value a row for each column, as `decode_table` returns them.
+        columns: for each column a value a row, as `decode_table` returns them.
         schema: the columns.
 
     Raises:
-        ValueError: a byte string has another length than its column's width.
+        ValueError: the length of a byte string is not its column's width.
     """
     counts, parts = [len(columns[schema.columns[0].name])], {}
     for column in schema.columns:
@@ -109,21 +109,21 @@ def decode_table(
     max_bytes: int,
     only: Collection[str] | None = None,
 ) -> dict[str, list[Any]]:
-    """Reads a file from outside.
+    """Read an untrusted file.
 
     Args:
-        data: the file's bytes; arrays in the result are read-only views of it.
-        schema: its columns.
-        max_rows: rows allowed.
-        max_bytes: bytes allowed, of the file and of each column where every row has its own value.
-        only: names of the columns to read; all if None.
+        data: bytes of the file; arrays in the result are read-only views of it.
+        schema: the columns.
+        max_rows: largest number of rows.
+        max_bytes: largest size of the file, and of each column if no two rows shared a value.
+        only: names of the columns to read; None for all.
 
     Returns:
         For each column a value a row: a number, text, list of byte strings or texts, or 1-D array;
         None for a null.
 
     Raises:
-        MalformedTable: anything else than such a table.
+        MalformedTable: `data` is not such a table.
     """
     if len(data) > max_bytes:
         raise MalformedTable(f"{len(data)} bytes, more than the {max_bytes} allowed")
@@ -137,16 +137,16 @@ def decode_table(
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where everything is in a file of some counts."""
+    """Positions of all parts of a file."""
 
     head: bytes
-    """All before the first tensor."""
+    """Bytes before the first tensor."""
     tensors: Mapping[str, tuple[int, int]]
-    """Start and end of each, by name, in the order of the file."""
+    """Start and end of each tensor, by name, in the order of the file."""
 
 
 def _layout(schema: Schema, counts: Sequence[int]) -> _Layout:
-    """The one layout of a file of the schema with these counts."""
+    """Return the only layout of a file of the schema with these counts."""
     shapes: dict[str, tuple[str, list[int]]] = {_COUNTS: ("I64", [len(counts)])}
     left = iter(counts)
     rows = next(left)
@@ -175,13 +175,13 @@ def _layout(schema: Schema, counts: Sequence[int]) -> _Layout:
 
 
 def _checked_layout(data: bytes, schema: Schema, max_rows: int) -> _Layout:
-    """The layout that a file's counts give; the file has its header and its size.
+    """Return the layout that a file's counts give, and check header and size of the file.
 
     Raises:
-        MalformedTable: it has not.
+        MalformedTable: they differ.
     """
     if data.startswith(_PARQUET):
-        raise MalformedTable("a Parquet file, as older versions wrote them: update who made it")
+        raise MalformedTable("a Parquet file of an older version: update the program that wrote it")
     start = 8 + int.from_bytes(data[:8], "little")
     if len(data) < start + 8 * schema.counts:
         raise MalformedTable("shorter than its header and its counts")
@@ -200,7 +200,7 @@ def _checked_layout(data: bytes, schema: Schema, max_rows: int) -> _Layout:
 
 
 def _column(data: bytes, layout: _Layout, column: Column, max_bytes: int) -> list[Any]:
-    """A value a row, from the column's values back to the rows."""
+    """Return a value a row, from the column's values back to the rows."""
     values: Any = _tensor(data, layout, column.name, column.dtype)
     if column.width > 1:
         raw = values.tobytes()
@@ -218,7 +218,7 @@ def _column(data: bytes, layout: _Layout, column: Column, max_bytes: int) -> lis
 
 
 def _tensor(data: bytes, layout: _Layout, name: str, dtype: str) -> np.ndarray:
-    """A flat view of one tensor; truth values are 0 or 1."""
+    """Return a flat view of one tensor; truth values must be 0 or 1."""
     start, end = layout.tensors[name]
     view = memoryview(data)[start:end]
     if dtype == "BOOL" and np.frombuffer(view, np.uint8).max(initial=0) > 1:
@@ -230,7 +230,7 @@ def _step_read(step: str, entries: np.ndarray, values: Any, column: Column) -> A
     """Return the values that a step leads to, one for each of its entries.
 
     Raises:
-        ValueError: an entry leads nowhere.
+        ValueError: an entry has no value.
     """
     if step == "valid":
         values = values.tolist() if isinstance(values, np.ndarray) else values
@@ -254,7 +254,7 @@ def _step_read(step: str, entries: np.ndarray, values: Any, column: Column) -> A
 
 
 def _step_written(step: str, values: Sequence[Any], column: Column) -> tuple[Any, Any]:
-    """The entries of a step, and the values that they lead to."""
+    """Return the entries of a step, and the values that they lead to."""
     if step == "valid":
         absent: Any = () if "offsets" in column.steps else 0
         return [v is not None for v in values], [absent if v is None else v for v in values]
@@ -263,8 +263,8 @@ def _step_written(step: str, values: Sequence[Any], column: Column) -> tuple[Any
         keys = [v if isinstance(v, str) else _bytes_of(v, column) for v in values]
         for key, value in zip(keys, values, strict=True):
             distinct.setdefault(key, value)
-        places = {key: place for place, key in enumerate(distinct)}
-        return [places[key] for key in keys], list(distinct.values())
+        positions = {key: position for position, key in enumerate(distinct)}
+        return [positions[key] for key in keys], list(distinct.values())
     if step == "text":
         values = [value.encode() for value in values]
         joined: Any = b"".join(values)
@@ -276,12 +276,12 @@ def _step_written(step: str, values: Sequence[Any], column: Column) -> tuple[Any
 
 
 def _size(values: Sequence[Any], column: Column) -> int:
-    """Bytes of lists or texts, if no two of them shared theirs."""
+    """Return the bytes of lists or texts if no two of them shared a value."""
     return sum(map(len, values)) * column.width * DTYPES[column.dtype].itemsize
 
 
 def _bytes_of(values: Any, column: Column) -> bytes:
-    """The bytes of values that no step is left for."""
+    """Return the bytes of values after the last step."""
     if isinstance(values, bytes):
         return values
     if column.width == 1:

@@ -1,4 +1,4 @@
-"""A verdict file: a validator's findings on one submission, a signed table, a row a rollout."""
+"""A verdict file: a validator's verdict on one submission, in a signed table, a row a rollout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from runspec.core.errors import one_line
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
-from runspec.core.signed import BadSignature, open_document, sign_document
+from runspec.core.signed import BadSignature, sign_document
 from verify.formats.payload import STRICT, Digest, Natural, open_payload
 from verify.formats.tables import Column, MalformedTable, Schema, decode_table, encode_table, text
 
@@ -21,10 +21,10 @@ MAX_ENVELOPE_BYTES = 16 * 1024
 MAX_BYTES = 256 * 1024 * 1024
 MAX_ROWS = 65536
 MAX_FINGERPRINTS = 17
-"""Largest number of fingerprints of a row: its output, and 16 runs of tokens."""
+"""Largest number of fingerprints of a row: one of its output, and 16 of runs of tokens."""
 
 MAX_FAULT = 400
-"""Characters of a fault of the grader."""
+"""Largest number of characters of a fault of the grader."""
 MAX_CHECKS = 64
 """Largest number of checks of a row."""
 SCHEMA = Schema(
@@ -53,7 +53,7 @@ SCHEMA = Schema(
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One check's verdict on one rollout, with the number that decided it and its limit."""
+    """Result of one check of one rollout, with the deciding number and its limit."""
 
     name: str
     passed: bool
@@ -75,18 +75,18 @@ class RolloutVerdict:
     length: int
     """Output tokens, the end token included."""
     target: int | None
-    """Length asked for."""
+    """Length that the prompt asked for."""
     logprobs: np.ndarray | None
-    """f32 [n] under the sampled version, at the sampling temperature; None where not prefilled."""
+    """f32 [n] under the sampled version, at the sampling temperature; None if not prefilled."""
     logprob_diff: float | None
-    """Mean |claimed - recomputed| log-prob over the output tokens; None where not prefilled."""
+    """Mean |claimed - recomputed| log-prob over the output tokens; None if not prefilled."""
     checks: list[CheckResult]
     fingerprints: list[int] = field(default_factory=list)
-    """Hashes of runs of tokens that no other rollout can share by chance, which the coordinator
-    compares across submissions (`verify.checks.duplicates`); empty where nothing was accepted."""
+    """Hashes of runs of tokens that no other rollout can share by chance. The coordinator compares
+    them across submissions (`verify.checks.duplicates`). Empty if an earlier check failed."""
     gap_excess: float | None = None
     """Excess of its gaps over a worker's long-run budget, nats (`verify.thresholds.GapNoise`); None
-    where the pool was not calibrated, or the rollout not recomputed."""
+    if the pool was not calibrated or the rollout not recomputed."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ class VerdictEnvelope:
     submission: Digest
     accepted: bool
     reason: str
-    """Why it was rejected: the failed check, the row, the number; empty when accepted."""
+    """Why it was rejected: the failed check, the row, the number; empty if accepted."""
     dropped_groups: list[Natural]
-    """Groups lost to a fault of the grader, without blame."""
+    """Groups lost to a fault of the grader."""
     fault: str
-    """The grader's error at the last of them, as one printable line."""
+    """The grader's error at the last dropped group, as one printable line."""
     digest: Digest
     bytes: Natural
 
@@ -113,7 +113,7 @@ _CODEC = TypeAdapter(VerdictEnvelope)
 
 
 def encode_verdicts(rows: list[RolloutVerdict]) -> bytes:
-    """The bytes of a verdict file's table."""
+    """Return the bytes of a verdict file's table."""
     columns: dict[str, list[Any]] = {}
     for column in SCHEMA.columns:
         name, _, of_check = column.name.partition(".")
@@ -127,10 +127,10 @@ def encode_verdicts(rows: list[RolloutVerdict]) -> bytes:
 
 
 def decode_verdicts(data: bytes) -> list[RolloutVerdict]:
-    """Reads a verdict file's table; arrays of the rows are read-only views of `data`.
+    """Read a verdict file's table; arrays of the rows are read-only views of `data`.
 
     Raises:
-        MalformedTable: not a table of this format.
+        MalformedTable: `data` is not a table of this format.
     """
     columns = decode_table(data, SCHEMA, max_rows=MAX_ROWS, max_bytes=MAX_BYTES)
     fields = [columns.pop(name) for name in list(columns) if name.startswith("checks.")]
@@ -150,11 +150,11 @@ def decode_verdicts(data: bytes) -> list[RolloutVerdict]:
 
 
 def read_fingerprints(path: Path) -> list[list[int]]:
-    """Return the fingerprints of each row of an accepted verdict file; it reads that column alone.
+    """Return the fingerprints of each row of a verdict file; only that column is decoded.
 
     Raises:
         OSError: the file cannot be read.
-        MalformedTable: not a table of this format.
+        MalformedTable: it is not a table of this format.
     """
     columns = decode_table(
         *(path.read_bytes(), SCHEMA),
@@ -181,7 +181,7 @@ def sign_verdict(
     fault: str = "",
     key: SigningKey,
 ) -> bytes:
-    """The signed envelope of a verdict file's table."""
+    """Return the signed envelope of a verdict file's table."""
     digest, size = digest_bytes(data), len(data)
     envelope = VerdictEnvelope(
         run, step, submission, accepted, reason, dropped_groups, fault, digest, size
@@ -190,15 +190,16 @@ def sign_verdict(
 
 
 def open_verdict(data: bytes, *, validators: frozenset[str]) -> VerdictEnvelope:
-    """Checks an envelope and returns it.
+    """Check an envelope and return it.
 
     Raises:
-        BadSignature: not signed by a validator, or its fields are not a verdict's.
+        BadSignature: it is not signed by a validator, or its fields are not valid.
     """
-    document = open_document(data, kind=KIND, keys=validators, max_bytes=MAX_ENVELOPE_BYTES)
-    envelope = open_payload(_CODEC, document.payload, KIND)
+    envelope, _ = open_payload(
+        _CODEC, data, kind=KIND, keys=validators, max_bytes=MAX_ENVELOPE_BYTES
+    )
     if envelope.accepted == bool(envelope.reason):
-        raise BadSignature("verdict: a rejection has a reason, and nothing else has one")
+        raise BadSignature("verdict: a rejection must have a reason, an acceptance must have none")
     if envelope.fault != one_line(envelope.fault, MAX_FAULT):
         raise BadSignature(f"verdict: a fault is one printable line of {MAX_FAULT} characters")
     return envelope

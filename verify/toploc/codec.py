@@ -23,12 +23,12 @@ PROOF_BYTES = 2 + 2 * TOP_K
 
 
 class MalformedProof(ValueError):
-    """Raised for bytes that no honest prover writes, or a wrong number of proofs."""
+    """Raised for bytes that no honest prover writes, or for a wrong number of proofs."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """A polynomial over GF(65497) and the modulus that keeps its positions distinct."""
+    """A polynomial over GF(65497), and the modulus under which its positions are distinct."""
 
     modulus: int
     coefficients: np.ndarray
@@ -43,12 +43,13 @@ def parse_proof(data: bytes, *, k: int = TOP_K) -> Proof:
     """Read a proof from outside.
 
     Args:
-        data: the bytes.
-        k: positions that the chunk has: min(128, elements).
+        data: bytes of the proof.
+        k: number of positions of the chunk: min(128, elements).
 
     Raises:
-        MalformedProof: wrong length, modulus outside [128, 65497] (it is 65497 if a chunk has fewer
-            than 128 positions), a coefficient of 65497 or more, or one beyond the kth.
+        MalformedProof: the length is wrong, the modulus is outside [128, 65497] (it is 65497 if a
+            chunk has fewer than 128 positions), a coefficient is 65497 or more, or one after the
+            kth is not 0.
     """
     if len(data) != PROOF_BYTES:
         raise MalformedProof(f"{len(data)} bytes instead of {PROOF_BYTES}")
@@ -83,39 +84,33 @@ def build_proofs(hidden_bits: np.ndarray) -> list[bytes]:
 
 
 def build_proofs_batch(rollouts: Sequence[np.ndarray]) -> list[list[bytes]]:
-    """Build proofs of many rollouts at once, which is cheaper than one by one."""
+    """Build the proofs of many rollouts at once, which is faster than one by one."""
     chunks = [split(hidden) for hidden in rollouts]
     flat = [chunk for rollout in chunks for chunk in rollout]
-    proofs = iter([proof for block in blocks(flat) for proof in _build(block)])
+    proofs = iter([proof for block in blocks(flat) for proof in _encode(select(block))])
     return [[next(proofs) for _ in rollout] for rollout in chunks]
 
 
 def build_proofs_of(selections: Sequence[Selection]) -> list[list[bytes]]:
     """Build proofs from largest activations that were selected elsewhere, as on a sampler's GPU.
 
-    The bytes are those of `build_proofs` wherever the same positions were selected. The order of a
-    selection does not matter. Among equal magnitudes `select` takes the earliest, a device
-    any, so agreement is judged by `verify_proofs`, not by bytes.
+    If the same positions were selected, the bytes are those of `build_proofs`. The order of a
+    selection does not matter. Among equal magnitudes `select` takes the earliest and a device any
+    of them, so `verify_proofs` judges agreement, and not the bytes.
 
     Args:
-        selections: of each rollout; C chunks each, and C may differ.
+        selections: selection of each rollout with C chunks; C may differ.
 
     Returns:
-        Of each rollout C proofs of 258 bytes.
+        For each rollout C proofs of 258 bytes.
 
     Raises:
-        ValueError: an activation is not finite; a position is outside its chunk or comes twice.
+        ValueError: an activation is not finite; a position is outside its chunk or occurs twice.
     """
-    whole = Selection(
-        *(
-            np.concatenate([getattr(each, name) for each in selections] or [empty])
-            for name, empty in (
-                ("indices", np.empty((0, TOP_K), np.int64)),
-                ("bits", np.empty((0, TOP_K), np.int64)),
-                ("sizes", np.empty(0, np.int64)),
-            )
-        )
-    )
+    if not selections:
+        return []
+    parts = zip(*((each.indices, each.bits, each.sizes) for each in selections), strict=True)
+    whole = Selection(*map(np.concatenate, parts))
     proofs = iter(
         [
             proof
@@ -126,12 +121,8 @@ def build_proofs_of(selections: Sequence[Selection]) -> list[list[bytes]]:
     return [[next(proofs) for _ in each.sizes] for each in selections]
 
 
-def _build(chunks: list[np.ndarray]) -> list[bytes]:
-    return _encode(select(chunks))
-
-
 def _checked(selection: Selection) -> Selection:
-    """Return the selection with unused positions as `select` has them: those after the chunk."""
+    """Return the selection with unused positions as `select` has them, after those of the chunk."""
     indices = np.where(selection.used, selection.indices, np.arange(TOP_K))
     if (selection.used & ((indices < 0) | (indices >= selection.sizes[:, None]))).any():
         raise ValueError("a selected position lies outside its chunk")

@@ -2,7 +2,7 @@
 
 Elements are balanced residues, integers in [-32748, 32748] held as float64. A product of three
 stays below 2**46 and a sum of 128 products below 2**38, far from the 2**53 up to which float64 is
-exact, so that sums of products are plain matrix products and one reduction ends each.
+exact. So sums of products are matrix products with one reduction at the end.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ TERMS = 128
 """Coefficients of every polynomial here: degree at most 127."""
 _BABY = 16  # 128 = 8 x 16: powers are split as x**(16 b + a)
 NODES = np.arange(-TERMS // 2, TERMS // 2, dtype=np.float64)
-"""Fixed points at which a product of factors is evaluated before it is interpolated."""
+"""Fixed points at which a product of factors is evaluated and then interpolated."""
 
 
 def reduce(values: np.ndarray) -> np.ndarray:
-    """Balanced residues of integers below 2**50 in magnitude.
+    """Return balanced residues of integers below 2**50 in magnitude.
 
-    Exact: PRIME is odd, so no quotient lies within 2**-18 of a half, which rounding cannot bridge.
+    The result is exact: PRIME is odd, so no quotient lies within 2**-18 of a half, and rounding
+    errors are smaller.
     """
     quotients = np.rint(values * (1.0 / PRIME))
     quotients *= -PRIME
@@ -31,14 +32,14 @@ def reduce(values: np.ndarray) -> np.ndarray:
 
 
 def canonical(values: np.ndarray) -> np.ndarray:
-    """Balanced residues as integers in [0, PRIME), i64."""
+    """Return balanced residues as integers in [0, PRIME), i64."""
     integers = values.astype(np.int64)
     integers[integers < 0] += PRIME
     return integers
 
 
 def evaluate(coefficients: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Values of polynomials at points.
+    """Return values of polynomials at points.
 
     Args:
         coefficients: [C, 128], ascending.
@@ -51,7 +52,7 @@ def evaluate(coefficients: np.ndarray, points: np.ndarray) -> np.ndarray:
 
 
 def interpolate(points: np.ndarray, values: np.ndarray, used: np.ndarray) -> np.ndarray:
-    """Coefficients of the polynomials of least degree through some points.
+    """Return the coefficients of the polynomials of least degree through some points.
 
     With M(X) = prod_i (X - x_i) and w_i = y_i / M'(x_i), Lagrange's sum_i w_i M(X) / (X - x_i),
     expanded in 1 / X, has the coefficients c_j = sum_{l > j} M_l s_{l-j-1} with the power sums
@@ -60,7 +61,7 @@ def interpolate(points: np.ndarray, values: np.ndarray, used: np.ndarray) -> np.
     Args:
         points: [C, 128], distinct modulo PRIME among the used ones of a row.
         values: [C, 128].
-        used: bool [C, 128]; points that are not used bind nothing.
+        used: bool [C, 128]; points that are not used are ignored.
 
     Returns:
         [C, 128], ascending, zero from the number of used points on.
@@ -76,7 +77,7 @@ def interpolate(points: np.ndarray, values: np.ndarray, used: np.ndarray) -> np.
 
 
 def _powers(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """x**a for a < 16, and x**(16 b) for b < 8: [C, 16, k] and [C, 8, k]."""
+    """Return x**a for a < 16, and x**(16 b) for b < 8: [C, 16, k] and [C, 8, k]."""
     baby = _first_powers(points, _BABY)
     step = reduce(baby[:, -1] * points)
     return baby, _first_powers(step, TERMS // _BABY)
@@ -108,10 +109,10 @@ def _power_sums(weights: np.ndarray, powers: tuple[np.ndarray, np.ndarray]) -> n
 
 
 def _from_roots(roots: np.ndarray, used: np.ndarray) -> np.ndarray:
-    """Coefficients M_0 .. M_128 of prod (X - root) over the used roots: [C, 129].
+    """Return the coefficients M_0 .. M_128 of prod (X - root) over the used roots: [C, 129].
 
-    Evaluated at 128 fixed nodes, then interpolated by a fixed matrix. Where all 128 roots are used
-    X**128 is one term too many for 128 nodes: it is taken off before and put back after.
+    The product is evaluated at 128 fixed nodes and interpolated by a fixed matrix. If all 128 roots
+    are used, X**128 is one term too many for 128 nodes. So it is subtracted before and added after.
     """
     factors = NODES - roots[:, :, None]  # [C, roots, nodes]
     factors[~used] = 1.0
@@ -121,7 +122,7 @@ def _from_roots(roots: np.ndarray, used: np.ndarray) -> np.ndarray:
 
 
 def _product(factors: np.ndarray) -> np.ndarray:
-    """Product over axis 1, three at a time (2**48 at most between reductions)."""
+    """Return the product over axis 1, three at a time (at most 2**48 between reductions)."""
     while (count := factors.shape[1]) > 1:
         third = -(-count // 3)
         product = factors[:, :third].copy()
@@ -133,7 +134,7 @@ def _product(factors: np.ndarray) -> np.ndarray:
 
 
 def _correlate(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """c_j = sum_{i >= j} left_i right_{i-j}: [C, 128]."""
+    """Return c_j = sum_{i >= j} left_i right_{i-j}: [C, 128]."""
     padded = np.concatenate([np.zeros((len(right), TERMS - 1)), right], axis=1)
     windows = np.lib.stride_tricks.sliding_window_view(padded, TERMS, axis=1)  # [C, 128, 128]
     return reduce(np.einsum("cji,ci->cj", windows, left))[:, ::-1]
@@ -141,7 +142,7 @@ def _correlate(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 @cache
 def _inverses() -> np.ndarray:
-    """1 / a for a in [0, PRIME), as a**(PRIME - 2); 0 for 0."""
+    """Return 1 / a for a in [0, PRIME), as a**(PRIME - 2); 0 for 0."""
     base = reduce(np.arange(PRIME, dtype=np.float64))
     result = np.ones(PRIME)
     for bit in f"{PRIME - 2:b}":
@@ -153,16 +154,16 @@ def _inverses() -> np.ndarray:
 
 @cache
 def node_powers() -> np.ndarray:
-    """node**128 at the fixed nodes: [128]."""
+    """Return node**128 at the fixed nodes: [128]."""
     return np.array([pow(int(node), TERMS, PRIME) for node in NODES], dtype=np.float64)
 
 
 @cache
 def node_matrix() -> np.ndarray:
-    """Turns values at the fixed nodes into coefficients: [128 nodes, 128 coefficients].
+    """Return the matrix from values at the fixed nodes to coefficients: [128 nodes, 128].
 
-    Row j is Lagrange's basis polynomial of node j: N(X) / (X - t_j), by synthetic division of
-    N(X) = prod_j (X - t_j), over its value at t_j.
+    Row j is Lagrange's basis polynomial of node j: N(X) / (X - t_j) divided by its value at t_j,
+    with N(X) = prod_j (X - t_j), by synthetic division.
     """
     master = np.ones(1)  # descending powers
     for node in NODES:

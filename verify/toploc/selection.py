@@ -1,4 +1,4 @@
-"""Chunks of activations, and the positions that a proof speaks of."""
+"""Chunks of activations, and the positions that a proof covers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHUNK_ROWS = 32
 """Output tokens in a chunk; the last chunk of a rollout may have fewer."""
 TOP_K = 128
 MAGNITUDE = 0x7FFF
-"""Every bit of a bf16 but the sign."""
+"""Mask of all bits of a bf16 except the sign."""
 INFINITY = 0x7F80
 _BLOCK_ELEMENTS = 1 << 20  # activations worked on at once: bounds memory, fills the caches
 _BLOCK_CHUNKS = 32
@@ -23,8 +23,8 @@ _BLOCK_CHUNKS = 32
 class Selection:
     """The largest activations of C chunks.
 
-    Those of `select` are in order of decreasing magnitude, then position; of chunks with fewer than
-    128 elements only the first k count. Those of a sampler's device come in any order.
+    `select` gives them in order of decreasing magnitude, then position; a sampler's device gives
+    them in any order. In chunks with fewer than 128 elements only the first k count.
     """
 
     indices: np.ndarray
@@ -36,7 +36,7 @@ class Selection:
 
     @property
     def k(self) -> np.ndarray:
-        """i64 [C]: how many positions count, min(128, elements of the chunk)."""
+        """i64 [C]: number of positions that count, min(128, elements of the chunk)."""
         return np.minimum(self.sizes, TOP_K)
 
     @property
@@ -57,14 +57,14 @@ def round_to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def split(hidden: np.ndarray) -> list[np.ndarray]:
-    """The chunks of u16 [n, D], flattened: views of at most 32 x D elements."""
+    """Return the chunks of u16 [n, D], flattened: views of at most 32 x D elements."""
     if hidden.dtype != np.uint16 or hidden.ndim != 2:
         raise TypeError(f"bf16 bits were expected as uint16 [n, D], not {hidden.dtype}")
     return [hidden[i : i + CHUNK_ROWS].reshape(-1) for i in range(0, len(hidden), CHUNK_ROWS)]
 
 
 def blocks(chunks: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """Chunks in portions that fit the caches."""
+    """Yield chunks in portions that fit the caches."""
     if not chunks:
         return
     largest = max(chunk.size for chunk in chunks)
@@ -74,7 +74,7 @@ def blocks(chunks: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
 
 
 def select(chunks: Sequence[np.ndarray]) -> Selection:
-    """The top k by magnitude of each chunk; among equals the earlier position goes first.
+    """Return the top k by magnitude of each chunk; of equal ones, the earlier position is first.
 
     Args:
         chunks: u16 bits, flat; lengths may differ.
@@ -90,7 +90,8 @@ def select(chunks: Sequence[np.ndarray]) -> Selection:
 
 
 def injective_moduli(indices: np.ndarray) -> np.ndarray:
-    """The largest modulus up to 65497 under which the positions of a row stay distinct: i64 [C]."""
+    """Return the largest modulus up to 65497 under which a row's positions are distinct: i64
+    [C]."""
     moduli = np.full(len(indices), PRIME)
     pending = np.flatnonzero(indices.max(axis=1) >= PRIME)
     while pending.size:
@@ -103,10 +104,10 @@ def injective_moduli(indices: np.ndarray) -> np.ndarray:
 
 
 def _largest(magnitudes: np.ndarray) -> np.ndarray:
-    """Positions of the 128 largest of each row, by decreasing magnitude, then position: [C, 128].
+    """Return the positions of each row's 128 largest, by decreasing magnitude, then position.
 
-    A row is cut into some 512 strands. The 128th largest of the strands' maxima is a lower bound
-    of the 128th largest element, which leaves few candidates to sort.
+    A row is divided into about 512 strands. The 128th largest of the strands' maxima is a lower
+    bound of the 128th largest element, so few candidates are left to sort. The result is [C, 128].
     """
     rows, width = magnitudes.shape
     depth = max(1, width // (4 * TOP_K))

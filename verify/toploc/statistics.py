@@ -1,13 +1,15 @@
-"""Compares proofs with recomputed activations, and bounds what a guess could hit.
+"""Compares proofs with recomputed activations, and bounds the hits of a guess.
 
-A polynomial of degree above 0 takes a prescribed value, within r units in the last place, at some
-128 log(65497) / log(65497 / (2r + 1)) positions at most (there are 65497**128 polynomials; each
-position leaves a share of (2r + 1) / 65497 of them): 172 for r = 8, 206 for r = 32. A forger who
-knows a model's statistics chooses the positions where it is often large, and the values that it
-often has there. So a forger is granted 256 cells of the chunk: as many whole channels as make
-these, a signed value for each. The best choice is made in hindsight, on the very activations that
-are judged. What it hits is an upper bound for every forgery of this kind, whatever was known of the
-model.
+A polynomial of degree above 0 can take prescribed values, within r units in the last place, at
+about 128 log(65497) / log(65497 / (2r + 1)) positions at most: 172 for r = 8, 206 for r = 32. The
+reason is that there are 65497**128 polynomials, and each position leaves a share of (2r + 1) /
+65497.
+
+A forger who knows a model's statistics chooses the positions where activations are often large, and
+the values that they often have there. So the bound assumes 256 cells of the chunk: whole channels,
+with one signed value each. The best choice is made in hindsight, from the judged activations
+themselves. Its hits are an upper bound for every forgery of this kind, whatever the forger knows of
+the model.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from verify.toploc.selection import (
 )
 
 RADII = (8, 32)
-"""Units in the last place within which a claim hits: 8 for bfloat16's rounding, 32 for fp8's."""
+"""Largest distances of a hit in units in the last place: 8 for bfloat16's rounding, 32 for
+fp8's."""
 GRANTED_CELLS = 2 * TOP_K
 _OFFSET = 1 << 16  # makes ordered values positive
 _CHANNEL = 1 << 18  # beyond them and any radius
@@ -42,7 +45,7 @@ def guessable(selection: Selection, ordered: np.ndarray, widths: np.ndarray) -> 
 
     Args:
         selection: the largest activations of C chunks.
-        ordered: i64 [C, 128], their bits as integers in the order of the numbers.
+        ordered: i64 [C, 128], their bits as integers in the order of the numbers (`_signed`).
         widths: i64 [C], hidden size of each chunk.
 
     Returns:
@@ -78,9 +81,9 @@ class NullTest:
     radius: int
     """Index into `RADII`."""
     allowed: int
-    """Positions that may be further off than the radius."""
+    """Number of positions that may be further off than the radius."""
     bits: float
-    """Bits that passing is worth (`bits_against_guessing`)."""
+    """Bits that passing the test is worth (`bits_against_guessing`)."""
 
 
 def null_test(
@@ -95,16 +98,16 @@ def null_test(
     """Return the most lenient test of a chunk that is worth enough bits, or else the strictest.
 
     Args:
-        k: positions that are judged.
-        elements: of the chunk.
+        k: number of judged positions.
+        elements: number of elements of the chunk.
         guesses: `ChunkStatistics.guessable`.
-        shares: of k, that may miss: at least (what honest claims need), and at most.
+        shares: shares of k that may miss: the least, which honest claims need, and the most.
         noise: median error that honest claims may have, units in the last place.
-        enough_bits: see above.
+        enough_bits: bits that the test should be worth.
 
     Returns:
-        The bits are 0 where noise exceeds every radius, and where k is more than half of the chunk,
-        so that its smallest are near 0.
+        The test. Its bits are 0 if the noise exceeds every radius, or if k is more than half of the
+        chunk, because its smallest activations are then near 0.
     """
     least, most = (math.floor(share * k) for share in shares)
     usable = [i for i, radius in enumerate(RADII) if noise <= radius]
@@ -120,16 +123,18 @@ def null_test(
 
 
 def _granted_channels(sizes: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """Return the whole channels in 256 cells, rounded up: 8 of a full chunk, more of a short."""
+    """Return the whole channels in 256 cells, rounded up: 8 for a full chunk, more for a short
+    one."""
     rows = np.maximum(sizes // widths, 1)
     return np.minimum(-(-GRANTED_CELLS // rows), TOP_K)
 
 
 def bits_against_guessing(k: int, hits: int, required: int) -> float:
-    """-log2 of the chance that a forgery hits `required` of k positions, if it expects `hits`.
+    """Return -log2 of the chance that a forgery hits `required` of k positions if it expects
+    `hits`.
 
-    The Chernoff bound of a binomial, k KL(required / k || hits / k): it holds as it stands where
-    hits at different positions are independent or negatively dependent. 0 where the bound is void.
+    This is the Chernoff bound of a binomial, k KL(required / k || hits / k). It holds if hits at
+    different positions are independent or negatively dependent. It is 0 if the bound says nothing.
     """
     rate, floor = hits / k, required / k
     if rate >= floor:
@@ -158,38 +163,38 @@ class ChunkStatistics:
     exponent_mismatches: int
     """Positions whose exponents differ."""
     mantissa_error_mean: float
-    """Mean |difference of the 7 mantissa bits| where exponents agree; inf where none do."""
+    """Mean |difference of the 7 mantissa bits| where exponents agree; inf if none do."""
     mantissa_error_median: float
     """Upper median of the same."""
     sign_mismatches: int
     """Positions whose exponents agree and whose signs do not."""
     error_median: float
-    """Upper median over the k positions of the distance in units in the last place, signs counted.
-    """
+    """Upper median over the k positions of the signed values' distance, units in the last place."""
     constant_error: float
-    """The least `error_median` that one magnitude for all positions could reach, signs given."""
+    """The least `error_median` that one magnitude for all positions could reach with right
+    signs."""
     modulus_gap: int
-    """How far the claimed modulus lies below the largest that keeps the recomputed positions
-    distinct; 0 where it does not."""
+    """Difference of the claimed modulus below the largest that keeps the recomputed positions
+    distinct; 0 if it is not below."""
     missing_terms: int
-    """k - 1 less the polynomial's degree: 0 but for one honest proof in 65497; 0 also where all k
-    activations are alike, as then it is a constant."""
+    """k - 1 minus the polynomial's degree: 0 except for one honest proof in 65497. Also 0 if all k
+    activations are equal, because the polynomial is then a constant."""
     misses: tuple[int, ...]
-    """Positions whose claim is further off than each of `RADII`, in units in the last place.
-    """
+    """For each of `RADII`, the positions whose claim is further off."""
     guessable: tuple[int, ...]
-    """Positions that a forger who knew the model would hit within each of them (`guessable`)."""
+    """For each of `RADII`, the positions that a forger who knows the model would hit
+    (`guessable`)."""
 
 
 def verify_proofs(hidden_bits: np.ndarray, proofs: Sequence[bytes]) -> list[ChunkStatistics]:
-    """Compares the proofs of one rollout with recomputed activations.
+    """Compare the proofs of one rollout with recomputed activations.
 
     Args:
         hidden_bits: u16 [n, D], as for `build_proofs`.
-        proofs: as a worker sent them, one for each 32 rows begun.
+        proofs: proofs that a worker sent, one for each 32 rows begun.
 
     Raises:
-        MalformedProof: a proof that is none, or too few or too many.
+        MalformedProof: a proof is malformed, or their number is wrong.
     """
     result = verify_proofs_batch([hidden_bits], [proofs])[0]
     if isinstance(result, MalformedProof):
@@ -197,27 +202,18 @@ def verify_proofs(hidden_bits: np.ndarray, proofs: Sequence[bytes]) -> list[Chun
     return result
 
 
-def _open_claims(chunks: list[np.ndarray], proofs: list[Proof]) -> tuple[Selection, np.ndarray]:
-    """The largest activations of C chunks, and what is claimed of them: i64 [C, 128]."""
-    selection = select(chunks)
-    moduli = np.array([proof.modulus for proof in proofs])
-    coefficients = np.stack([proof.coefficients for proof in proofs]).astype(np.float64)
-    values = evaluate(coefficients, selection.indices % moduli[:, None])
-    return selection, canonical(values)
-
-
 def verify_proofs_batch(
     rollouts: Sequence[np.ndarray],
     proofs: Sequence[Sequence[bytes]],
 ) -> list[list[ChunkStatistics] | MalformedProof]:
-    """`verify_proofs` of many rollouts at once, which is cheaper than one by one.
+    """Compare the proofs of many rollouts at once, which is faster than one by one.
 
     Args:
-        rollouts, proofs: of each rollout, as for `verify_proofs`.
+        rollouts, proofs: for each rollout, the arguments of `verify_proofs`.
 
     Returns:
-        For each rollout its statistics, or why its proofs are malformed: one worker's bad bytes
-        do not cost the others their result.
+        For each rollout its statistics, or why its proofs are malformed. Malformed proofs of one
+        rollout do not affect the others.
     """
     chunks = [split(hidden) for hidden in rollouts]
     parsed = [_parse(own, sent) for own, sent in zip(chunks, proofs, strict=True)]
@@ -248,55 +244,32 @@ def _parse(chunks: list[np.ndarray], proofs: Sequence[bytes]) -> list[Proof] | M
 
 
 def _compare(chunks: list[np.ndarray], claims: list[tuple[Proof, int]]) -> list[ChunkStatistics]:
-    """Compare chunks with their proofs, each with the hidden size."""
-    selection, claimed = _open_claims(chunks, [proof for proof, _ in claims])
+    """Compare C chunks with their proofs.
+
+    Args:
+        chunks: u16 bits, flat.
+        claims: of each chunk its proof and the hidden size.
+    """
+    selection = select(chunks)
+    true, used, k = selection.bits, selection.used, selection.k
     moduli = np.array([proof.modulus for proof, _ in claims])
     coefficients = np.stack([proof.coefficients for proof, _ in claims])
-    shape = _Shape(
-        np.maximum(injective_moduli(selection.indices) - moduli, 0),
-        _missing_terms(selection, coefficients),
-        np.array([width for _, width in claims]),
-    )
-    return _statistics(selection, claimed, shape)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """Numbers of C proofs and chunks that do not depend on the claimed values: each i64 [C]."""
-
-    modulus_gaps: np.ndarray
-    missing_terms: np.ndarray
-    widths: np.ndarray
-    """Hidden sizes."""
-
-
-def _missing_terms(selection: Selection, coefficients: np.ndarray) -> np.ndarray:
-    degrees = TOP_K - 1 - np.argmax(coefficients[:, ::-1] != 0, axis=1)
-    degrees[~coefficients.any(axis=1)] = 0
-    return np.where(_alike(selection), 0, selection.k - 1 - degrees)
-
-
-def _alike(selection: Selection) -> np.ndarray:
-    """bool [C]: all k activations are one value, so that their polynomial is a constant."""
-    return (~selection.used | (selection.bits == selection.bits[:, :1])).all(axis=1)
-
-
-def _statistics(selection: Selection, claimed: np.ndarray, shape: _Shape) -> list[ChunkStatistics]:
-    """Compare the bits at the selected positions with those that the proofs claim: [C, 128]."""
-    true, used, k = selection.bits, selection.used, selection.k
-    differing = true ^ claimed
-    agree = used & (differing & _EXPONENT == 0)
+    points = selection.indices % moduli[:, None]
+    claimed = canonical(evaluate(coefficients.astype(np.float64), points))
+    modulus_gaps = np.maximum(injective_moduli(selection.indices) - moduli, 0)
+    missing = _missing_terms(selection, coefficients)
+    agree = used & ((true ^ claimed) & _EXPONENT == 0)
     agreeing = agree.sum(axis=1)
     mantissa = np.abs((true & _MANTISSA) - (claimed & _MANTISSA))
     total = np.where(agree, mantissa, 0).sum(axis=1)
     middle = _upper_median(np.where(agree, mantissa, _FAR), agreeing)
-    signs = (agree & (differing & _SIGN != 0)).sum(axis=1)
+    signs = (agree & ((true ^ claimed) & _SIGN != 0)).sum(axis=1)
     ordered = _signed(true)
     distance = np.where(used, np.abs(ordered - _signed(claimed)), _FAR)
     error = _upper_median(distance, k)
     constant = _constant_error(true & MAGNITUDE, used, k)
     misses = np.stack([(used & (distance > radius)).sum(axis=1) for radius in RADII], axis=1)
-    guesses = guessable(selection, ordered, shape.widths)
+    guesses = guessable(selection, ordered, np.array([width for _, width in claims]))
     guesses = np.where(_alike(selection)[:, None], k[:, None], guesses)  # a constant hits them
     return [
         ChunkStatistics(
@@ -308,8 +281,8 @@ def _statistics(selection: Selection, claimed: np.ndarray, shape: _Shape) -> lis
             sign_mismatches=int(signs[c]),
             error_median=float(error[c]),
             constant_error=float(constant[c]),
-            modulus_gap=int(shape.modulus_gaps[c]),
-            missing_terms=int(shape.missing_terms[c]),
+            modulus_gap=int(modulus_gaps[c]),
+            missing_terms=int(missing[c]),
             misses=tuple(misses[c].tolist()),
             guessable=tuple(guesses[c].tolist()),
         )
@@ -317,20 +290,33 @@ def _statistics(selection: Selection, claimed: np.ndarray, shape: _Shape) -> lis
     ]
 
 
+def _missing_terms(selection: Selection, coefficients: np.ndarray) -> np.ndarray:
+    degrees = TOP_K - 1 - np.argmax(coefficients[:, ::-1] != 0, axis=1)
+    degrees[~coefficients.any(axis=1)] = 0
+    return np.where(_alike(selection), 0, selection.k - 1 - degrees)
+
+
+def _alike(selection: Selection) -> np.ndarray:
+    """Return bool [C]: whether all k activations are equal, so that the polynomial is a
+    constant."""
+    return (~selection.used | (selection.bits == selection.bits[:, :1])).all(axis=1)
+
+
 def _signed(bits: np.ndarray) -> np.ndarray:
-    """bf16 bits as integers in the order of the numbers: neighbours differ by 1."""
+    """Return bf16 bits as integers in the order of the numbers: neighbours differ by 1."""
     magnitude = bits & MAGNITUDE
     return np.where(bits & _SIGN, -magnitude, magnitude)
 
 
 def _upper_median(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Element number counts // 2 of each row in ascending order."""
+    """Return the element at index counts // 2 of each sorted row."""
     middle = np.minimum(counts // 2, TOP_K - 1)
     return np.take_along_axis(np.sort(values, axis=1), middle[:, None], axis=1)[:, 0]
 
 
 def _constant_error(magnitudes: np.ndarray, used: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """min over c of the upper median of |magnitude - c|: half the shortest span of k // 2 + 1."""
+    """Return the least upper median of |magnitude - c| over c: half the shortest span of k // 2 +
+    1."""
     ordered = np.sort(np.where(used, magnitudes, _FAR), axis=1)
     last = np.arange(TOP_K) + (k // 2)[:, None]
     spans = np.take_along_axis(ordered, np.minimum(last, TOP_K - 1), axis=1) - ordered

@@ -99,7 +99,7 @@ def test_a_ban_of_a_stopped_run_holds_when_it_goes_on(site: Site):
     # then it is listed, what cannot be is refused, and the run knows of the ban when it goes on
     assert banned.exit_code == 0, banned.output
     assert "409, this key is not banned" in str(refused.exception)
-    assert "409, a key with a role" in str(role.exception)
+    assert "409, this key has a role" in str(role.exception)
     assert [(r["standing"], r["reason"]) for r in rows(site)] == [("banned", "rubbish")]
     with site.serving(), pytest.raises(UserError, match="403, this key is banned: rubbish"):
         site.client(key).lease(0.0)
@@ -112,7 +112,7 @@ def test_a_run_that_was_never_started_has_no_workers_and_a_damaged_ledger_is_nam
         ledger.append([StepClosed(0.0, 3, (), "{}")])
     result = command("workers", tmp_path)
     assert isinstance(result.exception, UserError)
-    assert "the ledger cannot be replayed: steps close in order" in str(result.exception)
+    assert "it cannot be replayed: steps close in order" in str(result.exception)
 
 
 def test_what_cannot_be_done_is_said(site: Site):
@@ -123,7 +123,7 @@ def test_what_cannot_be_done_is_said(site: Site):
             (("ban", "abc"), "0 known keys begin with it"),
             (("ban", ""), "1 known keys begin with it"),
             (("unban", "0" * 64), "409, this key is not banned"),
-            (("ban", site.validator.public_hex), "409, a key with a role"),
+            (("ban", site.validator.public_hex), "409, this key has a role"),
         ):
             result = command(words[0], site.run_dir, words[1], "--reason", "x")
             assert isinstance(result.exception, UserError)

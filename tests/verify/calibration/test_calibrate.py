@@ -150,7 +150,7 @@ def test_a_root_elsewhere_signs_what_was_calibrated(
     [
         (["--pool", "nobody"], "no pool 'nobody'"),
         (["--rate", "1e-9"], "are needed for a rate of 1e-09"),
-        (["--weights", "/nowhere"], "whose policy version is here"),
+        (["--weights", "/nowhere"], "whose weights are on this machine"),
     ],
 )
 def test_what_cannot_be_measured_is_said(

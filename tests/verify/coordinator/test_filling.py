@@ -220,7 +220,7 @@ NO_GOLD = "p7: KeyError: 'gold' at my_rewards/grading.py:17"
         (
             {"outcomes": None, "reason": "toploc: row 3"},
             "2 submissions rejected (4 groups), last rejection: toploc: row 3",
-            "see the last rejection",
+            "the last rejection names",
         ),
     ],
 )

@@ -96,7 +96,7 @@ def test_the_client_believes_only_the_root_that_it_pins(site: Site):
     with site.serving():
         key = SigningKey.generate()
         for wrong in (site.client(key, root=key.public_hex), site.client(key, run="other")):
-            with pytest.raises(UserError, match="not to be believed"):
+            with pytest.raises(UserError, match="cannot be verified"):
                 wrong.spec()
 
 

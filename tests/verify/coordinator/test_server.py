@@ -115,7 +115,7 @@ def test_the_spec_must_fit_the_keys(site: Site):
     roles["payload"]["roles"]["coordinator"] = [SigningKey.generate().public_hex]
     write_atomic(site.run_dir / "keys" / "roles.json", canonical_json(roles))
 
-    with pytest.raises(UserError, match=r"roles\.json: cannot be believed"), site.serving():
+    with pytest.raises(UserError, match=r"roles\.json: cannot be verified"), site.serving():
         pass
 
 

@@ -1,7 +1,7 @@
 """The coordinator's defence against floods of requests, keys, submissions and connections.
 
-`Edge` is all that the coordinator's core uses. Its parts raise `Refusal` (429 with `Retry-After`,
-403 or 503), and the core neither counts nor times clients. `docs/public-runs.md` lists the limits.
+The services use `Edge` only. Its parts raise `Refusal` (429 with `Retry-After`, 403 or 503), so the
+services neither count nor time clients. `docs/public-runs.md` lists the limits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from verify.request_auth import RequestChecker
 
 @dataclass(frozen=True)
 class Edge:
-    """Limits between clients and the coordinator's core."""
+    """Authentication and limits between clients and the coordinator's services."""
 
     authentication: Authentication
     new_keys: NewKeys
@@ -38,9 +38,9 @@ class Edge:
         """Make the edge of a run.
 
         Args:
-            journal: the run's.
+            journal: journal of the run.
             spec: the run's resolved spec.
-            roles: the run's.
+            roles: roles of the run.
             waiting: returns the submissions that wait for a verdict.
         """
         limiter, proxies = Limiter(), networks(spec.verify.proxies)

@@ -2,8 +2,8 @@
 
 The limits of unregistered keys count by the client's address. `X-Forwarded-For` counts only from a
 proxy that `verify.proxies` lists, because anybody can send it. Each proxy appends the address of
-its own client, so the client is the last entry that is no proxy's. An IPv6 /64 counts as one
-address: a customer has at least that many.
+its own client, so the client is the last entry that is not a proxy. An IPv6 /64 counts as one
+address, because a customer gets at least a /64.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def client_address(remote: str | None, forwarded: Sequence[str], proxies: Sequen
     Args:
         remote: address at the other end of the connection.
         forwarded: the request's `X-Forwarded-For` headers, in order.
-        proxies: addresses whose header is believed.
+        proxies: addresses whose header is trusted.
     """
     address = _parse(remote or "")
     hops = ",".join(forwarded).rsplit(",", _MAX_HOPS)[-_MAX_HOPS:] if forwarded else []
@@ -74,15 +74,14 @@ def _parse(text: str) -> Address | None:
 
 
 class Authentication:
-    """Says who makes a request, and refuses clients that make too many.
+    """Identifies callers, and refuses clients that make too many requests.
 
     Args:
-        journal: knows the workers and the bans.
+        journal: has the workers and the bans.
         checker: checks signatures.
         limiter: counts requests.
-        roles: keys that no limit holds for.
-        own: public keys of the run's own workers.
-        proxies: address ranges whose `X-Forwarded-For` is believed.
+        roles: its coordinators and validators have no limits.
+        proxies: address ranges whose `X-Forwarded-For` is trusted.
     """
 
     def __init__(
@@ -114,8 +113,8 @@ class Authentication:
         """Return who signed a request.
 
         Args:
-            request: a signed one.
-            kind: of `RATES`, for a worker's requests; None: only keys of roles.json may make it.
+            request: a signed request.
+            kind: kind in `RATES` of a worker's request; None: only keys of roles.json may make it.
 
         Raises:
             Refusal: 429, or 403 for a banned key.
@@ -149,12 +148,12 @@ class Authentication:
         """Count a file or a large answer while it is sent.
 
         Raises:
-            Refusal: 503, too many are being sent to this address, or to all.
+            Refusal: 503, too many are being sent to this address, or to all addresses.
         """
         names = Name("address", "download", self.address(request)), Name("all", "download")
         with self._limiter.at_once(*names) as allowed:
             if not allowed:
-                raise Refusal(503, "too many downloads at once: come again", retry_after_s=5.0)
+                raise Refusal(503, "too many downloads at once: try again later", retry_after_s=5.0)
             yield
 
     @contextmanager
@@ -171,7 +170,7 @@ class Authentication:
                 raise Refusal(429, words, retry_after_s=1.0)
             with self._limiter.at_once(*self._newcomer(key, request)) as allowed:
                 if not allowed:
-                    words = "too many new keys are waiting for a lease already: come again"
+                    words = "too many new keys are waiting for a lease already: try again later"
                     raise Refusal(429, words, retry_after_s=5.0)
                 yield
 
@@ -200,5 +199,5 @@ class Authentication:
 def _wait(wait_s: float, which: str) -> None:
     """Refuse a request that must wait; 0.0 passes."""
     if wait_s > 0.0:
-        words = f"too many requests {which}: come again in {wait_s:.1f} s"
+        words = f"too many requests {which}: try again in {wait_s:.1f} s"
         raise Refusal(429, words, retry_after_s=wait_s)

@@ -1,12 +1,12 @@
-"""Limits how many submissions wait for a verdict; beyond it, workers are told to come again.
+"""Limits how many submissions wait for a verdict; above the limit, workers must retry later.
 
-Validators may be slower than workers, or down, and submissions would fill the disk. So those that
-wait are limited in number and bytes, and a reserve of the disk is kept for verdicts and the ledger.
-Above a limit a submission gets 429 before its body is read, with a `Retry-After` from the measured
-rate of verdicts, and no new lease is granted.
+If validators are slower than workers, or down, submissions would fill the disk. So the number and
+bytes of waiting submissions are limited, and a reserve of the disk is kept for verdicts and the
+ledger. Above a limit a submission gets 429 before its body is read, with a `Retry-After` from the
+measured rate of verdicts, and no new lease is granted.
 
-The worker loses nothing. If its lease would end before it is to come again, a `SubmissionDeferred`
-extends the lease. Past the lease's own time only the submission that the worker announced is
+The worker loses nothing. If its lease would end before the retry, a `SubmissionDeferred` extends
+the lease. Past the lease's own time only the submission that the worker announced is
 accepted, so waiting gives nobody time to sample. An extension lasts at most `fill.deadline` in all,
 and not beyond the lag.
 """
@@ -30,7 +30,7 @@ from verify.formats.submission import SubmissionEnvelope
 GRACE_S = 60.0
 """Seconds a worker may be late beyond its `Retry-After`."""
 LONGEST_RETRY_S = 60
-"""Workers ask at least this often, so that a validator that comes back finds work."""
+"""Workers retry at least this often, so that a validator that comes back finds work."""
 FIRST_RETRY_S = 5
 """`Retry-After` before the first verdict."""
 
@@ -39,7 +39,7 @@ class Backlog:
     """Accepts submissions while there is room.
 
     Args:
-        journal: the run's.
+        journal: journal of the run.
         waiting: returns the submissions that wait for a verdict.
         limits: `verify.backlog` of the spec.
         free_bytes: free space of the disk that holds the run directory.
@@ -58,7 +58,7 @@ class Backlog:
         self._uploading: dict[str, int] = {}
         """Bytes announced by uploads under way, by lease."""
         self._deferred: dict[str, float] = {}
-        """Until when a worker that was told to come again is expected, by lease."""
+        """Time until which the retry of a deferred submission is expected, by lease."""
 
     @contextmanager
     def reserve(
@@ -67,10 +67,10 @@ class Backlog:
         """Reserve room for a submission while it is uploaded.
 
         Args:
-            record: its lease, open at `now`.
-            envelope: of the submission.
-            now: when the lease was found open. A later look at the clock could find it ended, and
-                a lease cannot be deferred after its end.
+            record: lease of the submission, open at `now`.
+            envelope: envelope of the submission.
+            now: time at which the lease was open. By a later reading of the clock it could have
+                ended, and a lease cannot be deferred after its end.
 
         Raises:
             Refusal: 429, there is no room.
@@ -88,7 +88,7 @@ class Backlog:
             del self._uploading[record.digest]
 
     def full(self, more: int = 1) -> str | None:
-        """Return why there is no room; None if there is.
+        """Return why there is no room; None if there is room.
 
         Args:
             more: bytes of the next submission.
@@ -137,7 +137,7 @@ class Backlog:
         state = self._journal.state
         comes_again = now + retry_after_s
         self._deferred[record.digest] = comes_again + GRACE_S
-        # Written only if the lease needs it: a worker that asks often must not fill the ledger.
+        # Recorded only if the lease needs it, so a worker that asks often does not fill the ledger.
         if comes_again + GRACE_S / 2 <= record.expires or state.lag(record) > (
             state.policy.async_level
         ):

@@ -82,10 +82,10 @@ RATES = {
     ("all", "public"): Rate(200.0, 2000),
     ("address", "unbelieved"): Rate(20.0, 200),
 }
-"""Rates by scope and kind. "key" holds for registered workers, each kind of request apart.
+"""Rates by scope and kind. "key" is for registered workers, with a limit for each kind of request.
 "registration" by address: keys that are new. "new key": keys that register without an invite.
 "stranger": other signed requests of unregistered keys. "public": requests without a signature.
-"unbelieved": wrong signatures; a limit of all would keep out honest callers."""
+"unbelieved": wrong signatures; a limit for all addresses together would refuse honest callers."""
 
 AT_ONCE = {
     ("key", "poll"): 4,
@@ -94,8 +94,8 @@ AT_ONCE = {
     ("address", "download"): 32,
     ("all", "download"): 256,
 }
-"""Limits by scope and kind. "poll": requests for a lease that wait. An event wakes all of them, so
-those of new workers (`Rank`) are limited together.
+"""Limits by scope and kind. "poll": waiting requests for a lease. An event wakes all of them, so
+polls of new workers (`Rank`) have a limit together.
 "download": files and large answers that are being sent."""
 
 
@@ -116,8 +116,8 @@ class Limiter:
         """Return the seconds until one more request may come; 0.0: now.
 
         Args:
-            names: what the request counts for.
-            now: seconds on a clock that never goes back.
+            names: counters of the request.
+            now: seconds of a clock that never goes back.
         """
         return max(self._wait_s(name, now) for name in names)
 
@@ -177,11 +177,11 @@ class NewKeys:
         """Count a key that registers.
 
         Args:
-            state: of the run.
-            address: of the client.
+            state: state of the run.
+            address: address of the client.
 
         Raises:
-            Refusal: 403, there are `MAX_UNPROVEN`; 429, the address has registered too many.
+            Refusal: 403, `MAX_UNPROVEN` is reached; 429, the address has registered too many.
         """
         if state.unproven >= MAX_UNPROVEN:
             raise Refusal(
@@ -194,7 +194,7 @@ class NewKeys:
             raise Refusal(
                 429,
                 f"{RATES['address', 'new key'].burst} new keys of your address have registered, as "
-                f"many as may in a day: come again in {wait_s:.0f} s, or ask for a link with an "
+                f"many as may in a day: try again in {wait_s:.0f} s, or ask for a link with an "
                 "invite",
                 retry_after_s=wait_s,
             )
@@ -218,7 +218,7 @@ class Connections:
         """Accept connections from now on; returns the port.
 
         Args:
-            server: aiohttp's.
+            server: server of aiohttp.
             host, port: where to listen, at every address of the host; port 0 picks a free one.
 
         Raises:
@@ -245,10 +245,10 @@ class Connections:
         now = asyncio.get_running_loop().time()
         if why in ("room", "full") and now >= self._warned + _WARN_EVERY_S:
             self._warned = now
-            _log.warning("%d connections are open: the longest idle are closed", len(self))
+            _log.warning("%d connections are open: closing those idle for longest", len(self))
 
     def malformed(self, status: int) -> None:
-        """Nothing: anybody can cause any number of them."""
+        """Log nothing, because anybody can cause any number of malformed requests."""
 
 
 def _listeners(host: str, port: int) -> list[socket.socket]:

@@ -1,5 +1,5 @@
-"""The facts of a run, the state that follows from them, and the decisions: pure functions.
+"""Pure functions of the coordinator: events, the state that follows from them, and decisions.
 
-`events` are the facts, `transitions.apply` makes a `State` of them, `filling` decides what to lease
-and when to close a step, `reputation` how far a worker is trusted.
+`transitions.apply` folds `events` into a `State`. `filling` decides what to lease and when to close
+a step. `reputation` decides how far a worker is trusted.
 """

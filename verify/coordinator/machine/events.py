@@ -1,8 +1,8 @@
-"""The facts of a run, in the order in which they became true: what the ledger stores.
+"""The events of a run, in the order in which they happened: the contents of the ledger.
 
-Each is plain frozen data; `at` is seconds since the epoch. Nothing else is ever stored: the state
-of a coordinator is the fold of its events (`state.apply`), so that a restart, and an audit, see
-exactly what the process before saw.
+Events are plain frozen data. The ledger stores nothing else: the state of a coordinator is the fold
+of its events (`transitions.apply`). So a restart and an audit see exactly what the process before
+saw.
 """
 
 from __future__ import annotations
@@ -15,16 +15,23 @@ from verify.thresholds import GapNoise
 
 
 @dataclass(frozen=True)
-class CoordinatorStarted:
-    """The process started, or its clock jumped, as after a sleep of the machine. The deadlines of
-    open steps, and the groups that they may lease, count from here."""
+class Event:
+    """Base of all events; its direct subclasses are the kinds that a ledger's rows may hold."""
 
     at: float
+    """Seconds since the epoch."""
 
 
 @dataclass(frozen=True)
-class WorkerRegistered:
-    at: float
+class CoordinatorStarted(Event):
+    """The process started, or its clock jumped, as after a sleep of the machine.
+
+    The deadlines of open steps, and the groups that they may lease, count from here.
+    """
+
+
+@dataclass(frozen=True)
+class WorkerRegistered(Event):
     worker: str
     """Public key."""
     pool: str
@@ -35,17 +42,16 @@ class WorkerRegistered:
 
 
 @dataclass(frozen=True)
-class WorkerQuarantined:
-    """All its work is recomputed and it holds one lease at most, until enough was accepted."""
+class WorkerQuarantined(Event):
+    """All work of the worker is recomputed and it holds at most one lease, until enough work was
+    accepted."""
 
-    at: float
     worker: str
     reason: str
 
 
 @dataclass(frozen=True)
-class QuarantineEnded:
-    at: float
+class QuarantineEnded(Event):
     worker: str
 
 
@@ -54,106 +60,98 @@ BY_OPERATOR: Literal["operator"] = "operator"
 
 
 @dataclass(frozen=True)
-class KeyBanned:
-    """Requests of the key are refused, and its open leases are over."""
+class KeyBanned(Event):
+    """Requests of the key are refused, and its open leases end."""
 
-    at: float
     key: str
-    """A worker's, or one that has not registered yet."""
+    """Key of a worker, or a key that has not registered yet."""
     reason: str
     by: Literal["coordinator", "operator"]
 
 
 @dataclass(frozen=True)
-class BanLifted:
-    """An appeal was granted: a worker goes on in quarantine."""
+class BanLifted(Event):
+    """An appeal was granted. The worker may work again, in quarantine."""
 
-    at: float
     key: str
     reason: str
     by: Literal["operator"]
 
 
 @dataclass(frozen=True)
-class InviteRevoked:
-    """No more keys may come with an invite; those that came stay."""
+class InviteRevoked(Event):
+    """No more keys may register with an invite; keys that have registered stay."""
 
-    at: float
     invite: str
-    """Its public key."""
+    """Public key of the invite."""
     reason: str
     by: Literal["operator"]
 
 
 @dataclass(frozen=True)
-class VersionPublished:
+class VersionPublished(Event):
     """The publisher's latest.json named a new version."""
 
-    at: float
     version: int
     manifest_digest: str
 
 
 @dataclass(frozen=True)
-class NonceDrawn:
-    """Opens a step, or admits to an open step the keys registered since its last draw."""
+class NonceDrawn(Event):
+    """A nonce was drawn: for a new step, or for the keys registered since an open step's last."""
 
-    at: float
     step: int
     nonce: str
     workers: int
-    """How many keys were registered when it was drawn: it covers those and no later one."""
+    """Number of registered keys at the draw: the nonce covers these keys and no later key."""
 
 
 @dataclass(frozen=True)
-class LeaseGranted:
-    at: float
+class LeaseGranted(Event):
     lease: Lease
     digest: str
     document: str
-    """The signed bytes, which are UTF-8 text."""
+    """The signed lease, UTF-8 text."""
 
 
 @dataclass(frozen=True)
-class LeaseOverdue:
-    """Its worker was silent for so long that others are leased the groups. It may still answer."""
+class LeaseOverdue(Event):
+    """The lease's worker was silent for so long that others are leased its groups. The worker may
+    still answer."""
 
-    at: float
     lease: str
 
 
 @dataclass(frozen=True)
-class LeaseExpired:
-    """No submission came in time: withheld."""
+class LeaseExpired(Event):
+    """No submission arrived in time; the lease counts as withheld."""
 
-    at: float
     lease: str
 
 
 @dataclass(frozen=True)
-class LeaseReleased:
-    """Its holder leaves and says so: others may be leased the groups at once."""
+class LeaseReleased(Event):
+    """The holder gave the lease back: others may be leased the groups at once."""
 
-    at: float
     lease: str
 
 
 @dataclass(frozen=True)
-class SubmissionDeferred:
-    """Its holder brought a submission in time, but too much waits for a verdict: the lease lasts
-    until `until`, past its own time for this submission alone."""
+class SubmissionDeferred(Event):
+    """A submission was refused because too many wait for a verdict.
 
-    at: float
+    The lease lasts until `until`. After its own end it accepts this submission only.
+    """
+
     lease: str
     submission: str
     until: float
 
 
 @dataclass(frozen=True)
-class SubmissionReceived:
-    """The files lie under their final names."""
+class SubmissionReceived(Event):
+    """A submission was received; its files have their final names."""
 
-    at: float
     lease: str
     submission: str
     bytes: int
@@ -161,11 +159,11 @@ class SubmissionReceived:
 
 @dataclass(frozen=True)
 class GroupGrade:
-    """Grade of one group; rewards are the validator's, means over the rollouts."""
+    """Grade of one group; rewards are means of the validator's rewards over the rollouts."""
 
     group: int
     outcome: Literal["usable", "filtered", "dropped"]
-    """`filtered`: all task rewards equal; `dropped`: the grader failed, nobody is to blame."""
+    """`filtered`: all task rewards are equal; `dropped`: the grader failed."""
     rollouts: int
     tokens: int
     """Output tokens of all rollouts."""
@@ -179,10 +177,9 @@ class GroupGrade:
 
 
 @dataclass(frozen=True)
-class SubmissionJudged:
-    """The verdict files lie under their final names."""
+class SubmissionJudged(Event):
+    """A verdict was received; its files have their final names."""
 
-    at: float
     lease: str
     submission: str
     verdict: str
@@ -192,34 +189,36 @@ class SubmissionJudged:
     groups: tuple[GroupGrade, ...]
     """Empty when rejected."""
     gap_excess: float | None = None
-    """Excess of its gaps over what a worker's gaps may be in the long run, nats (`gap_history`);
-    None where its validator rejected it, its pool was not calibrated, or nothing was recomputed."""
+    """Excess of the gaps over a worker's long-run budget, nats (`gap_history`); None if the
+    validator rejected the submission, its pool was not calibrated, or nothing was recomputed."""
     gap_noise: GapNoise | None = None
-    """The noise by which the excess was found, of the profile of that time."""
+    """Noise by which the excess was computed; it comes from the profile of that time."""
     fault: str = ""
-    """The grader's error at the last of the dropped groups, by the validator."""
+    """The grader's error at the last dropped group, as the validator reported it."""
 
 
 @dataclass(frozen=True)
 class FailedAttempt:
-    """A validator held a submission and came to no verdict on it."""
+    """A validator claimed a submission and gave no verdict on it."""
 
     at: float
     validator: str
     reason: str
-    """Its process ended, its time ran out, or what it said itself."""
+    """Why: its process ended, its time ran out, or the error that it reported."""
 
 
 @dataclass(frozen=True)
-class SubmissionSetAside:
-    """Validators that judge others fail at this submission, so it is judged no more. Its groups are
-    dropped; its worker or the validators may be at fault (`verify.coordinator.services.claims`)."""
+class SubmissionSetAside(Event):
+    """Validators failed at a submission but judged others, so nobody judges it any more.
 
-    at: float
+    Its groups are dropped. Its worker or the validators may be at fault
+    (`verify.coordinator.services.claims`).
+    """
+
     lease: str
     submission: str
     attempts: tuple[FailedAttempt, ...]
-    """All of them, in order."""
+    """All failed attempts, in order."""
 
 
 @dataclass(frozen=True)
@@ -229,10 +228,9 @@ class TrainedGroup:
 
 
 @dataclass(frozen=True)
-class StepClosed:
-    """The step's one batch manifest is signed."""
+class StepClosed(Event):
+    """A step closed: its one batch manifest is signed."""
 
-    at: float
     step: int
     trained: tuple[TrainedGroup, ...]
     """In training order."""
@@ -241,32 +239,11 @@ class StepClosed:
 
 
 @dataclass(frozen=True)
-class RolledBack:
-    """The run was taken back to a policy version, with keys made anew: nothing that was registered,
-    leased, submitted or signed before counts any more, but for the steps closed below it."""
+class RolledBack(Event):
+    """The run went back to a policy version, and its keys were replaced.
 
-    at: float
+    Registrations, leases, submissions and signatures from before are void; only the steps closed
+    below the version stay.
+    """
+
     version: int
-
-
-Event = (
-    CoordinatorStarted
-    | WorkerRegistered
-    | WorkerQuarantined
-    | QuarantineEnded
-    | KeyBanned
-    | BanLifted
-    | InviteRevoked
-    | VersionPublished
-    | NonceDrawn
-    | LeaseGranted
-    | LeaseOverdue
-    | LeaseExpired
-    | LeaseReleased
-    | SubmissionDeferred
-    | SubmissionReceived
-    | SubmissionJudged
-    | SubmissionSetAside
-    | StepClosed
-    | RolledBack
-)

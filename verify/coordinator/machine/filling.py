@@ -3,34 +3,36 @@
 The rules (docs/public-runs.md has the promise that they keep):
 - A lease names the newest published version v, and step s is leased only while
   s - v <= async_level. So steps overlap as far as the lag allows and no further.
-- A worker has a rank. Known are the run's own workers and invited ones. Recorded are strangers
-  whose last leases were answered. All others are new, and so is who is in quarantine.
-- Those who wait for work are served by rank, then in the order in which they were served last,
-  however often they ask.
-- The lowest step that needs groups is leased first. A step relies on the leases of known and of
-  recorded workers: it leases no more than it needs beside them. Failed, filtered and dropped groups
-  are replaced by further leases.
-- No step relies on a new worker. It gets trials: leases of one group, one at a time, each beside
-  what the step needs. New workers together hold at most `newcomer_groups` of a step, and what one
-  of them did not deliver counts until its lease ends. So leases that strangers see and do not
-  answer are few, and cost a step nothing.
-- A recorded worker holds no more groups than it delivered since it last failed, divided by one more
-  than its failures (`Standing.trust`). So a key wastes at most what it gave.
-- A lease becomes overdue while a worker of a better or the same rank waits without other work. Its
-  own worker has then been silent for `OVERDUE_AFTER` times what the waiting one takes for as much,
-  or `OVERDUE_AFTER_AMONG_EQUALS` times where the ranks are equal. Others are then leased its groups
-  too. Its worker may still answer, and what comes in time is trained.
-- Groups train in lease order within a rank, not in order of arrival, which would favour short
-  outputs. So a lease without a verdict holds back those of its rank that were leased after it,
-  until it is decided, overdue or expired. It holds back no better rank.
-- A step opens when a worker asks and nothing below it needs groups. Its nonce is drawn then, over
-  the keys that are registered. A key registered later is covered by a draw of its own: no key can
-  be chosen to suit a nonce, and no step depends on the workers that happened to come first.
+- A worker has a rank. The run's own workers and invited workers are known. Strangers that answered
+  their last leases are recorded. All other workers, and those in quarantine, are new.
+- Workers that wait for work are served by rank, then by who was served longest ago, however often
+  they ask.
+- The lowest step that needs groups is leased first. A step relies on the leases of known and
+  recorded workers: it leases them no more than it needs. Further leases replace failed, filtered
+  and dropped groups.
+- No step relies on a new worker. It gets trials: leases of one group, one at a time, in addition to
+  what the step needs. All new workers together hold at most `newcomer_groups` of a step, and a
+  group that one of them did not deliver counts until its lease ends. So leases that strangers see
+  and do not answer are few, and cost a step nothing.
+- A recorded worker holds no more groups than it delivered since its last failure, divided by one
+  more than the number of its failures (`Standing.trust`). So a key wastes at most what it gave.
+- A lease becomes overdue when a worker of the same or a better rank waits without other work, and
+  the lease's worker was silent for too long. Too long is `OVERDUE_AFTER` times what the waiting
+  worker takes for as many groups, or `OVERDUE_AFTER_AMONG_EQUALS` times if the ranks are equal.
+  Others are then leased its groups too. Its worker may still answer; groups that arrive in time are
+  trained.
+- Groups train in lease order within a rank. Order of arrival would favour short outputs. So a lease
+  without a verdict holds back later leases of its rank until it is decided, overdue or expired. It
+  holds back no better rank.
+- A step opens when a worker asks and no lower step needs groups. Its nonce is drawn then, over the
+  registered keys. A key that registers later gets another draw: so no key can be chosen to suit a
+  nonce, and no step depends on which workers came first.
 - A worker that leaves gives its open leases back, and others are leased the groups at once. It
-  gains little choice by that: a stranger that gave a lease back is new again.
-- `max_groups` bounds the groups of a step that known workers are leased. A run ends only where they
-  used it up or are banned, or where nothing is published. Else a step with too few groups waits for
-  workers, and after its deadline closes as soon as it has `min_groups`.
+  gains little choice by that, because a stranger that gave a lease back is new again.
+- `max_groups` limits the groups of a step that known workers are leased. A run ends only if they
+  used up that number or are banned, or if no version is published. Otherwise a step with too few
+  groups waits for workers, and after its deadline it closes as soon as it has `min_groups`. So
+  workers that are not known cannot stop a run: their failures do not count against `max_groups`.
 """
 
 from __future__ import annotations
@@ -47,11 +49,11 @@ from verify.coordinator.machine.state import LeaseRecord, Pace, Rank, State
 from verify.formats.lease import MAX_OPEN_LEASES, Lease
 
 IDLE_DEADLINE_S = 900.0
-"""Least time in seconds that a run waits for its next version."""
+"""Least number of seconds that a run waits for its next version."""
 OVERDUE_AFTER = 2.0
-"""A lease is overdue after this many times what a waiting worker of a better rank takes."""
+"""A lease is overdue after this many times the time of a waiting worker of a better rank."""
 OVERDUE_AFTER_AMONG_EQUALS = 4.0
-"""The same where the rank is the same: among honest workers some are so much slower."""
+"""The same for a worker of equal rank; some honest workers are this much slower than others."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,15 @@ def decide_lease(
     """Decide what to answer a worker that asks for work; None: nothing now.
 
     Args:
-        state: of the run.
-        key: a registered worker's.
+        state: state of the run.
+        key: public key of a registered worker.
         now: seconds since the epoch.
-        holding: digests of the leases that the worker's process still works on. One that it does
-            not know of (it was killed, or the answer was lost) is granted to it again.
+        holding: digests of the leases that the worker's process still works on. A lease that the
+            process does not know (it was killed, or the answer was lost) is granted again.
 
     Returns:
-        A lease that it holds already, or a new one to sign. If others' lease is overdue or a nonce
-        is needed, that is to be recorded before the worker is decided on again.
+        A lease that the worker holds already, or a new one to sign. If another worker's lease is
+        overdue or a nonce is needed, record that first and decide again.
     """
     if key in state.bans:
         return None
@@ -105,13 +107,13 @@ def decide_lease(
 
 
 def turn(state: State, key: str) -> tuple[Rank, float, int]:
-    """Sort those who ask for work by this: rank, then who was served longest ago."""
+    """Return the sort key of a worker that asks for work: rank, then the time of its last lease."""
     worker = state.workers[key]
     return worker.rank, worker.served, worker.number
 
 
 def hopeful(state: State, asking: Iterable[str], now: float) -> list[str]:
-    """Those of the workers that ask for whom there may be work: of many that wait, only few."""
+    """Return the workers, of those that ask, for which there may be work; usually few."""
     served = {rank for rank in Rank if _leasable_step(state, rank, now) is not None}
     oldest = min((record.since for record in state.silent), default=inf)
 
@@ -129,7 +131,7 @@ def hopeful(state: State, asking: Iterable[str], now: float) -> list[str]:
 
 
 def next_overdue(state: State, asking: Iterable[str], now: float) -> float | None:
-    """When a lease may next become overdue to one of the workers that ask, or a little before."""
+    """Return when a lease next becomes overdue for a worker that asks, or a little earlier."""
     if not state.silent:
         return None
     workers = [state.workers[key] for key in asking]
@@ -146,8 +148,7 @@ def next_overdue(state: State, asking: Iterable[str], now: float) -> float | Non
 
 
 def _overdue_at(state: State, key: str) -> Iterator[tuple[float, LeaseRecord]]:
-    """From when on a worker without work waits for others' leases no more, for those that were
-    silent for longest."""
+    """Yield when the leases of the most silent workers become overdue for a worker without work."""
     worker = state.workers[key]
     if worker.pace is not None and worker.rank is not Rank.NEW:
         waits = _waits(state, worker.rank, worker.pace)
@@ -155,7 +156,7 @@ def _overdue_at(state: State, key: str) -> Iterator[tuple[float, LeaseRecord]]:
 
 
 def _waits(state: State, rank: Rank, pace: Pace) -> Iterator[tuple[float, LeaseRecord]]:
-    """For how long a worker of a rank and pace waits for leases."""
+    """Yield until when a worker of a rank and pace waits for leases, and the leases."""
     for record in state.silent:
         if rank <= record.rank:
             times = OVERDUE_AFTER if rank < record.rank else OVERDUE_AFTER_AMONG_EQUALS
@@ -163,7 +164,7 @@ def _waits(state: State, rank: Rank, pace: Pace) -> Iterator[tuple[float, LeaseR
 
 
 def _most_groups(state: State, key: str) -> int:
-    """Groups of the next lease of a worker, at most."""
+    """Return the largest number of groups of a worker's next lease."""
     worker = state.workers[key]
     most = state.policy.groups_per_submission[worker.pool]
     if worker.rank is Rank.KNOWN:
@@ -178,7 +179,7 @@ def _most_groups(state: State, key: str) -> int:
 
 
 def _leasable_step(state: State, rank: Rank, now: float) -> int | None:
-    """The lowest step that has groups for a worker of a rank, or that is to be opened for it."""
+    """Return the lowest step that has groups for a rank, or that must be opened for it."""
     policy, newest, short = state.policy, state.newest, False
     if newest is None:
         return None
@@ -193,7 +194,7 @@ def _leasable_step(state: State, rank: Rank, now: float) -> int | None:
 
 
 def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Lease | None:
-    """A lease of the lowest step that needs groups and may be leased to this worker."""
+    """Return a lease of the lowest step that may be leased to this worker."""
     policy, worker, newest = state.policy, state.workers[key], state.newest
     number = _leasable_step(state, worker.rank, now)
     if number is None or newest is None:
@@ -218,20 +219,20 @@ def _new_lease(state: State, key: str, now: float) -> NonceNeeded | Lease | None
 
 
 def needed_groups(state: State, number: int) -> int:
-    """Groups that an open step has neither trainable nor under way, by workers it relies on."""
+    """Return the groups that an open step lacks: neither trainable nor relied on."""
     held = _usable_groups(state, number) + state.awaited[number]
     return max(0, state.policy.groups - held)
 
 
 def _usable_groups(state: State, number: int) -> int:
-    """Trainable groups of an open step; of the next to close, late ones of closed steps too."""
+    """Return the trainable groups of an open step; the next to close has late groups too."""
     if number != state.next_close:
         return state.usable[number]
     return sum(groups for step, groups in state.usable.items() if step <= number)
 
 
 def leasable_groups(state: State, number: int, rank: Rank, now: float) -> int:
-    """Groups of an open step that a worker of a rank may be leased now."""
+    """Return the groups of an open step that a worker of a rank may be leased now."""
     policy = state.policy
     if rank is Rank.NEW:
         trials = policy.newcomer_groups - tried_groups(state, number, now)
@@ -241,18 +242,18 @@ def leasable_groups(state: State, number: int, rank: Rank, now: float) -> int:
 
 
 def tried_groups(state: State, number: int, now: float) -> int:
-    """Groups of an open step that new workers hold, or did not deliver lately."""
+    """Return the groups of an open step that new workers hold, or did not deliver lately."""
     ends = state.trials.get(number, ())
     return len(ends) - bisect_right(ends, now)
 
 
 def expired_leases(state: State, now: float) -> list[LeaseRecord]:
-    """Unanswered leases whose time has run out."""
+    """Return the unanswered leases whose time is over."""
     return [r for r in _unanswered(state) if r.expires <= now]
 
 
 def decide_close(state: State, now: float) -> Close | Stalled | None:
-    """Whether the next step to close can be closed, or never will be; None: not yet."""
+    """Decide whether the next step closes or the run has stalled; None: neither yet."""
     policy, number = state.policy, state.next_close
     if state.finished:
         return None
@@ -275,7 +276,7 @@ def decide_close(state: State, now: float) -> Close | Stalled | None:
 
 
 def next_due(state: State, now: float) -> float | None:
-    """When time alone will next change a decision, in seconds since the epoch."""
+    """Return when a decision next changes without an event, in seconds since the epoch."""
     if state.finished:
         return None
     step = state.steps.get(state.next_close)
@@ -289,15 +290,18 @@ def _unanswered(state: State) -> Iterator[LeaseRecord]:
 
 
 def _groups_in_order(state: State, *, past_awaited: bool) -> tuple[TrainedGroup, ...]:
-    """The groups that the next step to close may train: late ones of steps that are closed, which
-    hold nothing back, then rank by rank those up to the first lease that is awaited."""
+    """Return the groups that the next step to close may train.
+
+    Late groups of closed steps come first. Then, rank by rank, come the groups up to the first
+    lease that is awaited.
+    """
     late: list[TrainedGroup] = []
     own: dict[Rank, list[TrainedGroup]] = {rank: [] for rank in Rank}
     held_back = set[Rank]()
     for record in state.live:
         groups = [TrainedGroup(record.digest, group) for group in record.usable]
         if record.lease.step < state.next_close:
-            late += groups  # the lag needs no look: `apply` strikes groups beyond it from `usable`
+            late += groups  # within the lag: `apply` strikes groups beyond it from `usable`
         elif record.lease.step == state.next_close:
             if record.awaited and not past_awaited:
                 held_back.add(record.rank)
@@ -307,7 +311,7 @@ def _groups_in_order(state: State, *, past_awaited: bool) -> tuple[TrainedGroup,
 
 
 def _exhausted(state: State, number: int) -> bool:
-    """Whether known workers were leased all that a step may lease them, and it was not enough."""
+    """Return whether known workers used up the groups that a step may lease them."""
     undecided = chain(*state.unsettled.values())
     if any(record.lease.step == number for record in undecided):
         return False  # a lease that is overdue may still be answered
@@ -315,10 +319,9 @@ def _exhausted(state: State, number: int) -> bool:
 
 
 def _own_banned(state: State) -> bool:
-    """Whether all who ever registered are banned, workers of the run's own among them."""
-    if not all(key in state.bans for key in state.workers):
-        return False
-    return any(worker.own for worker in state.workers.values())
+    """Return whether all registered workers are banned and some of them are the run's own."""
+    all_banned = all(key in state.bans for key in state.workers)
+    return all_banned and any(worker.own for worker in state.workers.values())
 
 
 def _idle_s(state: State) -> float:
@@ -326,7 +329,7 @@ def _idle_s(state: State) -> float:
 
 
 def _idle(state: State, now: float) -> Stalled | None:
-    """Stall if no step was open for too long and the publisher is the reason."""
+    """Return a stall if no step was open for too long and the publisher is the reason."""
     needed, newest = state.next_close - state.policy.async_level, state.newest
     published = newest is not None and newest.version >= needed
     if published or now < state.progress + _idle_s(state):

@@ -1,10 +1,11 @@
 """Whether rounding explains the gaps of all submissions of a worker together.
 
-Slightly different weights, or another temperature, may hide in one submission and not in a hundred.
-A verdict tells the gaps of each rollout. Only the coordinator sees all verdicts, and adds up by how
-much the gaps exceed what they may be in the long run in a calibrated pool (`verify.thresholds`). A
-submission that takes the sum beyond its limit is rejected. The sum then stays at the limit, so that
-a later submission that lowers it is accepted. A sum belongs to one calibration.
+One submission may be too small to show slightly different weights or another temperature; a
+hundred submissions show them. A verdict reports the gaps of each rollout. Only the coordinator sees
+all verdicts. It sums by how much the gaps of a calibrated pool exceed their long-run budget
+(`verify.thresholds`). A submission that takes the sum above its limit is rejected. The sum then
+stays at the limit, so that a later submission that lowers it is accepted. A sum belongs to one
+calibration.
 """
 
 from __future__ import annotations
@@ -17,33 +18,31 @@ from verify.coordinator.machine.reputation import WORKERS_GAPS
 from verify.coordinator.machine.state import Worker
 from verify.thresholds import GapNoise
 
-if TYPE_CHECKING:  # the state machine is read by commands that need no arrays
+if TYPE_CHECKING:  # commands that need no arrays import the state machine
     from verify.formats.verdict import RolloutVerdict
 
 
 class AnotherCalibration(ValueError):
-    """A verdict whose validator judges by another spec than the coordinator's."""
+    """Raised for a verdict of a validator whose spec differs from the coordinator's."""
 
 
 def excess_of(rows: Sequence[RolloutVerdict], noise: GapNoise | None) -> float | None:
     """Return the excess of a submission, nats; None if not calibrated or not recomputed.
 
     Raises:
-        AnotherCalibration: a row was recomputed, and says nothing of its gaps.
+        AnotherCalibration: a recomputed row has no gaps.
     """
     if noise is None:
         return None
     recomputed = [row.gap_excess for row in rows if row.logprob_diff is not None]
     found = [excess for excess in recomputed if excess is not None]
     if len(found) < len(recomputed):
-        raise AnotherCalibration(
-            "nothing is said of the gaps of a calibrated pool: the validator has another spec"
-        )
+        raise AnotherCalibration("no gaps for a calibrated pool: the validator has another spec")
     return sum(found) if found else None
 
 
 def fault(worker: Worker, excess: float | None, noise: GapNoise | None) -> str:
-    """Return why a submission that is accepted by itself is rejected; empty if it is not."""
+    """Return why a submission is rejected by the gaps of its worker; empty if it is not."""
     if excess is None or noise is None:
         return ""
     total, limit = _sum(worker, noise) + excess, noise.largest_excess
@@ -56,7 +55,7 @@ def fault(worker: Worker, excess: float | None, noise: GapNoise | None) -> str:
 
 
 def with_gaps(worker: Worker, excess: float | None, noise: GapNoise | None) -> Worker:
-    """Return the worker after a submission, accepted or not."""
+    """Return the worker with the gaps of a submission, accepted or not."""
     if excess is None or noise is None:
         return worker
     total = min(max(0.0, _sum(worker, noise) + excess), noise.largest_excess)

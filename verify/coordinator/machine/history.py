@@ -1,6 +1,6 @@
-"""How long submissions waited: for their verdict, and for the batch manifest that trains them.
+"""Latencies of submissions: until their verdict, and until the batch manifest that trains them.
 
-Folded from the ledger's events as the state is, so that a restart keeps it.
+They are folded from the ledger's events like the state, so they survive a restart.
 """
 
 from __future__ import annotations
@@ -12,29 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from verify.coordinator.machine.events import (
-    Event,
-    NonceDrawn,
-    RolledBack,
-    StepClosed,
-    SubmissionJudged,
-    SubmissionReceived,
-    SubmissionSetAside,
-    TrainedGroup,
-)
+from verify.coordinator.machine import events
 
 RECENT = 1000
 """Submissions in the `recent` percentiles."""
 BUCKETS_S = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0)
 """Upper ends of the Prometheus buckets, in seconds."""
 _RATE_OVER = 64
-"""Verdicts that the rate is measured over."""
+"""Number of verdicts over which the rate is measured."""
 _LEAST_SPAN_S = 1.0
-"""A rate over less would be noise."""
+"""Least number of seconds over which a rate is measured."""
 
 
 class Durations:
-    """All that were measured, in seconds: eight bytes each, so that percentiles are exact."""
+    """All measured durations in seconds, eight bytes each, so that percentiles are exact."""
 
     def __init__(self) -> None:
         self._all = array("d")
@@ -43,11 +34,11 @@ class Durations:
         self._all.append(max(0.0, seconds))  # a clock may be set back
 
     def report(self) -> dict[str, Any]:
-        """Percentiles of the last `RECENT` and of the whole run."""
+        """Return percentiles of the last `RECENT` durations and of the whole run."""
         return {"recent": percentiles(self._all[-RECENT:]), "run": percentiles(self._all)}
 
     def histogram(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative counts by bucket, as Prometheus has them, and the sum of all."""
+        """Return cumulative counts by bucket, in Prometheus' form, and the sum of all durations."""
         values = np.sort(np.asarray(self._all))
         counts = np.searchsorted(values, BUCKETS_S, side="right")
         buckets = [(str(end), float(n)) for end, n in zip(BUCKETS_S, counts, strict=True)]
@@ -68,22 +59,22 @@ class History:
         self._opened: dict[int, float] = {}
         """Opening times of the open steps."""
         self._accepted: deque[tuple[float, int]] = deque()
-        """When verdicts accepted how many output tokens, since the oldest open step was opened."""
+        """Time and accepted output tokens of each verdict since the oldest open step opened."""
 
-    def take(self, event: Event, remembered: Iterable[str]) -> None:
-        """Records an event.
+    def take(self, event: events.Event, remembered: Iterable[str]) -> None:
+        """Record an event.
 
         Args:
-            event: the newest.
-            remembered: the leases that the state after it still knows.
+            event: the newest event.
+            remembered: leases that the state after it still has.
         """
         match event:
-            case NonceDrawn():
+            case events.NonceDrawn():
                 self._opened.setdefault(event.step, event.at)
-            case SubmissionReceived():
+            case events.SubmissionReceived():
                 self._bytes[event.lease] = event.bytes
                 self._untrained[event.lease] = event.at
-            case SubmissionJudged():
+            case events.SubmissionJudged():
                 self._bytes.pop(event.lease, None)
                 self._verdicts.append(event.at)
                 took = event.at - self._untrained[event.lease]
@@ -93,10 +84,10 @@ class History:
                 self._accepted.append((event.at, tokens))
                 if not event.accepted:
                     del self._untrained[event.lease]
-            case SubmissionSetAside():
+            case events.SubmissionSetAside():
                 self._bytes.pop(event.lease, None)
                 del self._untrained[event.lease]
-            case StepClosed():
+            case events.StepClosed():
                 for took in self._trained(event.at, event.trained):
                     self.to_manifest.add(took)
                 kept = set(remembered) - {group.lease for group in event.trained}
@@ -106,31 +97,33 @@ class History:
                 oldest = min(self._opened.values(), default=event.at)
                 while self._accepted and self._accepted[0][0] < oldest:
                     self._accepted.popleft()
-            case RolledBack():
+            case events.RolledBack():
                 self._bytes, self._untrained, self._since_batch = {}, {}, []
                 self._opened, self._accepted = {}, deque()
 
     def bytes_of(self, lease: str) -> int:
-        """Size of a submission that waits for its verdict."""
+        """Return the bytes of a submission that waits for its verdict."""
         return self._bytes.get(lease, 0)
 
     def verdicts_per_s(self, now: float) -> float:
-        """Rate of the last verdicts; it falls while none comes. 0 before the first."""
+        """Return the rate of the last verdicts; it falls while none arrives. 0 before the first."""
         if not self._verdicts:
             return 0.0
         return len(self._verdicts) / max(now - self._verdicts[0], _LEAST_SPAN_S)
 
-    def batch_stats(self, now: float, step: int, trained: Iterable[TrainedGroup]) -> dict[str, Any]:
-        """`stats` of the batch manifest that closes a step now.
+    def batch_stats(
+        self, now: float, step: int, trained: Iterable[events.TrainedGroup]
+    ) -> dict[str, Any]:
+        """Return the part of a batch manifest's `stats` that the history gives.
 
         Args:
-            now: seconds since the epoch.
-            step: its number.
-            trained: the batch's groups.
+            now: seconds since the epoch, when the step closes.
+            step: number of the step.
+            trained: groups of the batch.
 
         Returns:
-            Latencies in seconds, None where nothing was; output tokens that verdicts accepted
-            while the step was open, a second, None where that was no time.
+            Latencies in seconds, None without submissions; accepted output tokens a second while
+            the step was open, None if it was open for no time.
         """
         verdict = percentiles(self._since_batch)
         manifest = percentiles(self._trained(now, trained))
@@ -148,14 +141,14 @@ class History:
             return None
         return sum(tokens for at, tokens in self._accepted if at > opened) / (now - opened)
 
-    def _trained(self, now: float, trained: Iterable[TrainedGroup]) -> list[float]:
-        """How long each submission waited for the first manifest that names it."""
+    def _trained(self, now: float, trained: Iterable[events.TrainedGroup]) -> list[float]:
+        """Return how long each submission waited for the first manifest that names it, seconds."""
         leases = dict.fromkeys(group.lease for group in trained)
         return [now - self._untrained[lease] for lease in leases if lease in self._untrained]
 
 
 def percentiles(values: array[float] | list[float]) -> dict[str, Any]:
-    """How many, their median and their 99th percentile in seconds; None of nothing."""
+    """Return count, median and 99th percentile in seconds; None for the latter of no values."""
     if not len(values):
         return {"count": 0, "p50": None, "p99": None}
     p50, p99 = np.percentile(np.asarray(values), [50, 99])

@@ -1,24 +1,24 @@
 """Reputation, quarantine and ban of a worker: pure functions of what the ledger counts.
 
-Reputation is the mean of a Beta posterior: the chance that the next submission is as good as those
-that were recomputed,
+Reputation is the mean of a Beta posterior, the chance that the next submission is as good as the
+recomputed ones:
 
-    r = n / (n + 20 + 20 (R + W))      0 for a new key, towards 1 with work
+    r = n / (n + 20 + 20 (R + W))      0 for a new key, near 1 after much work
 
-n: submissions that were accepted *and recomputed* since the last failure; what nobody recomputed
-proves nothing. R: rejected submissions, W: withheld leases, both of all time. So reputation is lost
-at one failure and comes back more slowly each time. The share of a worker's submissions that is
-recomputed follows from it,
+n counts the submissions that were accepted *and recomputed* since the last failure; a submission
+that was not recomputed proves nothing. R counts rejected submissions and W withheld leases, both of
+all time. So one failure costs the whole reputation, and each time it takes longer to regain. The
+share of a worker's submissions that is recomputed follows from it:
 
     share = prefill_share - (prefill_share - prefill_floor) r        1 in quarantine
 
-Strikes are the rejections since the last `CLEAR_AFTER` accepted submissions in a row. A rejection
-that no honest worker meets by accident (`EXACT_CHECKS` compare with what was assigned, without
-floating point; `WORKERS_GAPS`, with a stated chance) puts a worker into quarantine, as do
-`QUARANTINE_AFTER` strikes; `CLEAR_AFTER` in a row that are recomputed and accepted end it.
-`BAN_AFTER` strikes are a ban, which only a person lifts. A submission at which validators failed
-(`SubmissionSetAside`) is a strike and no rejection: one says little of its worker, who may have met
-a fault of ours, and many of one worker's must not go on.
+Strikes are the rejections since the last `CLEAR_AFTER` accepted submissions in a row. Some
+rejections do not happen to an honest worker by accident: `EXACT_CHECKS` compare with the assignment
+and use no floating point, and `WORKERS_GAPS` has a stated chance. One of them puts a worker into
+quarantine, as do `QUARANTINE_AFTER` strikes. `CLEAR_AFTER` submissions in a row that are recomputed
+and accepted end the quarantine. `BAN_AFTER` strikes are a ban, which only a person lifts. A
+submission at which validators failed (`SubmissionSetAside`) is a strike but no rejection: the
+worker may have met a fault of the validators, but must not cause many such failures.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ EXACT_CHECKS = frozenset(
     }
 )
 WORKERS_GAPS = "seeded_sampling_worker"
-"""The check of all submissions of a worker together (`gap_history`)."""
+"""Name of the check of all submissions of a worker together (`gap_history`)."""
 QUARANTINE_AFTER = 2
 BAN_AFTER = 6
 CLEAR_AFTER = 5
 _PRIOR = 20.0
 _REJECTION = 20.0
-"""A rejection, or a withheld lease, weighs as much as all that a new key has to prove."""
+"""Weight of a rejection or a withheld lease: as much as the prior of a new key."""
 
 
 @dataclass(frozen=True)
@@ -51,24 +51,24 @@ class Standing:
     withheld: int = 0
     """Leases."""
     in_a_row: int = 0
-    """Accepted since the last rejection; in quarantine accepted *and recomputed* since it began."""
+    """Accepted since the last rejection; in quarantine, recomputed and accepted since its start."""
     recomputed_in_a_row: int = 0
     """Accepted and recomputed since the last rejection or withheld lease."""
     delivered: int = 0
-    """Groups accepted in time since it last failed to answer a lease, or gave one back."""
+    """Groups accepted in time since it last failed to answer a lease or gave one back."""
     late: int = 0
-    """Leases that others were leased in its place."""
+    """Overdue leases, whose groups others were leased."""
     strikes: int = 0
     quarantine: str | None = None
-    """Why all its work is recomputed and it holds one lease at most; None: it is free."""
+    """Reason of the quarantine; None: it is not in quarantine."""
 
     @property
     def trust(self) -> int:
-        """How many groups of its open leases steps may rely on, if it is a stranger."""
+        """Groups of its open leases that steps may rely on, if it is a stranger."""
         return self.delivered // (1 + self.rejected + self.withheld + self.late)
 
     def after_verdict(self, groups: int, *, accepted: bool, recomputed: bool) -> Standing:
-        """After a verdict on one of its submissions."""
+        """Return the standing after a verdict on a submission."""
         if not accepted:
             return replace(
                 self,
@@ -78,7 +78,7 @@ class Standing:
                 in_a_row=0,
                 recomputed_in_a_row=0,
             )
-        # What was handed in before the quarantine, and nobody recomputed, does not lead out of it.
+        # A submission from before the quarantine that was not recomputed does not help to end it.
         row = self.in_a_row + (recomputed or self.quarantine is None)
         return replace(
             self,
@@ -90,43 +90,43 @@ class Standing:
         )
 
     def after_set_aside(self) -> Standing:
-        """After a submission of its at which validators failed."""
+        """Return the standing after a submission at which validators failed."""
         return replace(self, strikes=self.strikes + 1, in_a_row=0)
 
     def after_withholding(self) -> Standing:
-        """After a lease that was not answered."""
+        """Return the standing after a lease that was not answered."""
         return replace(self, withheld=self.withheld + 1, delivered=0, recomputed_in_a_row=0)
 
     def after_silence(self) -> Standing:
-        """After a lease that others were leased in its place."""
+        """Return the standing after a lease that became overdue."""
         return replace(self, late=self.late + 1, delivered=0)
 
     def after_return(self) -> Standing:
-        """After a lease that it gave back."""
+        """Return the standing after a lease that was given back."""
         return replace(self, delivered=0)
 
     def quarantined(self, reason: str) -> Standing:
-        """From now on `CLEAR_AFTER` in a row are needed that are recomputed and accepted."""
+        """Return the standing at the start of a quarantine."""
         return replace(self, quarantine=reason, in_a_row=0)
 
     def pardoned(self, reason: str) -> Standing:
-        """A ban is lifted: in quarantine, with a clean slate."""
+        """Return the standing after a lifted ban: in quarantine, without strikes."""
         return replace(self.quarantined(reason), strikes=0)
 
 
 def reputation(standing: Standing) -> float:
-    """r of the module's formula, in [0, 1)."""
+    """Return r of the module's formula, in [0, 1)."""
     good = standing.recomputed_in_a_row
     return good / (good + _PRIOR + _REJECTION * (standing.rejected + standing.withheld))
 
 
 def prefill_share(standing: Standing, *, start: float, floor: float) -> float:
-    """Share of a worker's submissions to recompute, in [floor, 1].
+    """Return the share of a worker's submissions to recompute, in [floor, 1].
 
     Args:
-        standing: the worker's.
-        start: `verify.prefill_share`, of a new key.
-        floor: `verify.prefill_floor`, which the best reputation comes near.
+        standing: standing of the worker.
+        start: `verify.prefill_share`, the share of a new key.
+        floor: `verify.prefill_floor`, the share at the best reputation.
     """
     if standing.quarantine is not None:
         return 1.0
@@ -134,11 +134,11 @@ def prefill_share(standing: Standing, *, start: float, floor: float) -> float:
 
 
 def should_quarantine(standing: Standing, reason: str) -> bool:
-    """Whether a rejection just counted puts a worker into quarantine.
+    """Return whether a rejection puts a worker into quarantine.
 
     Args:
-        standing: after the rejection.
-        reason: of the verdict, which begins with the check's name and a colon.
+        standing: standing after the rejection.
+        reason: reason of the verdict; it begins with the check's name and a colon.
     """
     if standing.quarantine is not None:
         return False

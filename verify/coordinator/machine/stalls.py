@@ -9,26 +9,25 @@ from verify.coordinator.machine.events import GroupGrade
 from verify.coordinator.machine.state import State, Tally
 
 RUN_DIR = "RUN_DIR"
-"""Stands in a remedy for the run directory, which a State does not know."""
-_MEND_GRADER = (
-    "mend the grader, or the rows that it cannot read; `python -m sampler grade FILE.jsonl` tries "
-    "it on answers from a file (docs/rewards.md)"
+"""Placeholder of the run directory in a remedy; a State does not have it."""
+_REPAIR_GRADER = (
+    "repair the grader, or the rows that it cannot read; `python -m sampler grade FILE.jsonl` "
+    "tries it on answers from a file (docs/rewards.md)"
 )
-_MEND_VALIDATORS = (
-    f"see in {RUN_DIR}/logs/coordinator.log which submissions these are and what failed "
-    "(docs/coordinator.md)"
+_CHECK_VALIDATORS = (
+    f"{RUN_DIR}/logs/coordinator.log names these submissions and what failed (docs/coordinator.md)"
 )
-_MEND_WORKERS = (
-    f"see `runspec workers {RUN_DIR}` and the workers' logs (`runspec logs {RUN_DIR}`); if they "
+_CHECK_WORKERS = (
+    f"check `runspec workers {RUN_DIR}` and the workers' logs (`runspec logs {RUN_DIR}`); if they "
     "are only slow, raise verify.lease_timeout or add samplers"
 )
 _LOOK_AT_REJECTION = (
-    "see the last rejection: it names the check and its number (docs/verify.md says what each "
-    "check compares), and `runspec workers` names the worker"
+    "the last rejection names the check and its number (docs/verify.md says what each check "
+    "compares), and `runspec workers` names the worker"
 )
 _WAIT_LONGER = (
-    f"see the log of whom it waited for (`runspec logs {RUN_DIR}`); if that is only slow, raise "
-    "algorithm.fill.deadline"
+    f"check the log of the role that it waited for (`runspec logs {RUN_DIR}`); if that is only "
+    "slow, raise algorithm.fill.deadline"
 )
 _SOLVE_RATES = (
     f"measure it: `python -m sampler solve-rates {RUN_DIR}/spec.json --source NAME --model "
@@ -53,7 +52,7 @@ class Stalled:
 
 @dataclass(frozen=True)
 class _Loss:
-    """Groups that were leased for a step and cannot train, all for one cause."""
+    """Groups that were leased for a step and cannot train, all for the same reason."""
 
     groups: int
     text: str
@@ -61,12 +60,12 @@ class _Loss:
 
 
 def unfilled(state: State, number: int, *, had: int, now: float) -> Stalled:
-    """Says why an open step has too few groups.
+    """Return why an open step has too few groups.
 
     Args:
-        state: of the run.
-        number: of the step, the next to close.
-        had: groups that it could train.
+        state: state of the run.
+        number: the step, the next to close.
+        had: number of groups that it could train.
         now: seconds since the epoch.
     """
     policy, step = state.policy, state.steps[number]
@@ -81,7 +80,7 @@ def unfilled(state: State, number: int, *, had: int, now: float) -> Stalled:
 
 
 def unopened(state: State, now: float) -> Stalled:
-    """Says for whom a step waits that nobody could open."""
+    """Return what a step waits for that could not be opened."""
     return Stalled(
         f"step {state.next_close} stalled: not opened after {now - state.progress:.0f} s; "
         f"waited for {waited_for(state)}",
@@ -90,7 +89,7 @@ def unopened(state: State, now: float) -> Stalled:
 
 
 def banned(state: State) -> Stalled:
-    """Says that nobody is left to work."""
+    """Return the stall of a run whose workers are all banned."""
     reason = next(state.bans[key] for key, worker in state.workers.items() if worker.own)
     return Stalled(
         f"step {state.next_close} stalled: every worker is banned, the run's own too: {reason}",
@@ -99,7 +98,7 @@ def banned(state: State) -> Stalled:
 
 
 def waited_for(state: State) -> str:
-    """Say whom the next step to close waits for."""
+    """Return what the next step to close waits for, for people."""
     if state.finished:
         return "nobody: every step is closed"
     number, newest = state.next_close, state.newest
@@ -120,7 +119,7 @@ def waited_for(state: State) -> str:
 
 
 def _losses(state: State, tally: Tally) -> list[_Loss]:
-    """The causes for which a step lost groups, the largest first."""
+    """Return the reasons for which a step lost groups, the largest loss first."""
     dropped = sum(grade.outcome == "dropped" for grade in tally.grades)
     filtered = [grade for grade in tally.grades if grade.outcome == "filtered"]
     rejected = tally.rejected_rollouts // state.policy.group_size
@@ -128,7 +127,7 @@ def _losses(state: State, tally: Tally) -> list[_Loss]:
         _Loss(
             dropped,
             f"{dropped} groups dropped by the grader, the newest: {state.last_fault}",
-            _MEND_GRADER,
+            _REPAIR_GRADER,
         ),
         _Loss(len(filtered), *_zero_variance(filtered)),
         _Loss(
@@ -140,19 +139,19 @@ def _losses(state: State, tally: Tally) -> list[_Loss]:
         _Loss(
             tally.set_aside_groups,
             f"{tally.set_aside_groups} groups of submissions that validators could not judge",
-            _MEND_VALIDATORS,
+            _CHECK_VALIDATORS,
         ),
         _Loss(
             tally.expired_groups,
             f"{tally.expired_groups} groups withheld or late",
-            _MEND_WORKERS,
+            _CHECK_WORKERS,
         ),
     ]
     return sorted((loss for loss in losses if loss.groups), key=lambda loss: -loss.groups)
 
 
 def _zero_variance(filtered: Sequence[GroupGrade]) -> tuple[str, str]:
-    """Text and remedy of groups whose task rewards are all equal."""
+    """Return text and remedy of the groups whose task rewards are all equal."""
     rewards = [grade.task_reward for grade in filtered] or [0.0]
     if max(rewards) <= 0.0:
         solves, change = "solves none of these problems", _EASIER
@@ -161,7 +160,7 @@ def _zero_variance(filtered: Sequence[GroupGrade]) -> tuple[str, str]:
     else:
         solves, change = "solves each of these problems always or never", _BETWEEN
     text = (
-        f"{len(filtered)} groups filtered, for all task rewards of a group are equal: the model "
+        f"{len(filtered)} groups filtered: all task rewards of a group are equal; the model "
         f"{solves} (mean task reward {sum(rewards) / len(rewards):.3g})"
     )
     return text, f"{_SOLVE_RATES}{change}{_NO_FILTER}"

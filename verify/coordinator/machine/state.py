@@ -2,9 +2,9 @@
 
 `Policy` has the parts of the spec that the state machine needs.
 
-Maps with an entry for each key are `HashTrieMap`s: a map with one more entry shares the others,
-while copies of a `dict` would make a start take time quadratic in the keys. An event wakes all who
-wait for a lease, so what each of them needs of all keys or leases is counted once.
+Maps with an entry for each key are `HashTrieMap`s, because an insert shares the other entries. With
+copies of a `dict` a start would take time quadratic in the keys. An event wakes all requests that
+wait for a lease, so numbers that depend on all keys or leases are computed once for a state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Policy:
     """How steps fill, and how far workers are trusted; durations in seconds."""
 
     run: str
-    """Its name, which leases carry."""
+    """Name of the run."""
     steps: int
     groups: int
     """Groups a step asks for (`prompts_per_step`)."""
@@ -39,13 +39,13 @@ class Policy:
     async_level: int
     zero_variance_filter: bool
     max_groups: int
-    """Groups of a step that known workers are leased at most."""
+    """Largest number of a step's groups that known workers are leased."""
     min_groups: int
-    """Fewer than these are no batch."""
+    """Fewest groups of a batch."""
     deadline_s: float
     lease_timeout_s: float
     groups_per_submission: Mapping[str, int]
-    """For each pool."""
+    """Groups of a submission, by pool."""
     prefill_share: float
     """Share of a new key's submissions to recompute."""
     prefill_floor: float
@@ -76,14 +76,14 @@ class Policy:
 
 
 class Rank(IntEnum):
-    """Says whether a step relies on a worker's leases; the better ranks come first (`filling`)."""
+    """How far a step relies on a worker's leases; better ranks come first (`filling`)."""
 
     KNOWN = 0
-    """The run's own workers, and those that came with an invite."""
+    """The run's own workers, and workers with an invite."""
     RECORDED = 1
     """Strangers that answered their last leases (`Standing.trust`)."""
     NEW = 2
-    """All others, and who is in quarantine."""
+    """All other workers, and workers in quarantine."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class Pace:
 
     lease_s: float
     group_s: float
-    """For a group, on average over its lease."""
+    """Seconds a group, on average over a lease."""
 
     def after(self, lease_s: float, groups: int) -> Pace:
-        """After another lease: a longer time counts at once, a shorter one little by little."""
+        """Return the pace after another lease: a longer time at once, a shorter one slowly."""
         return Pace(_longest(self.lease_s, lease_s), _longest(self.group_s, lease_s / groups))
 
     def seconds(self, groups: int) -> float:
@@ -115,27 +115,27 @@ class Worker:
     """0, 1, 2, ... in the order of registration."""
     pool: str
     invite: str | None = None
-    """Public key of the invite by which it came."""
+    """Public key of the invite with which it registered."""
     own: bool = False
     """Whether it is one of the run's own."""
     revoked: bool = False
-    """Whether its invite was revoked: it is a stranger then."""
+    """Whether its invite was revoked. It then counts as a stranger."""
     served: float = 0.0
-    """When it was last granted a lease; 0: never."""
+    """Time of its last lease; 0: never."""
     pace: Pace | None = None
-    """None: nothing was accepted yet."""
+    """None before its first accepted submission."""
     accepted_rollouts: int = 0
     accepted_tokens: int = 0
-    """Its credits: output tokens of accepted groups, filtered ones included."""
+    """Its credits: output tokens of accepted groups, filtered groups included."""
     standing: Standing = field(default_factory=Standing)
     gap_excess: float = 0.0
-    """Excess of its submissions together since the sum was last below 0, nats (`gap_history`)."""
+    """Sum of the excesses of its submissions since the sum was last below 0, nats."""
     gap_noise: GapNoise | None = None
-    """Noise of the calibration that the sum belongs to."""
+    """Noise of the calibration by which the sum was computed (`gap_history`)."""
 
     @cached_property
     def rank(self) -> Rank:
-        """Its rank now; a lease keeps the one that its worker had when it was granted."""
+        """Rank now; a lease keeps the rank that its worker had when it was granted."""
         if self.standing.quarantine is not None:
             return Rank.NEW
         if self.own or (self.invite is not None and not self.revoked):
@@ -144,7 +144,7 @@ class Worker:
 
     @property
     def unproven(self) -> bool:
-        """Whether it is a stranger that never had a submission accepted."""
+        """Whether it is a stranger without an accepted submission."""
         return not self.own and self.invite is None and self.standing.accepted == 0
 
 
@@ -152,7 +152,7 @@ class Worker:
 class Draw:
     nonce: str
     workers: int
-    """Covers workers with a smaller number that no earlier draw of the step covers."""
+    """The draw covers workers with smaller numbers, except those of the step's earlier draws."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class OpenStep:
     """Start of the deadline: `opened`, or the coordinator's last start."""
     draws: tuple[Draw, ...]
     leased: int = 0
-    """Groups leased to known workers, failed ones included; without those given back."""
+    """Groups leased to known workers; failed groups count, groups given back do not."""
     next_index: HashTrieMap[str, int] = field(default_factory=HashTrieMap)
 
     def nonce_for(self, worker: Worker) -> str | None:
@@ -182,40 +182,40 @@ class LeaseRecord:
     usable: tuple[int, ...] = ()
     """Groups that may be trained on and have not been."""
     rank: Rank = Rank.NEW
-    """Its worker's when it was granted."""
+    """Rank of its worker when it was granted."""
     since: float = 0.0
-    """Since when its worker has no older lease to work on."""
+    """Time from which its worker has no older lease to work on."""
     took_s: float = 0.0
-    """From `since` to the submission."""
+    """Seconds from `since` to the submission."""
     overdue: bool = False
-    """Whether others are leased its groups, for its worker is silent."""
+    """Whether others may be leased its groups, because its worker is silent."""
     recomputed: bool = False
     """Whether its rollouts were recomputed before they were accepted."""
     deferred: str | None = None
-    """The submission that its holder was told to send later."""
+    """Digest of the deferred submission, which its holder sends again later."""
     deferred_until: float = 0.0
     attempts: tuple[FailedAttempt, ...] = ()
     """Failed attempts for which the submission was set aside."""
 
     @property
     def expires(self) -> float:
-        """When it ends: the lease's own time, or until when it was deferred."""
+        """End of the lease: its own, or the end of its deferral if that is later."""
         return max(self.lease.expires, self.deferred_until)
 
     @property
     def awaited(self) -> bool:
-        """Whether a step counts on its groups, which are not decided."""
+        """Whether a step relies on its groups, which are not decided yet."""
         return self.status in ("open", "submitted") and not self.overdue
 
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts for one batch manifest; late work counts in the step in which it was decided."""
+    """Counts for one batch manifest; a late group counts in the step in which it was decided."""
 
     leased_groups: int = 0
     expired_groups: int = 0
-    """Withheld, accepted too late to train within the lag, or struck: not recomputed, of a worker
-    that was caught since."""
+    """Groups that were withheld, accepted too late to train within the lag, or struck: accepted
+    without being recomputed, from a worker that was put into quarantine or banned later."""
     set_aside_groups: int = 0
     """Groups of submissions at which validators failed."""
     rejected_submissions: int = 0
@@ -236,21 +236,21 @@ class State:
     invited: HashTrieMap[str, int] = field(default_factory=HashTrieMap)
     """How many keys were registered with an invite, by its public key."""
     revoked: HashTrieMap[str, str] = field(default_factory=HashTrieMap)
-    """Why an invite was revoked, by its public key, whether anybody came with it or not."""
+    """Why an invite was revoked, by its public key."""
     steps: Mapping[int, OpenStep] = field(default_factory=dict)
-    """The open ones, in order."""
+    """The open steps, in order."""
     leases: Mapping[str, LeaseRecord] = field(default_factory=dict)
-    """Leases by digest, in lease order; those of steps long closed are forgotten."""
+    """Leases by digest, in lease order; leases of steps closed long ago are left out."""
     tallies: Mapping[int, Tally] = field(default_factory=dict)
     next_step: int = 0
-    """The next to open."""
+    """The next step to open."""
     next_close: int = 0
     progress: float = 0.0
     """Time of the last start, published version or closed step."""
     dropped_groups: int = 0
-    """Groups lost to faults of the grader, of all steps."""
+    """Groups of all steps that were lost to faults of the grader."""
     last_fault: str = ""
-    """The grader's error at the newest of them."""
+    """The grader's error at the newest of these groups."""
 
     @property
     def finished(self) -> bool:
@@ -258,16 +258,16 @@ class State:
 
     @property
     def oldest_remembered(self) -> int:
-        """All leases of this step and later ones are still in `leases`.
+        """The oldest step whose leases are all still in `leases`.
 
-        No group of an older step can train any more. It is one step longer than that, so that a
-        submission that is sent again finds its lease.
+        No group of an older step can train any more. One more step is kept, so that a submission
+        that is sent again finds its lease.
         """
         return self.next_close - self.policy.async_level - 1
 
     @cached_property
     def live(self) -> Sequence[LeaseRecord]:
-        """Leases that are undecided or have groups to train, in lease order: few of all."""
+        """Leases that are undecided or have groups to train, in lease order; few of all leases."""
         undecided = ("open", "submitted")
         return [r for r in self.leases.values() if r.usable or r.status in undecided]
 
@@ -289,7 +289,7 @@ class State:
 
     @cached_property
     def awaited(self) -> Counter[int]:
-        """Groups that a step counts on and that are not decided, by the step of their leases."""
+        """Undecided groups that a step relies on, by the step of their leases."""
         groups: Counter[int] = Counter()
         for record in self.live:
             if record.awaited and record.rank is not Rank.NEW:
@@ -300,8 +300,8 @@ class State:
     def usable(self) -> Counter[int]:
         """Groups that may be trained on and have not been, by the step of their leases.
 
-        Without those of a new worker that come after an undecided lease of another one: nobody
-        knows when they may train.
+        A new worker's groups do not count if an undecided lease of another new worker comes before
+        them, because it is not known when they may train.
         """
         groups: Counter[int] = Counter()
         held_back = set[int]()
@@ -317,10 +317,9 @@ class State:
 
     @cached_property
     def silent(self) -> Sequence[LeaseRecord]:
-        """Leases of open steps that are relied on and not answered: for each rank and number of
-        groups the one whose worker was silent for longest.
+        """Unanswered leases that open steps rely on; deferred leases are left out.
 
-        Without those whose holders were told to come again.
+        For each rank and number of groups, the lease whose worker was silent for longest.
         """
         found: dict[tuple[Rank, int], LeaseRecord] = {}
         for record in self.live:
@@ -338,7 +337,7 @@ class State:
 
     @cached_property
     def trials(self) -> Mapping[int, Sequence[float]]:
-        """Ends of the leases of new workers that were not accepted, by step, in order of time."""
+        """Ends of the leases of new workers that were not accepted, by step, ascending."""
         found: dict[int, list[float]] = defaultdict(list)
         for record in self.leases.values():
             if record.rank is Rank.NEW and record.status != "accepted":
@@ -346,12 +345,12 @@ class State:
         return {step: sorted(ends) for step, ends in found.items()}
 
     def share_of(self, worker: str) -> float:
-        """How likely a submission of a worker's is to be recomputed."""
+        """Return the chance that a submission of a worker is recomputed."""
         if worker in self.bans:
             return 1.0
         start, floor = self.policy.prefill_share, self.policy.prefill_floor
         return prefill_share(self.workers[worker].standing, start=start, floor=floor)
 
     def lag(self, record: LeaseRecord) -> int:
-        """Lag of the record's groups if the next step to close trains them."""
+        """Return the lag of a lease's groups if the next step to close trains them."""
         return self.next_close - record.lease.version

@@ -1,6 +1,6 @@
 """The state after an event: `apply`, a pure function of the state before it.
 
-Invariants, which `apply` refuses to break and the property tests look for:
+`apply` keeps these invariants, and the property tests check them:
 - A group is trained at most once, and at a step that is at most `async_level` after its version.
 - Steps open in order and close in order, each once; a rollback takes both counts back.
 - The leases of one worker and one step are numbered 0, 1, 2, ... under one nonce, which was drawn
@@ -9,31 +9,11 @@ Invariants, which `apply` refuses to break and the property tests look for:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
-from verify.coordinator.machine.events import (
-    BanLifted,
-    CoordinatorStarted,
-    Event,
-    InviteRevoked,
-    KeyBanned,
-    LeaseExpired,
-    LeaseGranted,
-    LeaseOverdue,
-    LeaseReleased,
-    NonceDrawn,
-    QuarantineEnded,
-    RolledBack,
-    StepClosed,
-    SubmissionDeferred,
-    SubmissionJudged,
-    SubmissionReceived,
-    SubmissionSetAside,
-    VersionPublished,
-    WorkerQuarantined,
-    WorkerRegistered,
-)
+from verify.coordinator.machine import events
 from verify.coordinator.machine.gap_history import with_gaps
 from verify.coordinator.machine.reputation import Standing
 from verify.coordinator.machine.state import (
@@ -49,34 +29,32 @@ from verify.coordinator.machine.state import (
 )
 
 LONGEST_DEFERRAL_S = 600.0
-"""A lease is extended by no more at once, beyond the time of the event."""
+"""Largest time from a deferral to the new end of its lease, in seconds."""
 
 
 class IllegalTransition(Exception):
-    """An event that cannot follow: a fault of the coordinator, or a ledger tampered with."""
+    """Raised for an event that cannot follow: a faulty coordinator, or a changed ledger."""
 
 
-def replay(policy: Policy, events: Iterable[Event]) -> State:
+def replay(policy: Policy, history: Iterable[events.Event]) -> State:
+    """Return the state after the events of a whole ledger."""
     state = State(policy)
-    for event in events:
+    for event in history:
         state = apply(state, event)
     return state
 
 
-def apply(state: State, event: Event) -> State:
-    """The state after an event.
+def apply(state: State, event: events.Event) -> State:
+    """Return the state after an event.
 
     Raises:
         IllegalTransition: the event cannot follow.
     """
     match event:
-        case CoordinatorStarted():
-            steps = {
-                number: replace(step, since=event.at, leased=0)
-                for number, step in state.steps.items()
-            }
+        case events.CoordinatorStarted():
+            steps = {n: replace(s, since=event.at, leased=0) for n, s in state.steps.items()}
             return replace(state, steps=steps, progress=event.at)
-        case WorkerRegistered():
+        case events.WorkerRegistered():
             _require(event.worker not in state.workers, "a key is registered twice")
             _require(event.invite not in state.revoked, "a key that came with a revoked invite")
             worker = Worker(len(state.workers), event.pool, event.invite, event.own)
@@ -84,58 +62,57 @@ def apply(state: State, event: Event) -> State:
                 uses = state.invited.get(event.invite, 0) + 1
                 state = replace(state, invited=state.invited.insert(event.invite, uses))
             return _with_worker(state, event.worker, worker)
-        case WorkerQuarantined():
-            worker = _known(state, event.worker)
+        case events.WorkerQuarantined():
             state = _strike_unproven(state, event.worker)
-            return _with_standing(state, event.worker, worker.standing.quarantined(event.reason))
-        case QuarantineEnded():
-            worker = _known(state, event.worker)
-            _require(worker.standing.quarantine is not None, "no quarantine to end")
-            free = replace(worker.standing, quarantine=None)
-            return _with_standing(state, event.worker, free)
-        case KeyBanned():
+            return _with_standing(state, event.worker, lambda s: s.quarantined(event.reason))
+        case events.QuarantineEnded():
+            quarantine = _known(state, event.worker).standing.quarantine
+            _require(quarantine is not None, "no quarantine to end")
+            return _with_standing(state, event.worker, lambda s: replace(s, quarantine=None))
+        case events.KeyBanned():
             return _ban(state, event)
-        case BanLifted():
+        case events.BanLifted():
             return _lift_ban(state, event)
-        case InviteRevoked():
+        case events.InviteRevoked():
             _require(event.invite not in state.revoked, "an invite is revoked twice")
             state = replace(state, revoked=state.revoked.insert(event.invite, event.reason))
             for key, worker in state.workers.items():
                 if worker.invite == event.invite:
                     state = _with_worker(state, key, replace(worker, revoked=True))
             return state
-        case VersionPublished():
+        case events.VersionPublished():
             newer = state.newest is None or event.version > state.newest.version
             _require(newer, f"version {event.version} is not newer")
             return replace(state, newest=event, progress=event.at)
-        case NonceDrawn():
+        case events.NonceDrawn():
             return _draw(state, event)
-        case LeaseGranted():
+        case events.LeaseGranted():
             return _grant(state, event)
-        case LeaseOverdue():
+        case events.LeaseOverdue():
             return _overdue(state, event)
-        case LeaseExpired():
-            return _expire(state, event)
-        case LeaseReleased():
+        case events.LeaseExpired():
+            return _end_lease(state, _record(state, event.lease, "open"))
+        case events.LeaseReleased():
             return _release(state, event)
-        case SubmissionDeferred():
+        case events.SubmissionDeferred():
             return _defer(state, event)
-        case SubmissionReceived():
+        case events.SubmissionReceived():
             return _receive(state, event)
-        case SubmissionJudged():
+        case events.SubmissionJudged():
             return _judge(state, event)
-        case SubmissionSetAside():
+        case events.SubmissionSetAside():
             return _set_aside(state, event)
-        case StepClosed():
+        case events.StepClosed():
             return _close(state, event)
-        case RolledBack():
+        case events.RolledBack():
             _require(0 <= event.version <= state.next_close, "a rollback to what was not trained")
             back = State(state.policy, next_step=event.version, next_close=event.version)
             back = replace(back, bans=state.bans, invited=state.invited, revoked=state.revoked)
             return replace(back, progress=event.at)
+    raise IllegalTransition(f"{type(event).__name__} is no event of a run")
 
 
-def _ban(state: State, event: KeyBanned) -> State:
+def _ban(state: State, event: events.KeyBanned) -> State:
     """Ban a key; its open leases end at once."""
     _require(event.key not in state.bans, "a key is banned twice")
     state = replace(state, bans=state.bans.insert(event.key, event.reason))
@@ -153,7 +130,7 @@ def _strike_unproven(state: State, worker: str) -> State:
     return state
 
 
-def _lift_ban(state: State, event: BanLifted) -> State:
+def _lift_ban(state: State, event: events.BanLifted) -> State:
     _require(event.key in state.bans, "a key that is not banned")
     state = replace(state, bans=state.bans.remove(event.key))
     worker = state.workers.get(event.key)
@@ -163,7 +140,7 @@ def _lift_ban(state: State, event: BanLifted) -> State:
     return _with_worker(state, event.key, replace(worker, standing=pardoned, gap_excess=0.0))
 
 
-def _draw(state: State, event: NonceDrawn) -> State:
+def _draw(state: State, event: events.NonceDrawn) -> State:
     draw = Draw(event.nonce, event.workers)
     _require(event.workers == len(state.workers) > 0, "a draw covers the keys registered so far")
     if event.step in state.steps:
@@ -177,7 +154,7 @@ def _draw(state: State, event: NonceDrawn) -> State:
     return replace(state, steps={**state.steps, event.step: step})
 
 
-def _grant(state: State, event: LeaseGranted) -> State:
+def _grant(state: State, event: events.LeaseGranted) -> State:
     lease = event.lease
     step, worker = state.steps.get(lease.step), state.workers.get(lease.worker)
     if step is None or worker is None or event.digest in state.leases:
@@ -186,17 +163,14 @@ def _grant(state: State, event: LeaseGranted) -> State:
     _require(step.next_index.get(lease.worker, 0) == lease.index, "lease indices have no holes")
     _require(lease.step - lease.version <= state.policy.async_level, "a lease beyond the lag")
     step = replace(step, next_index=step.next_index.insert(lease.worker, lease.index + 1))
-    rank = worker.rank
-    record = LeaseRecord(lease, event.digest, event.document, rank=rank, since=event.at)
+    record = LeaseRecord(lease, event.digest, event.document, rank=worker.rank, since=event.at)
     state = _with_lease(replace(state, steps={**state.steps, lease.step: step}), record)
     state = _with_leased(state, record, lease.groups)
     state = _with_worker(state, lease.worker, replace(worker, served=event.at))
-    tally = state.tallies.get(lease.step, Tally())
-    tally = replace(tally, leased_groups=tally.leased_groups + lease.groups)
-    return replace(state, tallies={**state.tallies, lease.step: tally})
+    return _counted(state, record, leased_groups=lease.groups)
 
 
-def _receive(state: State, event: SubmissionReceived) -> State:
+def _receive(state: State, event: events.SubmissionReceived) -> State:
     record = _record(state, event.lease, "open")
     took_s = max(0.0, event.at - record.since)
     received = replace(record, status="submitted", submission=event.submission, took_s=took_s)
@@ -208,49 +182,41 @@ def _receive(state: State, event: SubmissionReceived) -> State:
     return _with_lease(state, received)
 
 
-def _overdue(state: State, event: LeaseOverdue) -> State:
+def _overdue(state: State, event: events.LeaseOverdue) -> State:
     record = _record(state, event.lease, "open")
     _require(not record.overdue, "a lease is overdue twice")
     state = _with_lease(state, replace(record, overdue=True))
-    key = record.lease.worker
-    return _with_standing(state, key, state.workers[key].standing.after_silence())
-
-
-def _expire(state: State, event: LeaseExpired) -> State:
-    return _end_lease(state, _record(state, event.lease, "open"))
+    return _with_standing(state, record.lease.worker, Standing.after_silence)
 
 
 def _end_lease(state: State, record: LeaseRecord) -> State:
     """End a lease without a submission: it counts as withheld."""
     state = _with_lease(state, replace(record, status="expired"))
-    key = record.lease.worker
-    state = _with_standing(state, key, state.workers[key].standing.after_withholding())
-    tally = _tally(state, record)
-    return _with_tally(
-        state, record, replace(tally, expired_groups=tally.expired_groups + record.lease.groups)
-    )
+    state = _with_standing(state, record.lease.worker, Standing.after_withholding)
+    return _counted(state, record, expired_groups=record.lease.groups)
 
 
-def _release(state: State, event: LeaseReleased) -> State:
-    """Take a lease's groups out of the step's count, so that workers who come and go do not use up
-    what the step may lease."""
+def _release(state: State, event: events.LeaseReleased) -> State:
+    """End a lease that was given back.
+
+    Its groups no longer count as leased, so workers who come and go do not use up what the step may
+    lease.
+    """
     record = _record(state, event.lease, "open")
     state = _with_leased(state, record, -record.lease.groups)
     state = _with_lease(state, replace(record, status="released"))
-    key = record.lease.worker
-    return _with_standing(state, key, state.workers[key].standing.after_return())
+    return _with_standing(state, record.lease.worker, Standing.after_return)
 
 
-def _defer(state: State, event: SubmissionDeferred) -> State:
+def _defer(state: State, event: events.SubmissionDeferred) -> State:
     record = _record(state, event.lease, "open")
     own_time = event.at < record.lease.expires
     _require(own_time or event.submission == record.deferred, "another submission is deferred")
     _require(event.at < record.expires < event.until, "a deferral that extends no lease")
     _require(event.until - event.at <= LONGEST_DEFERRAL_S, "a deferral without end")
     _require(state.lag(record) <= state.policy.async_level, "a deferral beyond the lag")
-    return _with_lease(
-        state, replace(record, deferred=event.submission, deferred_until=event.until)
-    )
+    record = replace(record, deferred=event.submission, deferred_until=event.until)
+    return _with_lease(state, record)
 
 
 def _with_leased(state: State, record: LeaseRecord, change: int) -> State:
@@ -262,22 +228,19 @@ def _with_leased(state: State, record: LeaseRecord, change: int) -> State:
     return replace(state, steps={**state.steps, record.lease.step: step})
 
 
-def _judge(state: State, event: SubmissionJudged) -> State:
+def _judge(state: State, event: events.SubmissionJudged) -> State:
     record = _record(state, event.lease, "submitted")
     _require(record.submission == event.submission, "a verdict on another submission")
-    worker, tally, lease = state.workers[record.lease.worker], _tally(state, record), record.lease
+    worker, lease = state.workers[record.lease.worker], record.lease
     recomputed = any(group.logprob_diff is not None for group in event.groups)
     standing = worker.standing.after_verdict(
         0 if record.overdue else lease.groups, accepted=event.accepted, recomputed=recomputed
     )
     worker = with_gaps(replace(worker, standing=standing), event.gap_excess, event.gap_noise)
     if not event.accepted:
-        tally = replace(
-            tally,
-            rejected_submissions=tally.rejected_submissions + 1,
-            rejected_rollouts=tally.rejected_rollouts + lease.groups * state.policy.group_size,
-            last_rejection=event.reason[:300],
-        )
+        rollouts = lease.groups * state.policy.group_size
+        state = _counted(state, record, rejected_submissions=1, rejected_rollouts=rollouts)
+        state = _tallied(state, record, last_rejection=event.reason[:300])
         record = replace(record, status="rejected", verdict=event.verdict)
     else:
         earned = [g for g in event.groups if g.outcome != "dropped"]
@@ -287,39 +250,31 @@ def _judge(state: State, event: SubmissionJudged) -> State:
             accepted_tokens=worker.accepted_tokens + sum(g.tokens for g in earned),
             pace=(worker.pace or Pace(0.0, 0.0)).after(record.took_s, lease.groups),
         )
-        tally = replace(tally, grades=tally.grades + event.groups)
+        state = _counted(state, record, grades=event.groups)
         if dropped := len(event.groups) - len(earned):
             dropped += state.dropped_groups
             state = replace(state, dropped_groups=dropped, last_fault=event.fault)
         usable = tuple(g.group for g in event.groups if g.outcome == "usable")
-        record = replace(
-            record,
-            status="accepted",
-            verdict=event.verdict,
-            usable=usable,
-            recomputed=recomputed,
-        )
+        record = replace(record, status="accepted", verdict=event.verdict)
+        record = replace(record, usable=usable, recomputed=recomputed)
     state = _with_worker(_with_lease(state, record), lease.worker, worker)
-    state = _with_tally(state, record, tally)
     if standing.quarantine is not None or lease.worker in state.bans:
-        state = _strike_unproven(state, lease.worker)  # it was claimed before the worker was caught
+        # A validator claimed the submission before the worker was put into quarantine.
+        state = _strike_unproven(state, lease.worker)
     return _lapse(state)
 
 
-def _set_aside(state: State, event: SubmissionSetAside) -> State:
-    """Drop the groups of a submission, so that others are leased."""
+def _set_aside(state: State, event: events.SubmissionSetAside) -> State:
+    """Drop the groups of a submission; the step leases others in their place."""
     record = _record(state, event.lease, "submitted")
     _require(record.submission == event.submission, "another submission is set aside")
     _require(len(event.attempts) > 0, "a submission is set aside that nobody failed at")
     state = _with_lease(state, replace(record, status="set_aside", attempts=event.attempts))
-    key = record.lease.worker
-    state = _with_standing(state, key, state.workers[key].standing.after_set_aside())
-    tally = _tally(state, record)
-    groups = tally.set_aside_groups + record.lease.groups
-    return _with_tally(state, record, replace(tally, set_aside_groups=groups))
+    state = _with_standing(state, record.lease.worker, Standing.after_set_aside)
+    return _counted(state, record, set_aside_groups=record.lease.groups)
 
 
-def _close(state: State, event: StepClosed) -> State:
+def _close(state: State, event: events.StepClosed) -> State:
     _require(event.step == state.next_close and event.step in state.steps, "steps close in order")
     leases = dict(state.leases)
     for group in event.trained:
@@ -343,37 +298,38 @@ def _close(state: State, event: StepClosed) -> State:
 
 def _lapse(state: State) -> State:
     """Strike the groups that no step still to close may train."""
-    lapsed = [
-        r for r in state.leases.values() if r.usable and state.lag(r) > state.policy.async_level
-    ]
-    for record in lapsed:
-        state = _without_usable(state, record)
+    for record in list(state.leases.values()):
+        if state.lag(record) > state.policy.async_level:
+            state = _without_usable(state, record)
     return state
 
 
 def _without_usable(state: State, record: LeaseRecord) -> State:
-    """Strike what is left of a lease's groups."""
+    """Strike the groups of a lease that are not trained yet."""
     if not record.usable:
         return state
-    tally = _tally(state, record)
-    expired = tally.expired_groups + len(record.usable)
-    state = _with_tally(state, record, replace(tally, expired_groups=expired))
+    state = _counted(state, record, expired_groups=len(record.usable))
     return _with_lease(state, replace(record, usable=()))
 
 
-def _record(state: State, lease: str, *statuses: str) -> LeaseRecord:
+def _record(state: State, lease: str, status: str) -> LeaseRecord:
     record = state.leases.get(lease)
-    if record is None or record.status not in statuses:
-        raise IllegalTransition(f"lease {lease[:16]} is not {' or '.join(statuses)}")
+    if record is None or record.status != status:
+        raise IllegalTransition(f"lease {lease[:16]} is not {status}")
     return record
 
 
-def _tally(state: State, record: LeaseRecord) -> Tally:
-    return state.tallies.get(max(record.lease.step, state.next_close), Tally())
+def _counted(state: State, record: LeaseRecord, **more: Any) -> State:
+    """Add to counts of the tally that a lease belongs to, or to its grades."""
+    tally = state.tallies.get(max(record.lease.step, state.next_close), Tally())
+    sums = {name: getattr(tally, name) + value for name, value in more.items()}
+    return _tallied(state, record, **sums)
 
 
-def _with_tally(state: State, record: LeaseRecord, tally: Tally) -> State:
+def _tallied(state: State, record: LeaseRecord, **values: Any) -> State:
+    """Set values of the tally that a lease belongs to."""
     step = max(record.lease.step, state.next_close)
+    tally = replace(state.tallies.get(step, Tally()), **values)
     return replace(state, tallies={**state.tallies, step: tally})
 
 
@@ -388,8 +344,9 @@ def _with_worker(state: State, key: str, worker: Worker) -> State:
     return replace(state, workers=workers, unproven=unproven)
 
 
-def _with_standing(state: State, key: str, standing: Standing) -> State:
-    return _with_worker(state, key, replace(_known(state, key), standing=standing))
+def _with_standing(state: State, key: str, change: Callable[[Standing], Standing]) -> State:
+    worker = _known(state, key)
+    return _with_worker(state, key, replace(worker, standing=change(worker.standing)))
 
 
 def _known(state: State, key: str) -> Worker:

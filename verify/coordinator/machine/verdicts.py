@@ -1,14 +1,14 @@
-"""What follows from verdicts: grades of groups, statistics of a batch, rejection of duplicates.
+"""Computes grades of groups and statistics of a batch, and rejects duplicates, from verdicts.
 
-Only the coordinator sees what every validator judged, so it compares submissions with each other.
-Validators put hashes of runs of tokens into their verdicts, runs that no two honest rollouts share
+Only the coordinator sees the verdicts of all validators, so it compares submissions with each
+other. Verdicts have hashes of runs of tokens that no two honest rollouts share
 (`verify.checks.duplicates` has the bound). The coordinator remembers the hashes of accepted
-rollouts that may still train. A submission that shares a run with one of them is rejected, even if
-its own verdict accepts it.
+rollouts that may still train. It rejects a submission that shares a run with one of them, even if
+the verdict accepts it.
 
 The submission that is judged first stays. Only the coordinator and the validators see outputs, so
-a worker that holds another's output got it from that worker. Nobody can be framed by a guess: it
-would have to contain 48 nats of what the other worker samples later.
+a worker that has another worker's output received it from that worker. A guess cannot make an
+honest worker a duplicate: it would have to contain 48 nats of what that worker samples later.
 """
 
 from __future__ import annotations
@@ -52,32 +52,32 @@ def grade_groups(
     """Return the grade of each group of an accepted submission, in order.
 
     Args:
-        rows: of the verdict file.
+        rows: rows of the verdict file.
         submission: digest that every row must name.
-        lease: says how many groups there must be.
+        lease: gives the number of groups.
         group_size: rollouts a group.
         dropped: groups lost to a fault of the grader.
         zero_variance_filter: whether groups with all task rewards equal are filtered.
 
     Raises:
-        VerdictMismatch: rows are missing, doubled, or of something else.
+        VerdictMismatch: rows are missing, doubled, or belong to another submission.
     """
     if any(row.submission != submission for row in rows):
         raise VerdictMismatch("a row names another submission")
     if [row.row for row in rows] != list(range(len(rows))):
         raise VerdictMismatch("rows must be numbered 0, 1, 2, ... in order")
-    # Sums of them too: the ledger's JSON has no infinity.
+    # Their sum too, because the ledger's JSON has no infinity.
     if not math.isfinite(sum(abs(n) for row in rows for n in _numbers(row))):
         raise VerdictMismatch("rewards, log-prob differences and gaps must be finite")
     by_group: dict[int, list[RolloutVerdict]] = defaultdict(list)
     for row in rows:
         by_group[row.group].append(row)
     sizes = {group: len(members) for group, members in by_group.items()}
-    # By number first: in the ledger that an audit reads, a lease may claim any.
+    # Compare the number first: in a ledger that an audit reads, a lease may claim any number.
     if len(sizes) != lease.groups or sizes != dict.fromkeys(range(lease.groups), group_size):
         raise VerdictMismatch(f"{lease.groups} groups of {group_size} rows are needed")
     if not set(dropped) <= set(by_group):
-        raise VerdictMismatch("dropped_groups names a group that is not there")
+        raise VerdictMismatch("dropped_groups names a group that does not exist")
     return tuple(
         _grade(group, by_group[group], group in dropped, zero_variance_filter)
         for group in range(lease.groups)

@@ -1,4 +1,4 @@
-"""Which workers and validators are alive and how busy they are, from requests and heartbeats."""
+"""Records which workers and validators are alive and how busy they are."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NO_VERSION = -1
-"""`version` of a worker's heartbeat until it has loaded its first."""
+"""`version` of a worker's heartbeat before it has loaded a version."""
 DEAD_AFTER_S = 30.0
-"""Three heartbeats missed."""
+"""Seconds of silence after which a peer counts as dead: three heartbeats."""
 _LEAST_INTERVAL_S = 5.0
-"""Half of the time between heartbeats; a rate over less would be noise."""
+"""Least number of seconds over which a rate is measured: half a heartbeat interval."""
 _MAX_NUMBER = 10**15
 _MAX_BYTES = 1024
-"""Size of a map in the status."""
+"""Largest JSON size of a map that a peer sends."""
 Scalars = dict[str, str | float | int | None]
 
 
 @dataclass
 class Peer:
-    """A worker or validator, as its own process reports it."""
+    """A worker or validator, as its process reports it."""
 
     last_seen: float
     info: Scalars = field(default_factory=dict)
@@ -30,11 +30,11 @@ class Peer:
     state: Scalars = field(default_factory=dict)
     """The last heartbeat."""
     busy_fraction: float | None = None
-    """Share of the last interval between heartbeats in which it sampled; None until there is one
-    since its first version was loaded."""
+    """Share of the last interval between heartbeats in which it sampled; None before the first such
+    interval with a loaded version."""
     tokens_per_s: float | None = None
     _since: tuple[float, float, float] | None = None
-    """Time, busy_s and tokens of the heartbeat that the next rates count from."""
+    """Time, busy_s and tokens of the heartbeat from which the next rates count."""
 
     def alive(self, now: float) -> bool:
         return now - self.last_seen < DEAD_AFTER_S
@@ -46,7 +46,7 @@ class Peer:
         if state.get("version") == NO_VERSION or began_again:
             self._since = self.busy_fraction = self.tokens_per_s = None
         if state.get("version") == NO_VERSION:
-            return  # its engine starts: this time does not count in its rates
+            return  # the time in which its engine starts does not count in the rates
         if self._since is None:
             self._since = (now, busy_s, tokens)
             return
@@ -67,21 +67,21 @@ class Activity:
         self.peers.setdefault(key, Peer(now)).last_seen = now
 
     def registered(self, key: str, info: Scalars, now: float) -> None:
-        """Records what a worker reports about itself."""
+        """Record what a worker reports about itself."""
         self.seen(key, now)
         self.peers[key].info = info
 
     def heartbeat(self, key: str, state: Mapping[str, Any], now: float) -> None:
-        """Records a heartbeat.
+        """Record a heartbeat.
 
         Raises:
-            ValueError: not a small map of scalars.
+            ValueError: `state` is not a small map of scalars.
         """
         checked = scalars(state)
         self.peers.setdefault(key, Peer(now)).heartbeat(checked, now)
 
     def busy_fraction(self, now: float) -> float | None:
-        """Mean busy fraction of the peers that are alive and have one; None where none has."""
+        """Return the mean busy fraction of the live peers that have one; None if none has."""
         alive = [p.busy_fraction for p in self.peers.values() if p.alive(now)]
         known = [fraction for fraction in alive if fraction is not None]
         return sum(known) / len(known) if known else None
@@ -89,7 +89,7 @@ class Activity:
 
 @dataclass(frozen=True)
 class Peers:
-    """Activity of everybody who works for the run."""
+    """Activity of all workers and validators of a run."""
 
     workers: Activity = field(default_factory=Activity)
     validators: Activity = field(default_factory=Activity)
@@ -99,7 +99,7 @@ def scalars(state: Mapping[str, Any]) -> Scalars:
     """Check a map that a peer sent, and return a copy.
 
     Raises:
-        ValueError: not a small map of scalars.
+        ValueError: the map is large or has values that are not scalars.
     """
     for name, value in state.items():
         if not (value is None or isinstance(value, str | int | float)):

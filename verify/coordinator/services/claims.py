@@ -1,22 +1,22 @@
-"""Which validator works on which submission. A validator that dies loses no submission.
+"""Records which validator works on which submission, so that a dead validator loses none.
 
-An attempt that ends without a verdict has failed: the validator's process no longer knows of the
-claim (it died), its time ran out (it hangs), or the validator says that its own check broke. The
-file may be at fault, so that one file must not end validator after validator; or the validator may,
-and then no file must suffer for it. Hence:
-- A submission with a failed attempt is a suspect. It is offered alone: who holds a suspect holds
-  nothing else, so that an innocent file fails beside a guilty one only once. Others come first, but
-  for one that has waited `SUSPECT_WAIT_S`: a validator that judged others since it last failed
-  takes it in turn with them, so that neither suspects nor honest work wait without end.
-- A failed attempt counts once the same validator has judged another submission after it. Where a
-  validator fails at everything, nothing counts, and everything waits for one that works.
-- So that this needs no new work, a validator that failed is given one that was judged before, when
-  only suspects are left: its verdict changes nothing, and shows that the validator works.
+An attempt that ends without a verdict has failed: the validator's process does not know the claim
+any more (it died), its time ran out (it hangs), or the validator reports that its check broke. If
+the file is at fault, it must not end one validator after the other. If the validator is at fault,
+no file must suffer for it. So the rules are:
+- A submission with a failed attempt is a suspect. It is offered alone: a validator that holds a
+  suspect holds nothing else. So a good file fails together with a bad one only once. Other
+  submissions come first. But if a suspect has waited for `SUSPECT_WAIT_S`, a validator that has
+  judged a submission since its last failure takes it, so no submission waits without end.
+- A failed attempt counts once the same validator has judged another submission after it. If a
+  validator fails at everything, no attempt counts, and the submissions wait for another validator.
+- If only suspects are left, a validator that failed is given a submission that was judged before.
+  Its verdict changes nothing, and shows that the validator works.
 - A suspect is left to validators that have not failed at it, while one of them asks for work.
-- What failed `ATTEMPTS` times that count is hopeless: to be set aside (`SubmissionSetAside`).
+- A submission with `ATTEMPTS` failed attempts that count is set aside (`SubmissionSetAside`).
 
-Claims and failed attempts live in memory: after a restart of the coordinator everything unjudged
-is offered again, and nothing is a suspect.
+Claims and failed attempts are in memory only. After a restart of the coordinator all submissions
+without a verdict are offered again, and none is a suspect.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from verify.coordinator.machine.events import FailedAttempt
 from verify.timeouts import STAGE_DEADLINES_S
 
 CLAIM_TIMEOUT_S = 300.0
-"""A claim is offered to the next validator if its own was silent for this long."""
+"""Seconds of silence after which a submission is offered to another validator."""
 LONGEST_CLAIM_S = sum(STAGE_DEADLINES_S.values())
-"""A claim is offered to the next validator after this time, even if its own sends heartbeats."""
+"""Seconds after which a submission is offered to another validator despite heartbeats."""
 ATTEMPTS = 3
-"""The first is beside other submissions, which may be at fault; the second and third are alone."""
+"""The first attempt is together with other submissions, the second and third are alone."""
 ASKED_LATELY_S = 60.0
-"""For how long a validator that asked for work is expected to ask again."""
+"""Seconds after which a validator that asked for work is no longer expected to ask again."""
 SUSPECT_WAIT_S = 120.0
-"""Seconds a suspect waits after its last attempt, while there are other submissions."""
+"""Seconds that a suspect waits after its last attempt while there are other submissions."""
 _MAX_REASON = 300
 _MAX_FAILURES = 16
-"""The last failures of one submission that are remembered."""
+"""Largest number of failures of a submission that are remembered, the newest."""
 
 
 @dataclass(frozen=True)
@@ -48,37 +48,37 @@ class Claim:
     validator: str
     until: float
     end: float
-    """Time beyond which nothing extends it."""
+    """Time to which heartbeats can extend it at most."""
 
 
 @dataclass(frozen=True)
 class Failure:
     attempt: FailedAttempt
     counts: bool = False
-    """Whether its validator has judged another submission since."""
+    """Whether its validator has judged another submission since then."""
 
 
 class Claims:
-    """Submissions that validators claim, and their failed attempts (see the module)."""
+    """Claims of validators on submissions, and failed attempts; the module has the rules."""
 
     def __init__(self) -> None:
         self._claims: dict[str, Claim] = {}
         self._failures: dict[str, list[Failure]] = {}
         self._asked: dict[str, float] = {}
-        """When each validator last asked for work."""
+        """Time at which each validator last asked for work."""
         self._proving: dict[str, str] = {}
-        """For each validator, the submission that it judges again to show that it works."""
+        """For each validator, the judged submission that it judges again to show that it works."""
 
     def __len__(self) -> int:
         return len(self._claims)
 
     @property
     def suspects(self) -> int:
-        """Submissions that an attempt failed at."""
+        """Number of submissions with a failed attempt."""
         return len(self._failures)
 
     def keep(self, validator: str, holding: Collection[str], now: float) -> None:
-        """Frees claims of the validator's key that its process no longer holds."""
+        """Fail the claims of a validator's key that its process no longer holds."""
         if self._proving.get(validator) not in holding:
             self._proving.pop(validator, None)
         for submission in self._held_by(validator):
@@ -86,21 +86,21 @@ class Claims:
                 self.fail(validator, submission, "the validator's process ended", now)
 
     def prolong(self, validator: str, now: float) -> None:
-        """Extends the claims of a validator that sent a heartbeat, as in a long prefill."""
+        """Extend the claims of a validator that sent a heartbeat, for example in a long prefill."""
         for submission in self._held_by(validator):
             claim = self._claims[submission]
             until = max(claim.until, min(now + CLAIM_TIMEOUT_S, claim.end))
             self._claims[submission] = replace(claim, until=until)
 
     def fail(self, validator: str, submission: str, reason: str, now: float) -> None:
-        """An attempt ended without a verdict; nothing where the validator has no claim."""
+        """Record a failed attempt, if the validator has the claim."""
         if self.give_back(validator, submission):
             attempt = FailedAttempt(now, validator, one_line(reason, _MAX_REASON))
             failures = [*self._failures.get(submission, ()), Failure(attempt)]
             self._failures[submission] = failures[-_MAX_FAILURES:]
 
     def give_back(self, validator: str, submission: str) -> bool:
-        """Frees a claim that nothing speaks against; whether there was one."""
+        """Free a claim without a failed attempt; return whether there was one."""
         claim = self._claims.get(submission)
         if claim is None or claim.validator != validator:
             return False
@@ -110,13 +110,13 @@ class Claims:
     def claim(
         self, validator: str, submissions: Iterable[str], now: float, *, judged: str | None = None
     ) -> str | None:
-        """Claims a submission that no one works on: the first, but suspects late and alone.
+        """Claim the first free submission; suspects come last and alone.
 
         Args:
-            validator: who asks.
-            submissions: all that wait for a verdict, in the order in which they are wanted.
+            validator: public key of the validator.
+            submissions: all submissions that wait for a verdict, the most urgent first.
             now: seconds since the epoch.
-            judged: one that was accepted before, for validators that have to show that they work.
+            judged: a submission that was accepted before, to show that a validator works.
         """
         self._expire(now)
         waiting = list(submissions)
@@ -141,7 +141,7 @@ class Claims:
         return chosen
 
     def settle(self, validator: str, submission: str) -> None:
-        """Records a verdict. Its validator works, so its earlier failures count."""
+        """Record a verdict. Its validator works, so its earlier failed attempts count."""
         self.forget(submission)
         self._proving.pop(validator, None)
         for other, failures in self._failures.items():
@@ -159,17 +159,15 @@ class Claims:
         }
 
     def forget(self, submission: str) -> None:
-        """Forgets a submission that waits for no verdict any more."""
+        """Forget a submission that no longer waits for a verdict."""
         self._claims.pop(submission, None)
         self._failures.pop(submission, None)
 
     def next_change(self, now: float) -> float | None:
-        """When time alone will next make something claimable."""
+        """Return when a submission next becomes claimable without an event."""
         times = [claim.until for claim in self._claims.values()]
         if self._failures:
-            times += [
-                at + ASKED_LATELY_S for at in self._asked.values()
-            ]  # the others' turn is over
+            times += [at + ASKED_LATELY_S for at in self._asked.values()]
         return min((at for at in times if at > now), default=None)
 
     def _held_by(self, validator: str) -> Iterator[str]:
@@ -183,8 +181,11 @@ class Claims:
                 self.fail(claim.validator, submission, words, now)
 
     def _suspects_for(self, validator: str, free: list[str], now: float) -> list[str]:
-        """Those that it has not failed at, or that no other who asks for work has not; first what
-        failed least often, so that the innocent of a batch do not wait for the guilty one."""
+        """Return the suspects for a validator, those with the fewest failures first.
+
+        These are the suspects at which it has not failed, or all that ask for work have failed.
+        With this order the good files of a batch do not wait for the bad one.
+        """
         asking = {v for v, at in self._asked.items() if now < at + ASKED_LATELY_S}
         found = []
         for submission in free:
@@ -194,7 +195,7 @@ class Claims:
         return sorted(found, key=lambda submission: len(self._failures[submission]))
 
     def _has_to_prove_itself(self, validator: str) -> bool:
-        """Whether it has judged nothing since it failed at something that still waits."""
+        """Return whether a validator has judged nothing since it failed at a waiting submission."""
         return any(
             failure.attempt.validator == validator and not failure.counts
             for failures in self._failures.values()

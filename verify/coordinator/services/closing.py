@@ -1,4 +1,4 @@
-"""Acts when time passes: new versions, leases that expire, steps that close or stall."""
+"""Timed actions: finds new versions, expires leases, closes steps or stops a stalled run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from pathlib import Path
 from typing import NoReturn
 
-import aiohttp
-
 from runspec.core.errors import NotNow, UserError
 from runspec.core.files import write_atomic
+from runspec.core.http_client import NoAnswer, fetch, new_session
 from runspec.core.keys import SigningKey
 from runspec.core.latest import MAX_BYTES, Latest, open_latest
 from runspec.core.process import RunStopped
@@ -20,13 +20,7 @@ from runspec.core.roles import Roles
 from runspec.core.run_files import STATE_FILE
 from runspec.core.signed import BadSignature
 from verify.coordinator.journal import Journal
-from verify.coordinator.machine import filling
-from verify.coordinator.machine.events import (
-    CoordinatorStarted,
-    LeaseExpired,
-    StepClosed,
-    VersionPublished,
-)
+from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.stalls import RUN_DIR, Stalled
 from verify.coordinator.machine.state import Tally
 from verify.coordinator.machine.verdicts import batch_stats
@@ -39,7 +33,8 @@ _AGAIN_S = 1.0
 _JUMP_S = 60.0
 """Seconds by which the wall clock may move against a steady clock between two looks."""
 _WAIT_S = 10
-_TIMEOUT = aiohttp.ClientTimeout(total=_WAIT_S + 20.0, connect=5.0)
+"""Seconds that a server may wait for a newer version before it answers."""
+_TIMEOUT_S = _WAIT_S + 20.0
 _LEAST_PERIOD_S = 0.2
 """Seconds between polls of a server that answers at once without news (a plain file server)."""
 _LONGEST_PAUSE_S = 2.0
@@ -47,14 +42,14 @@ _REMIND_EVERY_S = 60.0
 
 
 class Closing:
-    """Closes steps, each once.
+    """Closes each step once.
 
     Args:
-        journal: where events go.
-        run: the run's name.
+        journal: records the events.
+        run: name of the run.
         key: signs the batch manifests.
-        workers: how busy the samplers are, for the manifests' statistics.
-        steady: seconds, by a clock that nobody sets and that stands while the machine sleeps.
+        workers: activity of the samplers, for the manifests' statistics.
+        steady: seconds of a clock that nobody sets and that stops while the machine sleeps.
     """
 
     def __init__(
@@ -72,10 +67,10 @@ class Closing:
         self._unwritten: tuple[Path, bytes] | None = None
 
     def published(self, latest: Latest) -> None:
-        """Records what the publisher's latest.json names.
+        """Record the version that the publisher's latest.json names.
 
         Raises:
-            RunStopped: it names a version that cannot exist yet by this ledger.
+            RunStopped: by this ledger the version cannot exist yet, or it was another before.
         """
         newest = self._journal.state.newest
         if latest.version > self._journal.state.next_close:
@@ -87,7 +82,9 @@ class Closing:
             )
         if newest is None or latest.version > newest.version:
             self._journal.record(
-                VersionPublished(self._journal.clock(), latest.version, latest.manifest_digest)
+                events.VersionPublished(
+                    self._journal.clock(), latest.version, latest.manifest_digest
+                )
             )
             _log.info("version %d is published", latest.version)
         elif latest.version == newest.version and latest.manifest_digest != newest.manifest_digest:
@@ -99,7 +96,7 @@ class Closing:
             )
 
     async def keep_time(self) -> None:
-        """Expires leases and closes steps, at each change and when time alone makes it due.
+        """Expire leases and close steps, after each event and when a time has passed.
 
         Raises:
             RunStopped: a step stalled.
@@ -120,7 +117,7 @@ class Closing:
         self._notice_jump(now)
         self._write_batch()
         for record in filling.expired_leases(self._journal.state, now):
-            self._journal.record(LeaseExpired(now, record.digest))
+            self._journal.record(events.LeaseExpired(now, record.digest))
             _log.warning(
                 "worker %s did not answer its lease %d of step %d in time",
                 *(record.lease.worker[:16], record.lease.index, record.lease.step),
@@ -135,11 +132,11 @@ class Closing:
             self._close_step(decision, now)
 
     def _notice_jump(self, now: float) -> None:
-        """Restarts the deadlines if the machine slept or its clock was set."""
+        """Restart the deadlines if the machine slept or its clock was set."""
         ahead = now - self._steady()
         if abs(ahead - self._ahead) > _JUMP_S:
-            _log.warning("the clock jumped by %.0f s: deadlines begin anew", ahead - self._ahead)
-            self._journal.record(CoordinatorStarted(now))
+            _log.warning("the clock jumped by %.0f s: deadlines start again", ahead - self._ahead)
+            self._journal.record(events.CoordinatorStarted(now))
         self._ahead = ahead
 
     def _close_step(self, decision: filling.Close, now: float) -> None:
@@ -149,11 +146,8 @@ class Closing:
         for group in decision.groups:
             record = self._journal.state.leases[group.lease]
             assert record.submission is not None and record.verdict is not None
-            lease = record.lease
             groups.append(
-                BatchGroup(
-                    record.submission, record.verdict, group.group, lease.step, lease.version
-                )
+                BatchGroup.of(record.lease, record.submission, record.verdict, group.group)
             )
         busy = self._workers.busy_fraction(now)
         stats = batch_stats(tally, opened=opened, closed=now, busy_fraction=busy)
@@ -161,8 +155,8 @@ class Closing:
         rows, chain = self._journal.ledger.head
         manifest = BatchManifest(self._run, step, groups, decision.complete, stats, rows, chain)
         document = sign_batch(manifest, self._key)
-        # The ledger first, the file after it: the journal writes what a killed process had not.
-        self._journal.record(StepClosed(now, step, decision.groups, document.decode()))
+        # The ledger before the file: if the process is killed between, the next start writes it.
+        self._journal.record(events.StepClosed(now, step, decision.groups, document.decode()))
         self._unwritten = (self._journal.batch_path(step), document)
         self._write_batch()
         _log.info(
@@ -175,7 +169,7 @@ class Closing:
             _log.info("every step is closed; waiting to be stopped")
 
     def _write_batch(self) -> None:
-        """Writes the batch manifest that the ledger has and the learner waits for, if there is one.
+        """Write the batch manifest that the ledger has and the learner waits for, if any.
 
         Raises:
             NotNow: the disk is full; the next call tries again.
@@ -199,58 +193,47 @@ async def watch_latest(
     newest: Callable[[], int | None],
     published: Callable[[Latest], None],
 ) -> NoReturn:
-    """Poll for latest.json and call `published` with each that names another version.
-
-    Runs until cancelled.
+    """Poll for latest.json and call `published` with each one that arrives, until cancelled.
 
     Args:
-        url: of the origin or relay.
-        run: the run's name.
+        url: URL of the origin or relay.
+        run: name of the run.
         roles: names the publishers.
-        newest: the newest version known so far.
-        published: told of what is new.
+        newest: returns the newest version known so far.
+        published: receives each latest.json.
     """
-    pause, trouble_since, reminded, said = _LEAST_PERIOD_S, 0.0, -_REMIND_EVERY_S, False
-    async with aiohttp.ClientSession(timeout=_TIMEOUT, trust_env=False) as session:
+    pause, trouble_since, reminded, warned = _LEAST_PERIOD_S, 0.0, -_REMIND_EVERY_S, False
+    latest_url = f"{url.rstrip('/')}/{run}/latest.json"
+    async with new_session() as session:
         while True:
             asked, known = time.monotonic(), newest()
+            query = "" if known is None else f"?after={known}&wait={_WAIT_S}"
             try:
-                latest = await _ask(session, url, run, roles, known)
-                if latest is not None:
+                # Relays do not redirect, as in `broadcast`; some redirects name no valid address.
+                answer = await fetch(
+                    *(session, "GET", latest_url + query),
+                    max_bytes=MAX_BYTES,
+                    timeout_s=_TIMEOUT_S,
+                )
+                latest = None
+                if answer.status == HTTPStatus.OK:
+                    latest = open_latest(answer.content, run=run, publishers=roles.publisher)
                     published(latest)
-            except (aiohttp.ClientError, TimeoutError, BadSignature, NotNow) as error:
+                elif answer.status != HTTPStatus.NOT_FOUND:  # 404: nothing is published yet
+                    raise NoAnswer(f"HTTP {answer.status}")
+            except (NoAnswer, BadSignature, NotNow) as error:
                 trouble_since = trouble_since or asked
                 if time.monotonic() - reminded > _REMIND_EVERY_S:
-                    reminded, said = time.monotonic(), True
+                    reminded, warned = time.monotonic(), True
                     _log.warning(
                         "waiting for latest.json at %s for %.0f s: %s",
-                        *(url, reminded - trouble_since, error or type(error).__name__),
+                        *(url, reminded - trouble_since, error),
                     )
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
                 continue
-            if said:
+            if warned:
                 _log.info("latest.json at %s can be read again", url)
-            pause, trouble_since, said = _LEAST_PERIOD_S, 0.0, False
+            pause, trouble_since, warned = _LEAST_PERIOD_S, 0.0, False
             if latest is None or (known is not None and latest.version <= known):
                 await asyncio.sleep(max(0.0, asked + _LEAST_PERIOD_S - time.monotonic()))
-
-
-async def _ask(
-    session: aiohttp.ClientSession, url: str, run: str, roles: Roles, known: int | None
-) -> Latest | None:
-    """Fetch latest.json; None if nothing is published yet."""
-    query = {} if known is None else {"after": str(known), "wait": str(_WAIT_S)}
-    address = f"{url.rstrip('/')}/{run}/latest.json"
-    # Relays do not redirect, as in `broadcast`; some redirects name no valid address.
-    async with session.get(address, params=query, allow_redirects=False) as answer:
-        if answer.status == 404:
-            return None
-        if answer.status != 200:
-            raise BadSignature(f"latest: HTTP {answer.status}")
-        data = b""
-        async for piece in answer.content.iter_chunked(MAX_BYTES):
-            data += piece
-            if len(data) > MAX_BYTES:
-                raise BadSignature(f"latest: more than {MAX_BYTES} bytes")
-        return open_latest(data, run=run, publishers=roles.publisher)

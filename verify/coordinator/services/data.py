@@ -1,7 +1,7 @@
 """Serves the files of the spec's sources, by digest, to volunteers who have no copy.
 
-The files are fixed when the coordinator starts: those that `source_files` names. A request names a
-digest, never a path.
+The coordinator lists the files of `source_files` when it starts. A request names a digest, never a
+path.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import data_digest, file_digest, source_files
-from verify.coordinator.intake import Refusal
+from verify.coordinator.intake import Refusal, refusing
 from verify.formats.joining import MAX_FILES, Site, SiteFile, sign_site
 
 _log = logging.getLogger(__name__)
 
 _PIECE_BYTES = 1 << 20
 _PIECE_S = 120.0
-"""Seconds for one piece; a slower reader is disconnected."""
+"""Seconds that a client may take for one piece; a slower client is disconnected."""
 
 
 class SiteService:
     """Answers `GET /v1/site` and `GET /v1/data/<digest>`.
 
     Args:
-        spec: the run's.
-        key: the coordinator's.
-        weights: addresses of relays and origin as others reach them.
+        spec: the run's resolved spec.
+        key: key of the coordinator, which signs the site.
+        weights: public URLs of relays and origin.
     """
 
     def __init__(self, spec: RunSpec, key: SigningKey, weights: Sequence[str]) -> None:
@@ -45,18 +45,16 @@ class SiteService:
         self._ready = asyncio.ensure_future(asyncio.to_thread(self._look))
 
     async def document(self) -> bytes:
-        """The signed site; waits until the files are hashed.
+        """Return the signed site, once the files are hashed.
 
         Raises:
-            Refusal: a file went away meanwhile.
+            Refusal: a file was removed meanwhile.
         """
-        try:
+        with refusing(404, OSError, what="the data cannot be read: "):
             return await asyncio.shield(self._ready)
-        except OSError as error:
-            raise Refusal(404, f"the data cannot be read: {error}") from error
 
     async def path(self, digest: str) -> Path | None:
-        """The file of a digest; None where the site lists none."""
+        """Return the file of a digest; None if the site lists none."""
         await self.document()
         return self._paths.get(digest)
 
@@ -67,7 +65,7 @@ class SiteService:
         try:
             files, digest = self._files(), data_digest(self._spec)
         except UserError as error:
-            # Workers that have the data find it themselves; those that have none say so.
+            # Workers with a copy of the data still work; workers without it fail with a message.
             _log.warning("volunteers cannot fetch the data here: %s", error)
             files, digest = [], ""
         if files:
@@ -92,10 +90,10 @@ class SiteService:
 
 
 async def send_file(request: web.Request, path: Path) -> web.StreamResponse:
-    """Answers with a file as it is: aiohttp's own answer takes a packed copy beside it instead.
+    """Answer with a file. aiohttp's own answer would send a compressed copy that lies beside it.
 
     Raises:
-        Refusal: it cannot be read any more.
+        Refusal: the file cannot be read any more.
     """
     try:
         file = path.open("rb")
@@ -107,7 +105,7 @@ async def send_file(request: web.Request, path: Path) -> web.StreamResponse:
 
 
 async def send_json(request: web.Request, document: bytes) -> web.StreamResponse:
-    """Answers with a document that may be large; a slow reader holds one piece in memory."""
+    """Answer with a document that may be large; a slow reader keeps one piece in memory."""
     return await _send(request, io.BytesIO(document), len(document), "application/json")
 
 

@@ -1,4 +1,4 @@
-"""The validators' service: hands out submissions to judge, receives verdicts."""
+"""Service for validators: hands out submissions to judge and receives verdicts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from runspec.core.files import sync_folder
 from runspec.core.run_files import submission_files
-from verify.coordinator.intake import Refusal, received, write_small
+from verify.coordinator.intake import Refusal, received, refusing, write_small
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.machine.events import GroupGrade, SubmissionJudged, SubmissionSetAside
 from verify.coordinator.machine.gap_history import AnotherCalibration, excess_of
@@ -20,24 +20,19 @@ from verify.coordinator.machine.state import LeaseRecord
 from verify.coordinator.machine.verdicts import Seen, VerdictMismatch, by_coordinator, grade_groups
 from verify.coordinator.services.claims import Claims
 from verify.formats.tables import MalformedTable
-from verify.formats.verdict import (
-    MAX_BYTES,
-    RolloutVerdict,
-    VerdictEnvelope,
-    decode_verdicts,
-)
+from verify.formats.verdict import MAX_BYTES, RolloutVerdict, VerdictEnvelope, decode_verdicts
 from verify.thresholds import GapNoise
 
 _log = logging.getLogger(__name__)
 
 
 class Judging:
-    """Gives each submission that can still train one verdict, whatever happens to the validators.
+    """Gets one verdict for each submission that can still train, even if validators fail.
 
     Args:
-        journal: where events go.
-        run: the run's name.
-        gap_noise: of each calibrated pool.
+        journal: records the events.
+        run: name of the run.
+        gap_noise: noise of the gaps, by calibrated pool.
     """
 
     def __init__(
@@ -53,10 +48,10 @@ class Judging:
     async def next_submission(
         self, validator: str, holding: Collection[str], wait_s: float
     ) -> tuple[LeaseRecord, bytes] | None:
-        """The next submission to judge, and its signed envelope; None when there was none.
+        """Return the next submission to judge and its signed envelope; None if there was none.
 
         Raises:
-            Finished: there will be none.
+            Finished: the run is finished.
         """
         deadline = self._journal.clock() + wait_s
         self.claims.keep(validator, holding, self._journal.clock())
@@ -77,12 +72,12 @@ class Judging:
                 return None
 
     def release(self, validator: str, submissions: Collection[str], fault: str) -> None:
-        """Takes claims back that will not be answered.
+        """Take back claims that the validator will not answer.
 
         Args:
-            validator: the caller.
-            submissions: those of its claims.
-            fault: what went wrong with just these; empty where it is the validator's own.
+            validator: public key of the caller.
+            submissions: digests of the claimed submissions.
+            fault: why the checks failed at them; empty if the validator itself is at fault.
         """
         for submission in submissions:
             if fault:
@@ -99,8 +94,10 @@ class Judging:
         return self._journal.state.to_judge
 
     def share_of(self, record: LeaseRecord) -> float:
-        """How likely a submission is to be recomputed: one that is to show that a validator works,
-        always."""
+        """Return the chance that a submission is recomputed.
+
+        It is 1 for a submission that was judged before and shows whether a validator works.
+        """
         if record.status == "accepted":
             return 1.0
         return self._journal.state.share_of(record.lease.worker)
@@ -114,13 +111,11 @@ class Judging:
         return None
 
     def submission_file(self, submission: str) -> Path | None:
-        """Where a submission's table lies, while the run still needs them."""
-        for record in self._journal.state.leases.values():
-            if record.submission == submission:
-                return submission_files(
-                    self._journal.run_dir, record.lease.step, submission
-                ).submission
-        return None
+        """Return the file of a submission's table while the run needs it; None after that."""
+        record = self._record_of(submission)
+        if record is None:
+            return None
+        return submission_files(self._journal.run_dir, record.lease.step, submission).submission
 
     async def judge(
         self,
@@ -129,16 +124,16 @@ class Judging:
         signed: bytes,
         chunks: AsyncIterator[bytes],
     ) -> None:
-        """Takes a verdict in; the first on a submission counts, later ones change nothing.
+        """Receive a verdict; the first on a submission counts, later ones change nothing.
 
         Args:
-            validator: the caller, whose signature on the envelope is checked.
-            envelope: its statement.
-            signed: the envelope's bytes.
+            validator: public key of the caller, whose signature on the envelope is checked.
+            envelope: the verdict's signed statement.
+            signed: bytes of the envelope.
             chunks: the body.
         """
         record = self._to_judge(envelope)
-        if record is None:  # judged already; it may have been asked to show that it works
+        if record is None:  # judged before; the validator may have shown by it that it works
             self.claims.settle(validator, envelope.submission)
             self._set_aside()
             return
@@ -151,8 +146,8 @@ class Judging:
             rows = await asyncio.to_thread(_read_verdicts, body)
             judged = self._judged(validator, envelope, record, rows)
             if self._to_judge(envelope) is None:
-                return  # another validator was quicker
-            judged = self._against_its_past(record, self._against_others(judged, rows))
+                return  # another validator's verdict came first
+            judged = self._compared(judged, record, rows)
             with self._journal.recording(files.verdict, files.verdict_envelope):
                 body.rename(files.verdict)
                 write_small(files.verdict_envelope, signed)
@@ -169,7 +164,7 @@ class Judging:
         self._set_aside()
 
     def _set_aside(self) -> None:
-        """Sets aside submissions at which validators fail that judge others."""
+        """Set aside submissions at which validators fail although they judge others."""
         waiting = {record.submission: record for record in self.submitted()}
         for submission, attempts in self.claims.hopeless().items():
             if record := waiting.get(submission):
@@ -179,18 +174,19 @@ class Judging:
                 self._journal.record(event)
                 _log.error(
                     "submission %s of worker %s for step %d is set aside, its groups are dropped: "
-                    "%d validators' attempts failed, the last one: %s; its file may be poison, or "
-                    "meet a fault of the validators",
+                    "%d attempts of validators failed, the last one: %s; the file or the "
+                    "validators may be at fault",
                     *(submission[:16], record.lease.worker[:16], record.lease.step),
                     *(len(attempts), attempts[-1].reason),
                 )
             self.claims.forget(submission)
 
+    def _record_of(self, submission: str) -> LeaseRecord | None:
+        leases = self._journal.state.leases.values()
+        return next((record for record in leases if record.submission == submission), None)
+
     def _to_judge(self, envelope: VerdictEnvelope) -> LeaseRecord | None:
-        record = next(
-            (r for r in self._journal.state.leases.values() if r.submission == envelope.submission),
-            None,
-        )
+        record = self._record_of(envelope.submission)
         if record is None or record.status != "submitted":
             return None
         if (envelope.run, envelope.step) != (self._run, record.lease.step):
@@ -210,7 +206,7 @@ class Judging:
         if by_coordinator(envelope.reason):
             raise Refusal(400, "verdict: the coordinator alone rejects for that")
         if envelope.accepted:
-            try:
+            with refusing(400, VerdictMismatch, AnotherCalibration, what="verdict: "):
                 groups = grade_groups(
                     rows,
                     submission=envelope.submission,
@@ -220,8 +216,6 @@ class Judging:
                     zero_variance_filter=policy.zero_variance_filter,
                 )
                 excess = excess_of(rows, noise)
-            except (VerdictMismatch, AnotherCalibration) as error:
-                raise Refusal(400, f"verdict: {error}") from error
         return SubmissionJudged(
             at=self._journal.clock(),
             lease=record.digest,
@@ -236,25 +230,23 @@ class Judging:
             fault=envelope.fault,
         )
 
-    def _against_others(
-        self, judged: SubmissionJudged, rows: list[RolloutVerdict]
+    def _compared(
+        self, judged: SubmissionJudged, record: LeaseRecord, rows: list[RolloutVerdict]
     ) -> SubmissionJudged:
-        """Reject an accepted submission if a row repeats one that was accepted before."""
-        self._seen.forget(self._journal.state.oldest_remembered)
-        reason = self._seen.fault(rows) if judged.accepted else ""
-        return replace(judged, accepted=False, reason=reason, groups=()) if reason else judged
+        """Reject an accepted submission for what only the coordinator sees.
 
-    def _against_its_past(self, record: LeaseRecord, judged: SubmissionJudged) -> SubmissionJudged:
-        """Reject an accepted submission if its worker's submissions together are not honest."""
+        A row repeats a row that was accepted before, or the gaps of the worker's submissions
+        together are more than rounding explains.
+        """
+        state = self._journal.state
+        self._seen.forget(state.oldest_remembered)
         if not judged.accepted:
             return judged
-        worker = self._journal.state.workers[record.lease.worker]
-        reason = gap_fault(worker, judged.gap_excess, judged.gap_noise)
+        worker = state.workers[record.lease.worker]
+        reason = self._seen.fault(rows) or gap_fault(worker, judged.gap_excess, judged.gap_noise)
         return replace(judged, accepted=False, reason=reason, groups=()) if reason else judged
 
 
 def _read_verdicts(path: Path) -> list[RolloutVerdict]:
-    try:
+    with refusing(400, MalformedTable, what="verdict: "):
         return decode_verdicts(path.read_bytes())
-    except MalformedTable as error:
-        raise Refusal(400, f"verdict: {error}") from error

@@ -1,7 +1,7 @@
-"""The workers' service: decides who may register, grants leases, receives submissions.
+"""Service for workers: decides who may register, grants leases, receives submissions.
 
-Work from trusted pools is checked less, so they take only keys that the operator named: the run's
-own, and those with an invite for that pool.
+Work from trusted pools is checked less. So they take only keys that the operator named: the run's
+own keys, and keys with an invite for that pool.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from runspec.core.files import sync_folder
-from runspec.core.invite import Invite, open_invite
+from runspec.core.invite import open_invite
 from runspec.core.keys import SigningKey
 from runspec.core.roles import Roles
 from runspec.core.run_files import SubmissionFiles, submission_files
@@ -22,17 +22,9 @@ from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.edge import Edge
 from verify.coordinator.edge.limits import NewKeys
-from verify.coordinator.intake import Refusal, received, to_the_end, write_small
+from verify.coordinator.intake import Refusal, received, refusing, to_the_end, write_small
 from verify.coordinator.journal import Finished, Journal
-from verify.coordinator.machine import filling
-from verify.coordinator.machine.events import (
-    LeaseGranted,
-    LeaseOverdue,
-    LeaseReleased,
-    NonceDrawn,
-    SubmissionReceived,
-    WorkerRegistered,
-)
+from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.state import LeaseRecord, State
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import SubmissionEnvelope, max_submission_bytes
@@ -41,11 +33,11 @@ _log = logging.getLogger(__name__)
 
 
 class Admission:
-    """Decides on a key that registers for the first time.
+    """Decides whether a key may register for the first time.
 
     Args:
         spec: the run's resolved spec.
-        roles: keys that may sign invites.
+        roles: its coordinators may sign invites.
         own: public keys of the run's own workers.
         new_keys: limits keys without an invite.
     """
@@ -58,7 +50,7 @@ class Admission:
         self._trusted = frozenset(pool.name for pool in spec.samplers if pool.trust == "trusted")
 
     def is_own(self, key: str) -> bool:
-        """Whether it is one of the run's own workers."""
+        """Return whether a key is one of the run's own workers'."""
         return key in self._own
 
     def admit(
@@ -67,12 +59,12 @@ class Admission:
         """Return the public key of the invite that admits a new key; None if it needs none.
 
         Args:
-            state: of the run; counts the uses of invites.
-            key: the worker's.
-            pool: which it wants to serve.
-            used: the invite that it sent, None without one.
+            state: state of the run; it counts the uses of invites.
+            key: public key of the worker.
+            pool: pool that it wants to serve.
+            used: invite that it sent; None without one.
             now: seconds since the epoch.
-            address: of the client.
+            address: address of the client.
 
         Raises:
             Refusal: 403 with the reason, or 429.
@@ -90,7 +82,7 @@ class Admission:
                 self._new_keys.take(state, address)
                 return None
             raise Refusal(403, "this run takes invited workers only: ask for a link with an invite")
-        try:
+        with refusing(403, BadSignature):
             invite = open_invite(
                 used,
                 run=self._spec.name,
@@ -98,26 +90,20 @@ class Admission:
                 coordinators=self._roles.coordinator,
                 now=now,
             )
-        except BadSignature as error:
-            raise Refusal(403, str(error)) from error
         if invite.key in state.revoked:
             raise Refusal(403, f"the invite was revoked: {state.revoked[invite.key]}")
-        _check_fits(invite, pool, state.invited.get(invite.key, 0))
+        if invite.pool is not None and invite.pool != pool:
+            raise Refusal(403, f"the invite is for pool {invite.pool!r}")
+        if (times := state.invited.get(invite.key, 0)) >= invite.uses:
+            raise Refusal(403, f"the invite was used {times} times, as often as it may be")
         if pool in self._trusted and invite.pool is None:
             raise Refusal(403, f"pool {pool!r} is trusted, and the invite does not name it")
         return invite.key
 
 
-def _check_fits(invite: Invite, pool: str, used: int) -> None:
-    if invite.pool is not None and invite.pool != pool:
-        raise Refusal(403, f"the invite is for pool {invite.pool!r}")
-    if used >= invite.uses:
-        raise Refusal(403, f"the invite was used {used} times, as often as it may be")
-
-
 @dataclass(eq=False)
 class _Question:
-    """A request for a lease that is waiting for its answer; two of one key are different."""
+    """A waiting request for a lease; a key may have several."""
 
     key: str
     holding: Collection[str]
@@ -128,12 +114,12 @@ class Leasing:
     """Tells workers what to sample and receives their submissions.
 
     Args:
-        journal: where events go.
+        journal: records the events.
         spec: the run's resolved spec.
         key: signs the leases.
-        roles: whose keys cannot be workers'.
+        roles: its keys cannot be workers'.
         admission: decides who may register.
-        edge: says whether there is room for submissions.
+        edge: limits the waiting submissions.
     """
 
     def __init__(
@@ -150,7 +136,7 @@ class Leasing:
         self._staff = roles.publisher | roles.coordinator | roles.validator
         self._pools = {pool.name: pool for pool in spec.samplers}
         self._uploading: set[str] = set()
-        self._asking: list[_Question] = []
+        self._waiting: list[_Question] = []
         """Questions that wait for a lease."""
         self._settled: State | None = None
         """State in which there was no work for the waiting questions."""
@@ -158,16 +144,17 @@ class Leasing:
         """Time at which there may be work although the state does not change."""
 
     def register(self, key: str, pool: str, invite: object = None, *, address: str) -> None:
-        """Register a key as a worker of a pool; again, it changes nothing and needs no invite.
+        """Register a key as a worker of a pool. A second call changes nothing and needs no invite.
 
         Args:
-            key: the worker's.
-            pool: of the spec.
-            invite: what the worker sent with it, unchecked.
-            address: of the client.
+            key: public key of the worker.
+            pool: name of the pool.
+            invite: invite that the worker sent, unchecked.
+            address: address of the client.
 
         Raises:
-            Refusal: no such pool, a key with a role, another pool's, not invited, or too many.
+            Refusal: there is no such pool; or the key has a role, belongs to another pool, is not
+                invited, or is one too many.
         """
         if pool not in self._pools:
             raise Refusal(404, f"the run has no pool {pool!r}; it has {', '.join(self._pools)}")
@@ -181,26 +168,26 @@ class Leasing:
             state = self._journal.state
             by = self._admission.admit(state, key, pool, invite, now, address=address)
             own = by is None and self._admission.is_own(key)
-            self._journal.record(WorkerRegistered(now, key, pool, by, own))
+            self._journal.record(events.WorkerRegistered(now, key, pool, by, own))
             _log.info("worker %s of pool %s registered", key[:16], pool)
 
     async def lease(self, key: str, holding: Collection[str], wait_s: float) -> bytes | None:
         """Return a signed lease for a worker; None if there was none within `wait_s` seconds.
 
         Args:
-            key: the worker's.
-            holding: digests of the leases that its process works on already.
+            key: public key of the worker.
+            holding: digests of the leases that its process works on.
             wait_s: how long to wait for work.
 
         Raises:
             Refusal: the key is not registered.
-            Finished: there will be none.
+            Finished: the run is finished.
         """
         if key not in self._journal.state.workers:
             raise Refusal(403, "this key is not registered: POST /v1/workers first")
         deadline = self._journal.clock() + wait_s
         question = _Question(key, holding)
-        self._asking.append(question)
+        self._waiting.append(question)
         new = [question]
         try:
             while True:
@@ -213,29 +200,29 @@ class Leasing:
                 if not await self._journal.change(deadline, due=self._overdue_at):
                     return None
         finally:
-            self._asking.remove(question)
+            self._waiting.remove(question)
 
     def _answer_in_turn(self, new: Sequence[_Question]) -> None:
         """Answer the open questions for which there is work.
 
-        All who wait call it when something changes; the first answers everybody.
+        All waiting requests call this after an event; the first call answers all of them.
 
         Args:
-            new: who asks since just now. Nobody else has to be heard if nothing changed.
+            new: the newest question. If nothing has changed, only it needs an answer.
         """
         due = self._overdue_at is not None and self._journal.clock() >= self._overdue_at
         settled = self._settled is self._journal.state and not due
-        asking = new if settled else self._asking
+        asking = new if settled else self._waiting
         while asking:
             state, now = self._journal.state, self._journal.clock()
             hopeful = set(filling.hopeful(state, {each.key for each in asking}, now))
             for question in sorted(asking, key=lambda each: filling.turn(state, each.key)):
                 if question.answer is None and question.key in hopeful:
                     question.answer = self._lease_now(question.key, question.holding)
-            keys = [question.key for question in self._asking]
+            keys = [question.key for question in self._waiting]
             self._overdue_at = filling.next_overdue(self._journal.state, keys, now)
             self._settled = state
-            asking = self._asking if state is not self._journal.state else ()
+            asking = self._waiting if state is not self._journal.state else ()
 
     def _lease_now(self, key: str, holding: Collection[str]) -> LeaseRecord | None:
         while True:
@@ -247,13 +234,13 @@ class Leasing:
                 case None:
                     return None
                 case _ if self._backlog.full() is not None:
-                    return None  # status says why
+                    return None  # the status reports why
                 case filling.NonceNeeded(step):
                     nonce = secrets.token_hex(32)
                     self._journal.record(
-                        NonceDrawn(now, step, nonce, len(self._journal.state.workers))
+                        events.NonceDrawn(now, step, nonce, len(self._journal.state.workers))
                     )
-                case LeaseOverdue():
+                case events.LeaseOverdue():
                     lease = self._journal.state.leases[decision.lease].lease
                     self._journal.record(decision)
                     _log.warning(
@@ -264,36 +251,37 @@ class Leasing:
                 case Lease():
                     document = sign_lease(decision, self._key)
                     self._journal.record(
-                        LeaseGranted(now, decision, lease_digest(document), document.decode())
+                        events.LeaseGranted(
+                            now, decision, lease_digest(document), document.decode()
+                        )
                     )
 
     def release(self, key: str, digests: Collection[str]) -> None:
-        """Take back leases that their holder will not answer, so that others may have the groups.
+        """Take back leases that their holder will not answer; others may be leased the groups.
 
-        Other leases stay as they are: not open, not the caller's, or being answered just now.
+        Leases that are not open, not the caller's, or being answered now do not change.
 
         Args:
-            key: the worker's.
-            digests: of the leases.
+            key: public key of the worker.
+            digests: digests of the leases.
         """
         for digest in digests:
             record = self._journal.state.leases.get(digest)
-            if record is None or record.lease.worker != key or record.status != "open":
-                continue
-            if digest not in self._uploading:
-                self._journal.record(LeaseReleased(self._journal.clock(), digest))
+            held = record is not None and record.lease.worker == key and record.status == "open"
+            if held and digest not in self._uploading:
+                self._journal.record(events.LeaseReleased(self._journal.clock(), digest))
 
     async def submit(
         self, envelope: SubmissionEnvelope, signed: bytes, chunks: AsyncIterator[bytes]
     ) -> None:
         """Receive a submission; the same bytes again change nothing.
 
-        If too much waits for a verdict, a refusal says when to come again before the body is read,
-        and the lease lasts until then.
+        If too many submissions wait for a verdict, a refusal names the time of a retry before the
+        body is read, and the lease lasts until then.
 
         Args:
-            envelope: checked to be signed by the caller.
-            signed: the envelope's bytes.
+            envelope: statement of the submission; the caller's signature is checked.
+            signed: bytes of the envelope.
             chunks: the body.
         """
         record, now = self._lease_of(envelope), self._journal.clock()
@@ -331,7 +319,7 @@ class Leasing:
                 now = self._journal.clock()
                 self._must_be_open(self._lease_of(envelope), envelope, now)
                 self._journal.record(
-                    SubmissionReceived(now, record.digest, envelope.digest, envelope.bytes)
+                    events.SubmissionReceived(now, record.digest, envelope.digest, envelope.bytes)
                 )
 
     def _lease_of(self, envelope: SubmissionEnvelope) -> LeaseRecord:

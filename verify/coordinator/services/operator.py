@@ -1,9 +1,8 @@
-"""The operator's service: bans, granted appeals and revoked invites, by the coordinator's own key.
-
-While the coordinator is down, `order_stopped` writes the same events into its ledger.
+"""Service for the operator: bans, lifted bans and revoked invites.
 
 `runspec ban`, `runspec unban` and `runspec invite --revoke` sign with `keys/coordinator.key` of the
-run directory. Who can read that file can sign leases and batches too, so it needs no further right.
+run directory. A person who can read that file can sign leases and batches too, so no other right is
+needed. While the coordinator is down, `order_stopped` writes the same events into its ledger.
 """
 
 from __future__ import annotations
@@ -31,45 +30,47 @@ from verify.coordinator.machine.transitions import replay
 from verify.ledger import open_ledger
 
 MAX_REASON = 500
-"""Characters."""
+"""Largest number of characters of a reason."""
 
 
 class OperatorService:
-    """Bans keys, lifts bans and revokes invites; the ledger keeps all of it.
+    """Bans keys, lifts bans and revokes invites; each action is an event of the ledger.
 
     Args:
-        journal: where events go.
-        roles: whose keys are no workers'.
+        journal: records the events.
+        roles: its keys cannot be banned.
     """
 
     def __init__(self, journal: Journal, roles: Roles) -> None:
         self._journal, self._roles = journal, roles
 
     def must_be_operator(self, key: str) -> None:
-        """Raises:
-        Refusal: the key is not the coordinator's own.
+        """Require the coordinator's own key.
+
+        Raises:
+            Refusal: it is another key.
         """
         if key not in self._roles.coordinator:
             raise Refusal(403, "only the coordinator's own key may do this")
 
     def ban(self, body: dict[str, Any]) -> None:
-        """From now on the key's requests are refused; its open leases are over."""
+        """Ban a key: its requests are refused, and its open leases end."""
         key, reason = _key_and_reason(body)
         if key in self._roles.publisher | self._roles.coordinator | self._roles.validator:
-            raise Refusal(409, "a key with a role: take it out of roles.json instead")
+            raise Refusal(409, "this key has a role: remove it from roles.json instead")
         if key in self._journal.state.bans:
             raise Refusal(409, f"banned already: {self._journal.state.bans[key]}")
         self._journal.record(KeyBanned(self._journal.clock(), key, reason, BY_OPERATOR))
 
     def unban(self, body: dict[str, Any]) -> None:
-        """An appeal is granted: the key may work again, in quarantine."""
+        """Lift a ban: the key may work again, in quarantine."""
         key, reason = _key_and_reason(body)
         if key not in self._journal.state.bans:
             raise Refusal(409, "this key is not banned")
         self._journal.record(BanLifted(self._journal.clock(), key, reason, BY_OPERATOR))
 
     def revoke(self, body: dict[str, Any]) -> None:
-        """From now on no key comes with the invite."""
+        """Revoke an invite: no more keys can register with it."""
         invite, reason = _key_and_reason(body)
         if invite in self._journal.state.revoked:
             raise Refusal(409, f"revoked already: {self._journal.state.revoked[invite]}")
@@ -79,14 +80,14 @@ class OperatorService:
 def order_stopped(
     run_dir: Path, spec: RunSpec, roles: Roles, verb: str, body: dict[str, Any]
 ) -> None:
-    """Carries out an order in the ledger of a run whose coordinator is down.
+    """Execute an order in the ledger of a run whose coordinator is down.
 
     Args:
         run_dir: the run directory.
         spec: the run's resolved spec.
-        roles: the run's.
+        roles: roles of the run.
         verb: ban, unban or revoke.
-        body: key and reason.
+        body: has `key` and `reason`.
 
     Raises:
         UserError: the order is refused, or another process writes the ledger.
@@ -114,7 +115,7 @@ def _key_and_reason(body: dict[str, Any]) -> tuple[str, str]:
 
 
 def closed_steps(run_dir: Path, spec: RunSpec) -> int:
-    """Steps that the ledger of a stopped run has closed.
+    """Return the number of steps that the ledger of a stopped run has closed.
 
     Raises:
         UserError: the ledger cannot be read, or another process writes it.
@@ -125,6 +126,6 @@ def closed_steps(run_dir: Path, spec: RunSpec) -> int:
 
 
 def record_rollback(run_dir: Path, spec: RunSpec, version: int) -> None:
-    """Records in the ledger of a stopped run that it goes on from an earlier version."""
+    """Record in the ledger of a stopped run that it goes on from an earlier version."""
     with closing(open_ledger(run_dir, spec)) as ledger:
         ledger.append([RolledBack(time.time(), version)])

@@ -6,7 +6,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -20,11 +19,11 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
-from verify.audit.snapshot import NoLedger, open_snapshot
+from verify.audit.snapshot import NoLedger, damaged, read_events
 from verify.coordinator.edge import Edge
 from verify.coordinator.journal import Journal
+from verify.coordinator.machine.events import Event
 from verify.coordinator.machine.filling import needed_groups, tried_groups
 from verify.coordinator.machine.history import History
 from verify.coordinator.machine.reputation import reputation
@@ -33,7 +32,6 @@ from verify.coordinator.machine.state import LeaseRecord, Policy, State
 from verify.coordinator.machine.transitions import IllegalTransition, replay
 from verify.coordinator.services.activity import Activity, Peer, Peers
 from verify.coordinator.services.judging import Judging
-from verify.ledger import BadRow, decode_event
 
 T = TypeVar("T")
 
@@ -74,7 +72,7 @@ class Cache(Generic[T]):
 
 
 class Status:
-    """Reports on the coordinator's parts, and changes none of them."""
+    """Status of the coordinator; it reads the other services and changes nothing."""
 
     def __init__(
         self, run: str, journal: Journal, judging: Judging, edge: Edge, peers: Peers
@@ -83,21 +81,13 @@ class Status:
         self._workers, self._validators = peers.workers, peers.validators
         self._registry = CollectorRegistry()
         self._registry.register(_Prometheus(self, journal.history))
-        self._report = Cache(self._of_now)
-        self._document = Cache(lambda: json.dumps(self.report()).encode())
-        self._metrics = Cache(lambda: generate_latest(self._registry))
-
-    def metrics(self) -> bytes:
-        """Answer of `GET /metrics`; some seconds old where there are thousands of workers."""
-        return self._metrics.get()
-
-    def document(self) -> bytes:
-        """`report` as JSON; some seconds old where there are thousands of workers."""
-        return self._document.get()
-
-    def report(self) -> dict[str, Any]:
-        """Answer of `GET /v1/status`; times are seconds since the epoch, ages seconds."""
-        return self._report.get()
+        self.report = Cache(self._of_now).get
+        """Returns the status; times are seconds since the epoch, ages seconds. With thousands of
+        workers all three are some seconds old."""
+        self.document = Cache(lambda: json.dumps(self.report()).encode()).get
+        """Returns the answer of `GET /v1/status`: the report as JSON."""
+        self.metrics = Cache(lambda: generate_latest(self._registry)).get
+        """Returns the answer of `GET /metrics`."""
 
     def _of_now(self) -> dict[str, Any]:
         state, now = self._journal.state, self._journal.clock()
@@ -160,16 +150,16 @@ def _invite(state: State, key: str) -> dict[str, Any]:
     return {"key": key, "used": state.invited.get(key, 0), "revoked": state.revoked.get(key)}
 
 
-def workers_report(state: State, heard: Activity | None = None, now: float = 0.0) -> dict[str, Any]:
-    """`workers`, in the order in which they registered, `banned`: reasons by key, and `invites`.
+def workers_report(state: State, seen: Activity | None = None, now: float = 0.0) -> dict[str, Any]:
+    """Return `workers` in the order of registration, `banned` (reasons by key), and `invites`.
 
     Args:
-        state: of the run.
-        heard: who was heard of lately; None: nobody.
+        state: state of the run.
+        seen: activity of the workers since the coordinator started; None: none.
         now: seconds since the epoch.
     """
     open_leases = Counter(r.lease.worker for r in state.leases.values() if r.status == "open")
-    known = heard.peers if heard else {}
+    known = seen.peers if seen else {}
     workers = [
         {**_worker(state, key, open_leases[key]), **_peer(known.get(key), now)}
         for key in sorted(state.workers, key=lambda key: state.workers[key].number)
@@ -211,7 +201,7 @@ def _standing(state: State, key: str) -> str:
 
 
 def _peer(peer: Peer | None, now: float) -> dict[str, Any]:
-    if peer is None:  # not heard of since the coordinator began
+    if peer is None:  # it has sent no request since the coordinator started
         return {"alive": False, "silent_s": None, "info": {}, "state": {}}
     return {
         "alive": peer.alive(now),
@@ -224,58 +214,52 @@ def _peer(peer: Peer | None, now: float) -> dict[str, Any]:
 
 
 def read_workers(run_dir: Path, spec: RunSpec) -> dict[str, Any]:
-    """Return `workers` and `banned` of `GET /v1/status` from the ledger, without a coordinator.
+    """Return what `workers_report` does, from the ledger of a run without a coordinator.
 
     Raises:
         UserError: it cannot be read.
     """
     policy = Policy.of(spec)
     try:
-        with closing(open_snapshot(run_dir, spec)) as snapshot:
-            events = (decode_event(row.kind, row.body) for row in snapshot.rows())
-            return workers_report(replay(policy, events))
-    except NoLedger:  # nobody has started a coordinator
+        return workers_report(replay(policy, read_events(run_dir, spec, Event)))
+    except NoLedger:  # no coordinator was started
         return workers_report(State(policy))
-    except (BadRow, IllegalTransition) as error:
-        raise UserError(
-            f"the ledger cannot be replayed: {error}",
-            place=str(run_dir),
-            remedy=f"`python -m verify audit {run_dir}` says what is wrong with it",
-        ) from error
+    except IllegalTransition as error:
+        raise damaged(run_dir, f"it cannot be replayed: {error}") from error
 
 
 class _Prometheus(Collector):
-    """Gauges and counters made from the report at each scrape."""
+    """Makes gauges, counters and histograms from the report at each scrape."""
 
     def __init__(self, status: Status, history: History) -> None:
         self._status, self._history = status, history
 
     def collect(self) -> Iterator[Metric]:
         report = self._status.report()
-        alive = {
-            role: sum(peer["alive"] for peer in report[role]) for role in ("workers", "validators")
-        }
+        workers, validators = report["workers"], report["validators"]
         gauges = {
             "newest_version": ("Newest published policy version.", report["newest_version"]),
             "open_steps": ("Steps that are being filled.", len(report["open_steps"])),
-            "workers_alive": ("Workers heard of lately.", alive["workers"]),
-            "validators_alive": ("Validators heard of lately.", alive["validators"]),
+            "workers_alive": ("Live workers.", sum(w["alive"] for w in workers)),
+            "validators_alive": (
+                "Live validators.",
+                sum(v["alive"] for v in validators),
+            ),
             "to_judge": ("Submissions without a verdict.", report["queue"]["to_judge"]),
-            "suspects": ("Waiting; a validator failed at them.", report["queue"]["suspects"]),
-            "backlog_bytes": ("Of submissions without a verdict.", report["backlog"]["bytes"]),
-            "deferred": ("Submissions told to come again.", report["backlog"]["deferred"]),
-            "intake_open": ("1, or 0 where too much waits.", not report["backlog"]["withheld"]),
+            "suspects": ("Suspects: validators failed at them.", report["queue"]["suspects"]),
+            "backlog_bytes": ("Bytes without a verdict.", report["backlog"]["bytes"]),
+            "deferred": ("Deferred submissions.", report["backlog"]["deferred"]),
+            "intake_open": ("1, or 0 if too much waits.", not report["backlog"]["withheld"]),
         }
         for name, (text, value) in gauges.items():
             if value is not None:
                 yield GaugeMetricFamily(f"coordinator_{name}", text, value=value)
-        workers = report["workers"]
         counters = {
             "steps_closed": ("Batch manifests signed.", report["steps_closed"]),
-            "accepted_rollouts": ("Credited.", sum(w["accepted_rollouts"] for w in workers)),
-            "accepted_tokens": ("Credited.", sum(w["accepted_tokens"] for w in workers)),
-            "rejected_submissions": ("By verdict.", report["rejected_submissions"]),
-            "withheld_leases": ("Expired.", sum(w["withheld_leases"] for w in workers)),
+            "accepted_rollouts": ("Credits.", sum(w["accepted_rollouts"] for w in workers)),
+            "accepted_tokens": ("Credits.", sum(w["accepted_tokens"] for w in workers)),
+            "rejected_submissions": ("By a verdict.", report["rejected_submissions"]),
+            "withheld_leases": ("Expired leases.", sum(w["withheld_leases"] for w in workers)),
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"coordinator_{name}", text, value=value)
