@@ -42,7 +42,7 @@ from bridge.safetensors_io import SINGLE_NAME, TENSORS_NAME, write_safetensors
 from bridge.weight_map import hf_shapes
 from runspec.core.canonical import canonical_json
 from runspec.core.hashing import digest_bytes
-from runspec.core.models.config import parse_config
+from runspec.core.models.family import parse_config
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 PIECE = 64 * 1024 * 1024

@@ -101,7 +101,7 @@ def write_model(case: Case, folder: Path) -> None:
     config |= {"pad_token_id": 0, "torch_dtype": "float32", "hidden_act": "silu", **case.model()}
     (folder / "config.json").write_text(json.dumps(config))
     code = (
-        "import jax, sys, pathlib; from runspec.core.models.config import load_config;"
+        "import jax, sys, pathlib; from runspec.core.models.family import load_config;"
         "from learner_jax.leaves import save_weights; from learner_jax.model import init_params;"
         "folder = pathlib.Path(sys.argv[1]); config = load_config(folder);"
         "save_weights(init_params(config, jax.random.key(0)), config, folder)"

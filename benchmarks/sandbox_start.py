@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from sampler.sandbox import PYTHON, SET_A, SET_B, Limits, probe, run
+from sampler.sandbox import PYTHON, Limits, probe, run
+from sampler.sandbox.process import SET_A, SET_B
 
 COMMAND = [*PYTHON, "-S", "-c", "pass"]
 LIMITS = Limits(wall_s=60.0)

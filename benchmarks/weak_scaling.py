@@ -29,7 +29,8 @@ from learner_jax.topology import (
     prepare_environment,
     topology_devices,
 )
-from runspec.core.models.config import ModelConfig, parse_config
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.family import parse_config
 from runspec.core.models.hardware import DEVICES
 from runspec.core.models.spec_model import model_names, named_model
 from runspec.core.spec.load import SpecFiles

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from runspec.core.errors import UserError
@@ -17,35 +18,27 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bridge", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    export = commands.add_parser("export", help="Orbax checkpoint -> Hugging Face directory")
-    export.add_argument("checkpoint", metavar="CKPT", help="a folder, or s3:// or gs://")
+    def command(name: str, purpose: str, *paths: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=purpose)
+        for path in paths:
+            added.add_argument(path.lower(), metavar=path, type=Path)
+        return added
+
+    export = command("export", "Orbax checkpoint -> Hugging Face directory")
+    export.add_argument("ckpt", metavar="CKPT", help="a folder, or s3:// or gs://")
     export.add_argument("out", metavar="OUT", type=Path)
     export.add_argument(
         "--model-dir", type=Path, help="has config and tokenizer; default: in CKPT, or beside it"
     )
     export.add_argument("--dtype", help="float32 or bfloat16; default: what the config says")
 
-    load = commands.add_parser("import", help="Hugging Face directory -> Orbax checkpoint")
-    load.add_argument("hf_dir", metavar="HF_DIR", type=Path)
-    load.add_argument("checkpoint", metavar="CKPT", type=Path)
-
-    verify = commands.add_parser("verify", help="compare two Hugging Face directories by digest")
-    verify.add_argument("first", metavar="A", type=Path)
-    verify.add_argument("second", metavar="B", type=Path)
-
-    diff = commands.add_parser("diff", help="count the elements that changed, and write the delta")
-    diff.add_argument("old", metavar="OLD", type=Path)
-    diff.add_argument("new", metavar="NEW", type=Path)
+    command("import", "Hugging Face directory -> Orbax checkpoint", "HF_DIR", "CKPT")
+    command("verify", "compare two Hugging Face directories by digest", "A", "B")
+    diff = command("diff", "count the elements that changed, and write the delta", "OLD", "NEW")
     diff.add_argument("--out", type=Path, help="where to write the delta; default: nowhere")
 
-    apply = commands.add_parser("apply", help="a version and a delta -> the next version")
-    apply.add_argument("base", metavar="BASE", type=Path)
-    apply.add_argument("delta", metavar="DELTA", type=Path)
-    apply.add_argument("out", metavar="OUT", type=Path)
-
-    publish = commands.add_parser(
-        "publish", help="publish each new policy version of a run until told to end"
-    )
+    command("apply", "a version and a delta -> the next version", "BASE", "DELTA", "OUT")
+    publish = command("publish", "publish each new policy version of a run until told to end")
     publish.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
 
     arguments = parser.parse_args(argv)
@@ -53,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
         return run_role("publisher", lambda log: _publish(arguments.run_dir, log))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        return _COMMANDS[arguments.command](arguments)
+        return _COMMANDS[arguments.command](arguments) or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -68,11 +61,11 @@ def _publish(run_dir: Path, log: logging.Logger) -> None:
     publish_versions(run_dir, log, stop_event())
 
 
-def _export(arguments: argparse.Namespace) -> int:
+def _export(arguments: argparse.Namespace) -> None:
     from bridge.conversion import export_checkpoint
     from bridge.model_files import model_directory, stated_dtype
 
-    checkpoint = folder_at(arguments.checkpoint)
+    checkpoint = folder_at(arguments.ckpt)
     model_dir = arguments.model_dir or model_directory(checkpoint)
     export_checkpoint(
         checkpoint,
@@ -80,42 +73,38 @@ def _export(arguments: argparse.Namespace) -> int:
         model_dir=model_dir,
         dtype=arguments.dtype or stated_dtype(model_dir),
     )
-    return 0
 
 
-def _import(arguments: argparse.Namespace) -> int:
+def _import(arguments: argparse.Namespace) -> None:
     from bridge.conversion import import_model
 
-    import_model(arguments.hf_dir, arguments.checkpoint)
-    return 0
+    import_model(arguments.hf_dir, arguments.ckpt)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     from bridge.versions import differences
 
-    lines = differences(arguments.first, arguments.second)
+    lines = differences(arguments.a, arguments.b)
     for line in lines:
         print(line)
     print("the same weights" if not lines else f"{len(lines)} differences")
     return 1 if lines else 0
 
 
-def _diff(arguments: argparse.Namespace) -> int:
+def _diff(arguments: argparse.Namespace) -> None:
     from bridge.versions import change_report
 
     for line in change_report(arguments.old, arguments.new, arguments.out):
         print(line)
-    return 0
 
 
-def _apply(arguments: argparse.Namespace) -> int:
+def _apply(arguments: argparse.Namespace) -> None:
     from bridge.versions import next_version
 
     next_version(arguments.base, arguments.delta, arguments.out)
-    return 0
 
 
-_COMMANDS = {
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "export": _export,
     "import": _import,
     "verify": _verify,

@@ -9,7 +9,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,14 +19,15 @@ import tensorstore as ts
 
 from bridge.load import LeafReader
 from bridge.model_files import MODEL_FOLDER, copy_model_files, output_directory
-from bridge.orbax_io import open_checkpoint, read_pieces, write_leaf, write_metadata
+from bridge.orbax_io import open_leaves, read_pieces, write_leaf, write_metadata
 from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME, write_records, write_safetensors
-from bridge.shards import MAX_SHARD_BYTES, plan_shards
+from bridge.shards import MAX_SHARD_BYTES, Shapes, plan_shards
 from bridge.tensors import copy_into, dtype_named
 from bridge.weight_map import Path as LeafPath
 from bridge.weight_map import hf_shapes, weight_map
 from runspec.core.files import read_bounded
-from runspec.core.models.config import CONFIG_NAME, ModelConfig, load_config, read_config
+from runspec.core.models.config import CONFIG_NAME, ModelConfig, read_config
+from runspec.core.models.family import load_config
 from runspec.core.object_store import Folder, last_file
 
 PROBE_NAME = "probe.json"
@@ -64,41 +65,37 @@ def export_checkpoint(
     """
     target = dtype_named(dtype)
     config = load_config(model_dir)
-    stores = open_checkpoint(orbax_dir, config)
+    stores = open_leaves(orbax_dir, {entry.path: entry.leaf_shape for entry in weight_map(config)})
     with output_directory(out_dir) as folder:
-        records = _write_weights(folder, orbax_dir, stores, config, target, max_shard_bytes)
-        write_records(folder, records)
+        blocks = _one_ahead(_blocks(orbax_dir, stores, config, target))
+        shards = plan_shards(dict(hf_shapes(config)), target.itemsize, max_shard_bytes)
+        write_records(folder, _write_weights(folder, shards, target, blocks))
         copy_model_files(model_dir, folder)
-        _write_config(folder, model_dir, dtype)
+        described = read_config(model_dir)
+        described.pop("torch_dtype", None)  # the older name of the same field
+        _write_json(folder / CONFIG_NAME, {**described, "dtype": dtype})
         probe = last_file(orbax_dir.parent, PROBE_NAME)
         if probe.exists():
             (folder / PROBE_NAME).write_bytes(read_bounded(probe, MAX_PROBE_BYTES))
 
 
 def _write_weights(
-    folder: Path,
-    orbax_dir: Folder,
-    stores: dict[LeafPath, ts.TensorStore],
-    config: ModelConfig,
-    dtype: np.dtype,
-    max_shard_bytes: int,
+    folder: Path, shards: Sequence[Shapes], dtype: np.dtype, blocks: Iterator[np.ndarray]
 ) -> dict[str, dict[str, Any]]:
-    """Writes the safetensors file or files; returns each tensor's record by name."""
-    shards = plan_shards(dict(hf_shapes(config)), dtype.itemsize, max_shard_bytes)
+    """Write the safetensors file or files; return each tensor's record by name."""
     records: dict[str, dict[str, Any]] = {}
-    stream = _one_ahead(_blocks(orbax_dir, stores, config, dtype))
     index = {}
     for number, shapes in enumerate(shards, 1):
         name = SINGLE_NAME
         if len(shards) > 1:
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        records |= write_safetensors(folder / name, shapes, dtype, stream)
+        records |= write_safetensors(folder / name, shapes, dtype, blocks)
         index.update(dict.fromkeys(shapes, name))
         _LOG.info("exported %s: %d tensors", name, len(shapes))
     if len(shards) > 1:
         total = sum(int(np.prod(r["shape"])) for r in records.values()) * dtype.itemsize
         listing = {"metadata": {"total_size": total}, "weight_map": index}
-        (folder / INDEX_NAME).write_text(json.dumps(listing, indent=2, sort_keys=True) + "\n")
+        _write_json(folder / INDEX_NAME, listing)
     return records
 
 
@@ -153,11 +150,8 @@ def _one_ahead(items: Iterator[T]) -> Iterator[T]:
             yield item
 
 
-def _write_config(folder: Path, model_dir: Path, dtype: str) -> None:
-    config = read_config(model_dir)
-    config.pop("torch_dtype", None)  # the older name of the same field
-    config["dtype"] = dtype
-    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def import_model(hf_dir: Path, checkpoint: Path) -> None:

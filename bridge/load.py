@@ -29,7 +29,7 @@ class LeafReader:
 
         Args:
             hf_dir: a Hugging Face directory, one safetensors file or several with an index.
-            config: its shape (`runspec.core.models.config.load_config`).
+            config: its shape (`runspec.core.models.family.load_config`).
 
         Raises:
             UserError: unreadable files; tensors missing, not expected or of another shape, by name.

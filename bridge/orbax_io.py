@@ -26,12 +26,11 @@ import tensorstore as ts
 
 from bridge.safetensors_io import listed
 from bridge.tensors import DTYPES
-from bridge.weight_map import Entry, weight_map
+from bridge.weight_map import Entry
 from bridge.weight_map import Path as LeafPath
-from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.canonical import MalformedJson
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded, write_atomic
-from runspec.core.models.config import ModelConfig
+from runspec.core.files import read_object, write_atomic
 from runspec.core.object_store import Folder, ObjectPath
 
 MAX_METADATA_BYTES = 64 * 1024 * 1024
@@ -48,31 +47,18 @@ _SEQUENCE_KEY, _DICT_KEY = 1, 2
 """Orbax's numbers for the keys of lists and of dicts."""
 
 
-def open_checkpoint(orbax_dir: Folder, config: ModelConfig) -> dict[LeafPath, ts.TensorStore]:
-    """Opens every leaf of a checkpoint of parameters; reads shapes and dtypes, no data.
-
-    Args:
-        orbax_dir: what `orbax.checkpoint.v1.save` wrote.
-        config: of the model that it must hold.
-
-    Raises:
-        UserError: not such a checkpoint, unreadable, or its leaves are not the model's.
-    """
-    return open_leaves(orbax_dir, {entry.path: entry.leaf_shape for entry in weight_map(config)})
-
-
 def open_leaves(
     orbax_dir: Folder, expected: Mapping[LeafPath, tuple[int, ...]], *, among_others: bool = False
 ) -> dict[LeafPath, ts.TensorStore]:
-    """Opens leaves of a checkpoint by path and shape; reads no data.
+    """Open leaves of a checkpoint by path and shape; read their metadata, no data.
 
     Args:
-        orbax_dir: what `orbax.checkpoint.v1.save` wrote.
+        orbax_dir: directory that `orbax.checkpoint.v1.save` wrote.
         expected: shape of every leaf that is wanted.
-        among_others: whether the checkpoint may hold more than those.
+        among_others: whether the checkpoint may hold other leaves too.
 
     Raises:
-        UserError: as `open_checkpoint`.
+        UserError: not such a checkpoint, unreadable, or its leaves are not the expected ones.
     """
     tree = _tree_directory(orbax_dir)
     paths = set(leaf_paths(tree))
@@ -205,13 +191,11 @@ def leaf_paths(tree: Folder) -> list[LeafPath]:
     """Reads the paths of all leaves of a tree from its metadata.
 
     Raises:
-        UserError: as `open_checkpoint`.
+        UserError: as `open_leaves`.
     """
     metadata = tree / TREE_METADATA
     try:
-        parsed = parse_object(
-            read_bounded(metadata, MAX_METADATA_BYTES), max_bytes=MAX_METADATA_BYTES
-        )
+        parsed = read_object(metadata, MAX_METADATA_BYTES)
         # An object store has no use for OCDBT, which packs small files into large ones.
         if not (parsed["use_zarr3"] and parsed["use_ocdbt"] == isinstance(tree, Path)):
             raise UserError("not zarr3 in OCDBT, Orbax's default format", place=str(metadata))
@@ -317,14 +301,14 @@ def write_metadata(
         }
         for path in paths
     }
-    said = {
+    metadata = {
         "tree_metadata": tree,
         "use_ocdbt": ocdbt,
         "use_zarr3": True,
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
-    write_atomic(checkpoint / TREE_NAME / TREE_METADATA, json.dumps(said).encode())
+    write_atomic(checkpoint / TREE_NAME / TREE_METADATA, json.dumps(metadata).encode())
     write_atomic(checkpoint / "_CHECKPOINT_METADATA", b"{}")
     write_atomic(checkpoint / "orbax.checkpoint", b"")
 

@@ -25,9 +25,9 @@ from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
 from broadcast.manifest import WeightsManifest, open_manifest
 from broadcast.store import DELTA_NAME, prune, publish, refresh_latest
-from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.canonical import MalformedJson
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded, remove_leftovers
+from runspec.core.files import read_bounded, read_object, remove_leftovers
 from runspec.core.keys import SigningKey
 from runspec.core.latest import RESIGN_EVERY_S
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
@@ -242,7 +242,6 @@ class Publisher:
 
 def _model_digest(directory: Path) -> str | None:
     try:
-        data = read_bounded(directory / TENSORS_NAME, MAX_MANIFEST_BYTES)
-        return parse_object(data, max_bytes=MAX_MANIFEST_BYTES)["model_digest"]
+        return read_object(directory / TENSORS_NAME, MAX_MANIFEST_BYTES)["model_digest"]
     except (FileNotFoundError, MalformedJson, KeyError):
-        return None  # `publish` names it
+        return None  # `publish` reports it

@@ -27,7 +27,7 @@ from bridge.shards import file_header
 from bridge.tensors import DTYPES, model_digest, record, tensor_bytes
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded, write_atomic
+from runspec.core.files import read_object, write_atomic
 
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 INDEX_NAME = "model.safetensors.index.json"
@@ -67,9 +67,7 @@ def read_headers(directory: Path) -> dict[str, TensorInfo]:
     if not index.exists():
         return read_header(directory / SINGLE_NAME)
     try:
-        weight_map = parse_object(
-            read_bounded(index, MAX_HEADER_BYTES), max_bytes=MAX_HEADER_BYTES
-        )["weight_map"]
+        weight_map = read_object(index, MAX_HEADER_BYTES)["weight_map"]
         files = sorted({str(name) for name in weight_map.values()})
     except (OSError, MalformedJson, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"not a safetensors index: {error}", place=str(index)) from error
@@ -171,6 +169,15 @@ def read_slice(info: TensorInfo, index: tuple[slice, ...]) -> np.ndarray:
     return out
 
 
+def stored_record(info: TensorInfo) -> dict[str, Any]:
+    """The record {dtype, shape, blake3} of a tensor as it lies in its file.
+
+    Raises:
+        UserError: as `stored_digest`.
+    """
+    return record(info.dtype, info.shape, stored_digest(info))
+
+
 def stored_digest(info: TensorInfo) -> str:
     """BLAKE3 of a tensor's bytes as they lie in its file, read piece by piece.
 
@@ -245,7 +252,7 @@ def write_safetensors(
                 _write(file, digest, tensor_bytes(block))
                 if not left:
                     break
-            records[name] = record(dtype, shape, digest)
+            records[name] = record(dtype, shape, digest.hexdigest())
             # The disk works while more is made, so that little is left to sync at the end.
             if file.tell() - synced >= _SYNCED_BYTES and (sync is None or sync.done()):
                 if sync is not None:
@@ -296,8 +303,7 @@ def damage(folder: Path) -> str | None:
     Nothing is read whole.
     """
     try:
-        data = read_bounded(folder / TENSORS_NAME, MAX_RECORDS_BYTES)
-        tensors = parse_object(data, max_bytes=MAX_RECORDS_BYTES)["tensors"]
+        tensors = read_object(folder / TENSORS_NAME, MAX_RECORDS_BYTES)["tensors"]
         noted = {name: record["blake3"] for name, record in tensors.items()}
         found = read_headers(folder)
         if found.keys() != noted.keys():

@@ -8,7 +8,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from blake3 import blake3
 
 from bridge.weight_map import Path, weight_map
 from runspec.core.canonical import canonical_json
@@ -54,9 +53,9 @@ def tensor_digest(array: np.ndarray) -> str:
     return digest_bytes(tensor_bytes(array))
 
 
-def record(dtype: np.dtype, shape: tuple[int, ...], digest: blake3) -> dict[str, Any]:
+def record(dtype: np.dtype, shape: tuple[int, ...], digest: str) -> dict[str, Any]:
     """The record of a tensor whose bytes were hashed."""
-    return {"dtype": dtype_name(dtype), "shape": list(shape), "blake3": digest.hexdigest()}
+    return {"dtype": dtype_name(dtype), "shape": list(shape), "blake3": digest}
 
 
 def model_digest(tensors: Mapping[str, Mapping[str, Any]]) -> str:

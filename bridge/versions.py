@@ -6,10 +6,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from bridge.delta import DeltaSummary, apply_deltas, delta_tensors, write_delta
+from bridge.delta import apply_deltas, delta_tensors, write_delta
 from bridge.model_files import copy_model_files, output_directory
-from bridge.safetensors_io import INDEX_NAME, TensorInfo, read_headers, stored_digest, write_records
-from bridge.tensors import dtype_name
+from bridge.safetensors_io import INDEX_NAME, read_headers, stored_record, write_records
 
 
 def differences(first: Path, second: Path) -> list[str]:
@@ -23,18 +22,13 @@ def differences(first: Path, second: Path) -> list[str]:
         if name not in a or name not in b:
             lines.append(f"{name}: only in {first if name in a else second}")
             continue
-        left, right = (_facts(tensors[name]) for tensors in (a, b))
+        left, right = (stored_record(tensors[name]) for tensors in (a, b))
         lines += [
             f"{name}: {field} {value} and {right[field]}"
             for field, value in left.items()
             if value != right[field]
         ]
     return lines
-
-
-def _facts(info: TensorInfo) -> dict[str, object]:
-    shape = list(info.shape)
-    return {"dtype": dtype_name(info.dtype), "shape": shape, "blake3": stored_digest(info)}
 
 
 def change_report(old: Path, new: Path, out: Path | None) -> list[str]:
@@ -47,13 +41,8 @@ def change_report(old: Path, new: Path, out: Path | None) -> list[str]:
     Raises:
         UserError: as `write_delta`.
     """
-    if out is not None:
-        return _lines(write_delta(old, new, out))
     with tempfile.TemporaryDirectory() as folder:
-        return _lines(write_delta(old, new, Path(folder) / "delta"))
-
-
-def _lines(summary: DeltaSummary) -> list[str]:
+        summary = write_delta(old, new, out or Path(folder) / "delta")
     lines = [
         f"{tensor.name}: {tensor.changed} of {tensor.elements} elements, {tensor.nbytes} bytes"
         for tensor in summary.tensors

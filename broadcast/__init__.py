@@ -1,4 +1,4 @@
-"""Carries each weights version from the publisher to everyone: signed, chunked, checked.
+"""Distributes each version of the weights from the publisher to all clients.
 
-Moves named bytes and knows nothing of tensors.
+Versions are signed, cut into chunks and checked. This package handles named files, not tensors.
 """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 a UserError, 2 bad usage, 3 a fault of our own, 130 interrupted."""
+    """Return the exit code: 0 done, 1 UserError, 2 bad usage, 3 internal error, 130 interrupted."""
     from runspec.core.process import run_role
 
     arguments = _parser().parse_args(argv)
@@ -49,12 +49,14 @@ def _parser() -> argparse.ArgumentParser:
     publish.add_argument("directory", metavar="DIR", type=Path)
     publish.add_argument("--run", metavar="ID", required=True)
     publish.add_argument("--version", metavar="N", type=_natural, required=True)
-    publish.add_argument("--key", type=Path, required=True, help="a publisher's; roles.json beside")
     publish.add_argument(
-        "--base", metavar="M", type=_natural, help="version that the delta in DIR/delta is from"
+        "--key", type=Path, required=True, help="a publisher's key, with roles.json beside it"
     )
     publish.add_argument(
-        "--delta-only", action="store_true", help="with --base: no anchor, the delta must do"
+        "--base", metavar="M", type=_natural, help="version that DIR/delta is applied to"
+    )
+    publish.add_argument(
+        "--delta-only", action="store_true", help="with --base: publish the delta without the files"
     )
     publish.set_defaults(run_command=_publish)
 
@@ -63,18 +65,18 @@ def _parser() -> argparse.ArgumentParser:
     _add_server(origin)
     origin.set_defaults(run_command=_origin)
 
-    relay = commands.add_parser("relay", help="mirror a run and serve it on")
+    relay = commands.add_parser("relay", help="mirror a run and serve it")
     relay.add_argument("--run", metavar="ID", required=True)
     relay.add_argument("--upstream", metavar="URL", nargs="+", action="extend", required=True)
     relay.add_argument("--store", metavar="DIR", type=Path, required=True)
     relay.add_argument("--public-key", metavar="PUB", required=True, help="the root's: hex or file")
     relay.add_argument("--keep-versions", metavar="N", type=_positive, default=5)
-    relay.add_argument("--max-bytes", metavar="SIZE", type=_size, help="of chunks on disk: 500GB")
+    relay.add_argument("--max-bytes", metavar="SIZE", type=_size, help="on disk, such as 500GB")
     _add_access(relay, "--upstream-")
     _add_server(relay)
     relay.set_defaults(run_command=_relay)
 
-    fetch = commands.add_parser("fetch", help="fetch a version to DIR/v<N>, checked")
+    fetch = commands.add_parser("fetch", help="fetch and check a version, into DIR/v<N>")
     fetch.add_argument("urls", metavar="URL", nargs="+")
     fetch.add_argument("--run", metavar="ID", required=True)
     fetch.add_argument("--out", metavar="DIR", type=Path, required=True)
@@ -89,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--listen", metavar="HOST:PORT", required=True)
     parser.add_argument(
-        "--token-file", metavar="FILE", type=Path, help="a line NAME TOKEN for each who may read"
+        "--token-file", metavar="FILE", type=Path, help="a line NAME TOKEN for each reader"
     )
     parser.add_argument("--tls-cert", metavar="FILE", type=Path, help="certificate chain, PEM")
     parser.add_argument("--tls-key", metavar="FILE", type=Path, help="its private key, PEM")
@@ -101,7 +103,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 def _add_access(parser: argparse.ArgumentParser, prefix: str) -> None:
     parser.add_argument(
-        f"{prefix}token-file", metavar="FILE", type=Path, help="holds the token to show"
+        f"{prefix}token-file", metavar="FILE", type=Path, help="file with the token to send"
     )
     parser.add_argument(
         f"{prefix}ca-file", metavar="FILE", type=Path, help="PEM; default: the system's"
@@ -141,7 +143,7 @@ def _size(text: str) -> int:
 
 
 def _rate(text: str) -> int:
-    """Bytes a second."""
+    """Return a rate in bytes per second."""
     from runspec.core.spec.fields import RATE
 
     return _quantity(text, lambda rate: RATE.parse(rate) / 8)
@@ -154,7 +156,7 @@ def _quantity(text: str, parse: Callable[[str], float]) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-# The servers' and the client's imports are made by the command that needs them: --help is quick.
+# Each command imports its modules itself, so that --help is quick.
 
 
 def _keygen(arguments: argparse.Namespace, log: logging.Logger) -> None:
@@ -181,7 +183,7 @@ def _publish(arguments: argparse.Namespace, log: logging.Logger) -> None:
     path = beside if beside.exists() else stored
     if not path.exists():
         raise UserError(
-            f"no roles.json, neither here nor at {beside}",
+            f"no roles.json here or at {beside}",
             place=str(stored),
             remedy="make one with `python -m broadcast keygen DIR`",
         )
@@ -268,7 +270,7 @@ def _server_options(arguments: argparse.Namespace) -> ServerOptions:
 
 
 def _public_key(text: str) -> str:
-    """A public key: 64 hexadecimal characters, or a file that holds them."""
+    """Return a public key: `text` itself (64 hexadecimal characters), or the contents of a file."""
     from runspec.core.files import read_bounded
     from runspec.core.hashing import is_digest
 

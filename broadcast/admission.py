@@ -8,6 +8,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
@@ -56,29 +57,19 @@ class RateLimit:
         return 0.0
 
 
+@dataclass(eq=False)
 class Admission:
-    """Decides for each request which client sends it, and whether it is served now.
+    """Decides for each request which client sends it, and whether it is served now."""
 
-    Args:
-        tokens: clients that may read; None: everyone, identified by address.
-        rate: limit on the bytes of each client; None: no limit.
-        requests_per_client: requests of one client at once, waiting polls and files being sent.
-        metrics: counts refused requests.
-    """
-
-    def __init__(
-        self,
-        tokens: Reloaded[Tokens] | None,
-        rate: RateLimit | None,
-        *,
-        requests_per_client: int,
-        metrics: Metrics,
-    ) -> None:
-        self._tokens = tokens
-        self._rate = rate
-        self._requests_per_client = requests_per_client
-        self._metrics = metrics
-        self._under_way: Counter[str] = Counter()
+    tokens: Reloaded[Tokens] | None
+    """Clients that may read; None: everyone, identified by address."""
+    rate: RateLimit | None
+    """Limit on the bytes of each client; None: no limit."""
+    requests_per_client: int
+    """Requests of one client at once: waiting polls and files being sent."""
+    metrics: Metrics
+    """Counts refused requests."""
+    _under_way: Counter[str] = field(default_factory=Counter, init=False)
 
     def client(self, request: web.Request) -> str:
         """Return the client that limits count: the name of its token, else its address.
@@ -86,12 +77,12 @@ class Admission:
         Raises:
             HTTPUnauthorized: a token is needed, and the request has no valid one.
         """
-        if self._tokens is None:
+        if self.tokens is None:
             transport = request.transport
             return address_of(transport.get_extra_info("peername") if transport else None)
-        name = self._tokens.get().name_of(request.headers.get("Authorization"))
+        name = self.tokens.get().name_of(request.headers.get("Authorization"))
         if name is None:
-            self._metrics.auth_failures.inc()
+            self.metrics.auth_failures.inc()
             raise web.HTTPUnauthorized(
                 headers={"WWW-Authenticate": "Bearer"}, text="a bearer token is needed\n"
             )
@@ -104,8 +95,8 @@ class Admission:
         Raises:
             HTTPTooManyRequests: all slots of the client are taken.
         """
-        if self._under_way[client] >= self._requests_per_client:
-            raise self._later(1.0, f"{self._requests_per_client} requests at once are answered\n")
+        if self._under_way[client] >= self.requests_per_client:
+            raise self._later(1.0, f"{self.requests_per_client} requests at once are answered\n")
         self._under_way[client] += 1
         try:
             yield
@@ -120,14 +111,14 @@ class Admission:
         Raises:
             HTTPTooManyRequests: the client must wait; `Retry-After` says how long.
         """
-        if self._rate is None:
+        if self.rate is None:
             return
-        wait_s = self._rate.take(client, size, time.monotonic())
+        wait_s = self.rate.take(client, size, time.monotonic())
         if wait_s > 0:
             raise self._later(wait_s, "more than your bytes per second\n")
 
     def _later(self, wait_s: float, text: str) -> web.HTTPTooManyRequests:
-        self._metrics.rate_limited.inc()
+        self.metrics.rate_limited.inc()
         return web.HTTPTooManyRequests(headers={"Retry-After": f"{math.ceil(wait_s)}"}, text=text)
 
 

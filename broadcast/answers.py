@@ -1,7 +1,7 @@
-"""Answers with a file: whole or a range of it, by sendfile where the connection is plain.
+"""Responses with a file or a range of it; sent by `sendfile` on connections without TLS.
 
 aiohttp's own FileResponse leaks its open file when it is cancelled, compares no ETag for If-Range,
-sends 16 KiB at a time over TLS, and waits for a slow reader for ever.
+sends 16 KiB at a time over TLS, and waits for a slow reader without a limit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from aiohttp import web
 from broadcast.metrics import Metrics
 
 IMMUTABLE = "max-age=31536000, immutable"
-"""Of what never changes. Caches that many share keep it too, but not where a token was sent."""
+"""Cache-Control of files that never change.
+
+Shared caches may store them, unless the request had an Authorization header (RFC 9111, 3.5).
+"""
 REVALIDATE = "no-cache"
 _PIECE_BYTES = 4 * 1024 * 1024
 _TLS_WRITE_BYTES = 64 * 1024
@@ -28,12 +31,12 @@ _RANGE = re.compile(r"bytes=([0-9]{0,15})-([0-9]{0,15})")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a file is to those who read it."""
+    """How a kind of file is named in the metrics and described in headers."""
 
     what: str
-    """Names it in the metrics."""
+    """Name of the kind in the metrics."""
     cache: str
-    """Cache-Control."""
+    """Value of Cache-Control."""
     content_type: str = "application/octet-stream"
 
 
@@ -42,8 +45,8 @@ class FileAnswers:
 
     Args:
         metrics: counts bytes, transfers and slow readers.
-        floor_bytes_per_s: a reader that takes the next 4 MiB more slowly is disconnected, so that
-            it cannot keep a file (and the disk space of a removed one) for ever.
+        floor_bytes_per_s: lowest rate of a reader, over 4 MiB. A slower reader is disconnected, so
+            that it cannot keep a file open (and the disk space of a removed one) without a limit.
     """
 
     def __init__(self, metrics: Metrics, *, floor_bytes_per_s: float) -> None:
@@ -59,14 +62,14 @@ class FileAnswers:
         pay: Callable[[int], None],
         etag: str | None = None,
     ) -> web.StreamResponse:
-        """Answers a GET or HEAD, which may have Range, If-Range and If-None-Match.
+        """Answer a GET or HEAD, which may have Range, If-Range and If-None-Match.
 
         Args:
-            request: to answer.
-            path: the file; None, or one that is gone meanwhile, is a 404.
-            kind: what it is.
-            pay: called with the number of bytes before they are sent; may raise instead.
-            etag: names the contents wherever they lie; None: the file's time and size do.
+            request: the request.
+            path: the file; the answer is 404 if it is None or was removed.
+            kind: kind of the file.
+            pay: called with the number of bytes before they are sent; may raise an error instead.
+            etag: identifies the contents; None: made from the file's time and size.
         """
         try:
             file = path.open("rb") if path is not None else None
@@ -80,17 +83,17 @@ class FileAnswers:
             headers = {"ETag": f'"{etag}"', "Cache-Control": kind.cache, "Accept-Ranges": "bytes"}
             if not_modified(request, etag):
                 return web.Response(status=304, headers=headers)
-            part = None
+            size, part = status.st_size, None
             if request.headers.get("If-Range") in (None, headers["ETag"]):
-                part = byte_range(request.headers.get("Range"), status.st_size)
-            if part is not None and not part:
-                unsatisfied = {"Content-Range": f"bytes */{status.st_size}"}
-                raise web.HTTPRequestRangeNotSatisfiable(headers=unsatisfied)
+                part = byte_range(request.headers.get("Range"), size)
             if part is not None:
-                headers["Content-Range"] = f"bytes {part[0]}-{part[-1]}/{status.st_size}"
+                if not part:
+                    unsatisfied = {"Content-Range": f"bytes */{size}"}
+                    raise web.HTTPRequestRangeNotSatisfiable(headers=unsatisfied)
+                headers["Content-Range"] = f"bytes {part[0]}-{part[-1]}/{size}"
             headers["Content-Type"] = kind.content_type
             response = web.StreamResponse(status=200 if part is None else 206, headers=headers)
-            wanted = range(status.st_size) if part is None else part
+            wanted = range(size) if part is None else part
             response.content_length = len(wanted)
             if request.method == "GET":
                 pay(len(wanted))
@@ -105,7 +108,7 @@ class FileAnswers:
         wanted: range,
         what: str,
     ) -> None:
-        """Sends head and body; whoever is gone or too slow is disconnected."""
+        """Send head and body; disconnect a reader that is too slow."""
         transport = request.transport
         if transport is None:
             return
@@ -145,25 +148,25 @@ async def _write(response: web.StreamResponse, file: BinaryIO, start: int, size:
         if not data:
             raise ConnectionAbortedError("the file has become shorter")
         await response.write(data)
-        await asyncio.sleep(0)  # for others, and to hear that the reader is gone
+        await asyncio.sleep(0)  # other tasks run, and a closed connection is noticed
 
 
 def not_modified(request: web.Request, etag: str) -> bool:
-    """Whether If-None-Match says that the reader has these contents."""
+    """Return whether If-None-Match says that the reader has these contents."""
     known = request.if_none_match or ()
     return any(tag.value in (etag, "*") for tag in known)
 
 
 def byte_range(header: str | None, size: int) -> range | None:
-    """The bytes that a Range header asks for.
+    """Return the bytes that a Range header requests.
 
     Args:
-        header: its value, if there is one.
-        size: of the whole, in bytes.
+        header: value of the header; None if there is none.
+        size: bytes of the whole file.
 
     Returns:
-        None for the whole: without a header, and for forms that a server may ignore (several
-        ranges, other units, nonsense). An empty range where none of the bytes asked for exist.
+        None for the whole file: without a header, and for forms that a server may ignore (several
+        ranges, other units, malformed ones). An empty range if no requested byte exists.
     """
     match = _RANGE.fullmatch(header or "")
     if match is None or not (match[1] or match[2]):

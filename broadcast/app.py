@@ -27,7 +27,7 @@ from aiohttp import web
 from broadcast.admission import Admission
 from broadcast.answers import IMMUTABLE, REVALIDATE, FileAnswers, Kind, not_modified
 from broadcast.layout import RUN
-from broadcast.manifest import Chunk, WeightsManifest
+from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest
 from broadcast.metrics import CONTENT_TYPE, Metrics
 from broadcast.source import Source
 from runspec.core.connection_limits import connection_of
@@ -136,28 +136,23 @@ def build_app(
 
 def shardcast_distribution(manifests: Mapping[int, WeightsManifest]) -> str:
     """Return `distribution.txt`: lines `v<N>: <BLAKE3 of the weights>|<shards>`."""
-    lines = []
-    for version in sorted(manifests):
-        if _is_for_shardcast(manifests[version]):
-            weights = manifests[version].objects[_SHARDCAST_FILE]
-            lines.append(f"v{version}: {weights.blake3}|{len(weights.chunks)}\n")
-    return "".join(lines)
+    return "".join(
+        f"v{version}: {weights.blake3}|{len(weights.chunks)}\n"
+        for version, manifest in sorted(manifests.items())
+        if (weights := _shardcast_weights(manifest)) is not None
+    )
 
 
 def shardcast_shard(manifest: WeightsManifest, number: int) -> Chunk | None:
     """Return the chunk that is shard `number` (from 1) of a version; None if there is none."""
-    if not _is_for_shardcast(manifest):
-        return None
-    chunks = manifest.objects[_SHARDCAST_FILE].chunks
-    return chunks[number - 1] if 1 <= number <= len(chunks) else None
+    weights = _shardcast_weights(manifest)
+    return weights.chunks[number - 1] if weights and 1 <= number <= len(weights.chunks) else None
 
 
-def _is_for_shardcast(manifest: WeightsManifest) -> bool:
-    return (
-        manifest.files in ((_SHARDCAST_FILE,), ())  # () where the publisher named no tensors
-        and manifest.is_anchor
-        and _SHARDCAST_FILE in manifest.objects
-    )
+def _shardcast_weights(manifest: WeightsManifest) -> ObjectInfo | None:
+    """Return the one file of a version's weights; None if shardcast clients cannot use it."""
+    single = manifest.files in ((_SHARDCAST_FILE,), ())  # () if the publisher named no tensors
+    return manifest.objects.get(_SHARDCAST_FILE) if single and manifest.is_anchor else None
 
 
 def _middleware(

@@ -1,8 +1,8 @@
-"""The disk's side of a fetch: what goes where, what is there already, and how it becomes whole.
+"""The files of a fetch: where each chunk goes, what is there already, and the final rename.
 
-Nothing here trusts what a killed attempt left: chunks are proven by hashing them, files that
-deltas are applied to by the digests of their tensors afterwards. A delta overwrites, so that to
-apply it again after a kill in the middle does no harm.
+Nothing here trusts what a killed attempt left. Chunks are checked by their hash. Files that deltas
+are applied to are checked afterwards, by the digests of their tensors. A delta overwrites, so
+applying it again after a kill does no harm.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ ApplyDeltas = Callable[[Path, Sequence[Path], Mapping[str, Mapping[str, Any]]], 
 GROUP = "runspec.deltas"
 _LOG = logging.getLogger(__name__)
 _START = "start.json"
-"""In the folder of deltas: what they are applied to."""
+"""File in the folder of deltas that names the files that they are applied to."""
 _APPLYING = "applying"
-"""There, once they are."""
+"""File in the folder of deltas that exists once their application has begun."""
 
 
 class BadBase(UserError):
@@ -42,17 +42,22 @@ class BadBase(UserError):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a version is made of."""
+    """The parts that a version is made of."""
 
     manifest: WeightsManifest
     data: bytes
-    """Its signed bytes."""
+    """Signed bytes of `manifest`."""
     start: WeightsManifest
-    """Its `files` are what the deltas are applied to; `manifest` itself where there are none."""
+    """Manifest of the files that deltas are applied to; `manifest` itself if there are none."""
     base: Path | None
-    """The directory of `start`, where it is held; None: its files are fetched."""
+    """Directory of `start` if it is held; None: its files are fetched."""
     deltas: tuple[WeightsManifest, ...]
-    """The oldest first; the last is `manifest`."""
+    """Versions whose deltas are applied, the oldest first; the last is `manifest`."""
+
+    @property
+    def numbers(self) -> str:
+        """The versions of the deltas, for a message."""
+        return ", ".join(str(delta.version) for delta in self.deltas)
 
     def __post_init__(self) -> None:
         for other in (self.start, *self.deltas):
@@ -74,12 +79,14 @@ class Piece:
 
 
 class Assembly:
-    """One version on its way to becoming a directory of the cache; blocking, one thread at a time.
+    """One version that becomes a directory of the cache.
+
+    Its methods block; one thread at a time may call them.
 
     Args:
-        recipe: what to make it of.
-        cache: where.
-        cancellation: for the work that takes long.
+        recipe: the parts of the version.
+        cache: gets the version.
+        cancellation: ends the work that takes long.
     """
 
     def __init__(self, recipe: Recipe, cache: Cache, cancellation: Cancellation) -> None:
@@ -88,15 +95,15 @@ class Assembly:
         self.name = f"version {version}"
         self.partial = cache.partial(version)
         self._deltas = cache.deltas(version)
-        self._cache, self._cancellation = cache, cancellation
+        self._cache, self.cancellation = cache, cancellation
         self.resumed = False
-        """Whether an earlier attempt was already applying the deltas to the files that lie there"""
+        """Whether an earlier attempt had begun to apply the deltas to the files that are here."""
 
     def begin(self, held: Mapping[int, WeightsManifest]) -> None:
-        """Makes the directories and finds what need not be fetched.
+        """Make the directories and find what need not be fetched.
 
-        That is what a killed attempt left, at this version or at another one that starts from the
-        same files; and files that a held version has with the same digest.
+        That is what a killed attempt left, for this version or for another one that starts from
+        the same files, and files of held versions with the same digest.
         """
         signed, note = self.partial / FILE_NAME, self._deltas / _START
         if not (signed.exists() and read_bounded(signed, MAX_BYTES) == self.recipe.data):
@@ -116,9 +123,9 @@ class Assembly:
         self._copy_known(held)
 
     def _take_over(self) -> None:
-        """Goes on with what the ended fetch of another version has of the files to start from.
+        """Take the files to start from out of an ended fetch of another version.
 
-        So a slow joiner gets on even where there is a newer version each time that it begins.
+        So a slow joiner makes progress even if a newer version exists each time that it begins.
         """
         manifest, reached = self.recipe.manifest, {d.version for d in self.recipe.deltas}
         if self.recipe.base is not None:
@@ -132,8 +139,9 @@ class Assembly:
                 if not mine or _read(deltas / _START) != self._start_note():
                     continue
                 names = [n for n in manifest.files if not (self.partial / n).exists()]
+                # Deltas changed these files: only ours may have, and none of ours may be here.
                 if applying and (version not in reached or len(names) < len(manifest.files)):
-                    continue  # changed by deltas that are not ours, or some of them ours already
+                    continue
                 for name in names:
                     with suppress(FileNotFoundError):
                         (partial / name).rename(self.partial / name)
@@ -151,25 +159,25 @@ class Assembly:
             source = known.get(info.blake3)
             if source is not None and not path.exists():
                 with suppress(FileNotFoundError):  # removed by hand: it is fetched then
-                    copy_file(source, path, self._cancellation)
+                    copy_file(source, path, self.cancellation)
 
     def missing(self) -> list[Piece]:
-        """Gives every file its full size and lists the chunks that are not what they should be.
+        """Give every file its full size, and list the chunks that are missing or damaged.
 
         Raises:
-            UserError: the disk has no room for the rest.
+            UserError: the disk has no room for them.
         """
         wanted = self._wanted()
         self._check_space(wanted)
         pieces = []
         if here := sum(map(allocated, wanted)):
-            _LOG.info("%s: checking %.1f MB that are here already", self.name, here / 1e6)
+            _LOG.info("%s: checking %.1f MB that were fetched before", self.name, here / 1e6)
         for path, info in wanted.items():
             held = path.stat().st_size if path.exists() else 0
             with path.open("r+b" if held else "wb") as file:
                 offset = 0
                 for chunk in info.chunks:
-                    self._cancellation.check("looking at what is here already", path)
+                    self.cancellation.check("checking what was fetched before", path)
                     intact = offset + chunk.size <= held and (
                         digest_bytes(os.pread(file.fileno(), chunk.size, offset)) == chunk.blake3
                     )
@@ -180,7 +188,7 @@ class Assembly:
         return pieces
 
     def copy_base(self) -> None:
-        """Copies the held files that the deltas are applied to, sharing blocks where it can.
+        """Copy the held files that the deltas are applied to, with shared blocks if possible.
 
         Raises:
             BadBase: one of them is gone.
@@ -191,19 +199,19 @@ class Assembly:
         for name in self.recipe.manifest.files:
             source = self.recipe.base / name
             try:
-                copy_file(source, self.partial / name, self._cancellation)
+                copy_file(source, self.partial / name, self.cancellation)
             except FileNotFoundError as error:
                 raise BadBase("is gone", place=str(source)) from error
 
     def apply(self, apply_deltas: ApplyDeltas) -> None:
-        """Turns the files of `start` into the version's, in place, and checks every tensor.
+        """Turn the files of `start` into the version's, in place, and check every tensor.
 
         Raises:
             BadBase: they did not become what the manifest says; they are removed.
         """
         recipe = self.recipe
-        self._cancellation.check("waiting for the deltas", self.partial)
-        _LOG.info("%s: applying deltas %s", self.name, _numbers(recipe))
+        self.cancellation.check("waiting for the deltas", self.partial)
+        _LOG.info("%s: applying deltas %s", self.name, recipe.numbers)
         (self._deltas / _APPLYING).touch()
         folders = [self._deltas / str(delta.version) for delta in recipe.deltas]
         try:
@@ -213,13 +221,13 @@ class Assembly:
             for name in recipe.manifest.files:
                 (self.partial / name).unlink(missing_ok=True)
             raise BadBase(
-                f"with deltas {_numbers(recipe)} does not become version "
+                f"with deltas {recipe.numbers} does not become version "
                 f"{recipe.manifest.version}: {error}",
                 place=str(recipe.base or f"version {recipe.start.version} as fetched"),
             ) from error
 
     def finish(self) -> None:
-        """Syncs the files, gives the directory its final name and removes the deltas."""
+        """Sync the files, give the directory its final name and remove the deltas."""
         final = self._cache.whole(self.recipe.manifest.version)
         for path in self.partial.iterdir():
             with path.open("rb") as file:
@@ -228,7 +236,7 @@ class Assembly:
         shutil.rmtree(self._deltas, ignore_errors=True)
 
     def _wanted(self) -> dict[Path, ObjectInfo]:
-        """The files whose chunks are fetched; the deltas first."""
+        """Return the files whose chunks are fetched; the deltas first."""
         recipe = self.recipe
         changed = set(recipe.manifest.files) if recipe.deltas else set()
         wanted = {
@@ -247,7 +255,7 @@ class Assembly:
     def _check_space(self, wanted: Mapping[Path, ObjectInfo]) -> None:
         sizes = {path: info.size for path, info in wanted.items()}
         if self.recipe.base is not None and not self.resumed:
-            for name in self.recipe.manifest.files:  # shared blocks are taken too, once changed
+            for name in self.recipe.manifest.files:  # a shared block takes room once it changes
                 with suppress(FileNotFoundError):
                     sizes[self.partial / name] = (self.recipe.base / name).stat().st_size
         needed = sum(max(0, size - allocated(path)) for path, size in sizes.items())
@@ -262,7 +270,7 @@ class Assembly:
             )
 
     def _start_note(self) -> bytes:
-        """What the files of `partial` are, before deltas are applied to them."""
+        """Describe the files in `partial` before deltas are applied to them."""
         start, held = self.recipe.start, self.recipe.base is not None
         files = {} if held else {name: start.objects[name].blake3 for name in start.files}
         return canonical_json({"version": start.version, "held": held, "files": files})
@@ -276,10 +284,12 @@ def _read(path: Path) -> bytes | None:
 
 
 def delta_applier(group: str = GROUP) -> ApplyDeltas:
-    """What applies deltas; looked up only where a version needs it: this package knows no tensors.
+    """Return the function that applies deltas, from an entry point.
+
+    It is looked up only if a version needs it, because this package does not depend on tensors.
 
     Raises:
-        UserError: it is not installed.
+        UserError: none is installed.
     """
     try:
         return next(iter(entry_points(group=group, name="bridge"))).load()
@@ -288,7 +298,3 @@ def delta_applier(group: str = GROUP) -> ApplyDeltas:
             f"nothing is installed that applies deltas (entry point `bridge` of {group}): {error}",
             remedy=install_command("bridge"),
         ) from error
-
-
-def _numbers(recipe: Recipe) -> str:
-    return ", ".join(str(delta.version) for delta in recipe.deltas)

@@ -1,11 +1,11 @@
-"""The versions that a client has, and who makes, reads or removes one just now.
+"""Folder of the versions that a client has fetched, with a lock for each version.
 
-    CACHE/v<N>/           a whole, checked version: its files and manifest.json
-    CACHE/.partial-v<N>/  what becomes it by one rename
-    CACHE/.deltas-v<N>/   deltas to be applied there
-    CACHE/.lock-v<N>      locked (flock) by who makes or removes it, shared by who copies from it
+    CACHE/v<N>/           a complete, checked version: its files and manifest.json
+    CACHE/.partial-v<N>/  an incomplete version; one rename makes it v<N>
+    CACHE/.deltas-v<N>/   deltas to apply to the incomplete version
+    CACHE/.lock-v<N>      flock: exclusive to make or remove the version, shared to copy from it
 
-The locks hold among threads, clients and processes; a killed one lets go.
+The locks work between threads, clients and processes. A killed process releases its locks.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _LOOK_EVERY_S = 0.02
 
 
 class Cache:
-    """A folder of versions of one run.
+    """Folder of versions of one run.
 
     Raises:
-        UserError: it cannot be made or written.
+        UserError: it cannot be created or written.
     """
 
     def __init__(self, folder: Path, *, run: str) -> None:
@@ -59,10 +59,12 @@ class Cache:
         return self.folder / f"{DELTAS}v{version}"
 
     def digest(self, version: int) -> str | None:
-        """The manifest digest of a version that is here; its bytes were checked as they came.
+        """Return the manifest digest of a complete version; None if it is not here.
+
+        Its bytes were checked when they were fetched.
 
         Raises:
-            UserError: something lies there that is no version of the run.
+            UserError: the folder is not a version of the run.
         """
         whole = self.whole(version)
         if not whole.exists():
@@ -70,19 +72,19 @@ class Cache:
         try:
             return digest_bytes(self._read(version)[0])
         except (OSError, BadSignature) as error:
-            said = error.strerror if isinstance(error, OSError) else None
+            reason = error.strerror if isinstance(error, OSError) else None
             raise UserError(
-                f"exists, and is no version that was fetched: {said or error}",
+                f"exists, and is no version that was fetched: {reason or error}",
                 place=str(whole),
                 remedy="remove it, or name another directory",
             ) from error
 
     @asynccontextmanager
     async def making(self, version: int, deadline: float) -> AsyncIterator[None]:
-        """Nobody else makes, removes or reads this version meanwhile.
+        """Hold the exclusive lock of a version: nobody else makes, removes or reads it.
 
         Raises:
-            UserError: someone else still did at the deadline.
+            UserError: someone else still holds it at the deadline.
         """
         while True:
             with self.locked(version) as mine:
@@ -99,7 +101,7 @@ class Cache:
 
     @contextmanager
     def reading(self) -> Iterator[dict[int, WeightsManifest]]:
-        """The whole versions that are here; none of them is removed meanwhile."""
+        """Yield the complete versions; none of them is removed during the block."""
         with ExitStack() as stack:
             locks = {v: self.locked(v, fcntl.LOCK_SH) for v in self._numbers("v")}
             held = [v for v, lock in locks.items() if stack.enter_context(lock)]
@@ -107,10 +109,14 @@ class Cache:
 
     @contextmanager
     def locked(self, version: int, mode: int = fcntl.LOCK_EX) -> Iterator[bool]:
-        """Whether nobody else makes or removes this version (nor reads it), and nobody begins to.
+        """Try to lock a version without waiting; yield whether it worked.
+
+        Args:
+            version: its number.
+            mode: LOCK_EX to make or remove it, LOCK_SH to read it.
 
         Raises:
-            UserError: the lock cannot be made.
+            UserError: the lock file cannot be created.
         """
         path = self._lock_path(version)
         try:
@@ -128,18 +134,21 @@ class Cache:
             os.close(descriptor)
 
     def unfinished(self) -> list[int]:
-        """Versions that are being fetched, or whose fetch was ended."""
+        """Return the versions that are being fetched, or whose fetch did not finish."""
         return self._numbers(f"{PARTIAL}v")
 
     def remove(self, version: int) -> None:
-        """Removes a version, the caller having it for itself; none is ever half removed."""
+        """Remove a version, whose exclusive lock the caller holds.
+
+        It is renamed first, so that no half-removed version has its name.
+        """
         for path in (self.whole(version), self.partial(version), self.deltas(version)):
             if path.exists():
                 path.rename(self.folder / f"{_REMOVED}{uuid.uuid4().hex}")
         self._sweep()
 
     def prune(self, keep: set[int]) -> None:
-        """Removes what there is of other versions, but nothing that a fetch makes or reads."""
+        """Remove all other versions, except those that a fetch makes or reads."""
         self._sweep()
         forms = ("v", f"{PARTIAL}v", f"{DELTAS}v", f"{_LOCK}v")
         found = {number for form in forms for number in self._numbers(form)}
@@ -150,7 +159,7 @@ class Cache:
                     self._lock_path(version).unlink()
 
     def _sweep(self) -> None:
-        """Removes what is out of use; so too what a killed process would have removed next."""
+        """Remove renamed versions and applied deltas, also those that a killed process left."""
         used_up = [n for n in self._numbers(f"{DELTAS}v") if self.whole(n).exists()]
         for path in [*self.folder.glob(f"{_REMOVED}*"), *map(self.deltas, used_up)]:
             shutil.rmtree(path, ignore_errors=True)
@@ -163,7 +172,7 @@ class Cache:
         try:
             _, manifest = self._read(version)
         except (BadSignature, UserError, OSError):
-            return None  # another run's, or a folder that we did not make: nothing to build on
+            return None  # of another run, or not a fetched version: useless as a base
         return manifest if manifest.version == version else None
 
     def _read(self, version: int) -> tuple[bytes, WeightsManifest]:

@@ -1,8 +1,8 @@
-"""Chunks as files: written once under the name of their contents, proven before they are served.
+"""Chunk files: each is named by the hash of its contents, and verified before it is served.
 
-No file is synced. After a power cut some may be short or zeroed under their final names; so an
+No file is synced. After a power cut some may be short or zeroed under their final names. So an
 origin or relay hashes each file before it first serves it, and publishing a version again replaces
-what is damaged. A damage that comes later is found by whoever fetches the chunk.
+damaged files. Clients detect later damage by the hash of the chunk.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ _MAX_KNOWN = 2**18
 
 
 class ChunkWriter:
-    """Cuts files into the chunks folder of a run.
+    """Cuts files into chunks and stores them in a folder.
 
     Args:
-        folder: of the chunks; it is made when needed.
-        chunk_bytes: size of the pieces.
+        folder: folder of the chunks; created when needed.
+        chunk_bytes: size of a chunk.
     """
 
     def __init__(self, folder: Path, chunk_bytes: int) -> None:
         self._folder, self._chunk_bytes = folder, chunk_bytes
         self.new: list[Path] = []
-        """Chunks that were not there, or not as they should be."""
+        """Chunks that this writer wrote: they were missing or damaged."""
 
     def add(self, path: Path) -> ObjectInfo:
-        """One pass over a file: hashed whole here, and beside it each chunk hashed and written.
+        """Store the chunks of a file and return its description.
+
+        It reads the file once: this thread hashes the whole, another hashes and writes each chunk.
 
         Raises:
             UserError: a chunk cannot be written.
@@ -65,7 +67,7 @@ class ChunkWriter:
 
 @contextmanager
 def new_chunks(folder: Path, chunk_bytes: int) -> Iterator[ChunkWriter]:
-    """A writer whose new chunks go again where the block fails: a full disk is not left full."""
+    """Yield a writer; if the block fails, remove its new chunks, so that a full disk recovers."""
     writer = ChunkWriter(folder, chunk_bytes)
     try:
         yield writer
@@ -76,9 +78,9 @@ def new_chunks(folder: Path, chunk_bytes: int) -> Iterator[ChunkWriter]:
 
 
 class ProvenChunks:
-    """The chunk files of which this process knows whether they are what their names say.
+    """Chunk files that this process has verified, with the result.
 
-    A file is known by inode, size and time of its last change: another one is hashed anew.
+    A file is identified by inode, size and time of the last change. A changed file is hashed again.
     """
 
     def __init__(self) -> None:
@@ -86,17 +88,17 @@ class ProvenChunks:
         self._hashing: dict[Path, asyncio.Task[bool]] = {}
 
     def __contains__(self, path: Path) -> bool:
-        """Whether the file is there and proven."""
+        """Return whether the file exists and was found correct."""
         return self._verdict(path) is True
 
     def add(self, path: Path) -> None:
-        """The caller has checked every byte on its way into this file."""
+        """Mark a file as correct: the caller checked every byte that it wrote into it."""
         found = identity(path)
         if found is not None:
             self._note(path, found, True)
 
     async def prove(self, path: Path) -> bool:
-        """Whether the file is there and right; hashed once, however many ask."""
+        """Return whether the file exists and is correct; concurrent calls share one hashing."""
         verdict = self._verdict(path)
         if verdict is not None:
             return verdict
@@ -107,7 +109,7 @@ class ProvenChunks:
         return await asyncio.shield(self._hashing[path])
 
     def _verdict(self, path: Path) -> bool | None:
-        """None: it must be hashed."""
+        """Return whether a file is correct; None if it must be hashed."""
         found = identity(path)
         if found is None:
             return False
@@ -118,19 +120,22 @@ class ProvenChunks:
         found = identity(path)
         digest = await asyncio.to_thread(_digest, path)
         right = digest == path.name
-        # What could not be read may be read the next time: too many files may be open just now.
+        # A read error may be temporary, such as too many open files: it is no result to keep.
         if found is not None and digest is not None:
             self._note(path, found, right)
         return right
 
     def _note(self, path: Path, found: Identity, right: bool) -> None:
-        if len(self._known) >= _MAX_KNOWN:  # what is still served is hashed once more
+        if len(self._known) >= _MAX_KNOWN:  # files that are still served are hashed once more
             self._known.clear()
         self._known[path] = (found, right)
 
 
 def _digest(path: Path) -> str | None:
-    """BLAKE3 of a file, None where it cannot be read. (Of a mapped file a bad disk would kill.)"""
+    """Return the BLAKE3 of a file; None if it cannot be read.
+
+    The file is not mapped: a read error of the disk would then kill the process (SIGBUS).
+    """
     hasher = blake3()
     buffer = bytearray(_READ_BYTES)
     view = memoryview(buffer)

@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from broadcast.assemble import ApplyDeltas, Assembly, BadBase, Recipe, delta_applier
+from broadcast.assemble import Assembly, BadBase, Recipe
 from broadcast.cache import Cache
 from broadcast.delta_chains import Link, Unknown, cheapest
-from broadcast.disk import Cancellation
+from broadcast.disk import Cancellation, cancel_all
 from broadcast.download import download
 from broadcast.fetcher import NO_TOKEN, Fetcher
 from broadcast.manifest import WeightsManifest
@@ -33,9 +33,9 @@ class WeightsClient:
     """Synchronous client of origins and relays; any thread may call it.
 
     Args:
-        urls: base URLs of relays or origins, any of which may be down, slow or lying.
+        urls: base URLs of relays or origins, any of which may be down, slow or dishonest.
         run: the run's id.
-        root_public_key: pinned; all trust starts there.
+        root_public_key: the pinned key that signs roles.json.
         cache_dir: versions appear here as `v<N>`; partial downloads are kept here and resumed.
         access: token and certificates for the servers.
     """
@@ -53,7 +53,7 @@ class WeightsClient:
         self._loop = runner.get_loop()
 
         def serve() -> None:
-            with runner:  # at its end what is still under way is cancelled
+            with runner:  # its exit cancels unfinished tasks
                 self._loop.run_forever()
 
         self._thread = threading.Thread(target=serve, name="weights-client", daemon=True)
@@ -71,7 +71,7 @@ class WeightsClient:
             self._stop()
             raise
         self._distrusted: set[int] = set()
-        """Held versions that deltas did not turn into what they should."""
+        """Held versions that are damaged: deltas on them gave another result than the manifest."""
 
     def latest(self, after: int | None, wait_s: float) -> Latest | None:
         """Return the newest version if it is newer than `after` (None: any), else None.
@@ -87,8 +87,8 @@ class WeightsClient:
     def fetch(self, version: int, *, manifest_digest: str | None, deadline_s: float) -> Path:
         """Fetch a version to `cache_dir/v<N>`, complete and checked; return at once if it is there.
 
-        It takes the way that moves the fewest bytes: the files of an anchor, or deltas on the files
-        of a version that is here or of an older anchor.
+        It chooses the way with the fewest bytes: the files of an anchor, or deltas on the files of
+        a held version or of an older anchor.
 
         Args:
             version: its number.
@@ -100,7 +100,7 @@ class WeightsClient:
             The directory: the published files and `manifest.json`.
 
         Raises:
-            UserError: not fetched in time; names the relays and the fault of each.
+            UserError: not fetched in time; the message names each server and its fault.
         """
         return self._run(self._fetch(version, manifest_digest, deadline_s))
 
@@ -112,10 +112,7 @@ class WeightsClient:
         """Cancel the calls of other threads: they raise a `CancelledError`."""
 
         async def end() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            await cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
 
         self._run(end())
 
@@ -134,7 +131,7 @@ class WeightsClient:
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except BaseException:  # an interrupted caller must not leave the work behind
+        except BaseException:  # the work must not outlive an interrupted caller
             future.cancel()
             raise
 
@@ -149,7 +146,7 @@ class WeightsClient:
         if held := self._held(version, manifest_digest):
             return held
         async with self._cache.making(version, deadline):
-            if held := self._held(version, manifest_digest):  # someone else has just fetched it
+            if held := self._held(version, manifest_digest):  # another caller has just fetched it
                 return held
             if digest := self._cache.digest(version):
                 as_what = "damaged" if version in self._distrusted else f"as {digest[:16]}"
@@ -169,7 +166,7 @@ class WeightsClient:
     async def _obtain(
         self, version: int, digest: str | None, held: Manifests, deadline: float
     ) -> Path:
-        """Fetch a version; once more from an anchor if a held base proves damaged."""
+        """Fetch a version; fetch it again from an anchor if a held base proves damaged."""
         started = time.monotonic()
         manifest, data = await self._fetcher.manifest(version, digest, deadline)
         usable = held.keys() - self._distrusted
@@ -179,24 +176,17 @@ class WeightsClient:
             recipe = await self._recipe(manifest, data, held, usable, deadline)
             assembly = Assembly(recipe, self._cache, cancellation)
             try:
-                received = await download(
-                    self._fetcher,
-                    assembly,
-                    held,
-                    _applier(recipe),
-                    cancellation=cancellation,
-                    deadline=deadline,
-                )
+                received = await download(self._fetcher, assembly, held)
                 break
             except BadBase as error:
                 if assembly.resumed:
                     _LOG.warning("what a killed fetch left: %s; making it anew", error)
                 elif recipe.base is not None:
-                    _LOG.warning("%s; not building on that any more, fetching an anchor", error)
+                    _LOG.warning("%s; it is no base any more, fetching an anchor", error)
                     blamed = recipe.start.version
                     self._distrusted.add(blamed)
                     usable = set()
-                else:  # not from an anchor either: it was not the base
+                else:  # an anchor failed too, so the held base was not at fault
                     if blamed is not None:
                         self._distrusted.discard(blamed)
                     raise
@@ -219,7 +209,7 @@ class WeightsClient:
         usable: set[int],
         deadline: float,
     ) -> Recipe:
-        """Choose the way that moves the fewest bytes; request as many older manifests as needed.
+        """Choose the way with the fewest bytes; request as many older manifests as it needs.
 
         If an anchor is known already, the search for a cheaper way is short.
         """
@@ -264,13 +254,8 @@ def _link(manifest: WeightsManifest) -> Link:
     )
 
 
-def _applier(recipe: Recipe) -> ApplyDeltas | None:
-    return delta_applier() if recipe.deltas else None
-
-
 def _way(recipe: Recipe) -> str:
     if not recipe.deltas:
         return ""
     start = "held" if recipe.base is not None else "fetched"
-    numbers = ", ".join(str(delta.version) for delta in recipe.deltas)
-    return f" from {start} version {recipe.start.version} and deltas {numbers}"
+    return f" from {start} version {recipe.start.version} and deltas {recipe.numbers}"

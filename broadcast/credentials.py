@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import re
 import secrets
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -28,22 +29,19 @@ class Reloaded(Generic[Value]):
     If the files can no longer be read, the last value stays in use and one error is logged.
 
     Args:
+        read: called as `read(*paths, log)`, returns the value.
         paths: the files.
-        read: reads the value from them; its UserErrors are logged.
-        log: receives the errors of files that changed.
+        log: receives the UserErrors of `read` when files have changed.
 
     Raises:
         UserError: the first `read` failed.
     """
 
-    def __init__(
-        self, paths: Sequence[Path], read: Callable[[], Value], log: logging.Logger
-    ) -> None:
-        self._paths = paths
-        self._read = read
-        self._log = log
+    def __init__(self, read: Callable[..., Value], *paths: Path, log: logging.Logger) -> None:
+        self._paths, self._log = paths, log
+        self._read = functools.partial(read, *paths, log)
         self._seen = self._identities()
-        self._value = read()
+        self._value = self._read()
 
     def get(self) -> Value:
         """Return the current value; costs one stat of each file if none has changed."""

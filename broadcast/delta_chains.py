@@ -1,12 +1,12 @@
 """Chains of deltas between versions: the cheapest way to a version, and which versions to keep.
 
-Pure functions. A version has at most one base, so the versions that it can be made from lie on one
-path, walked back from it. The path may start at every version on it that is held (its files are
-here) or is an anchor (its files are fetched). The deltas of all later versions on the path are
-fetched and applied.
+Pure functions. A version has at most one base, so the versions that it can be made from form one
+path back in time. A client starts from a version on this path that it holds, or fetches the files
+of an anchor. Then it fetches and applies the deltas of all later versions on the path.
 
-Deltas keep sizes and names of the files that they are applied to. So all anchors on a path have the
-same size, the newest is the cheapest, and beyond it only a held version can be cheaper.
+Deltas keep the names and sizes of the files that they are applied to. So all anchors on a path have
+the same size, and the newest anchor is the cheapest. Of older versions only a held one can be
+cheaper.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from runspec.core.errors import UserError
 
 MAX_LINKS = 256
-"""Most deltas that one version may be made with; bounds the manifests requested."""
+"""Largest number of deltas for one version; it also limits the manifests requested."""
 
 
 @dataclass(frozen=True)
@@ -25,48 +25,49 @@ class Link:
     """The part of a manifest that the choice of a way depends on; sizes in bytes to fetch."""
 
     base: int | None
-    """The version that the delta starts from; None where there is no delta."""
+    """The version that the delta starts from; None if there is no delta."""
     delta: int
-    """Size of the delta; 0 where there is none."""
+    """Size of the delta; 0 if there is none."""
     whole: int | None
-    """Size of the files that hold the tensors, the same for all on a path; None: no anchor."""
+    """Size of the files that hold the tensors; None: the version is no anchor."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A way to a version."""
+    """A way to make a version."""
 
     start: int
     """The version to whose files the deltas are applied."""
     held: bool
-    """Whether its files are here; else they are fetched."""
+    """Whether the files of `start` are here; else they are fetched."""
     deltas: tuple[int, ...]
-    """Versions whose deltas follow, the oldest first; the last is the target."""
+    """Versions whose deltas are applied, the oldest first; the last is the target."""
     size: int
     """Bytes to fetch for the files that hold the tensors."""
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """The choice needs the manifest of this version, which was not requested yet."""
+    """Result of `cheapest` if it first needs the manifest of another version."""
 
     version: int
+    """The version whose manifest to request."""
 
 
 def cheapest(
     target: int, links: Mapping[int, Link | None], held: Collection[int]
 ) -> Chain | Unknown:
-    """Return the way to `target` with the fewest bytes; of equal ones the one with fewest deltas.
+    """Return the way to `target` with the fewest bytes; among equal ones, with the fewest deltas.
 
-    Asks for no manifest that cannot make the way cheaper.
+    It requests no manifest that cannot make the way cheaper.
 
     Args:
         target: the version wanted.
-        links: what is known of it and of older versions; None where nobody has the manifest.
+        links: known links of it and of older versions; None if nobody has the manifest.
         held: versions whose files are here.
 
     Raises:
-        UserError: there is no way; names the version that is missing.
+        UserError: there is no way; the message names the missing version.
     """
     best: Chain | None = None
     deltas: list[int] = []
@@ -105,19 +106,18 @@ def versions_to_keep(
     keep_versions: int,
     pinned: Sequence[int] = (),
 ) -> set[int]:
-    """Return the versions to keep, so that a joiner finds an anchor and every delta after it.
+    """Return the versions to keep, so that a new client finds an anchor and all later deltas.
 
-    Kept are the newest `keep_versions`, the newest anchor and everything after it, and the
-    `keep_versions` versions that were pinned last; with each of these, what it is rebuilt from:
-    its base, that one's base, and so on to an anchor. Pins can keep no more than `keep_versions`
-    such chains, so a hostile reader cannot fill a disk.
+    These are the newest `keep_versions`, the newest anchor and all later versions, the
+    `keep_versions` versions that were pinned last, and the chain of bases of each of these back to
+    an anchor. Pins keep at most `keep_versions` chains, so a hostile reader cannot fill a disk.
 
     Args:
-        needs: for each version that is held, the one that it is rebuilt from; None of an anchor.
-        newest: the version that latest.json names. Held ones that are newer are about to be
-            announced: they are kept and not counted.
-        keep_versions: how many of the newest; at least 1.
-        pinned: versions that are being read, the latest interest first.
+        needs: the base that each held version is rebuilt from; None for an anchor.
+        newest: the version that latest.json names. Newer held versions are about to be announced:
+            they are kept and not counted.
+        keep_versions: number of newest versions to keep; at least 1.
+        pinned: versions that are being read, the last read first.
     """
     announced = sorted((version for version in needs if version <= newest), reverse=True)
     wanted = {version for version in needs if version > newest} | set(announced[:keep_versions])
@@ -130,7 +130,7 @@ def versions_to_keep(
 
 
 def with_bases(versions: Collection[int], needs: Mapping[int, int | None]) -> set[int]:
-    """The versions and what they are rebuilt from, as far as that is held."""
+    """Return the versions and the held versions that they are rebuilt from."""
     found = set()
     for version in versions:
         step: int | None = version

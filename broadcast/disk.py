@@ -1,4 +1,4 @@
-"""Long work on the disk: runs in a thread and can be cancelled between two steps."""
+"""Long disk work that runs in threads, and the orderly end of such work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,12 +25,12 @@ class Cancellation:
     """Ends disk work between two of its steps: at the deadline, or once `cancelled` is set."""
 
     def __init__(self, deadline: float) -> None:
-        self._deadline = deadline
+        self.deadline = deadline
         self.cancelled = False
 
     def check(self, work: str, place: Path) -> None:
         """Raise a UserError if the work has to end."""
-        if self.cancelled or time.monotonic() > self._deadline:
+        if self.cancelled or time.monotonic() > self.deadline:
             raise UserError(
                 f"the time was up while {work}",
                 place=str(place),
@@ -68,6 +68,14 @@ async def ended(work: asyncio.Future[Any]) -> None:
         work.exception()  # retrieved, or asyncio would log it
     if cancelled:
         raise asyncio.CancelledError
+
+
+async def cancel_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel tasks and wait until they have ended; their results and errors are dropped."""
+    cancelled = list(tasks)
+    for task in cancelled:
+        task.cancel()
+    await asyncio.gather(*cancelled, return_exceptions=True)
 
 
 def copy_file(source: Path, target: Path, cancellation: Cancellation) -> None:

@@ -1,17 +1,18 @@
-"""Runs a fetch: disk work in threads beside the incoming chunks, under one deadline."""
+"""Runs a fetch: disk work in threads while chunks arrive, under one deadline."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
-from broadcast.assemble import ApplyDeltas, Assembly, Piece
-from broadcast.disk import Cancellation, in_thread
+from broadcast.assemble import Assembly, Piece, delta_applier
+from broadcast.disk import in_thread
 from broadcast.fetcher import PARALLEL_CHUNKS, Fetcher, for_each
 from broadcast.manifest import WeightsManifest
+from broadcast.upstreams import Upstreams
 from runspec.core.errors import UserError
 
 EVERY_S = 5.0
@@ -25,22 +26,17 @@ class Progress:
     Args:
         what: name of what is fetched.
         total: bytes to receive.
-        received: returns the bytes that each server has sent so far, over its whole life.
+        upstreams: the servers that send them.
     """
 
-    def __init__(
-        self,
-        what: str,
-        total: int,
-        received: Callable[[], Mapping[str, int]],
-    ) -> None:
-        self._what, self._total, self._received = what, total, received
-        self._done = self._done_before = 0
+    def __init__(self, what: str, total: int, upstreams: Upstreams) -> None:
+        self._what, self._total, self._upstreams = what, total, upstreams
+        self.done = self._done_before = 0
         self._at = time.monotonic()
-        self._from = dict(received())
+        self._from = self._received()
 
-    def add(self, size: int) -> None:
-        self._done += size
+    def _received(self) -> dict[str, int]:
+        return {upstream.url: upstream.received for upstream in self._upstreams.all}
 
     async def report(self) -> None:
         """Log a line every `EVERY_S` seconds until cancelled."""
@@ -50,56 +46,49 @@ class Progress:
 
     def line(self) -> str:
         """Describe what happened since the last call."""
-        now, received = time.monotonic(), dict(self._received())
-        rate = (self._done - self._done_before) / max(now - self._at, 1e-9)
-        sent = {url: n - self._from.get(url, 0) for url, n in received.items()}
+        now, received = time.monotonic(), self._received()
+        rate = (self.done - self._done_before) / max(now - self._at, 1e-9)
+        sent = {url: n - self._from[url] for url, n in received.items()}
         shares = ", ".join(
             f"{url} {n / sum(sent.values()):.0%}"
             for url, n in sorted(sent.items(), key=lambda item: -item[1])
             if n > 0
         )
-        self._done_before, self._at, self._from = self._done, now, received
-        left_s = (self._total - self._done) / rate if rate > 0 else None
+        self._done_before, self._at, self._from = self.done, now, received
         return (
-            f"{self._what}: {self._done / 1e6:,.1f} of {self._total / 1e6:,.1f} MB, "
+            f"{self._what}: {self.done / 1e6:,.1f} of {self._total / 1e6:,.1f} MB, "
             f"{rate / 1e6:,.1f} MB/s"
-            + (f", {left_s:,.0f} s left" if left_s is not None else "")
+            + (f", {(self._total - self.done) / rate:,.0f} s left" if rate > 0 else "")
             + (f", from {shares}" if shares else ", from no server just now")
         )
 
 
 async def download(
-    fetcher: Fetcher,
-    assembly: Assembly,
-    held: Mapping[int, WeightsManifest],
-    apply_deltas: ApplyDeltas | None,
-    *,
-    cancellation: Cancellation,
-    deadline: float,
+    fetcher: Fetcher, assembly: Assembly, held: Mapping[int, WeightsManifest]
 ) -> int:
-    """Make a version whole and give it its final name.
+    """Complete a version and give it its final name.
 
     Args:
         fetcher: requests the chunks.
-        assembly: the disk side of the version.
+        assembly: the version's files on disk; its cancellation has the deadline.
         held: versions whose files may be copied.
-        apply_deltas: applies the recipe's deltas; None if it has none.
-        cancellation: the one of the assembly.
-        deadline: of the monotonic clock.
 
     Returns:
-        Bytes that came over the network.
+        Bytes received over the network.
 
     Raises:
         BadBase: see `Assembly.apply`.
-        UserError: not whole in time, or the disk is full.
+        UserError: not complete in time, the disk is full, or nothing that applies deltas is
+            installed.
     """
+    apply_deltas = delta_applier() if assembly.recipe.deltas else None
+    cancellation = assembly.cancellation
     try:
         await in_thread(partial(assembly.begin, held), cancellation)
         pieces = await in_thread(assembly.missing, cancellation)
         jobs = [
             partial(in_thread, assembly.copy_base, cancellation),
-            partial(_fetch_all, fetcher, pieces, assembly.name, deadline),
+            partial(_fetch_all, fetcher, pieces, assembly),
         ]
         await for_each(jobs, lambda job: job(), parallel=len(jobs))
         if apply_deltas is not None:
@@ -114,17 +103,15 @@ async def download(
     return sum(piece.chunk.size for piece in pieces)
 
 
-async def _fetch_all(fetcher: Fetcher, pieces: Sequence[Piece], name: str, deadline: float) -> None:
-    progress = Progress(
-        name,
-        sum(piece.chunk.size for piece in pieces),
-        lambda: {upstream.url: upstream.received for upstream in fetcher.upstreams.all},
-    )
+async def _fetch_all(fetcher: Fetcher, pieces: Sequence[Piece], assembly: Assembly) -> None:
+    total = sum(piece.chunk.size for piece in pieces)
+    progress = Progress(assembly.name, total, fetcher.upstreams)
+    deadline = assembly.cancellation.deadline
 
     async def fetch(piece: Piece) -> None:
         what = f"{piece.path.name} at byte {piece.offset}"
         await fetcher.chunk(piece.chunk, what, deadline, into=piece.path, offset=piece.offset)
-        progress.add(piece.chunk.size)
+        progress.done += piece.chunk.size
 
     reporting = asyncio.create_task(progress.report())
     try:

@@ -1,7 +1,7 @@
-"""Believable answers from servers that need not be believed: what client and relay share.
+"""Requests to untrusted servers, with checked answers; used by client and relay.
 
-Everything is checked against the pinned root key: roles.json by the root, latest.json and
-manifests by a publisher that roles.json names, chunks by the digest in the manifest.
+All trust starts at the pinned root key. It signs roles.json, which names the publishers. A
+publisher signs latest.json and the manifests. A manifest has the digest of each chunk.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from broadcast import layout
 from broadcast.chunk_transfer import Transfer, fetch_chunk
+from broadcast.disk import cancel_all
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
 from broadcast.retry import Attempt, Requester
 from broadcast.transport import Access, Fault, Lie, base_url, get, new_session
@@ -26,27 +27,27 @@ from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.hashing import digest_bytes
 from runspec.core.latest import Latest, open_latest
-from runspec.core.roles import CLOCK_SKEW_S, Roles, open_roles
-from runspec.core.signed import BadSignature, open_document
+from runspec.core.roles import Roles, open_roles
+from runspec.core.signed import CLOCK_SKEW_S, BadSignature, open_document
 
 T = TypeVar("T")
 PARALLEL_CHUNKS = 8
 MOST_CHUNKS = 16
-"""At most so many chunks are under way at a time, from all servers together."""
+"""Largest number of chunks in transfer at a time, from all servers together."""
 POLL_S = 20.0
-"""Length of one long poll."""
+"""Seconds of one long poll."""
 GRACE_S = 5.0
-"""What a server may take to answer on top of the time that it was asked to hold a poll."""
+"""Seconds that a server may take to answer after the end of a long poll."""
 _LAST_GRACE_S = 1.0
-"""The same for the last poll before a deadline."""
+"""Seconds that a server may take to answer the last poll before a deadline."""
 ROLES_EVERY_S = 60.0
-"""A server is asked for roles.json this often: a stolen key is to be revoked everywhere soon."""
+"""Seconds between requests for roles.json to a server, so that revoked keys are soon refused."""
 _SMALL_TIMEOUT_S = 15.0
 _STATIC_POLL_S = 0.5
 _SLOWEST_BYTES_PER_S = 256 * 1024
 _LOG = logging.getLogger(__name__)
 NO_TOKEN = Access()
-"""Open servers; https ones by the system's trust."""
+"""Access without a token; https servers are checked by the system's certificates."""
 
 
 def chunk_timeout_s(size: int) -> float:
@@ -55,16 +56,16 @@ def chunk_timeout_s(size: int) -> float:
 
 
 class Fetcher:
-    """Asks several servers and returns only what was checked.
+    """Sends requests to several servers and returns only checked answers.
+
+    It is created and used inside one event loop, and ended by `close`.
 
     Args:
         urls: base URLs of relays or origins.
         run: the run's id.
-        root_public_key: pinned.
-        folder: keeps roles.json and the newest latest.json, so that a restart forgets neither.
+        root_public_key: the pinned key that signs roles.json.
+        folder: stores roles.json and the newest latest.json for the next start.
         access: token and certificates for these servers.
-
-    Made and used inside one event loop; `close` ends it.
     """
 
     def __init__(
@@ -80,9 +81,9 @@ class Fetcher:
         self.upstreams = self._requester.upstreams
         self.latest_bytes: bytes | None = None
         self.seen_version = -1
-        """The newest version that a checked latest.json ever named: never gone behind again."""
+        """The newest version that a checked latest.json named; an older one is refused."""
         self.seen_digest = ""
-        """Its manifest digest."""
+        """Manifest digest of `seen_version`."""
         self.roles: Roles | None = None
         self._issued = 0.0
         self._roles_asked: dict[Upstream, float] = {}
@@ -95,17 +96,17 @@ class Fetcher:
         self._session = new_session(access)
 
     async def close(self) -> None:
-        """Closes the connections; nothing may be under way."""
+        """Close the connections; no request may be under way."""
         await self._session.close()
 
     async def latest(self, after: int | None, wait_s: float) -> Latest | None:
-        """The newest latest.json that names a version newer than `after`; None if none comes.
+        """Wait for a latest.json that names a version newer than `after`; None if none arrives.
 
-        Any, where the version seen as the newest is forgotten meanwhile: its key was revoked.
-        All servers are polled at once, so that a stale one cannot hide what another knows.
+        It returns any version if the newest one seen is withdrawn, because its key was revoked. All
+        servers are polled at once, so that a stale server cannot hide a newer version.
 
         Raises:
-            UserError: no server gave an answer that could be believed within `wait_s`.
+            UserError: no server gave a valid answer within `wait_s`.
         """
         deadline = time.monotonic() + wait_s
         answered: set[Upstream] = set()
@@ -121,9 +122,7 @@ class Fetcher:
                     if (newer := poll.result()) is not None:
                         return newer
         finally:
-            for task in polls:
-                task.cancel()
-            await asyncio.gather(*polls, return_exceptions=True)
+            await cancel_all(polls)
         if not answered:
             raise UserError(
                 f"no believable latest.json of run {self._run} within {wait_s:.0f} s",
@@ -135,31 +134,30 @@ class Fetcher:
     async def manifest(
         self, version: int, digest: str | None, deadline: float, *, keep_asking: bool = True
     ) -> tuple[WeightsManifest, bytes]:
-        """A version's manifest and its signed bytes.
+        """Fetch the manifest of a version; return it and its signed bytes.
 
         Args:
-            version: which.
-            digest: the only one accepted; None accepts what a publisher signed.
+            version: number of the version.
+            digest: the only digest accepted; None accepts any manifest that a publisher signed.
             deadline: of the monotonic clock.
             keep_asking: False ends the search once every server answered 404.
 
         Raises:
-            UserError: not to be had in time; names every server and its fault.
+            UserError: not fetched in time; the message names each server and its fault.
         """
 
         async def get_it(attempt: Attempt) -> tuple[WeightsManifest, bytes]:
             upstream = attempt.upstream
             others = set(self.upstreams.all) - attempt.wanted.shunned - {upstream}
-            # A relay may have to ask for it itself: who does not insist leaves it that time.
+            # A relay may first request an older manifest from its own upstreams: allow it the time.
             limit_s = SLOW_AFTER_S if others and keep_asking else _SMALL_TIMEOUT_S
-            timeout_s = _within(deadline, limit_s)
-            url = f"{upstream.url}/{layout.manifest_name(self._run, version)}"
-            data = await get(self._session, url, max_bytes=MAX_BYTES, timeout_s=timeout_s)
+            name = layout.manifest_name(self._run, version)
+            data = await self._get(upstream, name, MAX_BYTES, _within(deadline, limit_s))
             if digest is not None and (found := digest_bytes(data)) != digest:
                 raise Lie(f"its digest is {found[:16]}, not {digest[:16]}")
 
             async def check(roles: Roles) -> WeightsManifest:
-                # It may take a second, and 256 MB: beside the event loop, one at a time.
+                # It may take a second and 256 MB: in a thread, one manifest at a time.
                 async with self._opening:
                     return await asyncio.to_thread(
                         open_manifest, data, run=self._run, publishers=roles.publisher
@@ -176,19 +174,19 @@ class Fetcher:
     async def chunk(
         self, chunk: Chunk, what: str, deadline: float, *, into: Path, offset: int = 0
     ) -> None:
-        """Brings a chunk into a file: then the bytes at [offset, offset + size) are right.
+        """Fetch a chunk into a file at [offset, offset + size).
 
-        Where it fails or is cancelled they are anything.
+        These bytes are undefined if it fails or is cancelled.
 
         Args:
-            chunk: which.
-            what: the name that it goes by in messages.
+            chunk: the chunk.
+            what: name of the chunk in messages.
             deadline: of the monotonic clock.
-            into: a file that exists.
-            offset: where in it, in bytes.
+            into: an existing file.
+            offset: position in the file, in bytes.
 
         Raises:
-            UserError: not to be had in time; names every server and its fault.
+            UserError: not fetched in time; the message names each server and its fault.
             OSError: the file cannot be written.
         """
 
@@ -217,9 +215,9 @@ class Fetcher:
     async def _poll(
         self, upstream: Upstream, after: int | None, deadline: float, answered: set[Upstream]
     ) -> Latest | None:
-        """Asks one server for latest.json until it names a newer version or the time is up.
+        """Poll one server for latest.json until it names a newer version or the time is up.
 
-        What goes wrong here makes no difference to whom chunks are asked of, lies aside.
+        Faults here do not influence which server is asked for chunks, except for lies.
         """
         floor = -1 if after is None else after
         seen, failures = self.seen_version, 0
@@ -232,14 +230,14 @@ class Fetcher:
                 answered.add(upstream)
                 if latest.version > floor or self.seen_version < seen:
                     return latest
-                # One that answers before its time without news is a plain file server.
+                # A server that answers at once without news is a plain file server.
                 pause_s = _STATIC_POLL_S if time.monotonic() - asked < hold_s / 2 else 0.0
             except Fault as fault:
                 upstream.noted(time.monotonic(), fault, "latest.json", _LOG)
                 pause_s = pause_after(fault, failures)
                 failures += 1
             if failures and time.monotonic() + pause_s >= deadline:
-                return None  # it cannot be asked again in time
+                return None  # there is no time for another request
             await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
             if time.monotonic() >= deadline:
                 return None
@@ -248,18 +246,17 @@ class Fetcher:
         self, upstream: Upstream, floor: int, hold_s: float, deadline: float
     ) -> Latest:
         await self._ask_for_roles(upstream, deadline)
-        query = f"after={floor}&wait={hold_s:.3f}"
-        url = f"{upstream.url}/{layout.latest_name(self._run)}?{query}"
+        name = f"{layout.latest_name(self._run)}?after={floor}&wait={hold_s:.3f}"
         timeout_s = _within(deadline, hold_s + GRACE_S)
-        data = await get(self._session, url, max_bytes=latest_format.MAX_BYTES, timeout_s=timeout_s)
+        data = await self._get(upstream, name, latest_format.MAX_BYTES, timeout_s)
 
         async def check(roles: Roles) -> Latest:
             return open_latest(data, run=self._run, publishers=roles.publisher)
 
         latest = await self._checked(upstream, check, deadline)
-        # From here to the end nothing is awaited: no other poll changes what was seen.
+        # No `await` from here on: no other poll may change the fields in between.
         if latest.version < self.seen_version:
-            # A relay that lags is no liar, but it must not take us back.
+            # A relay that lags is not dishonest, but an older version is refused.
             raise Fault(
                 f"offers version {latest.version} as the newest, {self.seen_version} was seen"
             )
@@ -267,14 +264,21 @@ class Fetcher:
             raise Lie(f"names another manifest for version {latest.version} than was seen")
         if latest.issued > self._issued or latest.version > self.seen_version:
             write_atomic(self._latest_path, data)
-            self.latest_bytes, self._issued = data, latest.issued
-            self.seen_version, self.seen_digest = latest.version, latest.manifest_digest
+            self._note(latest, data)
         return latest
+
+    def _note(self, latest: Latest, data: bytes) -> None:
+        self.latest_bytes, self._issued = data, latest.issued
+        self.seen_version, self.seen_digest = latest.version, latest.manifest_digest
+
+    async def _get(self, upstream: Upstream, name: str, max_bytes: int, timeout_s: float) -> bytes:
+        url = f"{upstream.url}/{name}"
+        return await get(self._session, url, max_bytes=max_bytes, timeout_s=timeout_s)
 
     async def _checked(
         self, upstream: Upstream, check: Callable[[Roles], Awaitable[T]], deadline: float
     ) -> T:
-        """Runs a check with the roles; where it fails, once more with the newest roles."""
+        """Run a check with the known roles; if it fails, run it again with the newest roles."""
         roles = self.roles
         if roles is None or _is_expired(roles):
             roles = await self._newest_roles(upstream, deadline)
@@ -291,7 +295,7 @@ class Fetcher:
             raise Lie(str(error)) from error
 
     async def _ask_for_roles(self, upstream: Upstream, deadline: float) -> None:
-        """Whether keys were revoked, now and then; a server that cannot say so may know news."""
+        """Request roles.json every `ROLES_EVERY_S`, for revoked keys; ignore faults."""
         now = time.monotonic()
         if now - self._roles_asked.get(upstream, -ROLES_EVERY_S) >= ROLES_EVERY_S:
             self._roles_asked[upstream] = now
@@ -299,10 +303,9 @@ class Fetcher:
                 await self._newest_roles(upstream, deadline)
 
     async def _newest_roles(self, upstream: Upstream, deadline: float) -> Roles:
-        """roles.json of a server, unless the one held was issued later (keys get revoked)."""
-        url = f"{upstream.url}/{layout.roles_name(self._run)}"
-        timeout_s = _within(deadline, _SMALL_TIMEOUT_S)
-        data = await get(self._session, url, max_bytes=roles_format.MAX_BYTES, timeout_s=timeout_s)
+        """Request roles.json; return it, or the known one if that was issued later."""
+        name, timeout_s = layout.roles_name(self._run), _within(deadline, _SMALL_TIMEOUT_S)
+        data = await self._get(upstream, name, roles_format.MAX_BYTES, timeout_s)
         try:
             roles = open_roles(data, root_public_key=self._root, run=self._run)
         except BadSignature as error:
@@ -316,7 +319,7 @@ class Fetcher:
         return self.roles
 
     def _forget_revoked(self) -> None:
-        """What a revoked key called the newest binds nobody: it may be a number never reached."""
+        """Forget the newest version if its key was revoked: no such version may exist."""
         if self.latest_bytes is None or self.roles is None:
             return
         try:
@@ -333,40 +336,42 @@ class Fetcher:
             self.seen_version, self.seen_digest = -1, ""
 
     def _recall(self) -> None:
-        """Takes up what the last process of this folder had checked and written."""
-        try:
-            data = read_bounded(self._roles_path, roles_format.MAX_BYTES)
-            # Perhaps expired by now, still good to know that nothing issued earlier is believed.
-            issued = open_document(
-                data, kind=roles_format.KIND, keys={self._root}, max_bytes=roles_format.MAX_BYTES
-            ).payload.get("issued")
-            self.roles = open_roles(data, root_public_key=self._root, run=self._run, now=issued)
-        except FileNotFoundError:
-            pass
-        except (BadSignature, UserError) as error:
-            _LOG.warning("%s: not used: %s", self._roles_path, error)
-        try:
-            data = read_bounded(self._latest_path, latest_format.MAX_BYTES)
-            # Perhaps expired by now, still good to know that nothing older is the newest.
-            payload = open_document(
-                data, kind=latest_format.KIND, keys=None, max_bytes=latest_format.MAX_BYTES
-            ).payload
-            latest = Latest(**payload)
-        except FileNotFoundError:
-            return
-        except (BadSignature, UserError, TypeError) as error:
-            _LOG.warning("%s: not used: %s", self._latest_path, error)
-            return
+        """Load the documents that the last process of this folder checked and wrote.
+
+        They may have expired. They still serve to refuse documents that were issued earlier.
+        """
+        for path, load in (
+            (self._roles_path, self._recall_roles),
+            (self._latest_path, self._recall_latest),
+        ):
+            with suppress(FileNotFoundError):
+                try:
+                    load(path)
+                except (BadSignature, UserError, TypeError) as error:
+                    _LOG.warning("%s: not used: %s", path, error)
+
+    def _recall_roles(self, path: Path) -> None:
+        data = read_bounded(path, roles_format.MAX_BYTES)
+        issued = open_document(
+            data, kind=roles_format.KIND, keys={self._root}, max_bytes=roles_format.MAX_BYTES
+        ).payload.get("issued")
+        self.roles = open_roles(data, root_public_key=self._root, run=self._run, now=issued)
+
+    def _recall_latest(self, path: Path) -> None:
+        data = read_bounded(path, latest_format.MAX_BYTES)
+        document = open_document(
+            data, kind=latest_format.KIND, keys=None, max_bytes=latest_format.MAX_BYTES
+        )
+        latest = Latest(**document.payload)
         if latest.run == self._run:
-            self.latest_bytes, self._issued = data, latest.issued
-            self.seen_version, self.seen_digest = latest.version, latest.manifest_digest
+            self._note(latest, data)
             self._forget_revoked()
 
 
 async def for_each(
     items: Iterable[T], work: Callable[[T], Awaitable[None]], *, parallel: int
 ) -> None:
-    """Does `work` on every item, in order, so many at a time; the first failure ends the rest."""
+    """Do `work` on the items in order, `parallel` at a time; the first failure ends the rest."""
     waiting = iter(items)
 
     async def worker() -> None:
@@ -377,9 +382,7 @@ async def for_each(
     try:
         await asyncio.gather(*workers)
     finally:
-        for task in workers:
-            task.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+        await cancel_all(workers)
 
 
 def _is_expired(roles: Roles) -> bool:

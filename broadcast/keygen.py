@@ -1,4 +1,4 @@
-"""Keys of a run: the root, the roles that it names, and the signed roles.json.
+"""Keys of a run: the root key, the keys of the roles, and the signed roles.json.
 
     DIR/root.key  root.pub  publisher.key  coordinator.key  validator-<i>.key  roles.json
 
@@ -22,12 +22,12 @@ _ROOT, _ROLES = "root.key", "roles.json"
 
 
 def make_keys(directory: Path, *, run: str, validators: int = 1, valid_s: float = VALID_S) -> str:
-    """Makes root.key, publisher.key, coordinator.key, validator-<i>.key, root.pub and roles.json.
+    """Make root.key, publisher.key, coordinator.key, validator-<i>.key, root.pub and roles.json.
 
     Args:
-        directory: where they go; keys that are there are not overwritten.
-        run: the run that roles.json is for.
-        validators: how many validator keys.
+        directory: gets the files; existing keys are not overwritten.
+        run: id of the run that roles.json is for.
+        validators: number of validator keys.
         valid_s: seconds until roles.json expires.
 
     Returns:
@@ -62,16 +62,16 @@ def make_keys(directory: Path, *, run: str, validators: int = 1, valid_s: float 
 
 
 def renew_keys(directory: Path, names: Sequence[str]) -> None:
-    """Replaces role keys and signs a newer roles.json: the old keys are revoked.
+    """Replace role keys and sign a newer roles.json, which revokes the old keys.
 
-    Nothing else is needed where a publisher's key was stolen, lost or is due: its next `publish`
-    brings the new roles.json to the store, and from there it goes to everyone. What the old key
-    signed is refused from then on, so that version must be an anchor.
+    The publisher's next `publish` puts the new roles.json into the store, from where everyone gets
+    it. From then on versions that a revoked publisher's key signed are refused, so the next version
+    must be an anchor.
 
     Args:
-        directory: of `make_keys`; only root.key and roles.json need to be there still.
-        names: of the keys to replace: `publisher`, `coordinator`, `validator-<i>`. None: roles.json
-            is only signed again, to expire later.
+        directory: directory of `make_keys`; only root.key and roles.json must still be there.
+        names: the keys to replace: `publisher`, `coordinator`, `validator-<i>`. Without names,
+            roles.json is only signed again, to expire later.
 
     Raises:
         UserError: root.key or its roles.json is missing, or there is no key of that name.
@@ -80,7 +80,7 @@ def renew_keys(directory: Path, names: Sequence[str]) -> None:
     path = directory / _ROLES
     try:
         data = read_bounded(path, MAX_BYTES)
-        # Expired or not: it may be what is to be mended.
+        # An expired one is accepted, because renewal mends that.
         payload = open_document(
             data, kind=KIND, keys={root.public_hex}, max_bytes=MAX_BYTES
         ).payload
@@ -99,9 +99,9 @@ def renew_keys(directory: Path, names: Sequence[str]) -> None:
         named[role][index] = key.public_hex
     for name, key in new.items():
         waiting = directory / f"{name}.new"
-        waiting.unlink(missing_ok=True)  # of one that was cut short
+        waiting.unlink(missing_ok=True)  # left by an interrupted renewal
         key.save(waiting)
-    issued = max(time.time(), payload["issued"] + 1.0)  # later, whatever the clock says
+    issued = max(time.time(), payload["issued"] + 1.0)  # later, even if the clock went back
     write_atomic(path, sign_roles(payload["run"], named, root, valid_s=VALID_S, now=issued))
     for name in new:
         (directory / f"{name}.new").rename(directory / f"{name}.key")

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+from runspec.core import files
 from runspec.core.errors import UserError
 
 MAX_VERSION = 2**31
 RUN = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 """Form of a run's id: the run spec's `name`."""
-_LOCK_POLL_S = 0.02
 
 
 def is_run(text: object) -> bool:
-    """Whether `text` is a run's id (and so is safe as a folder name)."""
+    """Return whether `text` is a run's id, and so is safe as a folder name."""
     return isinstance(text, str) and RUN.fullmatch(text) is not None
 
 
@@ -53,8 +50,7 @@ def stored_versions(store: Path, run: str) -> list[int]:
     return sorted(int(name) for name in found if name.isdecimal())
 
 
-@contextmanager
-def locked(store: Path, run: str, deadline_s: float) -> Iterator[None]:
+def locked(store: Path, run: str, deadline_s: float) -> AbstractContextManager[None]:
     """Hold the write lock of a run's part of a store: one publisher, or one relay.
 
     The lock excludes every other process; a killed process releases it.
@@ -70,20 +66,9 @@ def locked(store: Path, run: str, deadline_s: float) -> Iterator[None]:
     folder = store / run
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        deadline = time.monotonic() + deadline_s
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"another publisher or relay has held this store for {deadline_s:g} s",
-                        place=str(folder),
-                        remedy="let one process publish a run, and give each relay its own folder",
-                    ) from None
-                time.sleep(_LOCK_POLL_S)
-        yield
-    finally:
-        os.close(descriptor)
+    held = UserError(
+        f"another publisher or relay has held this store for {deadline_s:g} s",
+        place=str(folder),
+        remedy="let one process publish a run, and give each relay its own folder",
+    )
+    return files.locked(descriptor, deadline_s, held)

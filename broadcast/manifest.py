@@ -1,9 +1,9 @@
-"""The weights manifest: the publisher's signed word on what a policy version is, byte for byte."""
+"""The weights manifest: signed digests of every file and tensor of a policy version."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ KIND = "weights"
 FILE_NAME = "manifest.json"
 """Name of the signed manifest in a fetched version's directory."""
 MAX_BYTES = 16 * 1024 * 1024
-"""Of a signed manifest: 2 TB of weights in 16 MiB chunks; never more than 12 TB in larger ones."""
+"""Largest signed manifest: enough for 2 TB of weights in 16 MiB chunks, 12 TB in larger chunks."""
 MAX_VALUES = 700_000
-"""Of JSON in a manifest. The densest honest one of MAX_BYTES has 25 bytes for each."""
+"""Most JSON values in a manifest. The densest honest manifest has 25 bytes for each value."""
 MAX_MEMORY = 256 * 1024 * 1024
-"""What opening any bytes as a manifest may take at its peak, those bytes not counted."""
+"""Most memory that `open_manifest` may need for any input, besides the input itself."""
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
 MAX_OBJECTS = 10_000
 _MAX_DIMENSIONS = 16
@@ -37,7 +37,7 @@ _FIELDS = {"run", "version", "base", "model_digest", "tensors", "files", "object
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of an object; `blake3` names it in the store."""
+    """A piece of a file; `blake3` is its name in the store."""
 
     blake3: str
     size: int
@@ -45,7 +45,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """One file of a version: its chunks one after the other."""
+    """One file of a version, as its chunks in order."""
 
     size: int
     blake3: str
@@ -54,59 +54,63 @@ class ObjectInfo:
 
 @dataclass(frozen=True)
 class WeightsManifest:
-    """What one version of a run consists of."""
+    """The contents of one version of a run."""
 
     run: str
     version: int
     base: int | None
-    """The version whose `files` the delta turns into this one's; None where there is no delta."""
+    """The version that the delta is applied to; None if there is no delta."""
     model_digest: str | None
-    """One digest of all weights (`bridge.tensors.model_digest`); None where none was given."""
+    """One digest of all weights (`bridge.tensors.model_digest`); None if none was given."""
     tensors: dict[str, dict[str, Any]]
-    """For each tensor {dtype, shape, blake3}, as the bridge's `tensors.json` says."""
+    """Record {dtype, shape, blake3} of each tensor, from the bridge's `tensors.json`."""
     files: tuple[str, ...]
-    """Names of the files that hold the tensors: objects, or made from those of `base`."""
+    """Names of the files that hold the tensors."""
     objects: dict[str, ObjectInfo]
-    """The files of the version's directory by name; without `files` where it is no anchor."""
+    """The files of the version by name; if it is no anchor, without those in `files`."""
     delta: dict[str, ObjectInfo]
-    """What `bridge.delta` makes of the base's files this version's with; empty without a base."""
+    """Delta files, which turn the base's `files` into this version's; empty without a base."""
 
     @property
     def is_anchor(self) -> bool:
-        """Whether the objects are the whole version, so that nothing older is needed."""
+        """Whether the objects are the whole version, so that no older version is needed."""
         return self.objects.keys() >= set(self.files)
 
     @property
     def rebuilt_from(self) -> int | None:
-        """The version that a joiner needs besides; None for an anchor."""
+        """The older version that a client needs too; None for an anchor."""
         return None if self.is_anchor else self.base
 
     def chunks(self) -> dict[str, Chunk]:
-        """Every distinct chunk by its digest: the delta's, then the objects' in their order."""
-        infos = [*self.delta.values(), *self.objects.values()]
-        return {c.blake3: c for info in infos for c in info.chunks}
+        """Return every distinct chunk by digest: the delta's, then those of the objects."""
+        return distinct_chunks([*self.delta.values(), *self.objects.values()])
+
+
+def distinct_chunks(infos: Iterable[ObjectInfo]) -> dict[str, Chunk]:
+    """Return the chunks of some files by digest, in order, without repetitions."""
+    return {chunk.blake3: chunk for info in infos for chunk in info.chunks}
 
 
 def is_object_name(name: object) -> bool:
-    """Whether a file may have this name: plain, relative, no folder, not the manifest's own."""
+    """Return whether a file may have this name: plain, without folder, not the manifest's."""
     return isinstance(name, str) and _OBJECT_NAME.fullmatch(name) is not None and name != FILE_NAME
 
 
 def sign_manifest(manifest: WeightsManifest, key: SigningKey) -> bytes:
-    """The signed manifest; its BLAKE3 is the manifest digest that leases and latest.json name."""
+    """Return the signed manifest; leases and latest.json name it by its BLAKE3."""
     return sign_document(KIND, asdict(manifest), key)
 
 
 def open_manifest(data: bytes, *, run: str, publishers: Collection[str] | None) -> WeightsManifest:
-    """Checks a manifest from outside.
+    """Check an untrusted manifest and return it.
 
     Args:
         data: the signed bytes.
         run: the only run accepted.
-        publishers: keys that may sign; None where the signature was checked before (own disk).
+        publishers: keys that may sign it; None accepts any key, for manifests on one's own disk.
 
     Raises:
-        BadSignature: not a publisher's, another run's, malformed, or beyond a bound.
+        BadSignature: not signed by a publisher, of another run, malformed, or beyond a limit.
     """
     payload = _payload(data, publishers)
     if set(payload) != _FIELDS:
@@ -139,17 +143,17 @@ def open_manifest(data: bytes, *, run: str, publishers: Collection[str] | None) 
 
 
 def read_manifest(directory: Path) -> WeightsManifest:
-    """The manifest of a version that `WeightsClient.fetch` put there (it was checked then)."""
+    """Return the manifest of a version that `WeightsClient.fetch` fetched and checked."""
     data = read_bounded(directory / FILE_NAME, MAX_BYTES)
     return open_manifest(data, run=_payload(data, None).get("run", ""), publishers=None)
 
 
 def _payload(data: bytes, publishers: Collection[str] | None) -> dict[str, Any]:
-    """The signed payload; what would take much memory or time to parse is refused before."""
+    """Return the signed payload; refuse data that would need much memory or time to parse."""
     values = sum(data.count(sign) for sign in (b",", b"[", b"{"))
     if len(data) > MAX_BYTES or values > MAX_VALUES:
         raise BadSignature(f"weights: {len(data)} bytes with {values} values are too much")
-    # One character that is not ASCII makes all of a string wide; and no honest name has a blank.
+    # A character beyond ASCII multiplies the memory of its string. No valid name has a blank.
     if not data.isascii() or _NOT_PLAIN.search(data):
         raise BadSignature("weights: plain ASCII without blanks and escapes is needed")
     if _LONG_NUMBER.search(data):
@@ -164,7 +168,7 @@ def _model_digest(value: object) -> str | None:
 
 
 def _tensors(value: object) -> dict[str, dict[str, Any]]:
-    """Their meaning is the bridge's; here only the form is held: records with a digest."""
+    """Check the form of the tensors' records; the bridge checks their meaning."""
     if not isinstance(value, dict):
         raise BadSignature("weights: tensors must be named records")
     for name, record in value.items():
@@ -225,7 +229,7 @@ def _chunk(name: str, value: object) -> Chunk:
 
 
 def _check_chunks(manifest: WeightsManifest) -> None:
-    """A digest names the same bytes wherever it stands."""
+    """Check that a digest has the same size wherever it occurs."""
     sizes: dict[str, int] = {}
     for info in (*manifest.objects.values(), *manifest.delta.values()):
         for chunk in info.chunks:

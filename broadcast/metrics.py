@@ -1,11 +1,11 @@
-"""What a server counts: for Prometheus, and the total of chunk bytes that survives restarts."""
+"""Metrics of a server: for Prometheus, and a total of chunk bytes that survives restarts."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,12 +17,10 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.canonical import MalformedJson
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded, write_atomic
+from runspec.core.files import read_object, write_atomic
 
 SERVED_NAME = "served.json"
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -74,57 +72,73 @@ class Metrics:
             ["run"],
             registry=registry,
         )
+        self._update_shares: Callable[[], None] = lambda: None
         self._served = self._written = _served_before(self._path)
 
     def answered(self, what: str, status: int) -> None:
-        """Counts a request of a kind (name of its route) with the status of its answer."""
+        """Count a request by the name of its route and the status of its answer."""
         self._requests.labels(what, str(status)).inc()
 
     def sent(self, what: str, size: int) -> None:
-        """Counts bytes of a body that the kernel has taken."""
+        """Count bytes of a body that the kernel has taken."""
         self._sent.labels(what).inc(size)
         if what in _CHUNKS:
             self._served += size
 
     def dropped(self, why: str) -> None:
-        """Counts a connection that the server closed."""
+        """Count a connection that the server closed."""
         self._dropped.labels(why).inc()
 
     def malformed(self, status: int) -> None:
-        """Counts a malformed request with the status of its answer."""
+        """Count a malformed request with the status of its answer."""
         self.answered("malformed", status)
 
     def announced(self, run: str, version: int) -> None:
-        """The newest version that this server has announced."""
+        """Report the newest version that this server has announced."""
         self._newest.labels(run).set(version)
 
     def report_versions(self, run: str, shares: Callable[[], Mapping[int, float]]) -> None:
-        """Says from now on how much of each version a relay holds.
+        """Add a gauge of how much of each version a relay holds.
 
         Args:
             run: the run's id.
-            shares: gives for each version 0.0 to 1.0 of its bytes; called for every reading.
+            shares: returns the held share (0.0 to 1.0) of each version's bytes; called by `text`.
         """
-        self._registry.register(_Versions(run, shares))
+        gauge = Gauge(
+            "broadcast_version_complete_ratio",
+            "Share of a version's bytes that this relay holds.",
+            ["run", "version"],
+            registry=self._registry,
+        )
+
+        def update() -> None:
+            gauge.clear()  # some versions may be gone
+            for version, share in shares().items():
+                gauge.labels(run, str(version)).set(share)
+
+        self._update_shares = update
 
     def behind_since(self, run: str, since: float | None) -> None:
-        """From when on (seconds since the epoch) the newest version has not been whole here.
+        """Report since when the newest version has been incomplete here.
 
-        None: it is whole.
+        Args:
+            run: the run's id.
+            since: seconds since the epoch; None: the version is complete.
         """
         self._behind.labels(run).set_function(
             lambda: 0.0 if since is None else max(0.0, time.time() - since)
         )
 
     def text(self) -> bytes:
-        """Everything in Prometheus's text format, to be sent as `CONTENT_TYPE`."""
+        """Return all metrics in Prometheus's text format, to be sent as `CONTENT_TYPE`."""
+        self._update_shares()
         return generate_latest(self._registry)
 
     def save(self) -> None:
-        """Writes `served.json` where it has changed; on a full disk it is tried again later."""
+        """Write `served.json` if the total has changed; after a failure the next call retries."""
         served = self._served
         if served != self._written:
-            with suppress(UserError):  # a server serves on
+            with suppress(UserError):  # a full disk must not stop the server
                 write_atomic(self._path, json.dumps({"bytes": served}).encode())
                 self._written = served
 
@@ -134,24 +148,9 @@ class Metrics:
             await asyncio.to_thread(self.save)
 
 
-class _Versions(Collector):
-    def __init__(self, run: str, shares: Callable[[], Mapping[int, float]]) -> None:
-        self._run, self._shares = run, shares
-
-    def collect(self) -> Iterator[Metric]:
-        family = GaugeMetricFamily(
-            "broadcast_version_complete_ratio",
-            "Share of a version's bytes that this relay holds.",
-            labels=["run", "version"],
-        )
-        for version, share in self._shares().items():
-            family.add_metric([self._run, str(version)], share)
-        yield family
-
-
 def _served_before(path: Path) -> int:
     try:
-        total = parse_object(read_bounded(path, 1024), max_bytes=1024).get("bytes")
-    except (OSError, MalformedJson):  # the first start, or a damaged counter: count from nothing
+        total = read_object(path, 1024).get("bytes")
+    except (OSError, MalformedJson):  # the first start, or a damaged counter: count from 0
         return 0
     return total if type(total) is int and total >= 0 else 0

@@ -1,4 +1,4 @@
-"""The origin: serves a store that the publisher writes. Of the store it writes only the pins."""
+"""The origin: serves a store that the publisher writes. The origin itself writes only the pins."""
 
 from __future__ import annotations
 
@@ -142,8 +142,7 @@ class StoreSource:
             stored.pins.touch(version)
         if await self._proven.prove(path):
             return path
-        if path not in self._logged:
-            self._logged.note(path)
+        if self._logged.is_new(path):
             self._log.error("%s: damaged, not served; publish the version again to mend it", path)
         return None
 
@@ -154,13 +153,11 @@ class StoreSource:
     async def work(self) -> None:
         """Poll latest.json while a request waits for a newer version."""
         while True:
-            waited_for = [
-                (r, stored) for r, stored in self._runs.items() if stored.announced.waiting
-            ]
+            waited_for = {run: s for run, s in self._runs.items() if s.announced.waiting}
             if not waited_for:
                 self._asked.clear()
                 await self._asked.wait()
-            for run, stored in waited_for:
+            for run, stored in waited_for.items():
                 await self._look(run, stored)
             await asyncio.sleep(_LATEST_EVERY_S)
 
@@ -185,11 +182,10 @@ class StoreSource:
             stored.seen = seen
             version = latest_version(data, place=path)
         except OSError as error:  # for example too many open files; the next read may succeed
-            if path not in self._logged:
-                self._logged.note(path)
+            if self._logged.is_new(path):
                 self._log.error("%s: cannot be read: %s", path, error)
             return
-        except UserError as error:  # logged once: it is read again when it is another file
+        except UserError as error:  # logged once: the same file is not read again
             stored.seen = seen
             self._log.error("%s", error)
             return
@@ -210,10 +206,10 @@ async def run_origin(
         store: the store's directory.
         log: of this process.
         started: called with the port once connections are accepted.
-        options: where to listen, who may read what, how fast, and over what.
+        options: address, tokens, TLS and limits of the server.
 
     Raises:
-        UserError: the address is taken; options that cannot be.
+        UserError: the address is taken, or an option is invalid.
     """
     store.mkdir(parents=True, exist_ok=True)
     metrics = Metrics(store)

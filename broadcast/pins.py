@@ -1,7 +1,7 @@
-"""Pins: which versions somebody read lately, so that they are not pruned under a reader.
+"""Pins: versions that were read recently, so that they are not pruned while a client reads them.
 
-A pin is an empty file `<run>/pins/<version>` whose modification time is the last interest, so that
-the origin (which sees the readers) and the publisher (which prunes) share it without a word.
+A pin is an empty file `<run>/pins/<version>`; its modification time is the time of the last read.
+The origin, which serves the readers, writes the pins. The publisher, which prunes, reads them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from broadcast.manifest import WeightsManifest
 
 VALID_S = 600.0
-"""For how long interest in a version keeps it."""
+"""Seconds for which a pin keeps a version."""
 TOUCH_EVERY_S = 5.0
-"""A version's pin is written at most this often, however many read it."""
+"""Shortest time between two writes of a pin, in seconds."""
 
 
 class Pins:
@@ -26,7 +26,7 @@ class Pins:
     Args:
         store: the store's directory.
         run: the run's id.
-        clock: seconds since the epoch, as files have them.
+        clock: returns seconds since the epoch.
     """
 
     def __init__(self, store: Path, run: str, *, clock: Callable[[], float] = time.time) -> None:
@@ -35,7 +35,7 @@ class Pins:
         self._touched: dict[int, float] = {}
 
     def touch(self, version: int) -> None:
-        """Notes interest in a version that the store holds; on a full disk nothing is noted."""
+        """Pin a version that the store holds; do nothing if the disk is full."""
         now = self._clock()
         if 0 <= now - self._touched.get(version, 0.0) < TOUCH_EVERY_S:
             return
@@ -47,18 +47,18 @@ class Pins:
             os.utime(path, (now, now))
 
     def newest_first(self) -> list[int]:
-        """Versions that somebody showed interest in lately, the latest interest first."""
+        """Return the pinned versions, the last read first."""
         now = self._clock()
         found = []
         for path in self._folder.glob("*"):
-            with suppress(OSError):  # removed meanwhile
+            with suppress(OSError):  # it was removed
                 age = now - path.stat().st_mtime
                 if path.name.isdecimal() and age < VALID_S:
                     found.append((age, int(path.name)))
         return [version for _, version in sorted(found)]
 
     def keep_only(self, versions: Iterable[int]) -> None:
-        """Forgets the pins of versions that are gone."""
+        """Remove the pins of all other versions."""
         kept = set(versions)
         self._touched = {v: at for v, at in self._touched.items() if v in kept}
         for path in self._folder.glob("*"):
@@ -67,9 +67,9 @@ class Pins:
 
 
 def owners(manifests: Iterable[WeightsManifest]) -> dict[str, int]:
-    """The version that each chunk belongs to, without the chunks that several versions share.
+    """Return the version of each chunk that belongs to one version only.
 
-    Whoever asks for such a chunk is interested in that version; a shared one tells nothing.
+    A request for such a chunk shows which version its client reads. Shared chunks do not.
     """
     owner: dict[str, int] = {}
     shared = set()

@@ -1,10 +1,10 @@
 """The relay: mirrors one run from its upstreams and serves a chunk as soon as it has checked it.
 
 Invariants:
-- Nothing is served that was not checked in this process: roles.json, latest.json and manifests by
-  signature, chunks by digest (those found on disk after a restart when they are first needed).
-- A version is announced once its manifest is here; its chunks follow while others already read.
-- The newest version comes first; a newer one ends the transfers that only an older one needs.
+- The relay serves only what this process has checked: roles.json, latest.json and manifests by
+  signature, chunks by digest. Chunks on disk after a restart are checked when first needed.
+- A version is announced once its manifest is here. Readers may begin before its chunks are here.
+- The newest version is fetched first. A newer one ends transfers that only an older one needs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from broadcast import layout
+from broadcast.disk import cancel_all
 from broadcast.fetcher import NO_TOKEN, Fetcher
-from broadcast.layout import locked
-from broadcast.manifest import Chunk, WeightsManifest
+from broadcast.manifest import Chunk, WeightsManifest, distinct_chunks
 from broadcast.metrics import Metrics
 from broadcast.relay_store import RelayStore
 from broadcast.server import DEFAULT_OPTIONS, ServerOptions, serve
@@ -40,32 +40,23 @@ _LOCK_DEADLINE_S = 2.0
 class Mirror:
     """State of the mirrored run, as a `source.Source`."""
 
-    def __init__(
-        self,
-        fetcher: Fetcher,
-        metrics: Metrics,
-        relay_store: RelayStore,
-        *,
-        run: str,
-        log: logging.Logger,
-    ) -> None:
+    def __init__(self, fetcher: Fetcher, metrics: Metrics, relay_store: RelayStore) -> None:
         self._fetcher = fetcher
         self._metrics = metrics
         self._relay_store = relay_store
-        self._run = run
-        self._log = log
+        self._run, self._log = relay_store.run, relay_store.log
         self._logged = Recent(_LOG_AGAIN_S)
         self._transfers = Transfers(fetcher, relay_store, complain=self._complain)
         self._announced = Announcement()
         self._believed: frozenset[str] | None = None
-        """Publishers' keys by which the contents of the store were judged; None: not yet judged."""
+        """Publishers' keys by which the store was last checked; None: not checked yet."""
         self._lookups: dict[int, asyncio.Task[bool]] = {}
         self._missed = Recent(MISSED_S)
         """Versions that no upstream had."""
         self._filling: tuple[int, asyncio.Task[bool]] | None = None
-        """The version being brought here, and the task that does it."""
+        """The version being fetched, and the task that fetches it."""
         self._whole = -1
-        """The newest version that was brought here whole."""
+        """The newest version that was fetched completely."""
 
     async def recall(self) -> None:
         """Load what is on disk, so that a restarted relay serves without its upstreams."""
@@ -75,7 +66,7 @@ class Mirror:
     async def roles(self, run: str) -> Path | None:
         if run != self._run or self._fetcher.roles is None:
             return None
-        return self._relay_store.roles_path
+        return self._relay_store.store / layout.roles_name(run)
 
     async def latest(self, run: str, after: int | None, wait_s: float) -> bytes | None:
         if run != self._run:
@@ -91,7 +82,7 @@ class Mirror:
         return self._relay_store.manifest_path(version)
 
     async def chunk(self, run: str, digest: str) -> Path | None:
-        if run != self._run or self._relay_store.find(digest) is None:
+        if run != self._run or digest not in self._relay_store.known:
             return None
         self._relay_store.note_reader(digest)
         path = self._relay_store.chunk_path(digest)
@@ -110,7 +101,7 @@ class Mirror:
                 if latest is not None:
                     deadline = time.monotonic() + _MANIFEST_DEADLINE_S
                     await self._take(latest.version, latest.manifest_digest, deadline)
-                await self._announce()  # perhaps the same version under a fresh signature
+                await self._announce()  # it may be the same version, signed again
                 self._start_filling(self._announced.version)
             except (UserError, OSError) as error:
                 self._complain(error)
@@ -118,16 +109,12 @@ class Mirror:
 
     async def close(self) -> None:
         """Cancel everything under way."""
-        tasks: list[asyncio.Task[bool]] = list(self._lookups.values())
-        if self._filling is not None:
-            tasks.append(self._filling[1])
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        filling = () if self._filling is None else (self._filling[1],)
+        await cancel_all((*self._lookups.values(), *filling))
         await self._transfers.close()
 
     def _heed_roles(self) -> None:
-        """Trust what is on disk as soon, and as long, as roles.json names its signer."""
+        """Load or drop stored versions when roles.json changes the keys that may sign them."""
         roles = self._fetcher.roles
         if roles is None or roles.publisher == self._believed:
             return
@@ -178,7 +165,7 @@ class Mirror:
     async def _take_older(self, version: int) -> bool:
         try:
             await self._take(version, None, time.monotonic() + _ON_DEMAND_S, keep_asking=False)
-            self._relay_store.pins.touch(version)  # or it would go at once
+            self._relay_store.pins.touch(version)  # else `prune` would drop it at once
             self._relay_store.prune(self._whole)
         except (UserError, OSError) as error:
             self._log.info("version %d was asked for: %s", version, error)
@@ -203,8 +190,8 @@ class Mirror:
         """Fetch a version, drop the oldest, then fetch what else a joiner needs.
 
         Returns:
-            Whether all of it is here; else it is tried again after the next poll, and chunk by
-            chunk on request.
+            Whether all of it is here. If not, it is tried again after the next poll, and chunks
+            are fetched on request.
         """
         version, started = manifest.version, time.monotonic()
         try:
@@ -239,22 +226,20 @@ class Mirror:
 
     def _complain(self, error: BaseException) -> None:
         """Log an error unless it was logged recently."""
-        if str(error) not in self._logged:
-            self._logged.note(str(error))
+        if self._logged.is_new(str(error)):
             self._log.warning("%s", error)
 
 
 def light(manifest: WeightsManifest) -> list[Chunk]:
     """Return the chunks to fetch first: the delta, and the files that hold no tensors."""
     small = [info for name, info in manifest.objects.items() if name not in manifest.files]
-    infos = [*manifest.delta.values(), *small]
-    return list({c.blake3: c for info in infos for c in info.chunks}.values())
+    return list(distinct_chunks([*manifest.delta.values(), *small]).values())
 
 
 def to_rebuild(manifest: WeightsManifest) -> list[Chunk]:
     """Return the chunks of an older version from which newer ones are rebuilt."""
     parts = manifest.objects if manifest.is_anchor else manifest.delta
-    return list({c.blake3: c for info in parts.values() for c in info.chunks}.values())
+    return list(distinct_chunks(parts.values()).values())
 
 
 async def run_relay(
@@ -280,16 +265,16 @@ async def run_relay(
         keep_versions: number of newest versions to hold, at least 1, besides their bases.
         log: of this process.
         started: called with the port once connections are accepted.
-        max_bytes: of manifests and chunks on disk, never exceeded; None: no limit.
+        max_bytes: limit on the bytes of manifests and chunks on disk; None: no limit.
         access: token and certificates for the upstreams.
-        options: where to listen, who may read what, how fast, and over what.
+        options: address, tokens, TLS and limits of the server.
 
     Raises:
         UserError: `run` is malformed, or another relay uses the folder.
     """
     if not layout.is_run(run):
         raise UserError(f"{run!r} is not the name of a run")
-    with locked(store, run, _LOCK_DEADLINE_S):
+    with layout.locked(store, run, _LOCK_DEADLINE_S):
         metrics = Metrics(store)
         fetcher = Fetcher(
             upstreams, run=run, root_public_key=root_public_key, folder=store / run, access=access
@@ -298,7 +283,7 @@ async def run_relay(
             store, run, keep_versions=keep_versions, max_bytes=max_bytes, log=log
         )
         metrics.report_versions(run, relay_store.shares)
-        mirror = Mirror(fetcher, metrics, relay_store, run=run, log=log)
+        mirror = Mirror(fetcher, metrics, relay_store)
         try:
             await mirror.recall()
             await serve(mirror, metrics, log, options, started)

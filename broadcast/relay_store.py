@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from broadcast import layout
@@ -18,68 +19,55 @@ from runspec.core.files import read_bounded, remove_leftovers, temporary_name, w
 from runspec.core.signed import BadSignature
 
 
+@dataclass(eq=False)
 class RelayStore:
     """The versions that a relay holds; drops some when others need the room.
 
-    A version displaces only older ones: not those that are being read (`pins`), nor what the
-    newest is rebuilt from. The newest displaces every other: those that are being read last, and
-    of the rest what it is rebuilt from.
+    A version may displace older versions only. Those that are being read (`pins`) and those that
+    the newest is rebuilt from stay. The newest version may displace every other one, in this order:
+    those that nobody needs, those that it is rebuilt from, those that are being read.
 
-    Args:
-        store: the relay's directory.
-        run: the run's id.
-        keep_versions: how many of the newest stay (`delta_chains.versions_to_keep`).
-        max_bytes: limit on manifests and chunks together, incoming ones included; None: no limit.
-        log: of this process.
     """
 
-    def __init__(
-        self,
-        store: Path,
-        run: str,
-        *,
-        keep_versions: int,
-        max_bytes: int | None,
-        log: logging.Logger,
-    ) -> None:
-        self._store, self._run = store, run
-        self._keep_versions, self._max_bytes = keep_versions, max_bytes
-        self._log = log
+    store: Path
+    """Directory of the relay."""
+    run: str
+    keep_versions: int
+    """Number of newest versions that stay (`delta_chains.versions_to_keep`)."""
+    max_bytes: int | None
+    """Limit on manifests and chunks together, incoming ones included; None: no limit."""
+    log: logging.Logger
+
+    def __post_init__(self) -> None:
         self.manifests: dict[int, WeightsManifest] = {}
         self.proven = ProvenChunks()
-        self.pins = Pins(store, run)
-        self._known: dict[str, tuple[Chunk, int]] = {}
-        """Each chunk of the manifests, and the newest version that needs it."""
+        self.pins = Pins(self.store, self.run)
+        self.known: dict[str, tuple[Chunk, int]] = {}
+        """Each chunk of the manifests by digest, and the newest version that needs it."""
         self._owners: dict[str, int] = {}
         self._chunk_bytes: dict[str, int] = {}
         """Sizes of the stored chunk files."""
         self._manifest_bytes: dict[int, int] = {}
         self._used = 0
 
-    @property
-    def roles_path(self) -> Path:
-        return self._store / layout.roles_name(self._run)
-
     def recall(self, publishers: Collection[str]) -> None:
         """Load what is on disk; remove what no manifest signed by one of these keys names."""
-        remove_leftovers(self._store / self._run)
-        remove_leftovers(self._store / layout.chunks_name(self._run))
-        for version in layout.stored_versions(self._store, self._run):
+        remove_leftovers(self.store / self.run)
+        remove_leftovers(self.store / layout.chunks_name(self.run))
+        for version in layout.stored_versions(self.store, self.run):
             path = self.manifest_path(version)
             try:
                 data = read_bounded(path, MAX_BYTES)
-                manifest = open_manifest(data, run=self._run, publishers=publishers)
-            except BadSignature as error:
-                self._log.warning("%s: removed: %s", path, error)
-                shutil.rmtree(path.parent)
-            else:
-                self.manifests[version] = manifest
+                self.manifests[version] = open_manifest(data, run=self.run, publishers=publishers)
                 self._manifest_bytes[version] = len(data)
-        for path in (self._store / layout.chunks_name(self._run)).glob("*"):
+            except BadSignature as error:
+                self.log.warning("%s: removed: %s", path, error)
+                shutil.rmtree(path.parent)
+        for path in (self.store / layout.chunks_name(self.run)).glob("*"):
             self._chunk_bytes[path.name] = path.stat().st_size
         self._used = sum(self._chunk_bytes.values()) + sum(self._manifest_bytes.values())
         self._drop(())
-        while self._max_bytes is not None and self._used > self._max_bytes and self.manifests:
+        while self.max_bytes is not None and self._used > self.max_bytes and self.manifests:
             self._drop([min(self.manifests)])
 
     def keep_signed(self, publishers: Collection[str]) -> None:
@@ -89,21 +77,17 @@ class RelayStore:
             path = self.manifest_path(version)
             try:
                 data = read_bounded(path, MAX_BYTES)
-                open_manifest(data, run=self._run, publishers=publishers)
+                open_manifest(data, run=self.run, publishers=publishers)
             except (BadSignature, OSError, UserError) as error:
-                self._log.warning("%s: removed: %s", path, error)
+                self.log.warning("%s: removed: %s", path, error)
                 revoked.append(version)
         self._drop(revoked)
 
     def manifest_path(self, version: int) -> Path:
-        return self._store / layout.manifest_name(self._run, version)
+        return self.store / layout.manifest_name(self.run, version)
 
     def chunk_path(self, digest: str) -> Path:
-        return self._store / layout.chunk_name(self._run, digest)
-
-    def find(self, digest: str) -> tuple[Chunk, int] | None:
-        """Return a chunk by its digest and the newest version that needs it."""
-        return self._known.get(digest)
+        return self.store / layout.chunk_name(self.run, digest)
 
     def note_reader(self, digest: str) -> None:
         """Pin the version that the request for a chunk belongs to."""
@@ -140,7 +124,7 @@ class RelayStore:
         if await self.proven.prove(path):
             return True
         if digest in self._chunk_bytes:
-            self._log.warning("%s: damaged on disk, fetching it again", path)
+            self.log.warning("%s: damaged on disk, fetching it again", path)
             self._remove_chunk(digest)
         return False
 
@@ -149,7 +133,7 @@ class RelayStore:
         """Yield an empty file for a chunk's checked bytes; it becomes the chunk at the end.
 
         Raises:
-            UserError: there is no room for it, even if all that may be dropped is dropped.
+            UserError: there is no room for it, even after every version that may be dropped.
             OSError: it cannot be written.
         """
         self._make_room(chunk.size, version)
@@ -167,7 +151,7 @@ class RelayStore:
             raise
         self._chunk_bytes[chunk.blake3] = chunk.size
         self.proven.add(path)
-        if chunk.blake3 not in self._known:  # its versions were dropped since
+        if chunk.blake3 not in self.known:  # its versions were dropped since
             self._remove_chunk(chunk.blake3)
 
     def check_fits(self, version: int, chunks: Iterable[Chunk]) -> None:
@@ -177,11 +161,11 @@ class RelayStore:
             UserError: they do not fit; nothing was dropped.
         """
         size = sum({chunk.blake3: chunk.size for chunk in chunks}.values())
-        if self._max_bytes is not None and size + self._manifest_bytes[version] > self._max_bytes:
+        if self.max_bytes is not None and size + self._manifest_bytes[version] > self.max_bytes:
             raise UserError(
-                f"version {version} needs {size:,} bytes here, {self._max_bytes:,} are allowed; "
-                "what is here is served on",
-                place=str(self._store / self._run),
+                f"version {version} needs {size:,} bytes here, {self.max_bytes:,} are allowed; "
+                "older versions are served on",
+                place=str(self.store / self.run),
                 remedy="allow the relay more bytes",
             )
 
@@ -189,7 +173,7 @@ class RelayStore:
         """Drop the version that this one displaces first; return False if it may displace none."""
         newest = max(self.manifests, default=version)
         others = sorted(v for v in self.manifests if v != version)
-        pinned = self.pins.newest_first()[: self._keep_versions]
+        pinned = self.pins.newest_first()[: self.keep_versions]
         needed = with_bases([newest], self._needs())
         if version >= newest:
             victims = sorted(others, key=lambda v: (v in pinned, v in needed, v))
@@ -197,14 +181,14 @@ class RelayStore:
             victims = [v for v in others if v < version and v not in needed and v not in pinned]
         if not victims:
             return False
-        self._log.info("version %d goes: version %d needs the room", victims[0], version)
+        self.log.info("version %d goes: version %d needs the room", victims[0], version)
         self._drop(victims[:1])
         return True
 
     def prune(self, newest: int) -> None:
         """Drop the versions not to be kept; `newest` is the newest that is complete here."""
         pinned = self.pins.newest_first()
-        remaining = versions_to_keep(self._needs(), newest, self._keep_versions, pinned)
+        remaining = versions_to_keep(self._needs(), newest, self.keep_versions, pinned)
         self._drop(self.manifests.keys() - remaining)
         self.pins.keep_only(remaining)
 
@@ -212,12 +196,12 @@ class RelayStore:
         return {version: manifest.rebuilt_from for version, manifest in self.manifests.items()}
 
     def _make_room(self, size: int, version: int) -> None:
-        while self._max_bytes is not None and self._used + size > self._max_bytes:
+        while self.max_bytes is not None and self._used + size > self.max_bytes:
             if not self.drop_one(version):
                 raise UserError(
-                    f"version {version} does not fit: {self._used:,} of {self._max_bytes:,} bytes "
+                    f"version {version} does not fit: {self._used:,} of {self.max_bytes:,} bytes "
                     "are taken by newer versions and those that are being read",
-                    place=str(self._store / self._run),
+                    place=str(self.store / self.run),
                     remedy="allow the relay more bytes, or let it keep fewer versions",
                 )
 
@@ -228,7 +212,7 @@ class RelayStore:
             del self.manifests[version]
             self._used -= self._manifest_bytes.pop(version)
         self._index()
-        for digest in self._chunk_bytes.keys() - self._known.keys():
+        for digest in self._chunk_bytes.keys() - self.known.keys():
             self._remove_chunk(digest)
 
     def _remove_chunk(self, digest: str) -> None:
@@ -238,7 +222,7 @@ class RelayStore:
     def _index(self) -> None:
         ascending = [self.manifests[version] for version in sorted(self.manifests)]
         self._owners = owners(ascending)
-        self._known = {
+        self.known = {
             digest: (chunk, manifest.version)
             for manifest in ascending
             for digest, chunk in manifest.chunks().items()

@@ -1,10 +1,9 @@
-"""Serves an origin's store or a relay's: options, address, start and polite end."""
+"""HTTP server of an origin or a relay: options, TLS, start and shutdown."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import functools
 import logging
 import socket
 import ssl
@@ -19,7 +18,8 @@ from aiohttp import web
 from broadcast.admission import Admission, RateLimit
 from broadcast.answers import FileAnswers
 from broadcast.app import build_app
-from broadcast.credentials import Reloaded, Tokens, read_tokens, server_context
+from broadcast.credentials import Reloaded, read_tokens, server_context
+from broadcast.disk import cancel_all
 from broadcast.metrics import Metrics
 from broadcast.source import Source
 from runspec.core.connection_limits import (
@@ -33,37 +33,37 @@ from runspec.core.process import stop_event_of_loop
 _MAX_LINE_BYTES = 2048
 _MAX_HEADER_BYTES = 4096
 _FILES_EACH = 2
-"""Open files of a connection: its socket, and a file that is sent on it."""
+"""Open files of a connection: its socket, and the file that it sends."""
 _FILES_BESIDE = 256
-"""Open files of a server beside those of its connections."""
+"""Open files of a server besides those of its connections."""
 _SHUTDOWN_S = 0.5
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What keeps one client from taking what all share."""
+    """Limits of one client or connection, so that a client cannot use up what all share."""
 
     head_s: float = 10.0
-    """A request's head, and a TLS handshake, is whole within this."""
+    """Seconds that a request's head, or a TLS handshake, may take."""
     idle_s: float = 75.0
-    """Between two requests of a connection."""
+    """Seconds that a connection may be idle between two requests."""
     floor_bytes_per_s: float = 64 * 1024
-    """A reader slower than this is disconnected; 4 MiB are looked at at a time."""
+    """Lowest rate of a reader, measured over 4 MiB; a slower reader is disconnected."""
     requests_per_client: int = 256
-    """Answered for one client at once (waiting polls, bodies being sent); at most half of
+    """Requests of one client at once (waiting polls, bodies being sent); at most half of
     `max_connections`."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What a person may set of an origin or a relay."""
+    """Options of an origin or a relay."""
 
     listen: tuple[str, int] = ("127.0.0.1", 0)
-    """Interface and port; port 0 picks a free one."""
+    """Interface and port; port 0 selects a free one."""
     tokens_file: Path | None = None
-    """A line `NAME TOKEN` for each client that may read; None: everyone may."""
+    """File with a line `NAME TOKEN` for each client that may read; None: everyone may."""
     tls_cert: Path | None = None
-    """Certificate chain (PEM); with `tls_key` the server speaks TLS, without both plain HTTP."""
+    """Certificate chain (PEM). With `tls_key` the server speaks TLS, without both plain HTTP."""
     tls_key: Path | None = None
     rate_limit: int | None = None
     """Bytes per second for each client (token name, else address); None: no limit."""
@@ -82,17 +82,17 @@ async def serve(
     options: ServerOptions,
     started: Callable[[int], None],
 ) -> None:
-    """Serves until SIGTERM or SIGINT (or cancellation), then says good-bye within a second.
+    """Serve until SIGTERM, SIGINT or cancellation, then shut down within a second.
 
     Args:
-        source: what to serve.
+        source: provides the answers.
         metrics: of this server.
-        log: gets the address.
-        options: where to listen, who may read what, how fast, and over what.
+        log: receives the address.
+        options: address, tokens, TLS and limits.
         started: called with the port once connections are accepted.
 
     Raises:
-        UserError: the address is taken or not this machine's; options that cannot be.
+        UserError: the address is taken or not of this machine, or an option is invalid.
     """
     host, port = options.listen
     stop = stop_event_of_loop()
@@ -114,36 +114,34 @@ async def serve(
 
 
 async def _until(stop: asyncio.Event, *work: Coroutine[Any, Any, None]) -> None:
-    """Runs until that is set, cancellation, or the error of one of them."""
+    """Run coroutines until `stop` is set, one of them ends or fails, or cancellation."""
     tasks = [asyncio.create_task(one) for one in (*work, stop.wait())]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
 
 
 @asynccontextmanager
 async def _limited(
     source: Source, metrics: Metrics, options: ServerOptions, log: logging.Logger
 ) -> AsyncIterator[ConnectionLimiter]:
-    """Yields what accepts connections and answers from the source, as the options say."""
+    """Yield a limiter that accepts connections and serves the source on them."""
     limits = options.limits
     connections = possible_connections(
         options.max_connections, log, files_each=_FILES_EACH, files_beside=_FILES_BESIDE
     )
     admission = Admission(
-        _tokens(options, log),
+        Reloaded(read_tokens, options.tokens_file, log=log) if options.tokens_file else None,
         None if options.rate_limit is None else RateLimit(options.rate_limit),
         requests_per_client=min(limits.requests_per_client, max(1, connections // 2)),
         metrics=metrics,
     )
     tls = _certificate(options, log)
     files = FileAnswers(metrics, floor_bytes_per_s=limits.floor_bytes_per_s)
-    # A handler whose client has gone is cancelled: nothing is held or sent for nobody.
+    # A handler is cancelled when its client disconnects, so that it frees its slot at once.
     runner = web.AppRunner(
         build_app(source, metrics, admission, files),
         handler_cancellation=True,
@@ -168,20 +166,13 @@ async def _limited(
         await limiter.abandon()
 
 
-def _tokens(options: ServerOptions, log: logging.Logger) -> Reloaded[Tokens] | None:
-    path = options.tokens_file
-    if path is None:
-        return None
-    return Reloaded([path], functools.partial(read_tokens, path, log), log)
-
-
 def _certificate(options: ServerOptions, log: logging.Logger) -> Reloaded[ssl.SSLContext] | None:
     cert, key = options.tls_cert, options.tls_key
     if cert is None and key is None:
         return None
     if cert is None or key is None:
         raise UserError("--tls-cert and --tls-key belong together", remedy="give both or none")
-    return Reloaded([cert, key], functools.partial(server_context, cert, key, log), log)
+    return Reloaded(server_context, cert, key, log=log)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -195,7 +186,7 @@ def _listen(host: str, port: int) -> socket.socket:
             place=f"{host}:{port}",
             remedy="end the process that holds it, or listen on another port"
             if taken
-            else "say with --listen an address of this machine",
+            else "give an address of this machine with --listen",
         ) from error
     listener.setblocking(False)
     return listener

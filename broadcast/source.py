@@ -1,4 +1,4 @@
-"""What a server answers from: the interface, and the state that origin and relay share."""
+"""Interface between a server and the versions that it serves; state of origin and relay."""
 
 from __future__ import annotations
 
@@ -85,6 +85,13 @@ class Recent:
         self._noted[key] = self._clock()
         while len(self._noted) > self._limit:
             del self._noted[next(iter(self._noted))]
+
+    def is_new(self, key: Hashable) -> bool:
+        """Note a key unless it was noted recently; return whether it was not."""
+        if key in self:
+            return False
+        self.note(key)
+        return True
 
     def __contains__(self, key: Hashable) -> bool:
         at = self._noted.get(key)

@@ -32,9 +32,9 @@ from broadcast.manifest import (
 from broadcast.pins import Pins
 from runspec.core import latest as latest_format
 from runspec.core import roles as roles_format
-from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.canonical import MalformedJson
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded, remove_leftovers, write_atomic
+from runspec.core.files import read_bounded, read_object, remove_leftovers, write_atomic
 from runspec.core.hashing import digest_bytes, is_digest
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, open_document
@@ -107,11 +107,8 @@ def publish(
                 for path in _files(directory)
                 if whole or path.name not in files
             }
-            delta = (
-                {path.name: chunks.add(path) for path in _files(directory / DELTA_NAME)}
-                if base is not None
-                else {}
-            )
+            delta_files = _files(directory / DELTA_NAME) if base is not None else ()
+            delta = {path.name: chunks.add(path) for path in delta_files}
             digest = _write_manifest(
                 store,
                 WeightsManifest(run, version, base, model_digest, tensors, files, objects, delta),
@@ -362,7 +359,7 @@ def _tensors(path: Path) -> tuple[str | None, dict[str, dict[str, Any]], tuple[s
     if not path.exists():
         return None, {}, ()
     try:
-        parsed = parse_object(read_bounded(path, MAX_BYTES), max_bytes=MAX_BYTES)
+        parsed = read_object(path, MAX_BYTES)
         return parsed["model_digest"], parsed["tensors"], tuple(parsed["files"])
     except (MalformedJson, KeyError) as error:
         raise UserError(

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from broadcast.disk import cancel_all
 from broadcast.fetcher import PARALLEL_CHUNKS, Fetcher, chunk_timeout_s, for_each
 from broadcast.manifest import Chunk
 from broadcast.relay_store import RelayStore
@@ -54,11 +55,7 @@ class Transfers:
     """
 
     def __init__(
-        self,
-        fetcher: Fetcher,
-        relay_store: RelayStore,
-        *,
-        complain: Callable[[BaseException], None],
+        self, fetcher: Fetcher, relay_store: RelayStore, complain: Callable[[BaseException], None]
     ) -> None:
         self._fetcher, self._relay_store, self._complain = fetcher, relay_store, complain
         self._running: dict[str, tuple[_Transfer, asyncio.Task[None]]] = {}
@@ -101,18 +98,15 @@ class Transfers:
                 task.cancel()
 
     async def close(self) -> None:
-        tasks = [task for _, task in self._running.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(task for _, task in self._running.values())
 
     async def _bring_one(self, chunk: Chunk) -> None:
         if self._relay_store.chunk_path(chunk.blake3) in self._relay_store.proven:
             return
-        if self._relay_store.find(chunk.blake3) is None:
+        if chunk.blake3 not in self._relay_store.known:
             raise UserError("its version was dropped")
         task = self._start(chunk.blake3, queue=False)[1]
-        await asyncio.wait({task})  # which, unlike awaiting it, leaves it alone when cancelled
+        await asyncio.wait({task})  # unlike `await task`, a cancellation here does not cancel it
         if task.cancelled():
             raise UserError("its transfer was ended")
         task.result()
@@ -120,9 +114,7 @@ class Transfers:
     def _start(self, digest: str, *, queue: bool = True) -> tuple[_Transfer, asyncio.Task[None]]:
         """Return the one transfer of a chunk; without `queue` the caller limits their number."""
         if digest not in self._running:
-            known = self._relay_store.find(digest)
-            assert known is not None
-            transfer = _Transfer(*known)
+            transfer = _Transfer(*self._relay_store.known[digest])
             newest = transfer.version == max(self._relay_store.manifests)
             lane = self._newest_lane if newest else self._older_lane
             task = asyncio.create_task(self._run(transfer, lane if queue else nullcontext()))
@@ -155,5 +147,5 @@ class Transfers:
                     raise UserError(
                         f"cannot store a chunk of version {version}: {error.strerror}",
                         place=str(self._relay_store.chunk_path(chunk.blake3)),
-                        remedy="free disk space; it is tried again, what is here is served on",
+                        remedy="free disk space; the relay tries again and serves what it holds",
                     ) from error

@@ -1,4 +1,4 @@
-"""One bounded HTTP GET from a server that may be down, slow or lying."""
+"""HTTP GET with limits, for servers that may be down, slow or dishonest."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class Fault(Exception):
 
 
 class NotThere(Fault):
-    """The server answered that it has no such thing (404): no fault of its own."""
+    """The server has no such file (404). This does not count against the server."""
 
 
 class Busy(Fault):
-    """The server asks for patience (429): no fault of its own."""
+    """The server refuses too many requests (429). This does not count against the server."""
 
     def __init__(self, retry_after_s: float | None) -> None:
         super().__init__("too many requests (429)")
         self.retry_after_s = retry_after_s
-        """How long, as far as it said so; not to be believed beyond reason."""
+        """Seconds that Retry-After names, unchecked; None if it names none."""
 
 
 class TooSlow(Fault):
-    """So slow that asking another server is the better bet."""
+    """The server is so slow that another one is expected to be faster."""
 
 
 class Lie(Fault):
@@ -51,16 +51,16 @@ class Lie(Fault):
 
 @dataclass(frozen=True)
 class Access:
-    """How servers are spoken to: what we show them, and by whom they must be vouched for.
+    """Token and certificates for requests to servers.
 
     Raises:
-        UserError: the token cannot stand in a header (it is not shown).
+        UserError: the token is not valid in a header (the message does not show it).
     """
 
     token: str | None = field(default=None, repr=False)
-    """Bearer token for every server that is named; None: none is needed."""
+    """Bearer token that is sent to every server; None: no token."""
     ca_file: Path | None = None
-    """Certificates (PEM) that https servers must chain to; None: those that the system trusts."""
+    """Root certificates (PEM) for https servers; None: those that the system trusts."""
 
     def __post_init__(self) -> None:
         if self.token is not None and _PRINTABLE.fullmatch(self.token) is None:
@@ -68,7 +68,7 @@ class Access:
 
     @classmethod
     def read(cls, token_file: Path | None, ca_file: Path | None) -> Access:
-        """With the token in a file, surrounding white space aside.
+        """Read the token from a file, without surrounding white space.
 
         Raises:
             UserError: the file cannot be read or holds no token.
@@ -83,12 +83,12 @@ class Access:
             ) from error
 
     def headers(self) -> dict[str, str]:
-        """Headers of every request."""
+        """Return the headers of every request."""
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
     @cached_property
     def ssl_context(self) -> ssl.SSLContext:
-        """Checks certificate and host name.
+        """Context that checks certificate and host name.
 
         Raises:
             UserError: `ca_file` cannot be read or holds no certificate.
@@ -102,14 +102,14 @@ class Access:
 
 
 def new_session(access: Access) -> aiohttp.ClientSession:
-    """Returns connections to servers that `access` opens; no proxy of the environment is used."""
+    """Return a session with this access; it uses no proxy of the environment."""
     return http_client.new_session(
         tls=access.ssl_context, headers=access.headers(), read_bufsize=_READ_BUFFER
     )
 
 
 def base_url(text: str) -> str:
-    """A server's base URL without a trailing slash.
+    """Return a server's base URL without a trailing slash.
 
     Raises:
         UserError: not http(s)://host[:port][/prefix].
@@ -121,17 +121,22 @@ def base_url(text: str) -> str:
         )
     if urlsplit(text).username is not None:
         raise UserError(
-            "a server's URL with a user's name in it, which would end up in logs",
+            "a server's URL has a user's name in it, which logs would show",
             remedy="give a token in a file instead",
         )
     return text.rstrip("/")
 
 
 def refusal(status: int, retry_after: str) -> Fault:
-    """What an answer other than 200 means; `retry_after` is its header, or empty."""
+    """Return the fault of an answer other than 200.
+
+    Args:
+        status: of the answer.
+        retry_after: its header Retry-After, or empty.
+    """
     if status == 404:
         return NotThere("not there (404)")
-    if status == 429:  # the header may hold a date, too: then we wait as long as without it
+    if status == 429:  # a date in the header is ignored
         return Busy(float(retry_after) if _SECONDS.fullmatch(retry_after) else None)
     why = {401: ": no token, or not one of its own", 403: ": not for this token"}
     return Fault(f"status {status}{why.get(status, '')}")
@@ -140,19 +145,19 @@ def refusal(status: int, retry_after: str) -> Fault:
 async def get(
     session: aiohttp.ClientSession, url: str, *, max_bytes: int, timeout_s: float
 ) -> bytes:
-    """The body of a GET.
+    """Return the body of a GET.
 
     Args:
-        session: of `new_session`.
-        url: what to get. Redirects are not followed: a relay cannot send us elsewhere.
-        max_bytes: a longer body is refused as soon as it shows.
-        timeout_s: for all of it, so that an endless drip ends too.
+        session: from `new_session`.
+        url: the URL. Redirects are not followed, so that a relay cannot redirect us.
+        max_bytes: limit of the body; a longer one is refused as soon as it is noticed.
+        timeout_s: limit of the whole request, so that a server cannot send slowly for ever.
 
     Raises:
         NotThere: status 404.
         Busy: status 429.
-        TooSlow: it was not here in time.
-        Fault: anything else that is not 200 with such a body.
+        TooSlow: not complete in time.
+        Fault: any other status than 200, a body that is too long, or no connection.
     """
     with faults():
         answer = await fetch(session, "GET", url, max_bytes=max_bytes, timeout_s=timeout_s)
@@ -163,7 +168,7 @@ async def get(
 
 @contextmanager
 def faults() -> Iterator[None]:
-    """Raises a `Fault` of the server instead of the errors of `runspec.core.http_client`."""
+    """Turn the errors of `runspec.core.http_client` into a `Fault` of the server."""
     try:
         yield
     except LateAnswer as error:

@@ -1,14 +1,13 @@
-"""Which server to ask next: the one from which the fewest seconds are expected, with healing.
+"""Choice of the server for the next request: the one expected to answer first.
 
-All of it is plain data and a clock passed in: times are seconds of one monotonic clock, sizes are
-bytes.
+Nothing here does IO. The caller passes the time, in seconds of a monotonic clock. Sizes are bytes.
 
-A server's rate is what it delivers to us over all requests under way. Each request is charged its
-share of the seconds in which the server was busy for us (a second in which four were under way
-costs each a quarter), and the rate is bytes by seconds charged, newest first.
+A server's rate is measured over all its concurrent requests. Each request is charged its share of
+the seconds in which the server worked for us: with four requests under way, a second costs each of
+them a quarter. The rate is received bytes divided by charged seconds; recent ones weigh most.
 
-What was learnt fades while a server is not asked: each `HEAL_S` doubles what is hoped of it. So a
-server that was slow or broken is tried again in the end, and rarely where the others are good.
+Measurements lose weight while a server is idle: the expected speed doubles every `HEAL_S`. So a
+server that was slow or broken is tried again after some time, but rarely if the others are good.
 """
 
 from __future__ import annotations
@@ -23,31 +22,34 @@ from broadcast.transport import Busy, Fault, Lie, NotThere, TooSlow
 RETRY_S = (0.1, 2.0)
 """First and longest pause after consecutive failures of a server; each doubles the last."""
 RECENT_S = 5.0
-"""For so long a fault is the better message than a late answer to the same question."""
+"""Seconds for which a fault is kept for messages if the same request then times out."""
 DISTRUST_S = 60.0
-"""For how long a server that sent something wrong is asked only where no other is left."""
+"""Seconds for which a server that sent wrong data is used only if no other one is left."""
 HEAL_S = 5.0
-"""An idle while in which twice as much is hoped of a server as before."""
+"""Idle seconds after which the expected speed of a server doubles."""
 BUSY_S = (1.0, 30.0)
-"""Pause after a 429 that names none, and the longest that is obeyed."""
+"""Pause after a 429 without Retry-After, and the longest pause that is obeyed."""
 AHEAD_S = 0.5
-"""So much data may be under way from one server, in seconds at its rate, ..."""
+"""Data that may be under way from one server, in seconds at its rate."""
 AHEAD = (2, 8)
-"""... but not fewer and not more requests than these: a thin link brings the first chunks first,
-and has the next request waiting when one is done."""
+"""Fewest and most requests under way from one server, whatever its rate is.
+
+With few requests a slow link delivers the first chunks first. With two, the next one is always
+waiting when one ends.
+"""
 SLOW_AFTER_S = 2.0
-"""Seconds after which a request that is still under way may count as slow."""
+"""Seconds after which an unfinished request may count as slow."""
 _MEMORY_S = 3.0
-"""Busy seconds after which a measurement counts a third."""
+"""Busy seconds after which the weight of a measurement falls to about a third."""
 _SLOWEST = 1024 * 1024
+"""Lowest rate that is assumed of a server, in bytes per second."""
 _LEAST_SUCCESS = 1 / 64
-"""Nobody is thought worse of than this, in bytes a second and in successes: so that hope can mend
-it within about a minute."""
+"""Lowest share of successes that is assumed; from it a server recovers within about a minute."""
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """A request under way, as the server's books have it."""
+    """A request under way: its size, and the server's charged seconds at its start."""
 
     size: int
     charged_s: float
@@ -55,20 +57,20 @@ class Ticket:
 
 @dataclass(eq=False)
 class Upstream:
-    """One server and what is known of it."""
+    """One server and its measured quality."""
 
     url: str
     failures: int = 0
-    """In a row; those that come during the pause after one count as that one."""
+    """Consecutive failures. Failures during the pause after a failure are not counted."""
     retry_at: float = 0.0
     distrusted_until: float = 0.0
     last_fault: str = "not asked yet"
     in_flight: int = 0
     in_flight_bytes: int = 0
     received: int = 0
-    """Bytes that came from it, over all requests that ended."""
+    """Bytes received from it by all requests that ended."""
     success: float = 1.0
-    """Share of the requests that brought what was asked for, the last one counting a half."""
+    """Share of successful requests; the last request has weight one half."""
     _bytes: float = 0.0
     _seconds: float = 0.0
     _charged_s: float = 0.0
@@ -77,20 +79,21 @@ class Upstream:
 
     @property
     def rate(self) -> float | None:
-        """Bytes a second, all requests together; None where nothing ever came."""
+        """Bytes per second of all requests together; None if nothing was ever received."""
         return self._bytes / self._seconds if self._seconds else None
 
     def started(self, now: float, size: int) -> Ticket:
-        """Books a request for `size` bytes."""
+        """Note the start of a request for `size` bytes."""
         self._charge(now)
         self.in_flight += 1
         self.in_flight_bytes += size
         return Ticket(size, self._charged_s)
 
     def ended(self, now: float, ticket: Ticket, received: int) -> None:
-        """Its end, whatever came of it; `received` are the bytes that came.
+        """Note the end of a request, successful or not.
 
-        A refusal says nothing of the rate, nor does a small answer. Silence does.
+        The rate is updated if bytes of a chunk were received, or none for a long time. Refusals and
+        small answers do not change it.
         """
         self._charge(now)
         self.in_flight -= 1
@@ -99,7 +102,7 @@ class Upstream:
         share_s = self._charged_s - ticket.charged_s
         if ticket.size and (received or share_s > SLOW_AFTER_S / 2):
             fade = math.exp(-share_s / _MEMORY_S)
-            # The early seconds of a long request have faded by its end, too.
+            # In a long request the early seconds weigh less than the late ones.
             weight = (1 - fade) * _MEMORY_S / share_s if share_s else 0.0
             self._bytes = self._bytes * fade + received * weight
             self._seconds = self._seconds * fade + share_s * weight
@@ -109,11 +112,11 @@ class Upstream:
         self.success = (1 + self.success) / 2
 
     def failed(self, now: float, fault: Fault, what: str, log: logging.Logger) -> None:
-        """Draws the consequences of a fault; one that is the server's own makes it pause."""
+        """Note a failed request; the server pauses unless the fault is NotThere or TooSlow."""
         self.noted(now, fault, what, log)
         if isinstance(fault, NotThere):
             return
-        pausing = now < self.retry_at  # requests that were under way together fail together
+        pausing = now < self.retry_at  # concurrent requests fail together: they count once
         if isinstance(fault, Busy) or not (pausing or isinstance(fault, TooSlow)):
             self.retry_at = max(self.retry_at, now + pause_after(fault, self.failures))
         if not isinstance(fault, Busy):
@@ -121,9 +124,9 @@ class Upstream:
             self.success = max(self.success / 2, _LEAST_SUCCESS)
 
     def noted(self, now: float, fault: Fault, what: str, log: logging.Logger) -> None:
-        """Remembers a fault for messages; a lie is logged at once, the rest when new.
+        """Store a fault for messages; log every lie, and other faults when they are new.
 
-        An attempt that a deadline cuts short does not replace what was wrong just before.
+        A timeout does not replace a recent fault of the same request.
         """
         text = f"{what}: {fault}"
         just_before = now - self._fault_at < RECENT_S and self.last_fault.startswith(f"{what}: ")
@@ -137,15 +140,15 @@ class Upstream:
         self.last_fault, self._fault_at = text, now
 
     def expected_s(self, now: float, size: int) -> float:
-        """Seconds until `size` more bytes are here, behind what is under way."""
-        if self.rate is None and self.success == 1.0:  # to be tried, by one request at first
+        """Return the seconds until `size` more bytes are here, after all that is under way."""
+        if self.rate is None and self.success == 1.0:  # unknown: try it with one request first
             return math.inf if self.in_flight else 0.0
         rate = max(self.rate or 0.0, _SLOWEST)
-        # What is small comes from the best, too, not from whoever is idle.
+        # At least one byte, so that small requests go to the best server and not to any idle one.
         return (self.in_flight_bytes + max(size, 1)) / (rate * self.success * self._hope(now))
 
     def has_room(self, size: int) -> bool:
-        """Whether another chunk should be asked for before one of those under way is here."""
+        """Return whether the server may get another request for a chunk now."""
         fewest, most = AHEAD
         ahead = (self.rate or 0.0) * AHEAD_S
         return self.in_flight < fewest or (
@@ -155,28 +158,28 @@ class Upstream:
     def _charge(self, now: float) -> None:
         if self.in_flight:
             self._charged_s += (now - self._at) / self.in_flight
-        else:  # the longer ago, the less it counts beside what comes now
+        else:  # the longer the server was idle, the less its old measurements weigh
             hope = self._hope(now)
             self._bytes /= hope
             self._seconds /= hope
         self._at = now
 
     def _hope(self, now: float) -> float:
-        """How many times better than before it may be now; grows while it is not asked."""
+        """Return the factor by which the server may have become faster while it was idle."""
         idle_s = 0.0 if self.in_flight else now - self._at
         return 2 ** min(idle_s / HEAL_S, 100.0)
 
 
 @dataclass
 class Wanted:
-    """Something asked for until it is had, and its own experience with the servers."""
+    """Something that is requested until it arrives, with the results of its requests so far."""
 
     size: int = 0
-    """Bytes; 0 for what is so small that it need not wait for room."""
+    """Bytes of a chunk; 0 for small things, which need not wait for room."""
     shunned: set[Upstream] = field(default_factory=set)
-    """Lied about it or were too slow with it: asked only where no other is left."""
+    """Servers that sent wrong data or were too slow; used only if no other one is left."""
     missing: dict[Upstream, int] = field(default_factory=dict)
-    """How often each said that it has no such thing."""
+    """Number of 404 answers of each server."""
     _not_before: dict[Upstream, float] = field(default_factory=dict)
 
     def failed(self, now: float, upstream: Upstream, fault: Fault) -> None:
@@ -193,15 +196,15 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Choice:
-    """The server to ask now; or, where `upstream` is None, what to wait for."""
+    """The server for a request; if `upstream` is None, the request must wait."""
 
     upstream: Upstream | None
     pause_s: float = 0.0
-    """Until a server may be asked again; 0 where all that lacks is room."""
+    """Seconds until a server may be asked again; 0 if the best server has no room."""
 
 
 class Upstreams:
-    """The servers that one client or relay knows.
+    """The servers of one client or relay.
 
     Args:
         urls: their base URLs.
@@ -213,10 +216,10 @@ class Upstreams:
         self._most = most
 
     def choose(self, now: float, wanted: Wanted) -> Choice:
-        """Of the servers that need no pause, the one that is expected to be done first.
+        """Choose the server that is expected to answer first, among those that need no pause.
 
-        One shunned for this or distrusted is asked only where no other is ready. Where the best
-        has no room it is waited for: the others are expected to take longer.
+        A shunned or distrusted server is chosen only if no other one is ready. If the best server
+        has no room, the request waits for it, because the others are expected to take longer.
         """
         ready = [u for u in self.all if wanted.ready_at(u) <= now]
         if not ready:
@@ -236,7 +239,7 @@ class Upstreams:
     def is_hopeless(
         self, now: float, wanted: Wanted, upstream: Upstream, received: int, elapsed_s: float
     ) -> bool:
-        """Whether all of it should be had elsewhere long before the rest has come from here."""
+        """Return whether another server would send all long before this one sends the rest."""
         if elapsed_s < SLOW_AFTER_S:
             return False
         here_s = (wanted.size - received) * elapsed_s / max(received, 1)
@@ -248,7 +251,7 @@ class Upstreams:
         return here_s > SLOW_AFTER_S + 3 * min(others, default=math.inf)
 
     def faults(self) -> str:
-        """What was last wrong with each, for a message."""
+        """Return the last fault of each server, for a message."""
         return "; ".join(f"{u.url}: {u.last_fault}" for u in self.all)
 
 
@@ -262,7 +265,7 @@ def _is_a_way_out(now: float, wanted: Wanted, upstream: Upstream) -> bool:
 
 
 def pause_after(fault: Fault, before: int) -> float:
-    """Seconds in which to ask nothing again after a fault that came so many times before."""
+    """Return the seconds to pause after a fault, which occurred `before` times before."""
     first, longest = RETRY_S
     if isinstance(fault, Busy):
         usual, most = BUSY_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import sys
 from pathlib import Path
@@ -52,18 +53,37 @@ def main(arguments: list[str] | None = None) -> int:
         "score", help="print the log-probs of given tokens under a Hugging Face model"
     )
     score.add_argument("model_dir", type=Path, metavar="HF_DIR", help="config.json, safetensors")
-    score.add_argument("--tokens", type=Path, required=True, help="a JSON list of token ids a line")
-    score.add_argument("--dtype", choices=["float32", "bfloat16"], help="else that of the weights")
-    score.add_argument("--mesh", metavar="AXIS=N,...", help="else fsdp over all devices")
+    given = score.add_mutually_exclusive_group(required=True)
+    given.add_argument("--tokens", type=Path, help="a JSON list of token ids a line")
+    given.add_argument(
+        "--sequences", type=Path, nargs="+", dest="files", metavar="FILE", help=_SEQUENCES
+    )
+    _add_model_options(score)
     score.add_argument("--out", type=Path, help="a file in place of standard output")
+    embed = commands.add_parser("embed", help="write mean hidden states of documents as .npy")
+    embed.add_argument("model_dir", type=Path, metavar="HF_DIR", help="with its tokenizer.json")
+    embed.add_argument(
+        "--sequences",
+        type=Path,
+        nargs="+",
+        dest="files",
+        required=True,
+        metavar="FILE",
+        help=_SEQUENCES,
+    )
+    _add_model_options(embed)
+    embed.add_argument("--out", type=Path, required=True, metavar="FILE.npy")
+    embed.add_argument("--names", type=Path, help="a file for the documents' names, one a line")
     adapter = commands.add_parser(
         "export-adapter", help="write the adapters of a LoRA run as a PEFT directory"
     )
     adapter.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
     adapter.add_argument("out", type=Path, metavar="OUT", help="a new directory")
     adapter.add_argument("--step", type=int, help="of which full state; else the newest")
+    _add_tokenizer(commands)
     options = parser.parse_args(arguments)
-    code = run_role(_ROLES[options.command], lambda log: _run(options, log))
+    role = "learner" if options.command == "train" else options.command
+    code = run_role(role, lambda log: _run(options, log))
     if code and options.command == "train":
         from learner_jax.distributed import leave
 
@@ -71,13 +91,46 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
-_ROLES = {
-    "warm-start": "warm-start",
-    "train": "learner",
-    "aot": "aot",
-    "score": "score",
-    "export-adapter": "export-adapter",
-}
+_SEQUENCES = "documents: text, JSON lines, Parquet, FASTA or FASTQ, plain or gzip"
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="else that of the weights")
+    parser.add_argument("--mesh", metavar="AXIS=N,...", help="else fsdp over all devices")
+    parser.add_argument("--context", type=int, help="longest window in tokens; else the model's")
+    _add_file_options(parser)
+
+
+def _add_file_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kind",
+        choices=["text", "jsonl", "parquet", "fasta", "fastq"],
+        help="of the files; by default what each name says",
+    )
+    parser.add_argument("--column", default="text", help="of JSON lines and Parquet; default: text")
+
+
+def _add_tokenizer(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    tokenizer = commands.add_parser("tokenizer", help="make a tokenizer from files")
+    actions = tokenizer.add_subparsers(dest="action", required=True)
+    train = actions.add_parser("train", help="train a BPE tokenizer; writes a folder")
+    train.add_argument("files", type=Path, nargs="+", metavar="FILE", help="plain or gzip")
+    train.add_argument("-o", dest="out", type=Path, required=True, metavar="DIR", help="new folder")
+    train.add_argument("--vocab", type=int, required=True, help="tokens, special ones included")
+    train.add_argument(
+        "--scheme",
+        choices=["nucleotides", "text"],
+        default="text",
+        help="nucleotides: METAGENE-1's; text: bytes, each digit a token (default)",
+    )
+    _add_file_options(train)
+    train.add_argument(
+        "--max-characters",
+        type=int,
+        default=10**9,
+        metavar="N",
+        help="read no more documents after these; default: 1,000,000,000",
+    )
 
 
 def _run(options: argparse.Namespace, log: logging.Logger) -> None:
@@ -94,6 +147,28 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
 
         step = export_adapter(options.run_dir, options.out, step=options.step)
         log.info("adapters after step %d are in %s", step, options.out)
+    elif options.command == "tokenizer":
+        from learner_jax.corpus.tokenizer import tokenizer_command
+
+        tokenizer_command(
+            options.files,
+            options.out,
+            log,
+            vocab=options.vocab,
+            scheme=options.scheme,
+            kind=options.kind,
+            column=options.column,
+            max_characters=options.max_characters,
+        )
+    elif options.command == "embed" or (options.command == "score" and options.files):
+        from learner_jax.corpus.sequences import Options, embed_sequences, score_sequences
+
+        given = vars(options)
+        sequences = Options(**{each.name: given[each.name] for each in dataclasses.fields(Options)})
+        if options.command == "embed":
+            embed_sequences(sequences, options.out, options.names, log)
+        else:
+            score_sequences(sequences, options.out, log)
     elif options.command == "score":
         from learner_jax.score import score_command
 

@@ -38,8 +38,8 @@ class Compiled:
     """None where it needs more memory than the device has."""
     refusal: str
     """The compiler's message then."""
-    lower_s: float
-    compile_s: float
+    seconds: dict[str, float]
+    """Seconds that lowering and compiling took."""
 
 
 def learner_mesh(spec: RunSpec, devices: Sequence[jax.Device]) -> Mesh:
@@ -48,15 +48,16 @@ def learner_mesh(spec: RunSpec, devices: Sequence[jax.Device]) -> Mesh:
     Raises:
         UserError: the mesh is for another number of them.
     """
-    sizes = [getattr(spec.learner.mesh, axis) for axis in AXES]
-    if math.prod(sizes) != len(devices):
+    mesh = spec.learner.mesh
+    if mesh.devices != len(devices):
+        sizes = " x ".join(str(getattr(mesh, axis)) for axis in AXES)
         raise UserError(
-            f"{' x '.join(map(str, sizes))} ({', '.join(AXES)}) is {math.prod(sizes)} devices, "
+            f"{sizes} ({', '.join(AXES)}) is {mesh.devices} devices, "
             f"the topology has {len(devices)}",
             place="learner.mesh",
             remedy="make the product of the mesh equal to the devices, or name another topology",
         )
-    return make_mesh(spec.learner.mesh, devices)
+    return make_mesh(mesh, devices)
 
 
 def abstract_arguments(programs: Programs) -> dict[str, tuple[Any, ...]]:
@@ -79,7 +80,7 @@ def compile_programs(programs: Programs, names: Sequence[str]) -> Iterator[Compi
     for name in names:
         began = time.perf_counter()
         lowered = getattr(programs, name).lower(*arguments[name])
-        lower_s = time.perf_counter() - began
+        lowered_at = time.perf_counter()
         executable, refusal = None, ""
         try:
             executable = lowered.compile()
@@ -87,8 +88,11 @@ def compile_programs(programs: Programs, names: Sequence[str]) -> Iterator[Compi
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             refusal = str(error)
-        compile_s = time.perf_counter() - began - lower_s
-        yield Compiled(name, executable, refusal, lower_s, compile_s)
+        seconds = {
+            "lower_s": round(lowered_at - began, 2),
+            "compile_s": round(time.perf_counter() - lowered_at, 2),
+        }
+        yield Compiled(name, executable, refusal, seconds)
 
 
 def analyse(
@@ -125,8 +129,7 @@ def analyse(
         "batch": _device_bytes(programs.abstract_batch),
     }
     # Of the loops whose length is data's: one microbatch, all of it positions with a target.
-    chunk = logits_chunk(spec.learner, config.vocab_size)
-    chunks = -(-device_positions(spec.learner) // chunk)
+    chunks = -(-device_positions(spec.learner) // logits_chunk(spec.learner, config.vocab_size))
     assumed = {"vocabulary_head": chunks}
     platform = devices[0].platform
     reports = {c.name: _report(c, assumed, platform) for c in compile_programs(programs, names)}
@@ -162,12 +165,8 @@ def analyse(
 
 
 def _report(compiled: Compiled, assumed: Mapping[str, int], platform: str) -> dict[str, Any]:
-    seconds = {
-        "lower_s": round(compiled.lower_s, 2),
-        "compile_s": round(compiled.compile_s, 2),
-    }
     if compiled.executable is None:
-        return seconds | {"does_not_fit": compiled.refusal.splitlines()[0]}
+        return compiled.seconds | {"does_not_fit": compiled.refusal.splitlines()[0]}
     memory, text = compiled.executable.memory_analysis(), compiled.executable.as_text()
     assert memory is not None and text is not None  # every backend of ours has both
     cost = program_cost(text, assumed)
@@ -177,7 +176,7 @@ def _report(compiled: Compiled, assumed: Mapping[str, int], platform: str) -> di
         # memory. Its peak is that of the buffers it assigns; the CPU's peak leaves temporaries out.
         own = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
     own += memory.generated_code_size_in_bytes
-    return seconds | {
+    return compiled.seconds | {
         "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,

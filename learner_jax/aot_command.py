@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from learner_jax.topology import (
     Topology,
@@ -22,9 +22,11 @@ from learner_jax.topology import (
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.models.config import ModelConfig, parse_config
+from runspec.core.models.config import CONFIG_NAME, ModelConfig
+from runspec.core.models.family import parse_config
 from runspec.core.models.hardware import DEVICES, device_of
-from runspec.core.models.spec_model import model_names, named_model
+from runspec.core.models.spec_model import model_config, model_names
+from runspec.core.run_files import initial_model
 from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import Learner, RunSpec
@@ -51,40 +53,30 @@ class AotOptions:
     """config.json of the model, in place of what the spec names."""
 
 
-def aot_report(options: AotOptions) -> dict[str, Any]:
-    """Compiles programs of the run and reports them.
+def aot_command(options: AotOptions) -> None:
+    """Compiles programs of the run and prints a report.
 
     Raises:
-        UserError: no such spec, model shape, topology or compiler, or the mesh does not match.
+        UserError: no such spec, model shape, topology or compiler, the mesh does not match, or a
+            program needs more memory than a device has.
     """
     spec = _load(options)
-    topology = (
-        parse_topology(options.topology)
-        if options.topology is not None
-        else learner_topology(spec.learner)
-    )
+    if options.topology is None:
+        topology = learner_topology(spec.learner)
+    else:
+        topology = parse_topology(options.topology)
     devices, memory = _devices(spec.learner, topology)
     from learner_jax.aot import analyse  # the environment is set now
 
-    report = analyse(
-        spec, _model_config(options, spec), devices, memory=memory, names=options.programs
-    )
-    where = str(topology) if topology is not None else spec.learner.hardware.kind
-    return {"run": spec.name, "topology": where, **report}
-
-
-def aot_command(options: AotOptions) -> None:
-    """Prints the report.
-
-    Raises:
-        UserError: as above, and where a program needs more memory than a device has.
-    """
-    report = aot_report(options)
-    print(json.dumps(report, indent=2))
+    config, names = _model_config(options, spec), options.programs
+    whole = None if memory is None else int(memory)
+    report = analyse(spec, config, devices, memory=whole, names=names)
+    where = spec.learner.hardware.kind if topology is None else str(topology)
+    print(json.dumps({"run": spec.name, "topology": where, **report}, indent=2))
     if report["memory"]["fits"] is False:
         raise UserError(
             "the run does not fit in the memory of its devices",
-            place=report["topology"],
+            place=where,
             remedy="more devices, more of learner.mesh.fsdp or tensor, fewer packing.rows, "
             "or optimizer.offload",
         )
@@ -104,40 +96,33 @@ def _load(options: AotOptions) -> RunSpec:
 
 def _model_config(options: AotOptions, spec: RunSpec) -> ModelConfig:
     named = options.model_config
-    if named is None and options.run.is_dir() and (options.run / "initial").exists():
-        named = options.run / "initial" / "config.json"
-    if named is None and spec.model.hf is not None and Path(spec.model.hf).is_dir():
-        named = Path(spec.model.hf) / "config.json"
-    if named is None and spec.model.shape is not None:
-        from learner_jax.warm_start import model_config
-
-        return model_config(spec)
-    if named is None:
-        shape = named_model(spec.model.hf or "")
-        if shape is None:
-            raise UserError(
-                f"the shape of {spec.model.hf} is not known here",
-                place="model.hf",
-                remedy="give its config.json: --model-config FILE; known without it: "
-                + ", ".join(model_names()),
-            )
-        return parse_config(shape, place=f"{spec.model.hf}/config.json")
-    try:
-        data = read_bounded(named, _MAX_CONFIG_BYTES)
-        return parse_config(parse_object(data, max_bytes=_MAX_CONFIG_BYTES), place=str(named))
-    except (OSError, MalformedJson) as error:
-        raise UserError(f"no model config: {error}", place=str(named)) from error
+    if named is None and initial_model(options.run).exists():
+        named = initial_model(options.run) / CONFIG_NAME
+    if named is not None:
+        try:
+            data = read_bounded(named, _MAX_CONFIG_BYTES)
+            return parse_config(parse_object(data, max_bytes=_MAX_CONFIG_BYTES), place=str(named))
+        except (OSError, MalformedJson) as error:
+            raise UserError(f"no model config: {error}", place=str(named)) from error
+    config = model_config(spec)
+    if config is None:
+        raise UserError(
+            f"the shape of {spec.model.hf} is not known here",
+            place="model.hf",
+            remedy="give its config.json: --model-config FILE; known without it: "
+            + ", ".join(model_names()),
+        )
+    return config
 
 
-def _devices(learner: Learner, topology: Topology | None) -> tuple[list[jax.Device], int | None]:
+def _devices(learner: Learner, topology: Topology | None) -> tuple[list[jax.Device], float | None]:
     """Devices to compile for, and the memory of one where it is known."""
     if topology is not None:
         prepare_environment()
         same = topology.kind == learner.hardware.kind
         memory = (device_of(learner.hardware) if same else DEVICES[topology.kind]).memory
-        return topology_devices(topology, learner.mesh.slices), _whole(memory)
-    mesh = learner.mesh
-    needed = mesh.data * mesh.fsdp * mesh.context * mesh.tensor
+        return topology_devices(topology, learner.mesh.slices), memory
+    needed = learner.mesh.devices
     if learner.hardware.kind == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
         flags = os.environ.get("XLA_FLAGS", "")
@@ -154,8 +139,4 @@ def _devices(learner: Learner, topology: Topology | None) -> tuple[list[jax.Devi
     devices = jax.devices()[:needed]
     statistics = devices[0].memory_stats() or {}
     memory = learner.hardware.memory or statistics.get("bytes_limit")
-    return devices, _whole(memory or device_of(learner.hardware).memory)
-
-
-def _whole(memory: float | None) -> int | None:
-    return None if memory is None else int(memory)
+    return devices, memory or device_of(learner.hardware).memory

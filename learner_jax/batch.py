@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Protocol
 
@@ -23,11 +24,7 @@ from runspec.core.files import read_bounded
 from runspec.core.hashing import digest_bytes
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.roles import Roles, open_roles
-from runspec.core.run_files import (
-    SubmissionFiles,
-    step_folder,
-    submission_files,
-)
+from runspec.core.run_files import SubmissionFiles, step_folder, submission_files
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from verify.formats import batch as batch_format
@@ -52,7 +49,6 @@ from verify.formats.verdict import (
 POLL_S = 0.02
 REPORT_EVERY_S = 30.0
 MAX_TABLE_BYTES = verdict_format.MAX_BYTES
-MAX_ROWS = verdict_format.MAX_ROWS
 _REMEDY = "see the coordinator's log; a copy of the file from before the damage mends it"
 
 
@@ -95,11 +91,6 @@ class Batch:
         """Names what the manifest says, whoever signed it when."""
         return manifest_digest(self.manifest)
 
-    @property
-    def lags(self) -> list[int]:
-        """For each rollout the training step minus the version that sampled it."""
-        return [self.manifest.step - rollout.version for rollout in self.rollouts]
-
 
 def manifest_digest(manifest: BatchManifest) -> str:
     """BLAKE3 of a manifest's canonical JSON, without its signature."""
@@ -126,12 +117,7 @@ class BatchReader:
         UserError: the run's roles cannot be read, or the run is of an older version.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        spec: RunSpec,
-        root_public_key: str,
-    ) -> None:
+    def __init__(self, run_dir: Path, spec: RunSpec, root_public_key: str) -> None:
         self._run_dir, self._spec = run_dir, spec
         # What a validator accepted has to be read: one that is refused here ends the run.
         self._max_read = max(MAX_TABLE_BYTES, largest_submission_bytes(spec))
@@ -207,7 +193,12 @@ class BatchReader:
             rows = opened[key].get(named.group, [])
             self._check_group(named, rows)
             groups.append(self._training_group(rows))
-            compared += [pair for row in rows if (pair := row.both_logprobs) is not None]
+            # Claimed and recomputed; none where they were not, or not under one version.
+            compared += [
+                (row.rollout.logprobs, ours)
+                for row in rows
+                if (ours := row.verdict.logprobs) is not None
+            ]
         return Batch(manifest, groups, agreement(compared))
 
     def _open(self, named: BatchGroup) -> dict[int, list[_Row]]:
@@ -240,7 +231,9 @@ class BatchReader:
         except (OSError, BadSignature, MalformedTable) as error:
             raise UserError(str(error), place=str(files.submission), remedy=_REMEDY) from error
         try:
-            rollouts = decode_rollouts(table, max_rows=MAX_ROWS, max_bytes=self._max_bytes)
+            rollouts = decode_rollouts(
+                table, max_rows=verdict_format.MAX_ROWS, max_bytes=self._max_bytes
+            )
         except MalformedTable as error:
             validator = parse_object(signed_verdict, max_bytes=len(signed_verdict))["key"]
             raise UserError(
@@ -311,7 +304,21 @@ class BatchReader:
             length_penalty=np.array([row.verdict.length_penalty for row in rows]),
             normalize=self._spec.algorithm.advantage.normalize,
         )
-        return [row.training(float(a)) for row, a in zip(rows, advantages, strict=True)]
+        return [
+            TrainingRollout(
+                problem_id=row.rollout.problem_id,
+                # Copies: decoded arrays are views that keep the whole submission.
+                prompt_tokens=row.rollout.prompt_tokens.copy(),
+                output_tokens=row.rollout.output_tokens.copy(),
+                mu=row.mu.copy(),
+                advantage=advantage,
+                task_reward=row.verdict.task_reward,
+                reward=row.verdict.reward,
+                target=row.verdict.target,
+                version=row.rollout.oldest_version,
+            )
+            for row, advantage in zip(rows, advantages.tolist(), strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -328,33 +335,10 @@ class _Row:
             and verdict.length == length > 0
             and len(self.mu) == length
             and bool(np.isfinite(self.mu).all())
-            and bool(
-                np.isfinite([verdict.task_reward, verdict.length_penalty, verdict.reward]).all()
-            )
+            and all(map(isfinite, (verdict.task_reward, verdict.length_penalty, verdict.reward)))
         )
 
     @property
     def mu(self) -> np.ndarray:
         # Where `verify.prefill_share` left the prefill out, the worker's claim is all there is.
         return self.rollout.logprobs if self.verdict.logprobs is None else self.verdict.logprobs
-
-    @property
-    def both_logprobs(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Claimed and recomputed; None where they were not, or not under one version."""
-        ours = self.verdict.logprobs
-        return None if ours is None else (self.rollout.logprobs, ours)
-
-    def training(self, advantage: float) -> TrainingRollout:
-        verdict, rollout = self.verdict, self.rollout
-        return TrainingRollout(
-            problem_id=rollout.problem_id,
-            # Copies: decoded arrays are views that keep the whole submission.
-            prompt_tokens=rollout.prompt_tokens.copy(),
-            output_tokens=rollout.output_tokens.copy(),
-            mu=self.mu.copy(),
-            advantage=advantage,
-            task_reward=verdict.task_reward,
-            reward=verdict.reward,
-            target=verdict.target,
-            version=rollout.oldest_version,
-        )

@@ -271,8 +271,7 @@ def _check_shapes(path: Path, target: Any) -> None:
 
 
 def _shapes(tree: Any) -> dict[str, str]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}{leaf.shape}"
-        for path, leaf in leaves
+        for path, leaf in jax.tree.leaves_with_path(tree)
     }

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import nn
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from learner_jax.attention import Rows, attend_in_rows, packed_attention
@@ -35,6 +34,7 @@ Rotation = tuple[Array, Array]
 """Cosine and sine, [B, T, 1, h/2] each, at least float32."""
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def embed(
     table: Float[Array, "V D"], tokens: Int[Array, "B T"], execution: Execution
 ) -> Float[Array, "B T D"]:
@@ -43,34 +43,28 @@ def embed(
     The table is gathered over fsdp first, as a layer's weights are before their products: looked up
     in a table that is cut along D, the activations of all rows would be exchanged instead.
     """
-    return _look_up(table, tokens, execution.compute_dtype, execution.mesh)
+    whole = table.astype(execution.compute_dtype)
+    return constrain(whole, execution.mesh, "vocab", None)[tokens]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _look_up(
-    table: Array, tokens: Array, dtype: np.dtype | type, mesh: Mesh | None
-) -> Float[Array, "B T D"]:
-    return constrain(table.astype(dtype), mesh, "vocab", None)[tokens]
-
-
-def _look_up_forward(
-    table: Array, tokens: Array, dtype: np.dtype | type, mesh: Mesh | None
+def _embed_forward(
+    table: Array, tokens: Array, execution: Execution
 ) -> tuple[Array, tuple[Array, Array]]:
-    return _look_up(table, tokens, dtype, mesh), (table, tokens)
+    return embed(table, tokens, execution), (table, tokens)
 
 
-def _look_up_backward(
-    dtype: np.dtype | type, mesh: Mesh | None, residuals: tuple[Array, Array], dx: Array
+def _embed_backward(
+    execution: Execution, residuals: tuple[Array, Array], dx: Array
 ) -> tuple[Array, None]:
     # A token comes often, and a sum of many terms in bfloat16 would lose most of them.
-    table, tokens = residuals
+    (table, tokens), mesh = residuals, execution.mesh
     wide = wide_dtype(table.dtype)
     zeros = constrain(jnp.zeros_like(table, wide), mesh, "vocab", None)
     summed = zeros.at[tokens].add(dx.astype(wide))
     return constrain(summed, mesh, "vocab", "embed").astype(table.dtype), None
 
 
-_look_up.defvjp(_look_up_forward, _look_up_backward)
+embed.defvjp(_embed_forward, _embed_backward)
 
 
 def frequencies(config: ModelConfig) -> Float[np.ndarray, " h2"]:

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -44,6 +44,7 @@ MAX_MESSAGE_BYTES = 2**31 - 1
 _CHUNK_BYTES = 64 * 1024 * 1024
 _SMALLEST_CHUNK_BYTES = 64 * 1024
 _NAME_BYTES = 128
+T = TypeVar("T")
 
 
 class Word(IntEnum):
@@ -142,11 +143,7 @@ class Peers:
         Raises:
             UserError: what it raised here; a PeerFailed where it raised in another.
         """
-        try:
-            action()
-        except UserError as error:
-            self.tell(error, Word.UNSAVED)
-            raise
+        self._or_tell(action)
         self.agree(Word.GO)
 
     def from_first(self, action: Callable[[], bytes]) -> bytes:
@@ -155,19 +152,21 @@ class Peers:
         Raises:
             UserError: what it raised there; a PeerFailed elsewhere.
         """
-        data = b""
-        if self.first:
-            try:
-                data = action()
-            except UserError as error:
-                self.tell(error, Word.UNSAVED)
-                raise
+        data = self._or_tell(action) if self.first else b""
         _, size = self.agree(Word.GO, len(data))
         return self.broadcast(data, size)
 
     def json_from_first(self, action: Callable[[], Any]) -> Any:
         """Collective: `from_first` of a JSON value."""
         return json.loads(self.from_first(lambda: canonical_json(action())))
+
+    def _or_tell(self, action: Callable[[], T]) -> T:
+        """Runs `action`; the other processes are told of its UserError."""
+        try:
+            return action()
+        except UserError as error:
+            self.tell(error, Word.UNSAVED)
+            raise
 
 
 def mesh_devices(processes: int, needed: int) -> list[jax.Device]:
@@ -222,8 +221,7 @@ def joined(
     if (coordinator, index) == (None, None):
         coordinator, index = _environment()
     _check_place(processes, coordinator, index)
-    with _deadline(join_s, processes, coordinator, index, log):
-        _initialize(processes, coordinator, index, join_s, heartbeat_s)
+    _join(processes, coordinator, index, log, join_s, heartbeat_s)
     peers = Peers(jax.process_index(), _names(processes))
     who = ", ".join(f"{i}: {name}" for i, name in enumerate(peers.names))
     log.info("process %d of %d; %s", peers.index, peers.count, who)
@@ -280,12 +278,18 @@ def _check_place(processes: int, coordinator: str | None, index: int | None) -> 
         )
 
 
-@contextmanager
-def _deadline(
-    join_s: int, processes: int, coordinator: str | None, index: int | None, log: logging.Logger
-) -> Iterator[None]:
-    """Ends this process where joining takes longer: JAX would abort it without saying for whom."""
-    me = f"process {index} of {processes}" if index is not None else f"one of {processes} processes"
+def _join(
+    processes: int,
+    coordinator: str | None,
+    index: int | None,
+    log: logging.Logger,
+    join_s: int,
+    heartbeat_s: int,
+) -> None:
+    """Joins the others, or ends this process where that takes longer than `join_s`: JAX would abort
+    it without saying for whom it waited."""
+    given = index is not None
+    me = f"process {index} of {processes}" if given else f"one of {processes} processes"
 
     def give_up() -> None:
         log.error(
@@ -297,20 +301,10 @@ def _deadline(
         )
         leave(EXIT_USER_ERROR)
 
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     timer = threading.Timer(join_s, give_up)
     timer.daemon = True
     timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _initialize(
-    processes: int, coordinator: str | None, index: int | None, join_s: int, heartbeat_s: int
-) -> None:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    given = index is not None
     try:
         jax.distributed.initialize(
             coordinator,
@@ -328,6 +322,8 @@ def _initialize(
             remedy="start each process with --coordinator HOST:PORT of process 0 and its --process "
             "number; on TPU pods and under SLURM JAX finds out both",
         ) from error
+    finally:
+        timer.cancel()
     if jax.process_count() != processes:
         raise UserError(
             f"{jax.process_count()} processes joined, the spec says {processes}",

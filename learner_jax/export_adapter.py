@@ -11,20 +11,19 @@ leaves `a` [L, in..., r] and `b` [L, r, out...] for each matrix W of the layers,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from bridge.model_files import output_directory
 from bridge.orbax_io import open_leaves, read_leaf
-from bridge.safetensors_io import write_safetensors
-from bridge.tensors import dtype_named
 from bridge.weight_map import Entry, entry
-from bridge.weight_map import Path as LeafPath
 from learner_jax.checkpoint import check_state, state_steps
+from learner_jax.leaves import LeafPath, write_leaves
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig, load_config
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.family import load_config
 from runspec.core.models.parameters import adapter_rows, axis_sizes
 from runspec.core.run_files import ARRAYS_NAME, initial_model, state_folder
 from runspec.core.spec.resolved import load_resolved
@@ -61,13 +60,9 @@ def export_adapter(run_dir: Path, out_dir: Path, *, step: int | None = None) -> 
     model_dir, folder = initial_model(run_dir), states / f"step_{step}" / ARRAYS_NAME
     config = load_config(model_dir)
     entries = adapter_map(config, rank=lora.rank, targets=lora.targets)
-    inside = {entry.path: ("params", *entry.path) for entry in entries}
-    shapes = {inside[entry.path]: entry.leaf_shape for entry in entries}
+    shapes = {("params", *entry.path): entry.leaf_shape for entry in entries}
     stores = open_leaves(folder, shapes, among_others=True)
-    leaves = {
-        entry.path: read_leaf(stores[inside[entry.path]], entry.path, place=folder)
-        for entry in entries
-    }
+    leaves = {path[1:]: read_leaf(store, path[1:], place=folder) for path, store in stores.items()}
     base = spec.model.hf or str(model_dir.resolve())
     write_adapter(out_dir, leaves, config, lora=lora, base_model=base)
     return step
@@ -106,8 +101,6 @@ def write_adapter(
         UserError: `out_dir` exists, or cannot be written.
     """
     entries = adapter_map(config, rank=lora.rank, targets=lora.targets)
-    shapes = {name: leaf.hf_shape for leaf in entries for name in leaf.tensor_names()}
-    modules = {leaf.hf_name.rsplit(".", 3)[1] for leaf in entries}
     said = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -115,7 +108,7 @@ def write_adapter(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted(modules),
+        "target_modules": sorted({leaf.hf_name.rsplit(".", 3)[1] for leaf in entries}),
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -124,12 +117,5 @@ def write_adapter(
         "inference_mode": True,
     }
     with output_directory(out_dir) as folder:
-        tensors = _tensors(entries, leaves)
-        write_safetensors(folder / WEIGHTS_NAME, shapes, dtype_named("float32"), tensors)
+        write_leaves(folder / WEIGHTS_NAME, entries, leaves)
         (folder / CONFIG_NAME).write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")
-
-
-def _tensors(entries: list[Entry], leaves: Mapping[LeafPath, np.ndarray]) -> Iterator[np.ndarray]:
-    for leaf in entries:
-        for layer in leaves[leaf.path]:
-            yield leaf.to_hf(layer)

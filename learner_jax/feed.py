@@ -96,7 +96,12 @@ class BatchFeed:
             UserError: in process 0, no batch in time, or one that cannot be read; a PeerFailed
                 in the others.
         """
-        return self._read(self._reader, step) if self._reader else self._follow()
+        if self._reader is not None:
+            return self._read(self._reader, step)
+        word = Word.WAIT
+        while word is Word.WAIT:
+            word, size = self._peers.agree(Word.STOP if self._stop.is_set() else Word.GO)
+        return None if word is Word.STOP else decode_batch(self._peers.broadcast(b"", size))
 
     def _read(self, reader: BatchReader, step: int) -> Batch | None:
         """In process 0."""
@@ -123,13 +128,6 @@ class BatchFeed:
             return None
         self._peers.broadcast(data, size)
         return batch
-
-    def _follow(self) -> Batch | None:
-        """In the others."""
-        word = Word.WAIT
-        while word is Word.WAIT:
-            word, size = self._peers.agree(Word.STOP if self._stop.is_set() else Word.GO)
-        return None if word is Word.STOP else decode_batch(self._peers.broadcast(b"", size))
 
 
 class _AnyStop:

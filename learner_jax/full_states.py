@@ -31,7 +31,6 @@ from runspec.core.run_files import (
     step_folder,
 )
 from runspec.core.spec.schema import RunSpec
-from verify.formats.batch import FILE_NAME
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 
 
@@ -65,11 +64,8 @@ def find_start(run: LearnerRun, programs: Programs, reader: BatchReader | None) 
     Raises:
         UserError: the state is damaged, or of another run.
     """
-    spec, model_dir, states = (
-        run.spec,
-        initial_model(run.folder),
-        state_folder(run.folder, run.spec),
-    )
+    spec, model_dir = run.spec, initial_model(run.folder)
+    states = state_folder(run.folder, spec)
 
     def newest() -> dict[str, Any]:
         for folder in (states, params_folder(run.folder, spec)):
@@ -87,13 +83,11 @@ def find_start(run: LearnerRun, programs: Programs, reader: BatchReader | None) 
     found = run.peers.json_from_first(newest)
     _require_one_folder(run, states)
     info = StateInfo(**found["info"]) if "info" in found else None
-    initial = frozen = None
-    if info is None or spec.algorithm.kl.coef or spec.learner.lora:
-        initial = load_params(model_dir, run.config, run.mesh, run.peers)
-    if spec.algorithm.kl.coef or spec.learner.lora:
-        frozen = programs.freeze(initial)
-    reference = frozen if spec.algorithm.kl.coef else None
-    base = frozen if spec.learner.lora else None
+    compared, adapted = spec.algorithm.kl.coef > 0, spec.learner.lora is not None
+    needed = info is None or compared or adapted
+    initial = load_params(model_dir, run.config, run.mesh, run.peers) if needed else None
+    frozen = programs.freeze(initial) if compared or adapted else None
+    reference, base = frozen if compared else None, frozen if adapted else None
     if info is None:
         state = programs.init_state(initial)
         return Start(0, state, reference, base, found["digest"], None, True)
@@ -111,7 +105,13 @@ def _require_one_folder(run: LearnerRun, states: Folder) -> None:
     """
     if run.peers.count == 1:
         return
-    mark = states / run.peers.json_from_first(lambda: _mark(states))
+
+    def write_mark() -> str:
+        name = temporary_name(Path("seen")).name
+        write_atomic(states / name, b"")
+        return name
+
+    mark = states / run.peers.json_from_first(write_mark)
     seen = run.peers.all_of(mark.exists())
     if run.peers.first:
         mark.unlink()
@@ -121,12 +121,6 @@ def _require_one_folder(run: LearnerRun, states: Folder) -> None:
             place=f"checkpoints.dir ({states} in process {run.peers.index})",
             remedy="set checkpoints.dir to an object store, or to a folder that all hosts share",
         )
-
-
-def _mark(folder: Folder) -> str:
-    name = temporary_name(Path("seen")).name
-    write_atomic(folder / name, b"")
-    return name
 
 
 def _check_run(info: StateInfo, spec: RunSpec, model_digest: str, states: Folder) -> None:
@@ -144,7 +138,7 @@ def _check_run(info: StateInfo, spec: RunSpec, model_digest: str, states: Folder
 
 def _check_position(info: StateInfo, run_dir: Path, reader: BatchReader) -> None:
     """The batch that the state was trained on last is still the one that lies there."""
-    path = step_folder(run_dir, info.step - 1) / FILE_NAME
+    path = step_folder(run_dir, info.step - 1) / BATCH_FILE
     if info.batch is None or not path.exists():
         return
     # By what it says: a rollback makes new keys, and the old signature is nobody's any more.
@@ -208,16 +202,15 @@ class StateWriter:
         self._saver.run(f"the full state of step {step}", lambda: self._begin(info, state))
 
     def _begin(self, info: StateInfo, state: TrainState) -> Finish:
-        spec = self._run.spec
-        folder = state_folder(self._run.folder, spec)
+        run, spec = self._run, self._run.spec
+        folder = state_folder(run.folder, spec)
         write = save_state(folder, info, state, keep=spec.checkpoints.keep)
 
         def finish() -> None:
             write()
-            if self._run.peers.first:
+            if run.peers.first:
                 # A step trains rollouts leased up to `async_level` steps before it.
-                passed = state_steps(folder)[0] - spec.algorithm.async_level
-                _drop_rollouts(self._run.folder, passed)
+                _drop_rollouts(run.folder, state_steps(folder)[0] - spec.algorithm.async_level)
 
         return finish
 

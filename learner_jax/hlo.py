@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -50,8 +50,7 @@ class Instruction:
 
     def called(self, kind: str) -> str:
         """The computation named by an attribute such as `body`, "" where there is none."""
-        found = re.search(rf"\b{kind}=%?([\w.\-]+)", self.attributes)
-        return found.group(1) if found else ""
+        return _first(rf"\b{kind}=%?([\w.\-]+)", self.attributes)
 
 
 Computation = Mapping[str, Instruction]
@@ -92,13 +91,6 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
     return computations, entry
 
 
-def arrays(text: str) -> Iterator[ArrayType]:
-    """The result of every instruction of a module."""
-    for computation in parse(text)[0].values():
-        for instruction in computation.values():
-            yield from instruction.result
-
-
 def program_cost(text: str, assumed: Mapping[str, int] | None = None) -> Cost:
     """Counts a compiled program (`compiled.as_text()`).
 
@@ -135,8 +127,8 @@ class _Counter:
             elif opcode == "convolution":
                 cost.flops += times * _convolution_flops(instruction, computation)
             elif opcode == "custom-call":
-                target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
-                cost.custom_calls[target.group(1) if target else ""] += times
+                target = _first(r'custom_call_target="([^"]*)"', instruction.attributes)
+                cost.custom_calls[target] += times
             if not fused and opcode not in _FREE and not instruction.opcode.endswith("-done"):
                 cost.hbm_bytes += times * _traffic(instruction, computation, computations)
             if opcode == "while":
@@ -153,17 +145,15 @@ class _Counter:
                     self.count(callee, times, fused=fused or opcode == "fusion")
 
     def _assume(self, loop: Instruction) -> int:
-        named = re.search(r'op_name="([^"]*)"', loop.attributes)
-        name = named.group(1) if named else loop.name
+        name = _first(r'op_name="([^"]*)"', loop.attributes) or loop.name
         length = next((times for word, times in self.assumed.items() if word in name), 1)
         self.cost.assumed_loops[name] = length
         return length
 
 
 def _branches(instruction: Instruction) -> list[str]:
-    found = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
-    if found:
-        return [name.strip().lstrip("%") for name in found.group(1).split(",")]
+    if names := _first(r"branch_computations=\{([^}]*)\}", instruction.attributes):
+        return [name.strip().lstrip("%") for name in names.split(",")]
     both = (instruction.called(f"{value}_computation") for value in ("true", "false"))
     return [name for name in both if name]
 
@@ -173,8 +163,8 @@ def _trips(
 ) -> int | None:
     """How often a loop runs: as XLA says, or from where its counter starts, ends and by how much
     it grows; None where that is not plain to see."""
-    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
-        return int(known.group(1))
+    if known := _first(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
+        return int(known)
     condition = computations[loop.called("condition")]
     body = computations[loop.called("body")]
     before = outside[loop.operands[0]]
@@ -202,8 +192,8 @@ def _root(computation: Computation) -> Instruction:
 
 
 def _element(instruction: Instruction) -> int | None:
-    found = re.match(r",?\s*index=(\d+)", instruction.attributes)
-    return int(found.group(1)) if found else None
+    index = _first(r"^,?\s*index=(\d+)", instruction.attributes)
+    return int(index) if index else None
 
 
 def _source(computation: Computation, name: str) -> Instruction:
@@ -236,8 +226,8 @@ def _group_size(attributes: str) -> int:
     """Devices of one group, in any of the three ways in which HLO writes groups."""
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
         return listed.group(1).count(",") + 1
-    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
-        return int(iota.group(1))
+    if iota := _first(r"replica_groups=\[\d+,(\d+)\]", attributes):
+        return int(iota)
     if named := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", named.group(1)))
         # 'axis', or 'axis':(2)4 where an axis is cut and one part, here of 4, takes part
@@ -250,8 +240,8 @@ def _group_size(attributes: str) -> int:
 
 def _dot_flops(instruction: Instruction, computation: Computation) -> float:
     left = computation[instruction.operands[0]].result[0].shape
-    found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
-    axes = [int(axis) for axis in found.group(1).split(",") if axis] if found else []
+    contracted = _first(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
+    axes = [int(axis) for axis in contracted.split(",") if axis]
     return 2.0 * math.prod(instruction.result[0].shape) * math.prod(left[axis] for axis in axes)
 
 
@@ -296,22 +286,15 @@ class _Window:
 
 
 def _window(attributes: str) -> dict[int, _Window]:
-    found = re.search(r"window=\{([^}]*)\}", attributes)
-    fields = dict(part.split("=") for part in found.group(1).split()) if found else {}
+    fields = dict(part.split("=") for part in _first(r"window=\{([^}]*)\}", attributes).split())
+    sizes = fields["size"].split("x") if "size" in fields else []
 
-    def values(name: str) -> list[int]:
-        return [int(part.split("_")[0]) for part in fields.get(name, "").split("x") if part]
+    def values(name: str, default: str) -> list[int]:
+        parts = fields[name].split("x") if name in fields else [default] * len(sizes)
+        return [int(part.split("_")[0]) for part in parts]
 
-    size, stride, pad, dilation = (values(n) for n in ("size", "stride", "pad", "lhs_dilate"))
-    return {
-        axis: _Window(
-            size[axis],
-            stride[axis] if stride else 1,
-            pad[axis] if pad else 0,
-            dilation[axis] if dilation else 1,
-        )
-        for axis in range(len(size))
-    }
+    columns = values("stride", "1"), values("pad", "0"), values("lhs_dilate", "1")
+    return dict(enumerate(map(_Window, map(int, sizes), *columns)))
 
 
 def _traffic(
@@ -327,8 +310,7 @@ def _traffic(
     callee = instruction.called("calls")
     if instruction.opcode == "fusion" and callee in computations:
         inner = computations[callee]
-        parameters = [i for i in inner.values() if i.opcode == "parameter"]
-        for parameter in parameters:
+        for parameter in (i for i in inner.values() if i.opcode == "parameter"):
             slices = _slices(parameter.name, inner)
             at = int(parameter.attributes)
             if slices is not None and operands[at]:
@@ -386,6 +368,12 @@ def _instruction(line: str, found: re.Match[str]) -> Instruction:
     return Instruction(
         found.group(2), opcode, types, operands, attributes, found.group(1) is not None
     )
+
+
+def _first(pattern: str, text: str) -> str:
+    """Return the group of the pattern's first match in the text, "" without a match."""
+    found = re.search(pattern, text)
+    return found.group(1) if found else ""
 
 
 def _closing(text: str) -> int:

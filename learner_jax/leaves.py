@@ -17,7 +17,7 @@ from jaxtyping import Array
 from bridge.load import LeafReader
 from bridge.safetensors_io import SINGLE_NAME, write_safetensors
 from bridge.tensors import dtype_named
-from bridge.weight_map import hf_shapes, weight_map
+from bridge.weight_map import Entry, weight_map
 from learner_jax.distributed import Peers
 from learner_jax.model import abstract_params
 from learner_jax.sharding import param_shardings
@@ -36,6 +36,11 @@ def leaf_at(tree: Any, path: LeafPath) -> Any:
     for key in path:
         tree = tree[key]
     return tree
+
+
+def leaf_path(path: tuple[Any, ...]) -> LeafPath:
+    """The keys of a leaf of a nested dict, from JAX's path."""
+    return tuple(key.key for key in path)
 
 
 def load_params(
@@ -61,14 +66,11 @@ def load_params(
     else:
         read = _FromFirst(model_dir, config, peers)
     shardings = param_shardings(abstract_params(config), mesh)
-    tree: dict[str, Any] = {}
-    for entry in weight_map(config):
-        path = entry.path
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = _load_leaf(read, path, entry.leaf_shape, leaf_at(shardings, path))
-    return tree
+    loaded = {
+        entry.path: _load_leaf(read, entry.path, entry.leaf_shape, leaf_at(shardings, entry.path))
+        for entry in weight_map(config)
+    }
+    return jax.tree.map_with_path(lambda path, _: loaded[leaf_path(path)], shardings)
 
 
 def _load_leaf(
@@ -155,23 +157,29 @@ def _copy_shared(target: np.ndarray, at: Index, source: np.ndarray, of: Index) -
 
 def save_weights(params: Any, config: ModelConfig, directory: Path) -> None:
     """Writes model.safetensors, float32, of a tree of float32 arrays."""
+    write_leaves(directory / SINGLE_NAME, weight_map(config), HostLeaves(params))
+
+
+def write_leaves(
+    path: Path, entries: Sequence[Entry], leaves: Mapping[LeafPath, np.ndarray]
+) -> None:
+    """Writes float32 leaves as the Hugging Face tensors of a safetensors file."""
+    shapes = {name: entry.hf_shape for entry in entries for name in entry.tensor_names()}
 
     def tensors() -> Iterator[np.ndarray]:
-        for entry in weight_map(config):
-            leaf = np.asarray(leaf_at(params, entry.path))
+        for entry in entries:
+            leaf = leaves[entry.path]
             for part in [leaf] if entry.layers is None else leaf:
                 yield entry.to_hf(part)
 
-    shapes = dict(hf_shapes(config))
-    write_safetensors(directory / SINGLE_NAME, shapes, dtype_named("float32"), tensors())
+    write_safetensors(path, shapes, dtype_named("float32"), tensors())
 
 
 class HostLeaves(Mapping[LeafPath, np.ndarray]):
     """A tree of device arrays as flat host arrays, each fetched when it is asked for."""
 
     def __init__(self, tree: Any) -> None:
-        flat = jax.tree_util.tree_leaves_with_path(tree)
-        self._leaves = {tuple(key.key for key in path): leaf for path, leaf in flat}
+        self._leaves = {leaf_path(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
     def __getitem__(self, path: LeafPath) -> np.ndarray:
         leaf = self._leaves[path]

@@ -13,7 +13,6 @@ those of all positions take no more room than one chunk may.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,9 +22,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from learner_jax.execution import wide_dtype
-from learner_jax.sharding import constrain
+from learner_jax.sharding import constrain, mesh_axes
 from runspec.core.models.memory import KEPT_LOGITS, chunk_tokens
-from runspec.core.models.parameters import MESH_AXES
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,9 @@ def token_logprobs(
             and devices in at least float32 and comes in its own type: pass the float32 masters.
         targets: the token that follows each position; -1 where none is asked for.
         temperature: of sampling.
-        mesh: over which rows, positions and vocabulary are cut, as `sharding.MESH_AXES` says.
-        chunk: positions of a device at a time; by default as `estimate.logits` says.
+        mesh: over which rows, positions and vocabulary are cut, as `parameters.MESH_AXES` says.
+        chunk: positions of a device at a time; by default those of
+            `runspec.core.models.memory.chunk_tokens`.
 
     Returns:
         log-probabilities and entropies in nats, [B, T], at least float32; 0 where no target is.
@@ -74,12 +73,9 @@ def token_logprobs(
 
 def _cuts(shape: tuple[int, ...], mesh: Mesh | None) -> tuple[int, int]:
     """Into how many parts the mesh cuts the rows and the positions of [B, T, ...]."""
-
-    def parts(size: int, axis: str) -> int:
-        count = math.prod(mesh.shape[name] for name in MESH_AXES[axis]) if mesh else 1
-        return count if size % count == 0 else 1
-
-    return parts(shape[0], "batch"), parts(shape[1], "sequence")
+    if mesh is None:
+        return 1, 1
+    return mesh_axes(mesh, "batch", shape[0])[1], mesh_axes(mesh, "sequence", shape[1])[1]
 
 
 def _by_device(x: Array, mesh: Mesh | None) -> Array:

@@ -8,7 +8,6 @@ ratio (GSPO, 2507.18071), clipped weight (CISPO, 2506.13585).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import jax
@@ -57,20 +56,6 @@ def clip_surrogate(
     clipped = jnp.clip(ratio, 1.0 - clip.eps_low, 1.0 + clip.eps_high)
     bounded = ratio if clip.delta is None else jnp.minimum(ratio, clip.delta)
     return jnp.minimum(bounded * advantages, clipped * advantages)
-
-
-def cispo_surrogate(
-    ratio: Float[Array, ...],
-    advantages: Float[Array, ...],
-    logprobs: Float[Array, ...],
-    clip: Clip,
-) -> Float[Array, ...]:
-    """sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi_theta per token, sg the stopped gradient.
-
-    No token's gradient is stopped: the clip bounds its weight. delta has no part in it.
-    """
-    weight = jnp.clip(ratio, 1.0 - clip.eps_low, 1.0 + clip.eps_high)
-    return jax.lax.stop_gradient(weight) * advantages * logprobs
 
 
 def k3(logprobs: Float[Array, ...], ref_logprobs: Float[Array, ...]) -> Float[Array, ...]:
@@ -137,7 +122,7 @@ def grpo_loss(
     """
     if algorithm.kl.coef and inputs.ref_logprobs is None:
         raise ValueError("the KL term needs the reference policy's log-probs")
-    on = inputs.weights > 0
+    on, clip = inputs.weights > 0, algorithm.clip
 
     def kept(values: Array) -> Array:
         # Scores say something at every position; only output tokens may count, even in 0 * inf.
@@ -145,81 +130,49 @@ def grpo_loss(
 
     logprobs, old = kept(logprobs), kept(inputs.old_logprobs)
     log_ratio = log_ratios(logprobs, old, on, segment_ids, algorithm.ratio)
-    at = _Tokens(
-        on=on,
-        logprobs=logprobs,
-        old=old,
-        sampler=kept(inputs.sampler_logprobs),
-        advantages=kept(inputs.advantages),
-        entropy=kept(entropy),
-        kl=(
-            jnp.zeros_like(logprobs)
-            if inputs.ref_logprobs is None
-            else k3(logprobs, kept(inputs.ref_logprobs))
-        ),
-        log_ratio=log_ratio,
-        ratio=jnp.exp(log_ratio),
-    )
-    gain = _gain(at, algorithm)
-    penalty = algorithm.kl.coef * at.kl - algorithm.entropy_coef * at.entropy
+    sampler, advantages = kept(inputs.sampler_logprobs), kept(inputs.advantages)
+    entropy = kept(entropy)
+    if inputs.ref_logprobs is None:
+        kl = jnp.zeros_like(logprobs)
+    else:
+        kl = k3(logprobs, kept(inputs.ref_logprobs))
+    ratio = jnp.exp(log_ratio)
+    if algorithm.surrogate == "cispo":
+        # The clip bounds the weight and stops no token's gradient; delta has no part in it.
+        weight = jnp.clip(ratio, 1.0 - clip.eps_low, 1.0 + clip.eps_high)
+        gain = jax.lax.stop_gradient(weight) * advantages * logprobs
+    else:
+        gain = clip_surrogate(ratio, advantages, clip)
+    if algorithm.importance.cap is not None:
+        correction = jnp.exp(jnp.clip(old - sampler, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+        gain = gain * jnp.minimum(correction, algorithm.importance.cap)
+    penalty = algorithm.kl.coef * kl - algorithm.entropy_coef * entropy
     policy_loss = -jnp.sum(inputs.weights * gain)
     loss = policy_loss + jnp.sum(inputs.weights * penalty)
-    metrics = _metrics(at, algorithm, loss, policy_loss, finite=jnp.isfinite(penalty - gain))
-    return loss, jax.lax.stop_gradient(metrics)
+    finite = jnp.isfinite(penalty - gain)
+    low, high, delta = _acting_bounds(ratio, advantages, algorithm)
 
-
-@dataclass(frozen=True)
-class _Tokens:
-    """Terms of the loss at each position [B, T]: log-probs, advantages, entropy and kl are 0
-    where not `on`."""
-
-    on: Array
-    logprobs: Array
-    old: Array
-    sampler: Array
-    advantages: Array
-    entropy: Array
-    kl: Array
-    log_ratio: Array
-    ratio: Array
-
-
-def _gain(at: _Tokens, algorithm: Algorithm) -> Array:
-    """w_t surrogate_t."""
-    if algorithm.surrogate == "cispo":
-        gain = cispo_surrogate(at.ratio, at.advantages, at.logprobs, algorithm.clip)
-    else:
-        gain = clip_surrogate(at.ratio, at.advantages, algorithm.clip)
-    if algorithm.importance.cap is None:
-        return gain
-    correction = jnp.exp(jnp.clip(at.old - at.sampler, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    return gain * jnp.minimum(correction, algorithm.importance.cap)
-
-
-def _metrics(
-    at: _Tokens, algorithm: Algorithm, loss: Array, policy_loss: Array, *, finite: Array
-) -> LossMetrics:
     def count(where: Array) -> Array:
-        return jnp.sum(at.on & where, dtype=jnp.int32)
+        return jnp.sum(on & where, dtype=jnp.int32)
 
-    low, high, delta = _acting_bounds(at.ratio, at.advantages, algorithm)
-    return LossMetrics(
+    metrics = LossMetrics(
         loss=loss,
         policy_loss=policy_loss,
-        kl=jnp.sum(at.kl),
-        kl_sampler=jnp.sum(k3(at.sampler, at.logprobs)),
-        kl_sampler_old=jnp.sum(k3(at.sampler, at.old)),
-        drift=jnp.sum(at.logprobs - at.sampler),
-        drift_abs=jnp.sum(jnp.abs(at.logprobs - at.sampler)),
-        entropy=jnp.sum(at.entropy),
+        kl=jnp.sum(kl),
+        kl_sampler=jnp.sum(k3(sampler, logprobs)),
+        kl_sampler_old=jnp.sum(k3(sampler, old)),
+        drift=jnp.sum(logprobs - sampler),
+        drift_abs=jnp.sum(jnp.abs(logprobs - sampler)),
+        entropy=jnp.sum(entropy),
         clipped_low=count(low),
         clipped_high=count(high),
         clipped_delta=count(delta),
         nonfinite=count(~finite),
-        tokens=count(at.on),
-        ratio_max=jnp.max(at.ratio, where=at.on, initial=0.0),
-        log_ratios=log_ratio_counts(at.log_ratio, at.on),
+        tokens=count(on),
+        ratio_max=jnp.max(ratio, where=on, initial=0.0),
+        log_ratios=log_ratio_counts(log_ratio, on),
     )
+    return loss, jax.lax.stop_gradient(metrics)
 
 
 def _acting_bounds(

@@ -67,21 +67,16 @@ class LossMetrics:
 
     @staticmethod
     def zeros() -> LossMetrics:
-        numbers = {name: np.zeros((), np.float32) for name in ("loss", "policy_loss", *_SUMS)}
+        names = ("loss", "policy_loss", *_SUMS, "ratio_max")
+        numbers = {name: np.zeros((), np.float32) for name in names}
         counts = {name: np.zeros((), np.int32) for name in _COUNTS}
-        return LossMetrics(
-            **numbers,
-            **counts,
-            ratio_max=np.zeros((), np.float32),
-            log_ratios=np.zeros(_BINS, np.int32),
-        )
+        return LossMetrics(**numbers, **counts, log_ratios=np.zeros(_BINS, np.int32))
 
     def merge(self, other: LossMetrics) -> LossMetrics:
         """Merge two, on the device or, once fetched, on the host."""
         sums = jax.tree.map(operator.add, self, other)
-        on_host = isinstance(self.ratio_max, np.ndarray | np.generic)
-        maximum = np.maximum if on_host else jnp.maximum
-        return replace(sums, ratio_max=maximum(self.ratio_max, other.ratio_max))
+        numpy = np if isinstance(self.ratio_max, np.ndarray | np.generic) else jnp
+        return replace(sums, ratio_max=numpy.maximum(self.ratio_max, other.ratio_max))
 
     def means(self) -> dict[str, float]:
         """Host floats: `loss` and `policy_loss` as they are, `nonfinite_tokens` a count, ratios

@@ -31,7 +31,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
 from learner_jax.execution import widen
-from runspec.core.models.parameters import Parameter, Tree
+from learner_jax.leaves import leaf_at, leaf_path
+from runspec.core.models.parameters import Tree
 from runspec.core.spec.schema import Optimizer
 
 HOST_MEMORY = "pinned_host"
@@ -108,7 +109,7 @@ def _rule(spec: Optimizer, rate: optax.Schedule, trained: Tree) -> optax.Gradien
 
 def _labels(trained: Tree, params: Any) -> Any:
     def label(path: tuple[Any, ...], _: Any) -> str:
-        return "adamw" if _described(trained, path).inputs is None else "muon"
+        return "adamw" if leaf_at(trained, leaf_path(path)).inputs is None else "muon"
 
     return jax.tree.map_with_path(label, params)
 
@@ -117,17 +118,10 @@ def _dimensions(trained: Tree, params: Any) -> Any:
     """Which dimensions of a layer's matrix are its input, and which its output."""
 
     def numbers(path: tuple[Any, ...], leaf: Array) -> optax.contrib.MuonDimensionNumbers:
-        ends = 1 + (_described(trained, path).inputs or 0)
+        ends = 1 + (leaf_at(trained, leaf_path(path)).inputs or 0)
         return optax.contrib.MuonDimensionNumbers(range(1, ends), range(ends, leaf.ndim))
 
     return jax.tree.map_with_path(numbers, params)
-
-
-def _described(trained: Tree, path: tuple[Any, ...]) -> Parameter:
-    node: Any = trained
-    for step in path:
-        node = node[step.key]
-    return node
 
 
 def abstract_state(
@@ -212,7 +206,12 @@ def _layer_by_layer(
     """
 
     def moved(tree: Any, space: Any) -> Any:
-        return _moved(tree, space) if hosted else tree
+        """The parameters' leaves of a state in another `jax.memory.Space`."""
+
+        def put(path: tuple[Any, ...], leaf: Array) -> Array:
+            return leaf if _kind(path, leaf) == "shared" else jax.device_put(leaf, space)
+
+        return jax.tree.map_with_path(put, tree) if hosted else tree
 
     def update(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         whole, rest = rule.update(
@@ -272,10 +271,3 @@ def _merge(one: Any, other: Any) -> Any:
 
 def _is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
-
-
-def _moved(tree: Any, space: Any) -> Any:
-    """The parameters' leaves of a state in another `jax.memory.Space`."""
-    return jax.tree.map_with_path(
-        lambda path, x: x if _kind(path, x) == "shared" else jax.device_put(x, space), tree
-    )

@@ -83,13 +83,7 @@ class Packed:
 
     def token_batch(self, index: int) -> TokenBatch:
         """Microbatch `index`, numpy int32 [rows, tokens] each."""
-        batch = self.batch
-        return TokenBatch(
-            tokens=batch.tokens[index],
-            targets=batch.targets[index],
-            segment_ids=batch.segment_ids[index],
-            positions=batch.positions[index],
-        )
+        return jax.tree.map(lambda array: array[index], self.batch)
 
     def scatter(self, values: Sequence[np.ndarray | float]) -> np.ndarray:
         """Lays per-sample values on the positions that predict the output tokens.
@@ -100,8 +94,8 @@ class Packed:
         Returns:
             float32 [M, rows, tokens], 0 elsewhere (float64 if the values are).
         """
-        dtype = np.float64 if any(_is_float64(value) for value in values) else np.float32
-        out = np.zeros(self.batch.tokens.shape, dtype)
+        wide = any(isinstance(value, np.ndarray) and value.dtype == np.float64 for value in values)
+        out = np.zeros(self.batch.tokens.shape, np.float64 if wide else np.float32)
         for place, value in zip(self.placements, values, strict=True):
             out[place.microbatch, place.row, place.start : place.stop] = value
         return out
@@ -129,9 +123,9 @@ def pack(
 
     Attention costs a row the sum of its squared sample lengths, all else is the same for every row.
     The costliest rows make up the first microbatch and so on, and in a microbatch they are dealt to
-    the shards back and forth (0 1 2 2 1 0 0 1 ...). So the loads of two shards differ by at most
-    its costliest row less its cheapest, and the costliest shard of each microbatch, which all wait
-    for, adds up over the microbatches to at most the mean load and one row's cost.
+    the shards back and forth (0 1 2 2 1 0 0 1 ...). So in a microbatch the loads of two shards
+    differ by at most its costliest row less its cheapest. All wait for the costliest shard: over
+    the microbatches its loads add up to at most the mean load and the cost of one row.
 
     Args:
         samples: at least one.
@@ -145,10 +139,8 @@ def pack(
     """
     if not samples:
         raise ValueError("no samples to pack")
-    prompts, outputs = (
-        np.array([len(part) for part in parts])
-        for parts in ([s.prompt for s in samples], [s.output for s in samples])
-    )
+    prompts = np.array([len(sample.prompt) for sample in samples])
+    outputs = np.array([len(sample.output) for sample in samples])
     if not (prompts.all() and outputs.all()):
         raise ValueError("a sample needs a prompt token and an output token")
     lengths = prompts + outputs
@@ -259,7 +251,3 @@ def _dealt(cost: np.ndarray, rows: int, shards: int) -> np.ndarray:
     dealt = np.empty(len(cost), int)
     dealt[np.argsort(-cost, kind="stable")] = turns.reshape(-1)[: len(cost)]
     return dealt
-
-
-def _is_float64(value: np.ndarray | float) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype == np.float64

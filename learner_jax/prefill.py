@@ -1,9 +1,9 @@
 """The JAX prefill engine: what a published policy version says of given output tokens.
 
 A validator loads it by name (`verify.plugins.PrefillEngine`). A prompt is computed once for the
-rollouts of a microbatch that begin with it (`shared_prompts`), microbatches have few shapes, so few
-programs are compiled, and the head sees only the positions that predict an output token, a chunk at
-a time, so that [B, T, V] never exists.
+rollouts of a microbatch that begin with it (`shared_prompts`). Microbatches have few shapes, so few
+programs are compiled. The head sees only the positions that predict an output token, a chunk at a
+time, so [B, T, V] never exists.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from broadcast.client import WeightsClient
-from broadcast.loaded import LoadedVersions
+from bridge.prefill import VersionedPrefill
 from learner_jax.compile_cache import cache_folder, keep_compiled
-from learner_jax.execution import execution, full_float32
+from learner_jax.execution import Execution, execution, full_float32
 from learner_jax.leaves import load_params
 from learner_jax.model import bind
 from learner_jax.sharding import make_mesh, shard_batch
@@ -38,7 +37,8 @@ from learner_jax.shared_prompts import (
     predicting,
     shape_for,
 )
-from runspec.core.models.config import ModelConfig, load_config
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.family import load_config
 from runspec.core.models.memory import chunk_tokens, prefill_bytes
 from runspec.core.spec import schema
 from runspec.core.spec.schema import RunSpec
@@ -54,7 +54,7 @@ MAX_CHUNK = 512
 """Output tokens whose logits exist at once, at most."""
 
 
-class JaxPrefill:
+class JaxPrefill(VersionedPrefill["Policy"]):
     """See `verify.plugins.PrefillEngine`. Keeps the versions of the allowed lag on the device."""
 
     def __init__(self, spec: RunSpec, weights: WeightsLocation) -> None:
@@ -63,47 +63,20 @@ class JaxPrefill:
         full_float32(learner.compute_dtype)
         keep_compiled(cache_folder(spec))  # a validator that starts again has all that waits to do
         mesh = make_mesh(schema.Mesh(fsdp=len(jax.devices())))
-        client = WeightsClient(
-            weights.urls,
-            run=weights.run,
-            root_public_key=weights.root_public_key,
-            cache_dir=weights.cache_dir,
-        )
-        self._versions: LoadedVersions[Policy] = LoadedVersions(
-            client,
-            cache_dir=weights.cache_dir,
-            count=spec.algorithm.async_level + 1,
+        super().__init__(
+            spec,
+            weights,
             load=lambda path: load_policy(path, learner, mesh),
             has_room=partial(_has_room, mesh),
+            compute=prefill,
         )
-
-    def ensure_version(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
-        return self._versions.ensure(version, manifest_digest, deadline_s=deadline_s)
-
-    def prefill(
-        self,
-        version: int,
-        inputs: Sequence[PrefillInput],
-        *,
-        temperature: float,
-        truncation: Truncation | None = None,
-    ) -> list[PrefillOutput]:
-        policy = self._versions.get(version)
-        return prefill(policy, inputs, temperature=temperature, truncation=truncation)
-
-    def close(self) -> None:
-        """Closes the connections to the relays."""
-        self._versions.close()
 
 
 def _has_room(mesh: Mesh, size: int) -> bool:
     """Whether each device has room for its part of a version and for working with it."""
     needed = prefill_bytes(size, mesh.size)
-    for device in mesh.local_devices:
-        memory = device.memory_stats()  # CPUs have none
-        if memory and memory["bytes_limit"] - memory["bytes_in_use"] < needed:
-            return False
-    return True
+    memories = [device.memory_stats() for device in mesh.local_devices]
+    return all(m["bytes_limit"] - m["bytes_in_use"] >= needed for m in memories if m)  # none: CPUs
 
 
 @dataclass(frozen=True)
@@ -138,13 +111,16 @@ def prefill(
     """`verify.plugins.PrefillEngine.prefill`, under a version that is on the device."""
     if not inputs:
         return []
-    devices = policy.mesh.size
-    shape = shape_for(inputs, tokens=policy.learner.packing.tokens, rows=_rows(policy) // devices)
+    packing, devices = policy.learner.packing, policy.mesh.size
+    # About `MICROBATCH_TOKENS`, at most the learner's own rows, at least one for each device.
+    rows = max(1, min(packing.rows, MICROBATCH_TOKENS // packing.tokens) // devices)
+    shape = shape_for(inputs, tokens=packing.tokens, rows=rows)
     parts = divide(inputs, shape)
     together = [parts[start : start + devices] for start in range(0, len(parts), devices)]
     members = [[place.member for part in batch for place in part] for batch in together]
     ends = {each.end_token for each in inputs if each.end_token is not None}
     wanted = Wanted.of(inputs, truncation)
+    how = execution(policy.learner, policy.mesh, remat="none")
     results = (
         _prefill(
             policy.params,
@@ -153,8 +129,7 @@ def prefill(
             jnp.float32(temperature),
             np.int32(max(ends, default=0)),
             config=policy.config,
-            learner=policy.learner,
-            mesh=policy.mesh,
+            execution=how,
             wanted=wanted,
         )
         for batch in together
@@ -200,13 +175,6 @@ class Query:
     """i32 []."""
 
 
-def _rows(policy: Policy) -> int:
-    """Rows of a microbatch: about `MICROBATCH_TOKENS`, at most the learner's own, whole devices."""
-    packing, devices = policy.learner.packing, policy.mesh.size
-    rows = min(packing.rows, MICROBATCH_TOKENS // packing.tokens)
-    return max(devices, rows // devices * devices)
-
-
 def _query(
     parts: Sequence[Sequence[Place]], inputs: Sequence[PrefillInput], shape: Shape, shards: int
 ) -> Query:
@@ -225,7 +193,7 @@ def _query(
     return Query(index, token, position, key_0, key_1, np.int32(begin))
 
 
-@partial(jax.jit, static_argnames=("config", "learner", "mesh", "wanted"))
+@partial(jax.jit, static_argnames=("config", "execution", "wanted"))
 def _prefill(
     params: Any,
     batch: PrefillBatch,
@@ -234,19 +202,12 @@ def _prefill(
     end_token: Int[Array, ""],
     *,
     config: ModelConfig,
-    learner: schema.Learner,
-    mesh: Mesh,
+    execution: Execution,
     wanted: Wanted,
 ) -> TokenFacts:
     """Return the results for a microbatch's output tokens."""
     bound = bind(config, params)
-    hidden = bound(
-        batch.tokens,
-        batch.segment_ids,
-        batch.positions,
-        execution(learner, mesh, remat="none"),
-        batch.rows,
-    )
+    hidden = bound(batch.tokens, batch.segment_ids, batch.positions, execution, batch.rows)
     chosen = hidden.reshape(-1, hidden.shape[-1])[query.index]  # [N, D]
     bits = jax.lax.bitcast_convert_type(chosen.astype(jnp.bfloat16), jnp.uint16)
     judged = _judge(chosen, bound.head_weight(), query, temperature, end_token, wanted)
@@ -269,13 +230,13 @@ def _judge(
     def one_chunk(number: Int[Array, ""], out: TokenFacts) -> TokenFacts:
         # The last chunk is moved back to end with the array; tokens seen twice get the same again.
         start = jnp.minimum(number * chunk, count - chunk)
-        part = jax.lax.dynamic_slice_in_dim(hidden, start, chunk)
-        drawn = Drawn(
-            *(
-                jax.lax.dynamic_slice_in_dim(x, start, chunk)[:, None]
-                for x in (query.token, query.position, query.key_0, query.key_1)
-            )
-        )
+
+        def cut(values: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(values, start, chunk)
+
+        part = cut(hidden)
+        columns = (query.token, query.position, query.key_0, query.key_1)
+        drawn = Drawn(*(cut(column)[:, None] for column in columns))
         logits = jnp.einsum(
             "nd,dv->nv", part, head.astype(part.dtype), preferred_element_type=jnp.float32
         )
@@ -296,8 +257,8 @@ def _zeros(count: int, wanted: Wanted) -> TokenFacts:
     """Return the arrays into which the chunks are written."""
     zeros = jnp.zeros(count, jnp.float32)
     columns = {"log_powers": len(POWERS), "log_heads": len(HEADS)}
-    shapes = {n: (count, columns[n]) if n in columns else (count,) for n in Choices._fields}
-    choices = Choices(**{name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()})
+    shapes = ((count, columns[n]) if n in columns else (count,) for n in Choices._fields)
+    choices = Choices(*(jnp.zeros(shape, jnp.float32) for shape in shapes))
     return TokenFacts(zeros, zeros if wanted.gaps else None, choices if wanted.choices else None)
 
 

@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,8 +48,10 @@ def metrics_line(
         waits: its seconds of waiting since then, by whom it waited for.
         logprob_alarm: `agreement.alarm_limit`.
     """
-    stats, lags, wait_s = batch.manifest.stats, batch.lags, sum(waits.values())
+    stats, wait_s = batch.manifest.stats, sum(waits.values())
+    lags = [batch.manifest.step - rollout.version for rollout in batch.rollouts]
     lengths = [len(r.prompt_tokens) + len(r.output_tokens) for r in batch.rollouts]
+    found = batch.agreement  # None where nothing was recomputed
     from_stats = {
         ours: stats.get(theirs)
         for ours, theirs in {
@@ -76,7 +77,11 @@ def metrics_line(
         "version": batch.manifest.step + 1,
         "time": time.time(),
         **from_stats,
-        **_agreement(batch, logprob_alarm),
+        "sampler_logprob_diff_mean": None if found is None else found.mean,
+        "sampler_logprob_diff_max": None if found is None else found.largest,
+        "sampler_logprob_limit": logprob_alarm,
+        # What is not a number agrees with nothing.
+        "sampler_logprob_alarm": found is not None and not found.mean <= logprob_alarm,
         **result.numbers,
         "lag_mean": float(np.mean(lags)),
         "lag_max": max(lags),
@@ -98,44 +103,27 @@ def metrics_line(
     }
 
 
-def _agreement(batch: Batch, limit: float) -> dict[str, Any]:
-    """Samplers against learner on the tokens that are trained; null where none was recomputed."""
-    found = batch.agreement
-    return {
-        "sampler_logprob_diff_mean": None if found is None else found.mean,
-        "sampler_logprob_diff_max": None if found is None else found.largest,
-        "sampler_logprob_limit": limit,
-        # What is not a number agrees with nothing.
-        "sampler_logprob_alarm": found is not None and not found.mean <= limit,
-    }
+def sample_lines(batch: Batch, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Lines of `SAMPLES_A_STEP` rollouts for people to read, of groups spread over the step."""
 
+    def text(tokens: np.ndarray) -> str:
+        return tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
 
-class SampleWriter:
-    """Decodes a few rollouts a step for people to read."""
-
-    def __init__(self, model_dir: Path) -> None:
-        self._tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-
-    def lines(self, batch: Batch) -> list[dict[str, Any]]:
-        """Lines of `SAMPLES_A_STEP` rollouts, of groups spread over the step."""
-        count = min(SAMPLES_A_STEP, len(batch.groups))
-        chosen = [batch.groups[i * len(batch.groups) // count][0] for i in range(count)]
-        return [
-            {
-                "version": rollout.version,
-                "problem_id": rollout.problem_id,
-                "prompt": self._text(rollout.prompt_tokens),
-                "output": self._text(rollout.output_tokens),
-                "target": rollout.target,
-                "length": len(rollout.output_tokens),
-                "task_reward": rollout.task_reward,
-                "reward": rollout.reward,
-            }
-            for rollout in chosen
-        ]
-
-    def _text(self, tokens: np.ndarray) -> str:
-        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+    count = min(SAMPLES_A_STEP, len(batch.groups))
+    chosen = [batch.groups[i * len(batch.groups) // count][0] for i in range(count)]
+    return [
+        {
+            "version": rollout.version,
+            "problem_id": rollout.problem_id,
+            "prompt": text(rollout.prompt_tokens),
+            "output": text(rollout.output_tokens),
+            "target": rollout.target,
+            "length": len(rollout.output_tokens),
+            "task_reward": rollout.task_reward,
+            "reward": rollout.reward,
+        }
+        for rollout in chosen
+    ]
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -175,10 +163,10 @@ class Records:
     """
 
     def __init__(self, run: LearnerRun) -> None:
-        self._metrics, self._samples = (
-            JsonLines(run.folder / f"{name}.jsonl") for name in ("metrics", "samples")
-        )
-        self._decode, self._log = SampleWriter(initial_model(run.folder)), run.log
+        self._metrics = JsonLines(run.folder / "metrics.jsonl")
+        self._samples = JsonLines(run.folder / "samples.jsonl")
+        tokenizer = initial_model(run.folder) / "tokenizer.json"
+        self._tokenizer, self._log = Tokenizer.from_file(str(tokenizer)), run.log
         peak = peak_flops(run.mesh.devices.flat[0].device_kind)
         self._meter = Meter(run.config, run.spec.learner.lora, run.mesh.size, peak)
         self._alarm = alarm_limit(run.spec)
@@ -211,7 +199,7 @@ class Records:
         line["replay_difference"] = self._replay_difference
         if self._metrics.append(step, [line]):
             self._replay_difference = None
-        self._samples.append(step, self._decode.lines(batch))
+        self._samples.append(step, sample_lines(batch, self._tokenizer))
         if line["sampler_logprob_alarm"]:
             self._log.warning(
                 "step %d: the samplers' log-probs are %.2e from ours on average, %.2e at most "

@@ -1,8 +1,8 @@
 """The learner's loop: wait for a batch manifest, train it, write the next version. One run, flat.
 
-A restart goes on from the newest full state and trains the signed manifests since then again: the
-same rollouts in the same order give the same bits, so each rollout that a manifest names is trained
-exactly once in the history that survives.
+A restart begins at the newest full state and trains the signed manifests since then again. The same
+rollouts in the same order give the same bits. So the history that survives has trained each rollout
+of a manifest exactly once.
 
 Over several processes each runs this loop on its share of the mesh. Process 0 alone reads batches
 and weights, and writes records; what it learns that the others must know goes through `Peers`.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from math import prod
 from pathlib import Path
 
 from learner_jax.batch import BatchReader
@@ -26,13 +25,14 @@ from learner_jax.full_states import StateWriter, find_start
 from learner_jax.metrics import Clock
 from learner_jax.report import Records
 from learner_jax.saver import Saver
-from learner_jax.sharding import AXES, make_mesh
+from learner_jax.sharding import make_mesh
 from learner_jax.step import build_programs
 from learner_jax.training import compile_ahead, train_step
 from learner_jax.versions import VersionWriter, build_probe
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
-from runspec.core.models.config import CONFIG_NAME, ModelConfig, parse_config, read_config
+from runspec.core.models.config import CONFIG_NAME, ModelConfig, read_config
+from runspec.core.models.family import parse_config
 from runspec.core.process import not_retried
 from runspec.core.run_files import initial_model
 from runspec.core.spec.resolved import load_resolved
@@ -61,15 +61,13 @@ def train(
     full_float32(spec.learner.compute_dtype)
 
     # The mesh, and where to go on.
-    needed = prod(getattr(spec.learner.mesh, axis) for axis in AXES)
-    mesh = make_mesh(spec.learner.mesh, mesh_devices(peers.count, needed))
+    devices = mesh_devices(peers.count, spec.learner.mesh.devices)
+    mesh = make_mesh(spec.learner.mesh, devices)
     programs = build_programs(spec, config, mesh)
     here = peers.json_from_first(lambda: fingerprint(spec, mesh))
     run = LearnerRun(run_dir, spec, config, mesh, here, peers, log)
     with Saver(log) as saver:
-        reader = (
-            BatchReader(run_dir, spec, _root_public_key(run_dir, spec)) if peers.first else None
-        )
+        reader = _reader(run_dir, spec) if peers.first else None
         start = find_start(run, programs, reader)
         state, base, step, trained = start.state, start.base, start.step, start.batch
         log.info(
@@ -145,8 +143,7 @@ def _of_run(run_dir: Path, peers: Peers) -> tuple[RunSpec, ModelConfig]:
         return spec, parse_config(json.loads(config), place=str(model_dir / CONFIG_NAME))
 
 
-def _root_public_key(run_dir: Path, spec: RunSpec) -> str:
-    pinned = spec.identity.root_public_key
-    if pinned is not None:
-        return pinned
-    return SigningKey.load(run_dir / "keys" / "root.key").public_hex
+def _reader(run_dir: Path, spec: RunSpec) -> BatchReader:
+    root = run_dir / "keys" / "root.key"
+    pinned = spec.identity.root_public_key or SigningKey.load(root).public_hex
+    return BatchReader(run_dir, spec, pinned)

@@ -47,11 +47,8 @@ def sample(
         prompts: token ids, at most `data.max_prompt_tokens` of them each.
         end_token: the id after which a continuation ends.
     """
-    key, mesh, packing = (
-        jax.random.key(spec.seed),
-        make_mesh(spec.learner.mesh),
-        spec.learner.packing,
-    )
+    key, packing = jax.random.key(spec.seed), spec.learner.packing
+    mesh = make_mesh(spec.learner.mesh)
     new_tokens = min(pool.max_new_tokens for pool in spec.samplers)
     for begin in range(0, len(prompts), packing.rows):
         batch = prompts[begin : begin + packing.rows]
@@ -62,9 +59,7 @@ def sample(
             lengths[row] = len(prompt)
         key, now = jax.random.split(key)
         rows = shard_batch(tokens, mesh)
-        drawn = _continue(
-            params, rows, lengths, now, end_token, config=config, mesh=mesh, new_tokens=new_tokens
-        )
+        drawn = _continue(params, rows, lengths, now, end_token, config, mesh, new_tokens)
         for row, prompt in zip(np.asarray(drawn), batch, strict=False):
             output = row[len(prompt) : len(prompt) + new_tokens].tolist()
             yield output[: output.index(end_token) + 1] if end_token in output else output
@@ -77,7 +72,6 @@ def _continue(
     lengths: Int[Array, " B"],
     key: Array,
     end_token: int,
-    *,
     config: ModelConfig,
     mesh: Mesh,
     new_tokens: int,
@@ -113,8 +107,7 @@ def sampled_right(
     grader may accept more.
     """
     traces = data.traces(np.random.default_rng([spec.seed, 3]), SAMPLED_PROBLEMS, split)
-    prompts = [trace.prompt_tokens for trace in traces]
-    outputs = sample(spec, config, params, prompts, data.eos_token_id)
+    outputs = sample(spec, config, params, [t.prompt_tokens for t in traces], data.eos_token_id)
     right = 0
     for trace, output in zip(traces, outputs, strict=True):
         wanted = trace.output_tokens[trace.answer_start - 1 :]  # from `</think>` on

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -20,12 +20,13 @@ from jaxtyping import Array, Float
 
 from learner_jax.execution import Execution, full_float32
 from learner_jax.leaves import load_params
-from learner_jax.logprobs import token_logprobs
 from learner_jax.model import bind
 from learner_jax.packing import Sample, TokenBatch, pack
 from learner_jax.sharding import make_mesh, shard_batch
+from learner_jax.step import policy_logprobs
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig, load_config
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.family import load_config
 from runspec.core.spec import schema
 
 MAX_LINE_BYTES = 1 << 24
@@ -61,39 +62,62 @@ def score_command(
     """
     config = load_config(model_dir)
     lines = read_lines(tokens, config)
+    params, execution = load_model(model_dir, config, log, dtype=dtype, mesh=mesh)
+    scored = score_lines(params, config, lines, execution)
+    total, done, reported_at = sum(map(len, lines)), 0, time.monotonic()
+    with writable(out) as stream:
+        for number, (ids, logprobs) in enumerate(zip(lines, scored, strict=True), start=1):
+            if not np.isfinite(logprobs).all():
+                raise UserError("the model's log-probs are not finite", place=f"{tokens}:{number}")
+            # Nine digits say a float32 exactly.
+            stream.write("[" + ", ".join(f"{value:.9g}" for value in logprobs) + "]\n")
+            done, now = done + len(ids), time.monotonic()
+            if now - reported_at > REPORT_EVERY_S or number == len(lines):
+                share, reported_at = 100 * done / total, now
+                log.info("%d of %d lines, %.0f %% of the tokens", number, len(lines), share)
+
+
+def load_model(
+    model_dir: Path,
+    config: ModelConfig,
+    log: logging.Logger,
+    *,
+    dtype: str | None,
+    mesh: str | None,
+) -> tuple[Any, Execution]:
+    """Return the weights of a Hugging Face directory on a mesh, and how to compute with them.
+
+    Args:
+        model_dir: the directory.
+        config: its config.json.
+        log: receives the time that loading took.
+        dtype: of activations and matrix products; by default the type of the stored weights.
+        mesh: such as "fsdp=2,tensor=2"; by default fsdp over all devices.
+
+    Raises:
+        UserError: the weights cannot be read, or the mesh does not fit.
+    """
     grid = make_mesh(_parse_mesh(mesh))
     began = time.monotonic()
     params = load_params(model_dir, config, grid)
     log.info("loaded %s in %.1f s", model_dir, time.monotonic() - began)
     compute_dtype = jnp.dtype(dtype) if dtype else jax.tree.leaves(params)[0].dtype
     full_float32(compute_dtype)
-    scored = score_lines(params, config, lines, Execution(compute_dtype, mesh=grid))
+    return params, Execution(compute_dtype, mesh=grid)
+
+
+@contextmanager
+def writable(out: Path | None) -> Iterator[IO[str]]:
+    """Open a file for writing, or standard output.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     try:
         with out.open("w") if out else nullcontext(sys.stdout) as stream:
-            _write(stream, scored, lines, tokens, log)
+            yield stream
     except OSError as error:
         raise UserError(f"cannot write: {error.strerror}", place=str(out or "stdout")) from error
-
-
-def _write(
-    stream: IO[str],
-    scored: Iterator[np.ndarray],
-    lines: Sequence[np.ndarray],
-    place: Path,
-    log: logging.Logger,
-) -> None:
-    total, done, told = sum(map(len, lines)), 0, time.monotonic()
-    for number, (ids, logprobs) in enumerate(zip(lines, scored, strict=True), start=1):
-        if not np.isfinite(logprobs).all():
-            raise UserError("the model's log-probs are not finite", place=f"{place}:{number}")
-        # Nine digits say a float32 exactly.
-        stream.write("[" + ", ".join(f"{value:.9g}" for value in logprobs) + "]\n")
-        done += len(ids)
-        if time.monotonic() - told > REPORT_EVERY_S or number == len(lines):
-            log.info(
-                "%d of %d lines, %.0f %% of the tokens", number, len(lines), 100 * done / total
-            )
-            told = time.monotonic()
 
 
 def read_lines(path: Path, config: ModelConfig) -> list[np.ndarray]:
@@ -147,9 +171,7 @@ def _parse_mesh(text: str | None) -> schema.Mesh:
     # Where the platform is the CPU, its devices are as many as one asks for, before the first use.
     flags, flag = os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count"
     if flag not in flags:
-        os.environ["XLA_FLAGS"] = (
-            f"{flags} {flag}={mesh.data * mesh.fsdp * mesh.context * mesh.tensor}"
-        )
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}={mesh.devices}"
     return mesh
 
 
@@ -180,13 +202,11 @@ def score_lines(
         packed = pack(
             [Sample(ids[:1], ids[1:]) for ids in window], tokens=tokens, rows=rows, shards=shards
         )
-        found = [
-            np.asarray(_logprobs(params, batch, config=config, execution=execution))
-            for batch in (
-                shard_batch(packed.token_batch(index), execution.mesh)
-                for index in range(packed.microbatches)
-            )
-        ]
+        batches = (
+            shard_batch(packed.token_batch(index), execution.mesh)
+            for index in range(packed.microbatches)
+        )
+        found = [np.asarray(_logprobs(params, batch, config, execution)) for batch in batches]
         yield from packed.gather(np.stack(found))
 
 
@@ -205,9 +225,6 @@ def _windows(lines: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
 
 @partial(jax.jit, static_argnames=("config", "execution"))
 def _logprobs(
-    params: Any, batch: TokenBatch, *, config: ModelConfig, execution: Execution
+    params: Any, batch: TokenBatch, config: ModelConfig, execution: Execution
 ) -> Float[Array, "B T"]:
-    policy = bind(config, params)
-    hidden = policy(batch.tokens, batch.segment_ids, batch.positions, execution)
-    head = policy.head_weight()
-    return token_logprobs(hidden, head, batch.targets, temperature=1.0, mesh=execution.mesh)[0]
+    return policy_logprobs(bind(config, params), batch, execution, temperature=1.0)[0]

@@ -40,7 +40,7 @@ def make_mesh(shape: schema.Mesh, devices: Sequence[jax.Device] | None = None) -
         UserError: fewer devices than the mesh needs, or slices that do not divide it.
     """
     sizes = {axis: getattr(shape, axis) for axis in AXES}
-    needed, devices = math.prod(sizes.values()), jax.devices() if devices is None else devices
+    needed, devices = shape.devices, jax.devices() if devices is None else devices
     if needed > len(devices):
         raise UserError(
             f"the mesh {sizes} needs {needed} devices, "
@@ -87,12 +87,21 @@ def logical_sharding(
     mesh: Mesh, shape: tuple[int, ...], axes: tuple[str | None, ...]
 ) -> NamedSharding:
     """Sharding of an array by the table; a dimension that its mesh axes do not divide is whole."""
-    parts: list[tuple[str, ...] | None] = []
-    for size, axis in zip(shape, axes, strict=True):
-        names = MESH_AXES[axis] if axis is not None else ()
-        cut = math.prod(mesh.shape[name] for name in names)
-        parts.append(names if cut > 1 and size % cut == 0 else None)
+    parts = (
+        None if axis is None else mesh_axes(mesh, axis, size)[0]
+        for size, axis in zip(shape, axes, strict=True)
+    )
     return NamedSharding(mesh, PartitionSpec(*parts))
+
+
+def mesh_axes(mesh: Mesh, axis: str, size: int) -> tuple[tuple[str, ...] | None, int]:
+    """The mesh axes that cut a dimension of this size, and into how many parts.
+
+    (None, 1) where the mesh does not cut that logical axis, or its parts would not be equal.
+    """
+    names = MESH_AXES[axis]
+    parts = math.prod(mesh.shape[name] for name in names)
+    return (names, parts) if parts > 1 and size % parts == 0 else (None, 1)
 
 
 def constrain(x: Array, mesh: Mesh | None, *axes: str | None) -> Array:

@@ -1,14 +1,14 @@
 """The learner's jitted programs: score, accumulate, apply, publish.
 
-programs = build_programs(spec, config, mesh)
-state = programs.init_state(shard_params(params, abstract_params(config), mesh))
-published = programs.publish(state.params)              # the policy version's bits
-packed = pack(samples, ..., microbatches=microbatch_bound(spec))
-tokens = shard_batch(packed.batch, mesh)                # the whole optimizer batch
-old = programs.score(published, tokens, packed.microbatches)
-inputs = LossInputs(*shard_batch(...), old_logprobs=old, ...)
-total = programs.accumulate(state.params, tokens, inputs, packed.microbatches)
-state, update = programs.apply(state, total)            # uses up `state`
+    programs = build_programs(spec, config, mesh)
+    state = programs.init_state(shard_params(params, abstract_params(config), mesh))
+    published = programs.publish(state.params)              # the policy version's bits
+    packed = pack(samples, ..., microbatches=microbatch_bound(spec))
+    tokens = shard_batch(packed.batch, mesh)                # the whole optimizer batch
+    old = programs.score(published, tokens, packed.microbatches)
+    inputs = LossInputs(*shard_batch(...), old_logprobs=old, ...)
+    total = programs.accumulate(state.params, tokens, inputs, packed.microbatches)
+    state, update = programs.apply(state, total)            # uses up `state`
 
 Each is compiled once: M is fixed by the spec, and loops run over the microbatches that are there.
 """
@@ -181,7 +181,7 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
     lora, updates = spec.learner.lora, spec.steps * spec.algorithm.updates_per_step
     trained = abstract_params(config) if lora is None else abstract_lora(config, lora)
     optimizer = build_optimizer(spec.optimizer, updates, trained)
-    abstract_state = _abstract_state(spec, config, mesh, optimizer)
+    abstract_state = _abstract_state(spec, trained, mesh, optimizer)
     abstract_batch = _abstract_batch(spec, mesh)
     weights = abstract_like(abstract_params(config), mesh, jnp.dtype(spec.broadcast.dtype))
     state, published = shardings(abstract_state), shardings(weights)
@@ -194,7 +194,7 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
     return Programs(
         abstract_state=abstract_state,
         abstract_batch=abstract_batch,
-        abstract_base=None if spec.learner.lora is None else weights,
+        abstract_base=None if lora is None else weights,
         init_state=jax.jit(run.init_state, out_shardings=state),
         freeze=jax.jit(run.freeze, out_shardings=published),
         publish=jax.jit(run.publish, out_shardings=published),
@@ -308,10 +308,8 @@ def abstract_like(specs: Any, mesh: Mesh, dtype: np.dtype | type) -> Any:
 
 
 def _abstract_state(
-    spec: RunSpec, config: ModelConfig, mesh: Mesh, optimizer: optax.GradientTransformation
+    spec: RunSpec, trained: Any, mesh: Mesh, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    lora = spec.learner.lora
-    trained = abstract_params(config) if lora is None else abstract_lora(config, lora)
     params = abstract_like(trained, mesh, jnp.dtype(spec.learner.master_dtype))
     moments = abstract_state(optimizer, params, offload=spec.optimizer.offload)
     number = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))

@@ -115,11 +115,6 @@ class _Share:
     inputs: LossInputs
     """Inputs of the loss; log-probs are from before the first update."""
 
-    @property
-    def positions(self) -> int:
-        """Positions of its rows, padding included."""
-        return self.packed.microbatches * self.packed.batch.tokens[0].size
-
 
 def train_step(
     spec: RunSpec,
@@ -165,19 +160,26 @@ def train_step(
         del total  # or its gradient would lie beside the next one
     outcomes = jax.device_get(outcomes)
     skipped = tuple(
-        skipped_update(number, share.names, share.packed, _per_token(share.inputs, current))
+        skipped_update(number, share.names, share.packed, [current, *jax.tree.leaves(share.inputs)])
         for number, (share, current, (_, update)) in enumerate(
             zip(shares, logprobs, outcomes, strict=True)
         )
         if update.skipped
     )
-    _check_finite(spec, batch, outcomes, skipped)
+    in_a_row = max(int(update.skipped) for _, update in outcomes)
+    if in_a_row > spec.optimizer.max_skipped:
+        raise RunStopped(
+            f"step {batch.manifest.step}: {in_a_row} updates in a row were not finite; "
+            + "; ".join(str(each) for each in skipped),
+            place="optimizer.max_skipped",
+            remedy="lower optimizer.lr or clip_norm; the newest full state is from before this",
+        )
     return StepResult(
         state,
         _numbers(outcomes),
         skipped,
         tokens=sum(len(r.prompt_tokens) + len(r.output_tokens) for r in batch.rollouts),
-        positions=sum(share.positions for share in shares),
+        positions=sum(s.packed.microbatches * s.packed.batch.tokens[0].size for s in shares),
         score_s=scored - begun,
         update_s=time.perf_counter() - scored,
     )
@@ -255,27 +257,6 @@ def _share(
         ),
     )
     return _Share(names, packed, tokens, inputs)
-
-
-def _check_finite(
-    spec: RunSpec,
-    batch: Batch,
-    outcomes: Sequence[tuple[LossMetrics, Update]],
-    skipped: Sequence[SkippedUpdate],
-) -> None:
-    """Stops the run where more than `optimizer.max_skipped` updates in a row were not finite."""
-    in_a_row = max(int(update.skipped) for _, update in outcomes)
-    if in_a_row > spec.optimizer.max_skipped:
-        raise RunStopped(
-            f"step {batch.manifest.step}: {in_a_row} updates in a row were not finite; "
-            + "; ".join(str(each) for each in skipped),
-            place="optimizer.max_skipped",
-            remedy="lower optimizer.lr or clip_norm; the newest full state is from before this",
-        )
-
-
-def _per_token(inputs: LossInputs, current: jax.Array) -> list[jax.Array]:
-    return [current, *jax.tree.leaves(inputs)]
 
 
 def _numbers(outcomes: Sequence[tuple[LossMetrics, Update]]) -> dict[str, float]:

@@ -57,16 +57,14 @@ class VersionWriter:
     def __init__(
         self, run: LearnerRun, probe: Callable[[Any], dict[str, Any]], saver: Saver
     ) -> None:
-        spec, peers = run.spec, run.peers
-        self._params, self._weights = params_folder(run.folder, spec), weights_folder(run.folder)
-        self._config, self._mesh, self._dtype = run.config, run.mesh, spec.broadcast.dtype
-        self._probe, self._peers, self._saver, self._log = probe, peers, saver, run.log
+        self._run, self._probe, self._saver = run, probe, saver
+        self._params = params_folder(run.folder, run.spec)
+        self._weights = weights_folder(run.folder)
         made_on = run.folder / "checkpoints" / FINGERPRINTS_FILE
-        self._made_on = MadeOn(made_on, run.fingerprint, peers)
+        self._made_on = MadeOn(made_on, run.fingerprint, run.peers)
         self._exact = True
-        self._adapters = spec.learner.lora is not None
-        self._recompute = spec.algorithm.old_logprobs == "recompute"
-        self.newest = peers.json_from_first(self._newest)
+        self._recompute = run.spec.algorithm.old_logprobs == "recompute"
+        self.newest = run.peers.json_from_first(self._newest)
         """The newest version that was ever written; -1 for none."""
         self.difference: float | None = None
         """Difference of the last version that was written or compared: 0 for the published bits,
@@ -93,7 +91,8 @@ class VersionWriter:
             self._write(version, bits)
         else:
             # A cast gives the same bits anywhere; a sum of adapters rounds as the machine does.
-            exact = published and (not self._adapters or self._made_on.same(version))
+            adapted = self._run.spec.learner.lora is not None
+            exact = published and (not adapted or self._made_on.same(version))
             bits = self._compare(version, bits, exact=exact)
             self._exact = exact or self.difference is not None
         return bits if self._recompute else None
@@ -112,14 +111,13 @@ class VersionWriter:
         Raises:
             RunStopped: they differ, and were made on this program's fingerprint.
         """
-        bits = trained
         if version > self.newest:
-            self._write(version, bits)
+            self._write(version, trained)
         else:
             # One step that differed leads to others that do.
             self._exact = self._exact and self._made_on.same(version)
-            bits = self._compare(version, bits, exact=self._exact)
-        return bits if self._recompute else None
+            trained = self._compare(version, trained, exact=self._exact)
+        return trained if self._recompute else None
 
     def _write(self, version: int, bits: Any) -> None:
         self._made_on.note(version)
@@ -130,9 +128,10 @@ class VersionWriter:
         self.newest, self.difference, self.published = version, None, True
 
     def _compare(self, version: int, replayed: Any, *, exact: bool) -> Any:
-        place = self._peers.json_from_first(lambda: self._place(version))
+        run, peers, config = self._run, self._run.peers, self._run.config
+        place = peers.json_from_first(lambda: self._place(version))
         if not place:
-            self._log.info("version %d is published and pruned: nothing to compare with", version)
+            run.log.info("version %d is published and pruned: nothing to compare with", version)
             self.difference, self.published = None, exact
             return replayed
         before = None
@@ -142,16 +141,20 @@ class VersionWriter:
             except UserError:
                 if version in versions_in(self._params):
                     raise
-            if not self._peers.all_of(before is not None):
+            if not peers.all_of(before is not None):
                 return self._compare(version, replayed, exact=exact)  # the publisher has moved on
-        now = tree_digests(HostLeaves(replayed), self._config, self._dtype)
-        then = {} if before is None else tree_digests(HostLeaves(before), self._config, self._dtype)
-        differing = self._peers.json_from_first(
-            lambda: _differing(now, then or self._digests(version))
-        )
+        dtype = run.spec.broadcast.dtype
+        now = tree_digests(HostLeaves(replayed), config, dtype)
+        then = {} if before is None else tree_digests(HostLeaves(before), config, dtype)
+
+        def differences() -> list[str]:
+            published = then or self._digests(version)
+            return [name for name, digest in now.items() if published.get(name) != digest]
+
+        differing = peers.json_from_first(differences)
         self.difference, self.published = 0.0, not differing
         if not differing:
-            self._log.info("version %d, trained again, has the published bits", version)
+            run.log.info("version %d, trained again, has the published bits", version)
             return replayed
         said = (
             f"version {version}, trained again, differs from the published one in "
@@ -167,9 +170,9 @@ class VersionWriter:
             )
         if before is None:
             weights = self._weights / f"v{version}"
-            before = load_weights(weights, self._config, self._mesh, self._peers)
+            before = load_weights(weights, config, run.mesh, peers)
         self.difference = float(_relative_difference(replayed, before))
-        self._log.warning(
+        run.log.warning(
             "%s, by %.2g in relative norm; the published bits stay the version",
             *(said, self.difference),
         )
@@ -180,10 +183,8 @@ class VersionWriter:
 
     def _place(self, version: int) -> str:
         """The name of the folder that holds the version as it was written; "" where it is gone."""
-        for folder in (self._weights, self._params):
-            if version in versions_in(folder):
-                return folder.name
-        return ""
+        folders = (self._weights, self._params)
+        return next((folder.name for folder in folders if version in versions_in(folder)), "")
 
     def _digests(self, version: int) -> dict[str, str]:
         """Digests by Hugging Face name, as the export wrote them."""
@@ -214,10 +215,6 @@ class MadeOn:
         """Whether a version that was written before must have the same bits here."""
         then = [line for line in self._lines if line["step"] <= version]
         return bool(then) and same_bits(then[-1]["fingerprint"], self._now)
-
-
-def _differing(now: dict[str, str], then: dict[str, str]) -> list[str]:
-    return [name for name, digest in now.items() if then.get(name) != digest]
 
 
 @jax.jit
@@ -261,21 +258,12 @@ def build_probe(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Callable[[Any
     @partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec()))
     def score(params: Any) -> Float[Array, "B T"]:
         policy = bind(config, params)
-        hidden = policy(
-            batch.tokens,
-            batch.segment_ids,
-            batch.positions,
-            execution(spec.learner, mesh, remat="none"),
-        )
+        how = execution(spec.learner, mesh, remat="none")
+        hidden = policy(batch.tokens, batch.segment_ids, batch.positions, how)
         return token_logprobs(hidden, policy.head_weight(), batch.targets, temperature=1.0)[0]
 
     def probe(params: Any) -> dict[str, Any]:
-        logprobs = np.asarray(score(params))[:, :-1]
-        return {
-            "sequences": [
-                {"tokens": ids.tolist(), "logprobs": values.tolist()}
-                for ids, values in zip(tokens, logprobs, strict=True)
-            ]
-        }
+        sequences = zip(tokens.tolist(), np.asarray(score(params))[:, :-1].tolist(), strict=True)
+        return {"sequences": [{"tokens": ids, "logprobs": values} for ids, values in sequences]}
 
     return probe

@@ -6,7 +6,6 @@ of everything that it follows from, and the run's `initial` is a link to it.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -14,7 +13,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,18 +28,18 @@ from jaxtyping import Array
 from bridge.safetensors_io import SINGLE_NAME
 from learner_jax.execution import Execution, full_float32
 from learner_jax.leaves import save_weights
-from learner_jax.logprobs import token_logprobs
 from learner_jax.model import abstract_params, bind, init_params
 from learner_jax.optimizer import abstract_state, apply_gradients, build_optimizer, init_state
 from learner_jax.packing import Packed, Sample, TokenBatch, pack
 from learner_jax.sampling import log_accuracy, sampled_right
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
-from learner_jax.step import abstract_like, shardings
+from learner_jax.step import abstract_like, policy_logprobs, shardings
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
-from runspec.core.files import new_directory, read_bounded, remove_leftovers
+from runspec.core.files import locked, new_directory, read_bounded, remove_leftovers
 from runspec.core.hashing import digest_bytes, digest_file
-from runspec.core.models.config import ModelConfig, parse_config
+from runspec.core.models import spec_model
+from runspec.core.models.config import ModelConfig
 from runspec.core.models.decoder import hf_config
 from runspec.core.process import RunStopped, not_retried
 from runspec.core.run_files import initial_model
@@ -86,31 +85,16 @@ def make_initial_model(run_dir: Path, cache: Path, log: logging.Logger) -> Path:
     return model
 
 
-@contextmanager
-def _alone_in(cache: Path, log: logging.Logger) -> Iterator[None]:
-    """Holds the cache's lock, which a killed process lets go of: what another run has begun here
-    is not a leftover, and two runs of one start make it once."""
-    descriptor = os.open(cache, os.O_RDONLY)
-    try:
-        end, told = time.monotonic() + OTHERS_S, False
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise UserError(
-                        f"another run's warm start has held the cache for {OTHERS_S:.0f} s",
-                        place=str(cache),
-                        remedy="end that run, or wait for it",
-                    ) from None
-                if not told:
-                    log.info("waiting for another run's warm start in %s", cache)
-                    told = True
-                time.sleep(0.2)
-        yield
-    finally:
-        os.close(descriptor)
+def _alone_in(cache: Path, log: logging.Logger) -> AbstractContextManager[None]:
+    """Hold the cache's lock: two runs of one start make it once, and what another run has begun
+    here is not a leftover."""
+    held = UserError(
+        f"another run's warm start has held the cache for {OTHERS_S:.0f} s",
+        place=str(cache),
+        remedy="end that run, or wait for it",
+    )
+    waiting = partial(log.info, "waiting for another run's warm start in %s", cache)
+    return locked(os.open(cache, os.O_RDONLY), OTHERS_S, held, waiting)
 
 
 def _find_or_make(spec: RunSpec, data: WarmStartData, cache: Path, log: logging.Logger) -> Path:
@@ -159,37 +143,31 @@ def _checked_record(model: Path) -> dict[str, Any]:
 
 def warm_start_digest(spec: RunSpec, tokenizer: Path) -> str:
     """Names a start by all that it follows from; `tokenizer` holds the tokenizer's files."""
-    return digest_bytes(
-        canonical_json(
-            {
-                "format": FORMAT,
-                "seed": spec.seed,
-                "model": spec.model.model_dump(mode="json"),
-                "warm_start": spec.warm_start.model_dump(mode="json") if spec.warm_start else None,
-                "data": spec.data.model_dump(mode="json"),
-                "targets": [reward.targets for reward in spec.reward],
-                "max_new_tokens": [pool.max_new_tokens for pool in spec.samplers],
-                "packing": spec.learner.packing.model_dump(mode="json"),
-                "tokenizer": {p.name: digest_file(p) for p in sorted(tokenizer.iterdir())},
-            }
-        )
-    )
+    origins = {
+        "format": FORMAT,
+        "seed": spec.seed,
+        "model": spec.model.model_dump(mode="json"),
+        "warm_start": spec.warm_start.model_dump(mode="json") if spec.warm_start else None,
+        "data": spec.data.model_dump(mode="json"),
+        "targets": [reward.targets for reward in spec.reward],
+        "max_new_tokens": [pool.max_new_tokens for pool in spec.samplers],
+        "packing": spec.learner.packing.model_dump(mode="json"),
+        "tokenizer": {p.name: digest_file(p) for p in sorted(tokenizer.iterdir())},
+    }
+    return digest_bytes(canonical_json(origins))
 
 
 def model_config(spec: RunSpec) -> ModelConfig:
-    """The config of `model.shape`; without a `head_dim`, heads split the hidden size evenly."""
-    shape = spec.model.shape
-    if shape is None:
+    """The config of `model.shape`."""
+    if spec.model.shape is None:
         raise UserError(
             "no shape to make weights for",
             place="model.shape",
             remedy="a model that has weights (`model.hf`) needs no warm start",
         )
-    fields = shape.model_dump(exclude_none=True)
-    fields.setdefault("head_dim", shape.hidden_size // shape.num_attention_heads)
-    # No window unless said: transformers assumes one for some families.
-    fields |= {"max_position_embeddings": spec.model.max_context, "sliding_window": None}
-    return parse_config(fields, place="model.shape")
+    config = spec_model.model_config(spec)
+    assert config is not None, "the spec has the shape"
+    return config
 
 
 def _make(
@@ -198,17 +176,9 @@ def _make(
     """Trains, writes the model beside the tokenizer's files, and returns its record."""
     with not_retried():
         config = model_config(spec)
-    (directory / "config.json").write_text(
-        json.dumps(
-            hf_config(
-                config,
-                dtype="float32",
-                eos_token_id=data.eos_token_id,
-                pad_token_id=data.pad_token_id,
-            ),
-            indent=2,
-        )
-    )
+    tokens = {"eos_token_id": data.eos_token_id, "pad_token_id": data.pad_token_id}
+    fields = hf_config(config, dtype="float32", **tokens)
+    (directory / "config.json").write_text(json.dumps(fields, indent=2))
     params, curve = supervise(spec, config, data, log)
     save_weights(params, config, directory)
     record = {
@@ -243,7 +213,7 @@ def supervise(
     assert start_spec is not None, "the linter sees to it: a shape has a warm start"
     full_float32(jnp.float32)
     mesh = make_mesh(spec.learner.mesh)
-    steps = _build_steps(config, start_spec, mesh)
+    steps = _Steps(config, start_spec, mesh)
     key = jax.random.key(spec.seed)
     params = shard_params(init_params(config, key), abstract_params(config), mesh)
     opt_state = steps.init(params)
@@ -261,13 +231,11 @@ def supervise(
         if update % start_spec.evaluate_every and update != start_spec.max_updates:
             continue
         probability = answer_probability(steps.score, params, spec, held_out, mesh)
-        curve.append(
-            CurvePoint(update, float(loss), probability, round(time.monotonic() - began, 2))
-        )
+        seconds = time.monotonic() - began
+        curve.append(CurvePoint(update, float(loss), probability, round(seconds, 2)))
         log.info(
             "warm start: update %d, loss %.3f, P(answer) %.3f of %.3f, %.0f s",
-            *(update, loss, probability, start_spec.stop_answer_probability),
-            time.monotonic() - began,
+            *(update, loss, probability, start_spec.stop_answer_probability, seconds),
         )
         if probability >= start_spec.stop_answer_probability:
             return params, curve
@@ -292,73 +260,53 @@ def answer_probability(
 ) -> float:
     """Mean over the traces of P(answer | prompt, thinking), the product over its tokens."""
     packed = _pack(spec, traces)
-    logprobs = np.stack(
-        [
-            np.asarray(score(params, shard_batch(packed.token_batch(i), mesh)))
-            for i in range(packed.microbatches)
-        ]
-    )
+    batches = (shard_batch(packed.token_batch(i), mesh) for i in range(packed.microbatches))
+    logprobs = packed.gather(np.stack([np.asarray(score(params, batch)) for batch in batches]))
     answers = [
         np.exp(values[trace.answer_start :].sum())
-        for trace, values in zip(traces, packed.gather(logprobs), strict=True)
+        for trace, values in zip(traces, logprobs, strict=True)
     ]
     return float(np.mean(answers))
 
 
-@dataclass(frozen=True)
 class _Steps:
-    init: Callable[[Any], Any]
-    zeros: Callable[[Any], tuple[Array, Any]]
-    accumulate: Callable[..., tuple[Array, Any]]
-    apply: Callable[[Any, Any, Any], tuple[Any, Any]]
-    score: Callable[[Any, TokenBatch], Array]
-
-
-def _build_steps(config: ModelConfig, start: WarmStart, mesh: Mesh) -> _Steps:
     """Jitted programs of weighted cross-entropy, - sum_t w_t log p(o_t), in float32."""
-    settings = Optimizer(
-        lr=start.lr,
-        betas=(0.9, start.beta2),
-        clip_norm=start.clip_norm,
-        warmup_updates=start.warmup_updates,
-    )
-    optimizer = build_optimizer(settings, start.max_updates)
 
-    def score(params: Any, batch: TokenBatch) -> Array:
-        policy = bind(config, params)
-        hidden = policy(
-            batch.tokens,
-            batch.segment_ids,
-            batch.positions,
-            Execution(jnp.float32, mesh=mesh),
+    def __init__(self, config: ModelConfig, start: WarmStart, mesh: Mesh) -> None:
+        settings = Optimizer(
+            lr=start.lr,
+            betas=(0.9, start.beta2),
+            clip_norm=start.clip_norm,
+            warmup_updates=start.warmup_updates,
         )
-        head = policy.head_weight()
-        return token_logprobs(hidden, head, batch.targets, temperature=1.0, mesh=mesh)[0]
+        optimizer = build_optimizer(settings, start.max_updates)
 
-    def zeros(params: Any) -> tuple[Array, Any]:
-        return jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        def score(params: Any, batch: TokenBatch) -> Array:
+            execution = Execution(jnp.float32, mesh=mesh)
+            return policy_logprobs(bind(config, params), batch, execution, temperature=1.0)[0]
 
-    def accumulate(
-        params: Any, total: tuple[Array, Any], batch: TokenBatch, weights: Array
-    ) -> tuple[Array, Any]:
-        def loss(params: Any) -> Array:
-            return -jnp.sum(weights * score(params, batch))
+        def zeros(params: Any) -> tuple[Array, Any]:
+            return jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
 
-        return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(params))
+        def accumulate(
+            params: Any, total: tuple[Array, Any], batch: TokenBatch, weights: Array
+        ) -> tuple[Array, Any]:
+            def loss(params: Any) -> Array:
+                return -jnp.sum(weights * score(params, batch))
 
-    # Explicit shardings keep outputs laid out as inputs are, so each program is compiled once.
-    masters = abstract_like(abstract_params(config), mesh, jnp.float32)
-    like, state = shardings((masters, abstract_state(optimizer, masters, offload=False)))
-    total = (NamedSharding(mesh, PartitionSpec()), like)
-    return _Steps(
-        init=jax.jit(partial(init_state, optimizer), out_shardings=state),
-        zeros=jax.jit(zeros, out_shardings=total),
-        accumulate=jax.jit(accumulate, donate_argnums=1, out_shardings=total),
-        apply=jax.jit(
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(params))
+
+        # Explicit shardings keep outputs laid out as inputs are: each program is compiled once.
+        masters = abstract_like(abstract_params(config), mesh, jnp.float32)
+        like, state = shardings((masters, abstract_state(optimizer, masters, offload=False)))
+        total = (NamedSharding(mesh, PartitionSpec()), like)
+        self.init = jax.jit(partial(init_state, optimizer), out_shardings=state)
+        self.zeros = jax.jit(zeros, out_shardings=total)
+        self.accumulate = jax.jit(accumulate, donate_argnums=1, out_shardings=total)
+        self.apply = jax.jit(
             partial(apply_gradients, optimizer), donate_argnums=(0, 1), out_shardings=(like, state)
-        ),
-        score=jax.jit(score),
-    )
+        )
+        self.score = jax.jit(score)
 
 
 def _microbatches(
@@ -366,11 +314,9 @@ def _microbatches(
 ) -> Iterator[tuple[TokenBatch, Array]]:
     """Packed microbatches with the weights w_t, which sum to 1 over all of them."""
     packed = _pack(spec, traces)
-    weights = []
-    for trace in traces:
-        weight = np.ones(len(trace.output_tokens), np.float32)
+    weights = [np.ones(len(trace.output_tokens), np.float32) for trace in traces]
+    for trace, weight in zip(traces, weights, strict=True):
         weight[trace.answer_start :] = answer_weight
-        weights.append(weight)
     total = sum(float(weight.sum()) for weight in weights)
     scattered = packed.scatter([weight / np.float32(total) for weight in weights])
     for index in range(packed.microbatches):

@@ -10,18 +10,18 @@ import threading
 from pathlib import Path
 
 from runspec.core.process import not_retried, run_role, stop_event
-from sampler.grading import command as grading
 from sampler.measuring import command as measuring
 from sampler.tasks import check
+from sampler.tasks.grading import command as grading
 
 GRACE_S = 3.0
-"""Longest time from SIGTERM to the end. The worker needs half of it to hand in what is done and to
-give the rest back; a process that still starts, or waits for a server, is ended here. A worker
-killed anywhere loses nothing."""
+"""Longest time from SIGTERM to the end. The worker needs half of it to submit finished leases and
+to give the others back. After it, a process that still starts or waits for a server is ended. A
+worker may be killed at any point without a loss."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parses the command line and runs the command; returns its exit code."""
+    """Parse the command line and run the command; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m sampler", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     work = commands.add_parser("work", help="sample for a run until it is finished")
@@ -61,8 +61,8 @@ def _work(options: argparse.Namespace, log: logging.Logger) -> None:
 
 
 def _leave(stop: threading.Event) -> None:
-    """Ends the process where a wait (for a coordinator that is away, an engine that starts)
-    outlasts the grace."""
+    """End the process if it waits (for a coordinator, for the start of an engine) beyond the
+    grace."""
     stop.wait()
     threading.Event().wait(GRACE_S)
     os._exit(0)
@@ -71,4 +71,4 @@ def _leave(stop: threading.Event) -> None:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # vLLM takes seconds to take itself apart, and nothing is left to save
+    os._exit(code)  # vLLM's own shutdown takes seconds, and nothing is left to save

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib import import_module
 from importlib.metadata import entry_points
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def help_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     package = words[2]
     main = import_module(f"{package}.__main__").main
     with pytest.raises(SystemExit) as stopped:
-        main([*[word for word in words[3:4] if not word.startswith("-")], "--help"])
+        main([*takewhile(lambda word: not word.startswith("-"), words[3:]), "--help"])
     assert stopped.value.code == 0
     return capsys.readouterr().out
 

@@ -52,6 +52,25 @@ def test_no_text_installs_by_a_bare_name() -> None:
     assert bare == []
 
 
+def test_the_wheel_has_every_data_file_of_the_packages() -> None:
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = [name.rstrip("*") for name in tools["packages"]["find"]["include"]]
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", *packages], cwd=ROOT, capture_output=True, check=True, text=True
+    ).stdout
+    tracked = {ROOT / name for name in listed.split("\0") if name}
+    data = {path for path in tracked if path.suffix != ".py" and path.name != "py.typed"}
+    packed = {
+        path
+        for package, patterns in tools["package-data"].items()
+        if package != "*"
+        for pattern in patterns
+        for path in ROOT.joinpath(*package.split(".")).glob(pattern)
+    }
+    assert ROOT / "runspec" / "local" / "report.html" in data
+    assert data - packed == set()
+
+
 @pytest.mark.slow
 def test_a_spec_is_linted_from_the_wheel(tmp_path: Path) -> None:
     # given an environment that has our wheel instead of this checkout

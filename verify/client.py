@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
@@ -106,8 +105,9 @@ class CoordinatorClient:
         """Return the run's roles, read again every few minutes."""
         if self._roles is None or time.monotonic() - self._roles_read > ROLES_REFRESH_S:
             data = self._http.call("GET", "/v1/roles", max_bytes=MAX_ROLES_BYTES).content
-            open_them = partial(open_roles, root_public_key=self._root_public_key, run=self._run)
-            self._roles = self._opened(data, open_them)
+            self._roles = self._opened(
+                data, open_roles, root_public_key=self._root_public_key, run=self._run
+            )
             self._roles_read = time.monotonic()
         return self._roles
 
@@ -115,8 +115,8 @@ class CoordinatorClient:
         """Return the run's resolved spec, which the coordinator signed."""
         if self._spec is None:
             data = self._http.call("GET", "/v1/spec", max_bytes=MAX_SIGNED_SPEC_BYTES).content
-            place, signers = f"{self._http.url}/v1/spec", self.roles().coordinator
-            spec = self._opened(data, partial(open_spec, coordinators=signers, place=place))
+            place = f"{self._http.url}/v1/spec"
+            spec = self._opened(data, open_spec, coordinators=self.roles().coordinator, place=place)
             if spec.name != self._run:
                 raise UserError(
                     f"serves run {spec.name!r}, not {self._run!r}",
@@ -159,12 +159,10 @@ class CoordinatorClient:
         answer = self._post("/v1/leases", body, wait_s=wait_s)
         if answer.status == HTTPStatus.NO_CONTENT:
             return None
-        signers = self.roles().coordinator
-        lease = self._opened(answer.content, partial(open_lease, coordinators=signers))
+        lease = self._opened(answer.content, open_lease, coordinators=self.roles().coordinator)
         if lease.worker != self._key.public_hex or lease.run != self._run:
             raise self._http.not_believed(BadSignature("a lease for another worker or run"))
-        with self._lock:
-            self._leases.add(lease_digest(answer.content))
+        self.hold(lease_digest(answer.content))
         return answer.content
 
     def submit(self, envelope: bytes, table: bytes) -> None:
@@ -212,15 +210,13 @@ class CoordinatorClient:
             leases = sorted(self._leases - set(but))
         if leases:
             self._post("/v1/release", {"leases": leases})
-        for lease in leases:
-            self._forget(self._leases, lease)
+        self._forget(self._leases, *leases)
         return len(leases)
 
     def site(self) -> Site:
         """Return the signed site: URLs of the weights, and the files of the data."""
         data = self._http.call("GET", "/v1/site", max_bytes=MAX_SITE_BYTES).content
-        signers = self.roles().coordinator
-        return self._opened(data, partial(open_site, coordinators=signers, run=self._run))
+        return self._opened(data, open_site, coordinators=self.roles().coordinator, run=self._run)
 
     def fetch_data(self, file: SiteFile, path: Path) -> None:
         """Fetch a file of the data and check its digest; write the whole file or none.
@@ -229,8 +225,7 @@ class CoordinatorClient:
             UserError: the disk is full, or the coordinator no longer has the listed file.
         """
         self._http.stream(
-            f"/v1/data/{file.digest}",
-            lambda pieces: _write_checked(path, pieces, file),
+            f"/v1/data/{file.digest}", lambda pieces: _write_checked(path, pieces, file)
         )
 
     def heartbeat(self, state: Mapping[str, Any]) -> None:
@@ -251,8 +246,7 @@ class CoordinatorClient:
         Raises:
             RunFinished: every batch is closed.
         """
-        with self._lock:
-            body = {"wait": wait_s, "holding": sorted(self._claims)}
+        body = {"wait": wait_s, "holding": self.claims}
         answer = self._post("/v1/validator/next", body, wait_s=wait_s)
         if answer.status == HTTPStatus.NO_CONTENT:
             return None
@@ -263,11 +257,8 @@ class CoordinatorClient:
 
     def download(self, digest: str) -> bytes:
         """Return the table of a submission; its digest is checked, its contents are not."""
-        data = self._http.call(
-            "GET",
-            f"/v1/submissions/{digest}",
-            max_bytes=largest_submission_bytes(self.spec()),
-        ).content
+        most = largest_submission_bytes(self.spec())
+        data = self._http.call("GET", f"/v1/submissions/{digest}", max_bytes=most).content
         if digest_bytes(data) != digest:
             raise self._http.not_believed(BadSignature(f"bytes that are not those of {digest}"))
         return data
@@ -290,8 +281,7 @@ class CoordinatorClient:
                 attempt. Empty if the validator itself is at fault.
         """
         self._post("/v1/validator/release", {"submissions": list(submissions), "fault": fault})
-        for submission in submissions:
-            self._forget(self._claims, submission)
+        self._forget(self._claims, *submissions)
 
     @property
     def claims(self) -> list[str]:
@@ -299,9 +289,9 @@ class CoordinatorClient:
         with self._lock:
             return sorted(self._claims)
 
-    def _forget(self, held: set[str], digest: str) -> None:
+    def _forget(self, held: set[str], *digests: str) -> None:
         with self._lock:
-            held.discard(digest)
+            held.difference_update(digests)
 
     def _work_item(self, data: bytes) -> WorkItem:
         answer = parse_object(data, max_bytes=MAX_ANSWER_BYTES)
@@ -312,10 +302,10 @@ class CoordinatorClient:
             raise BadSignature(f"a share of {str(share)[:40]}")
         return WorkItem(submitted.digest, lease, envelope, float(share))
 
-    def _opened(self, data: bytes, read: Callable[[bytes], T]) -> T:
+    def _opened(self, data: bytes, read: Callable[..., T], **expected: Any) -> T:
         """Return what `read` makes of an answer; raise its errors as a `UserError`."""
         try:
-            return read(data)
+            return read(data, **expected)
         except (MalformedJson, KeyError, BadSignature) as error:
             raise self._http.not_believed(error) from error
 

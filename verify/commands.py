@@ -132,7 +132,11 @@ def _convert(path: Path, out: Path) -> int:
         raise UserError("needs pyarrow", place="table", remedy="pip install pyarrow") from error
     try:
         data = read_bounded(path, _MAX_BYTES)
-        table = _verdicts(data) if ".verdict." in path.name else _rollouts(data)
+        if ".verdict." in path.name:
+            table = _verdicts(data)
+        else:
+            rows = submission.decode_rollouts(data, max_rows=len(data), max_bytes=_MAX_BYTES)
+            table = _table(rows, submission.SCHEMA)
     except (OSError, MalformedTable) as error:
         raise UserError(
             f"neither a submission nor a verdict file: {error}",
@@ -143,11 +147,6 @@ def _convert(path: Path, out: Path) -> int:
         pq.write_table(table, file, compression="zstd")
     say(f"{out}: {len(table)} rows")
     return 0
-
-
-def _rollouts(data: bytes) -> Any:
-    rows = submission.decode_rollouts(data, max_rows=len(data), max_bytes=_MAX_BYTES)
-    return _table(rows, submission.SCHEMA)
 
 
 def _verdicts(data: bytes) -> Any:

@@ -12,7 +12,6 @@ import numpy as np
 
 from runspec.core.errors import UserError, one_line
 from runspec.core.spec.schema import RunSpec
-from verify.calibration.lookup import limits_by_pool
 from verify.checks import DUPLICATE_CHECKS, GRADE_CHECKS, ROW_CHECKS, prefill_checks
 from verify.checks.base import Examination, Subject, examine
 from verify.checks.duplicates import fingerprints
@@ -22,8 +21,8 @@ from verify.formats.lease import Lease, assignments
 from verify.formats.submission import Rollout, max_submission_bytes
 from verify.formats.verdict import MAX_FAULT, RolloutVerdict
 from verify.plugins import Graded, PrefillEngine, TaskSet
+from verify.pool_limits import limits_by_pool
 from verify.recompute import PrefillRequest, Recomputed, grade, prefill_request, recompute
-from verify.thresholds import Limits
 from verify.truncation import Truncation
 from verify.watchdog import Stages
 
@@ -32,7 +31,6 @@ WEIGHTS_S = 600.0
 _MOST = 0.9
 """Share of `WEIGHTS_S` after which a failed fetch counts as late. A fetch gives up before an
 attempt that would end after the deadline."""
-_NOT_GRADED = Graded(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -300,9 +298,9 @@ def _verdict(case: _Case) -> Verdict:
 
 def _row_verdict(case: _Case, number: int, rollout: Rollout) -> RolloutVerdict:
     subject = case.subject
-    graded = subject.grades[number] if subject.grades else None
-    graded = graded or _NOT_GRADED
+    graded = (subject.grades[number] if subject.grades else None) or Graded(0.0, 0.0, 0.0)
     recomputed = subject.recomputed[number] if subject.recomputed else None
+    noise, gaps = subject.limits.gap_noise, recomputed.seeded_gap if recomputed else None
     return RolloutVerdict(
         submission=subject.submission,
         row=number,
@@ -316,11 +314,5 @@ def _row_verdict(case: _Case, number: int, rollout: Rollout) -> RolloutVerdict:
         logprob_diff=None if recomputed is None else logprob_diff(rollout, recomputed),
         checks=case.examination.results[number],
         fingerprints=subject.fingerprints[number] if subject.fingerprints else [],
-        gap_excess=None if recomputed is None else _gap_excess(recomputed, subject.limits),
+        gap_excess=None if noise is None or gaps is None else noise.excess(gaps),
     )
-
-
-def _gap_excess(recomputed: Recomputed, limits: Limits) -> float | None:
-    if limits.gap_noise is None or recomputed.seeded_gap is None:
-        return None
-    return limits.gap_noise.excess(recomputed.seeded_gap)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 from runspec.core.errors import UserError
@@ -34,8 +35,11 @@ def problem_files(
         UserError: the coordinator does not send a file as listed, or the disk is full.
     """
     site = client.site()
-    if not site.data or _equal_here(spec, site):
+    if not site.data:
         return None  # the coordinator cannot read its files
+    with suppress(UserError):  # a file is missing
+        if data_digest(spec) == site.data:
+            return None
     with not_retried():
         if not site.files:
             compare_data_digests(data_digest(spec), site.data, whose="the coordinator")
@@ -43,13 +47,6 @@ def problem_files(
     with not_retried():
         compare_data_digests(data_digest(spec, folder), site.data, whose="the coordinator")
     return folder
-
-
-def _equal_here(spec: RunSpec, site: Site) -> bool:
-    try:
-        return data_digest(spec) == site.data
-    except UserError:  # a file is missing
-        return False
 
 
 def _fetch(client: CoordinatorClient, site: Site, folder: Path, log: logging.Logger) -> None:

@@ -22,21 +22,14 @@ from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.hashing import is_digest
 from runspec.core.spec.resolved import MAX_PROFILE_BYTES
-from verify.calibration.profile import open_profile
 from verify.checks.prefill import judge_proofs, nearest_to_failing
 from verify.commands import run_once, say
 from verify.formats.verdict import CheckResult
+from verify.profile import open_profile
 from verify.thresholds import BFLOAT16, FLOAT32, Limits
-from verify.toploc import (
-    CHUNK_ROWS,
-    TOP_K,
-    ChunkStatistics,
-    MalformedProof,
-    build_proofs,
-    parse_proof,
-    verify_proofs,
-)
-from verify.toploc.selection import INFINITY, MAGNITUDE, round_to_bf16
+from verify.toploc.codec import MalformedProof, build_proofs, parse_proof
+from verify.toploc.selection import CHUNK_ROWS, INFINITY, MAGNITUDE, TOP_K, round_to_bf16
+from verify.toploc.statistics import ChunkStatistics, verify_proofs
 
 MAX_TOKENS = 1 << 20
 MAX_HIDDEN = 1 << 16
@@ -248,8 +241,7 @@ def check_proofs(path: Path, proofs: str, limits: Limits) -> ProofVerdict:
     except MalformedProof as error:
         return ProofVerdict(False, str(error), [], [])
     results = judge_proofs(chunks, limits)
-    worst = nearest_to_failing(results)
-    reason = f"{worst.reason} (measured {worst.value:.6g}, limit {worst.limit:.6g})"
+    reason = nearest_to_failing(results).measured
     return ProofVerdict(all(r.passed for r in results), reason, chunks, results)
 
 

@@ -21,7 +21,8 @@ from verify.plugins import (
     PrefillOutput,
     TaskSet,
 )
-from verify.toploc import ChunkStatistics, MalformedProof, verify_proofs_batch
+from verify.toploc.codec import MalformedProof
+from verify.toploc.statistics import ChunkStatistics, verify_proofs_batch
 from verify.truncation import Truncation
 
 PORTION_TOKENS = 1 << 16

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from runspec.core.hashing import digest_bytes, hash_parts, is_digest
 from runspec.core.keys import SigningKey, is_public_key, signature_is_valid
-from runspec.core.roles import CLOCK_SKEW_S
+from runspec.core.signed import CLOCK_SKEW_S
 
 KEY, TIME, NONCE = "Runspec-Key", "Runspec-Time", "Runspec-Nonce"
 BODY, SIGNATURE = "Runspec-Body", "Runspec-Signature"
@@ -129,17 +129,14 @@ class RequestChecker:
         message = _message(self._run, method, path, body_digest, moment, nonce)
         if not signature_is_valid(key, message, signature):
             raise Unauthorised(f"the signature of {key[:16]} does not match this request")
-        self._forget_stale(now)
+        while self._order and self._order[0][0] < now:  # these have expired
+            self._seen.remove(heapq.heappop(self._order)[1])
         if (key, nonce) in self._seen:
             raise Unauthorised("this request was made before; sign each attempt anew")
         admit(key)
         self._seen.add((key, nonce))
         heapq.heappush(self._order, (int(moment) + CLOCK_SKEW_S, (key, nonce)))
         return SignedRequest(key, body_digest)
-
-    def _forget_stale(self, now: float) -> None:
-        while self._order and self._order[0][0] < now:
-            self._seen.remove(heapq.heappop(self._order)[1])
 
 
 def _message(run: str, method: str, path: str, body_digest: str, moment: str, nonce: str) -> bytes:

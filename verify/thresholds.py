@@ -28,7 +28,7 @@ of its submissions: over `SUBMISSIONS` submissions the chance of a false alarm i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -63,7 +63,10 @@ class GapNoise:
     def largest_mean(self, tokens: int) -> float:
         """Return the largest mean of so many counted gaps, nats."""
         spread = -math.log(self.probability) * self.cap / (self.mean * tokens)
-        return min(self.cap, self.mean * _ratio(spread))
+        ratio = root(
+            lambda r: r * math.log(r) - r + 1.0 - spread, 1.0, math.e**2 + spread, halvings=80
+        )
+        return min(self.cap, self.mean * ratio)
 
     def excess(self, gaps: np.ndarray) -> float:
         """Return by how much f32 [n] gaps exceed a worker's long-run budget, nats."""
@@ -75,12 +78,11 @@ class GapNoise:
         return math.log(SUBMISSIONS / self.probability) * self.cap / _U
 
 
-def _ratio(spread: float) -> float:
-    """Return r >= 1 with r log r - r + 1 = spread, by bisection."""
-    low, high = 1.0, math.e**2 + spread
-    for _ in range(80):
+def root(rising: Callable[[float], float], low: float, high: float, *, halvings: int) -> float:
+    """Return where a rising function is 0, by bisection."""
+    for _ in range(halvings):
         middle = (low + high) / 2.0
-        if middle * math.log(middle) - middle + 1.0 < spread:
+        if rising(middle) < 0.0:
             low = middle
         else:
             high = middle

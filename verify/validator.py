@@ -26,7 +26,6 @@ from runspec.core.keys import SigningKey
 from runspec.core.process import not_retried
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
-from verify.calibration.lookup import require_model, require_profiles
 from verify.client import CoordinatorClient, RunFinished, WorkItem
 from verify.examiner import (
     WEIGHTS_S,
@@ -46,6 +45,7 @@ from verify.plugins import (
     load_task_set,
     require_graders,
 )
+from verify.pool_limits import require_model, require_profiles
 from verify.problem_files import problem_files
 from verify.recompute import PrefillNotFinite
 from verify.watchdog import Stages, heartbeats, leaving
@@ -56,7 +56,6 @@ WAIT_S = 5.0
 """Seconds of one long poll, and so the longest time that an idle validator takes to end."""
 MAX_FAULTS = 3
 """Submissions in a row at which a check may break; then the validator counts as broken."""
-_CONFIG = "config.json"
 _MAX_CONFIG_BYTES = 1024 * 1024
 _MAX_FAULT = 300
 """Largest number of characters of a fault; it may repeat what a stranger sent."""
@@ -185,7 +184,19 @@ class Validator:
                 self._answer(file, verdict)
 
     def _answer(self, file: SubmissionFile, verdict: Verdict) -> None:
-        self._send(verdict)
+        table = encode_verdicts(verdict.rows)
+        envelope = sign_verdict(
+            table,
+            run=self._spec.name,
+            step=verdict.step,
+            submission=verdict.submission,
+            accepted=verdict.accepted,
+            reason=verdict.reason,
+            dropped_groups=verdict.dropped_groups,
+            fault=verdict.fault,
+            key=self._key,
+        )
+        self._coordinator.verdict(envelope, table)
         self._report(file, verdict)
         self._faults_in_a_row = 0
         self.checked += 1
@@ -250,21 +261,6 @@ class Validator:
         floor = self._spec.verify.lowest_prefill_share
         return is_drawn(self._key, submission, max(floor, self._shares[submission]))
 
-    def _send(self, verdict: Verdict) -> None:
-        table = encode_verdicts(verdict.rows)
-        envelope = sign_verdict(
-            table,
-            run=self._spec.name,
-            step=verdict.step,
-            submission=verdict.submission,
-            accepted=verdict.accepted,
-            reason=verdict.reason,
-            dropped_groups=verdict.dropped_groups,
-            fault=verdict.fault,
-            key=self._key,
-        )
-        self._coordinator.verdict(envelope, table)
-
     def _report(self, file: SubmissionFile, verdict: Verdict) -> None:
         what = f"submission {verdict.submission[:12]} of {file.lease.worker[:12]}"
         if not verdict.accepted:
@@ -307,7 +303,7 @@ def model_config(weights: Path) -> dict[str, Any]:
     Raises:
         UserError: there is none, it is not a JSON object, or it has no `vocab_size`.
     """
-    path = weights / _CONFIG
+    path = weights / "config.json"
     try:
         config = parse_object(read_bounded(path, _MAX_CONFIG_BYTES), max_bytes=_MAX_CONFIG_BYTES)
     except (OSError, MalformedJson) as error:

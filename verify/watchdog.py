@@ -12,18 +12,15 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_INTERNAL
 from verify.client import CoordinatorClient, RunFinished
 from verify.timeouts import STAGE_DEADLINES_S
-
-if TYPE_CHECKING:
-    from verify.validator import Validator
 
 HEARTBEAT_S = 10.0
 GRACE_S = 8.0
@@ -72,17 +69,37 @@ class Stages:
         return stage
 
 
+class Checking(Protocol):
+    """State of a validator that a heartbeat reports."""
+
+    stages: Stages
+    """Stages of the check that is under way."""
+    busy_s: float
+    """Total seconds of checking."""
+    checked: int
+    """Number of submissions that were checked."""
+
+
 @contextmanager
+def _beside(name: str, work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run `work` in a thread beside the block; its event is set when the block ends."""
+    ended = threading.Event()
+    threading.Thread(target=work, args=(ended,), name=name, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
 def heartbeats(
-    client: CoordinatorClient, validator: Validator, log: logging.Logger
-) -> Iterator[None]:
+    client: CoordinatorClient, validator: Checking, log: logging.Logger
+) -> AbstractContextManager[None]:
     """Send a heartbeat every few seconds, long prefills included.
 
     Ends the process if a stage of a check is overdue.
     """
-    ended = threading.Event()
 
-    def beat() -> None:
+    def beat(ended: threading.Event) -> None:
         while not ended.is_set():
             if stage := validator.stages.overdue():
                 _end_stalled(client, stage, log)
@@ -94,24 +111,18 @@ def heartbeats(
                 log.warning("no heartbeat: %s", error)
             ended.wait(HEARTBEAT_S)
 
-    threading.Thread(target=beat, name="heartbeat", daemon=True).start()
-    try:
-        yield
-    finally:
-        ended.set()
+    return _beside("heartbeat", beat)
 
 
-@contextmanager
 def leaving(
     stop: threading.Event, client: CoordinatorClient, log: logging.Logger
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """End the process, exit code 0, if the block outlasts the grace after `stop` is set.
 
     The block may be waiting for a coordinator or for weights, or may be in a long prefill.
     """
-    ended = threading.Event()
 
-    def leave() -> None:
+    def leave(ended: threading.Event) -> None:
         stop.wait()
         if ended.wait(GRACE_S):
             return
@@ -122,11 +133,7 @@ def leaving(
         logging.shutdown()
         os._exit(0)
 
-    threading.Thread(target=leave, name="leave", daemon=True).start()
-    try:
-        yield
-    finally:
-        ended.set()
+    return _beside("leave", leave)
 
 
 def _give_back(client: CoordinatorClient) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.accelerator.rollouts import GROUP_SIZE, Rollouts
 from benchmarks.accelerator.rows import Row, Settings, at_most, serve
-from runspec.core.models.config import load_config
+from runspec.core.models.family import load_config
 from runspec.core.models.flops import matrix_parameters
 from runspec.core.spec import schema
 from tests.verify.one_version import OneVersion

@@ -27,7 +27,7 @@ from sampler.engine.gumbel_sampling import GumbelSampler, Rules
 from sampler.engine.recorder import TokenRecorder
 from sampler.engine.requests import split_recorded
 from verify.noise import noise_key
-from verify.toploc import build_proofs_batch, build_proofs_of
+from verify.toploc.codec import build_proofs_batch, build_proofs_of
 
 GROUPS = 4
 ROWS = GROUPS * GROUP_SIZE

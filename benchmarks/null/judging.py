@@ -12,15 +12,16 @@ from benchmarks.null.forgeries import Guess, Library, TokenTable, ordered, selec
 from benchmarks.null.text_model import CHUNKS_A_SEQUENCE, PROMPT
 from verify.checks.prefill import judge_proofs, null_test_of
 from verify.thresholds import BFLOAT16, NULL_BITS, Limits
-from verify.toploc import (
-    CHUNK_ROWS,
-    TOP_K,
+from verify.toploc.codec import build_proofs_batch
+from verify.toploc.field import PRIME
+from verify.toploc.selection import CHUNK_ROWS, TOP_K
+from verify.toploc.statistics import (
+    GRANTED_CELLS,
+    RADII,
     ChunkStatistics,
-    build_proofs_batch,
+    NullTest,
     verify_proofs_batch,
 )
-from verify.toploc.field import PRIME
-from verify.toploc.statistics import GRANTED_CELLS, RADII, NullTest
 
 BEFORE = 11
 """Tokens before a chunk that forgers look at: contexts of 12."""

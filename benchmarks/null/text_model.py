@@ -26,10 +26,11 @@ from learner_jax.leaves import save_weights
 from learner_jax.logprobs import token_logprobs
 from learner_jax.model import bind, init_params
 from learner_jax.optimizer import apply_gradients, build_optimizer, init_state
-from runspec.core.models.config import ModelConfig, parse_config
+from runspec.core.models.config import ModelConfig
 from runspec.core.models.decoder import hf_config
+from runspec.core.models.family import parse_config
 from runspec.core.spec.schema import Optimizer
-from verify.toploc import CHUNK_ROWS
+from verify.toploc.selection import CHUNK_ROWS
 
 SEQUENCE = 256
 PROMPT = CHUNK_ROWS  # tokens of a sequence that are no output

@@ -79,7 +79,7 @@ def make_step(folder: Path, settings: dict[str, Any], arrays: dict[str, Any]) ->
     from learner_jax.sharding import make_mesh
     from learner_jax.step import build_programs
     from learner_jax.training import train_step
-    from runspec.core.models.config import load_config
+    from runspec.core.models.family import load_config
     from verify.formats.batch import BatchGroup, BatchManifest
 
     spec, config = spec_of(settings), load_config(folder / "model")

@@ -29,8 +29,6 @@ from runspec.core.errors import UserError
 
 _MAX_THREADS = 8
 """More of them wait for memory."""
-Block = tuple[Path, memoryview]
-"""One tensor's bytes in a delta file, and that file."""
 Check = Callable[[TensorInfo, np.ndarray], None]
 """Looks at a tensor's bits after the last delta."""
 
@@ -110,10 +108,10 @@ def overwrite_file(
             deltas = [(delta.path, _blocks(delta, file.tensors)) for delta in chain]
 
             def work(info: TensorInfo) -> None:
-                blocks = [(path, blocks[info.name]) for path, blocks in deltas]
                 whole = slice(info.offset, info.offset + info.nbytes)
                 bits = mapped_bits(weights, info, whole, writable=True)
-                _overwrite_tensor(info, bits, blocks)
+                for path, blocks in deltas:
+                    _overwrite_tensor(info, bits, path, blocks[info.name])
                 check(info, bits)
 
             largest_first = sorted(file.tensors, key=lambda info: info.nbytes, reverse=True)
@@ -173,18 +171,18 @@ def _blocks(delta: DeltaFile, tensors: Sequence[TensorInfo]) -> dict[str, memory
     return blocks
 
 
-def _overwrite_tensor(info: TensorInfo, bits: np.ndarray, blocks: Sequence[Block]) -> None:
-    for path, block in blocks:
-        rest, at = block, 0
-        try:
-            for cut in tensor_segments(info):
-                size = (cut.stop - cut.start) // info.dtype.itemsize
-                rest = rest[overwrite(bits[at : at + size], rest) :]
-                at += size
-            if rest:
-                raise MalformedSegment(f"{len(rest)} bytes after the last segment")
-        except MalformedSegment as error:
-            raise UserError(
-                f"tensor {info.name}: malformed delta: {error} (element {at} and after)",
-                place=str(path),
-            ) from error
+def _overwrite_tensor(info: TensorInfo, bits: np.ndarray, path: Path, block: memoryview) -> None:
+    """Applies one tensor's block of the delta file at `path`."""
+    at = 0
+    try:
+        for cut in tensor_segments(info):
+            size = (cut.stop - cut.start) // info.dtype.itemsize
+            block = block[overwrite(bits[at : at + size], block) :]
+            at += size
+        if block:
+            raise MalformedSegment(f"{len(block)} bytes after the last segment")
+    except MalformedSegment as error:
+        raise UserError(
+            f"tensor {info.name}: malformed delta: {error} (element {at} and after)",
+            place=str(path),
+        ) from error

@@ -52,17 +52,8 @@ class DeltaHeader:
 
     def encode(self) -> bytes:
         """The file's bytes before the first block."""
-        text = canonical_json(
-            {
-                "base": self.base,
-                "target": self.target,
-                "layout": self.layout,
-                "tensors": {
-                    name: {"blake3": tensor.blake3, "bytes": tensor.nbytes}
-                    for name, tensor in self.tensors.items()
-                },
-            }
-        )
+        tensors = {n: {"blake3": t.blake3, "bytes": t.nbytes} for n, t in self.tensors.items()}
+        text = canonical_json({**vars(self), "tensors": tensors})
         return MAGIC + len(text).to_bytes(_LENGTH, "little") + text
 
 
@@ -121,17 +112,12 @@ def _header(text: bytes, max_bytes: int) -> DeltaHeader:
         raise MalformedJson("its header is not in canonical form")
     if set(fields) != {"base", "target", "layout", "tensors"}:
         raise MalformedJson(f"its header has the fields {sorted(fields)}"[:200])
-    tensors = fields["tensors"]
     if not all(is_digest(fields[name]) for name in ("base", "target", "layout")):
         raise MalformedJson("base, target and layout must be digests")
-    if not isinstance(tensors, dict):
+    if not isinstance(fields["tensors"], dict):
         raise MalformedJson("tensors must be named records")
-    return DeltaHeader(
-        fields["base"],
-        fields["target"],
-        fields["layout"],
-        {name: _tensor(name, record) for name, record in tensors.items()},
-    )
+    tensors = {name: _tensor(name, record) for name, record in fields["tensors"].items()}
+    return DeltaHeader(fields["base"], fields["target"], fields["layout"], tensors)
 
 
 def _tensor(name: str, record: Any) -> DeltaTensor:

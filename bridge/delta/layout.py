@@ -15,12 +15,12 @@ from bridge.safetensors_io import (
     TENSORS_NAME,
     TensorInfo,
     read_headers,
-    stored_digest,
+    stored_record,
 )
 from bridge.tensors import dtype_name
-from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.canonical import MalformedJson
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded
+from runspec.core.files import read_object
 from runspec.core.hashing import digest_bytes, is_digest
 
 # Linux: all pages at once. Written ones would come one a fault; read ones come by sixteen, and not
@@ -122,11 +122,9 @@ def read_records(directory: Path, layout: list[FileLayout]) -> Records:
     path = directory / TENSORS_NAME
     shapes = tensor_shapes(layout)
     if not path.exists():
-        infos = [info for file in layout for info in file.tensors]
-        return {info.name: {**shapes[info.name], "blake3": stored_digest(info)} for info in infos}
+        return {info.name: stored_record(info) for file in layout for info in file.tensors}
     try:
-        data = read_bounded(path, MAX_RECORDS_BYTES)
-        records = parse_object(data, max_bytes=MAX_RECORDS_BYTES)["tensors"]
+        records = read_object(path, MAX_RECORDS_BYTES)["tensors"]
         said = {name: {k: v for k, v in r.items() if k != "blake3"} for name, r in records.items()}
         if said != shapes or not all(is_digest(r["blake3"]) for r in records.values()):
             raise MalformedJson("not of the weights beside it")

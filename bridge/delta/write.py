@@ -96,9 +96,9 @@ def write_delta(base_dir: Path, new_dir: Path, out_dir: Path, *, threads: int = 
         for old_file, new_file in zip(base, new, strict=True):
             with tempfile.TemporaryFile(dir=folder) as blocks:
                 written = _write_blocks(blocks, old_file, new_file, records, pool, _AHEAD * threads)
-                header = DeltaHeader(*digests, new_file.digest, _sizes(written, records))
+                sizes = {c.name: DeltaTensor(records[c.name]["blake3"], c.nbytes) for c in written}
                 path = folder / (new_file.path.name + SUFFIX)
-                _write_file(path, header, blocks)
+                _write_file(path, DeltaHeader(*digests, new_file.digest, sizes), blocks)
             changes += written
             delta_bytes += path.stat().st_size
     weights = sum(info.nbytes for file in new for info in file.tensors)
@@ -119,10 +119,6 @@ def _check_same_layout(base: list[FileLayout], new: list[FileLayout]) -> None:
         place=str(new[0].path.parent),
         remedy="publish this version whole, as an anchor",
     )
-
-
-def _sizes(changes: list[TensorChange], records: Records) -> dict[str, DeltaTensor]:
-    return {c.name: DeltaTensor(records[c.name]["blake3"], c.nbytes) for c in changes}
 
 
 def _write_file(path: Path, header: DeltaHeader, blocks: IO[bytes]) -> None:

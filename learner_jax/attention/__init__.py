@@ -17,12 +17,9 @@ from jaxtyping import Array, Float, Int
 
 from learner_jax.attention import cudnn, splash, xla
 from learner_jax.attention.context import Kernel, attend_on_mesh, context_shards
-from learner_jax.attention.xla import SAVED
 from learner_jax.execution import Execution
 from runspec.core.errors import UserError
 from runspec.core.spec import schema
-
-__all__ = ["SAVED", "packed_attention"]
 
 
 def packed_attention(
@@ -67,8 +64,7 @@ def _kernel(
     }
     if name == "auto":
         name = next(name for name, refusal in refusals.items() if refusal is None)
-    refusal = refusals[name]
-    if refusal is not None:
+    if (refusal := refusals[name]) is not None:
         raise refusal
     if name == "splash":
         return splash.attend

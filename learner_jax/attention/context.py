@@ -3,7 +3,8 @@
 Context parallelism keeps the queries where they are and gathers keys and values, which grouped
 heads make small (Llama 3, arXiv 2407.21783, section 3.3.2). A causal row costs more at its end, so
 with c shards the row is cut into 2c chunks and shard i holds chunks i and 2c - 1 - i: the zigzag
-order. Only the decoder's inside is in that order; `to_zigzag` and `from_zigzag` are its doors.
+order. Only the decoder's inside is in that order; `to_zigzag` and `from_zigzag` convert at its
+borders.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from runspec.core.models.parameters import MESH_AXES
+from learner_jax.sharding import mesh_axes
 
 AXIS = "context"
 Kernel = Callable[[Array, Array, Array, Array, Array], Array]
@@ -78,9 +79,9 @@ def attend_on_mesh(
         return kernel(q, k, v, segment_ids, _own_columns(shards, length))
 
     heads = PartitionSpec(
-        _axes(mesh, "batch", q.shape[0]),
+        mesh_axes(mesh, "batch", q.shape[0])[0],
         AXIS if shards > 1 else None,
-        _axes(mesh, "heads", q.shape[2]),
+        mesh_axes(mesh, "heads", q.shape[2])[0],
         None,
     )
     ids = PartitionSpec(*heads[:2])
@@ -90,18 +91,11 @@ def attend_on_mesh(
     )(q, k, v, segment_ids)
 
 
-def _axes(mesh: Mesh, logical: str, size: int) -> tuple[str, ...] | None:
-    names = MESH_AXES[logical]
-    cut = math.prod(mesh.shape[name] for name in names)
-    return names if cut > 1 and size % cut == 0 else None
-
-
 def _repeated(x: Float[Array, "B T K h"], heads: int, mesh: Mesh) -> Float[Array, "B T M h"]:
     """Key/value heads repeated to the least number that the shards of the query heads divide."""
-    names = _axes(mesh, "heads", heads)
-    cut = math.prod(mesh.shape[name] for name in names) if names else 1
+    _, shards = mesh_axes(mesh, "heads", heads)
     kv_heads = x.shape[2]
-    return jnp.repeat(x, math.lcm(kv_heads, cut) // kv_heads, axis=2)
+    return jnp.repeat(x, math.lcm(kv_heads, shards) // kv_heads, axis=2)
 
 
 def _own_columns(shards: int, length: int) -> Int[Array, " Q"]:
@@ -125,7 +119,7 @@ def _exchange(
     shards = context_shards(mesh, x.shape[1])
     if mesh is None or shards == 1:
         return x
-    spec = PartitionSpec(_axes(mesh, "batch", x.shape[0]), AXIS)
+    spec = PartitionSpec(mesh_axes(mesh, "batch", x.shape[0])[0], AXIS)
 
     def local(x: Array) -> Array:
         front, back = jnp.split(x, 2, axis=1)

@@ -1,12 +1,13 @@
 """Packed attention on NVIDIA GPUs by cuDNN's flash kernels. Not yet run on a GPU.
 
-The kernels take segments as lists of a static size, at which XLA sizes their workspace: a list for
-as many segments as a row may have, each as long as the row, would take tens of GiB. So segments
-are sorted into classes by length, up to 128, 512, 2048, ... tokens, and each class is a call of its
-own. Longer than a quarter of L, at most `SLOTS` segments of a class begin in any L tokens: the
-tokens laid out as rows of L, a segment running on into the next row, have at most `SLOTS` a row,
-whatever the segments are, and the workspace is `SLOTS` times the queries in float32. Only the
-shortest class can have more; those are computed by `xla` (samples of less than 32 tokens).
+The kernels take segments as lists of a static size, by which XLA sizes their workspace. A list for
+as many segments as a row may have, each as long as the row, would take tens of GiB. So segments are
+sorted into classes by length, up to 128, 512, 2048, ... tokens. Each class is a call of its own.
+
+For a class of up to L tokens, all rows are laid end to end and cut into rows of L; a segment may
+run on into the next row. Segments longer than L / 4 begin at most `SLOTS` times in a row. So the
+workspace is `SLOTS` times the queries in float32, whatever the segments are. Only the shortest
+class can have more segments in a row: `xla` computes those, samples of less than 32 tokens.
 
 `packed` calls a private function of JAX, because the public one takes no offsets: only in versions
 of JAX in which it was read, `PACKED_VERSIONS`. `bucketed` copies segments into rows of their own

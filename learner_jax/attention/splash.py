@@ -9,6 +9,8 @@ context parallelism give it queries in zigzag order.
 
 from __future__ import annotations
 
+import operator
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import (
@@ -137,7 +139,7 @@ def _kernel(
         mask_value=kernels.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=None,
         residual_checkpoint_name=SAVED,
-        mask_function=_not_later,
+        mask_function=operator.ge,  # of the columns of query and key
         interpret=interpret,
     )
 
@@ -161,7 +163,3 @@ def _mask_info(reached: Bool[Array, "I J"], columns: Int[Array, " Q"], *, axis: 
         partial_mask_blocks=None,
         q_sequence=columns,  # type: ignore[arg-type]  # numpy in JAX's annotation alone
     )
-
-
-def _not_later(query_columns: Array, key_columns: Array) -> Array:
-    return query_columns >= key_columns

@@ -1,8 +1,8 @@
 """Packed attention in plain XLA: right on every platform, and in float64.
 
-Short rows are attended at once. Longer ones go a tile at a time, a block of queries of one row,
-each over the blocks of keys that it sees (`spans.key_blocks`) and no others: what is computed grows
-with the sum of the squared segment lengths, and memory with T, never with T x T. Softmax is taken
+Short rows are attended at once. Longer rows go a tile at a time. A tile is a block of queries of
+one row, and visits only the blocks of keys that it sees (`spans.key_blocks`). So the work grows
+with the sum of the squared segment lengths, and memory with T, not with T x T. Softmax is taken
 online and its backward pass recomputed from the log-sum-exp, after FlashAttention-2 (arXiv
 2307.08691, algorithms 1 and 2).
 """

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from importlib import resources
 from math import ceil
 from pathlib import Path
+from string import Template
 
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
@@ -44,22 +46,16 @@ def sbatch_script(spec: RunSpec, words: Sequence[str], run_dir: Path) -> str:
         f"--signal=B:TERM@{STOP_S}",
     ]
     options += [f"--gpus-per-node={devices}"] if devices else []
-    lines = "\n".join(f"#SBATCH {option}" for option in options)
-    apply = shlex.join(["runspec", "apply", *words, "--set", "placement.backend=ray"])
-    pause = shlex.join(["runspec", "pause", str(run_dir)])
-    return f"""#!/bin/bash
-{lines}
-
-set -euo pipefail
-mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT={WAIT_S}
-export RAY_gcs_rpc_server_reconnect_timeout_s={GONE_S}
-srun --wait={LAST_S} ray symmetric-run \\
-  --address "${{nodes[0]}}:{RAY_PORT}" --min-nodes "$SLURM_JOB_NUM_NODES" -- \\
-  {apply} &
-trap {shlex.quote(pause)} TERM
-wait $! || wait $!
-"""
+    script = (resources.files("runspec.backends") / "sbatch.sh").read_text(encoding="utf-8")
+    return Template(script).substitute(
+        options="\n".join(f"#SBATCH {option}" for option in options),
+        apply=shlex.join(["runspec", "apply", *words, "--set", "placement.backend=ray"]),
+        pause=shlex.quote(shlex.join(["runspec", "pause", str(run_dir)])),
+        wait_s=WAIT_S,
+        gone_s=GONE_S,
+        last_s=LAST_S,
+        ray_port=RAY_PORT,
+    )
 
 
 def allocation(spec: RunSpec) -> tuple[int, int]:

@@ -1,8 +1,14 @@
 """The `runspec` command. Each command imports what it needs when it is called: help stays quick.
 
-Exit codes: 0 done or clean; 1 a finding, or something that a person can mend; 2 a file that cannot
-be read, or bad usage; 3 a fault of our own; 4 a plan is stale, or a role said that the run cannot
-go on; 5 the run is held elsewhere; 6 `plan --exit-code`: there are changes; 130 interrupted.
+Exit codes:
+    0: done, or clean.
+    1: a finding, or something that a person can mend.
+    2: a file that cannot be read, or bad usage.
+    3: a fault of our own.
+    4: a plan is stale, or a role says that the run cannot go on.
+    5: the run is held elsewhere.
+    6: `plan --exit-code` finds changes.
+    130: interrupted.
 """
 
 from __future__ import annotations
@@ -94,13 +100,7 @@ def lint(
 
     specs = [files_named(path, profile, placement, overrides) for path in files]
     code = lint_command(
-        specs,
-        select or [],
-        ignore or [],
-        fix=fix,
-        data=data,
-        output=output,
-        fail_level=fail_level,
+        specs, select or [], ignore or [], fix=fix, data=data, output=output, fail_level=fail_level
     )
     raise typer.Exit(code)
 
@@ -134,13 +134,11 @@ def render(
     runs_dir: SpecRunsDir = None,
 ) -> None:
     """Prints the resolved spec, every default written out, or writes what starts it elsewhere."""
+    from runspec.cli.render import render_backend_command, render_command
+
     files = files_named(file, profile, placement, overrides)
     if backend is not None:
-        from runspec.cli.render import render_backend_command
-
         raise typer.Exit(render_backend_command(files, backend, out, runs_dir))
-    from runspec.cli.render import render_command
-
     raise typer.Exit(render_command(files, show_origin, output))
 
 

@@ -1,4 +1,4 @@
-"""`runspec apply`: from a spec to a finished run, or to one screen on why not."""
+"""`runspec apply`: starts, changes or continues a run, or prints why it cannot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.text import Text
 from runspec.cli.output import exit_code_of
 from runspec.cli.spec_files import sound_spec
 from runspec.cli.status import show_link
-from runspec.cli.view import watching
+from runspec.cli.view import PlainView, watching
 from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import MAX_BYTES, load_resolved, parse_resolved
@@ -62,22 +62,27 @@ def apply_command(files: SpecFiles, detach: bool, runs_dir: Path | None) -> int:
     if spec.placement.backend != LOCAL:
         return backend(spec.placement.backend).apply(spec, detach, runs_dir)
     plan = make_plan(spec, run_directory(spec, runs_dir), approved)
-    try:
-        return carry_out(plan, detach=detach)
-    except NotReady as error:
-        show_missing(error, None if saved else files)
-        return EXIT_FAILED
+    return carry_out_or_explain(plan, detach=detach, files=None if saved else files)
 
 
 def apply_resolved(detach: bool, runs_dir: Path | None) -> int:
     """`apply` of a resolved spec from standard input, on the machine that has the run directory."""
     data = sys.stdin.buffer.read(MAX_BYTES + 1)
     spec = parse_resolved(data, place="standard input")
-    plan = make_plan(spec, run_directory(spec, runs_dir))
+    return carry_out_or_explain(make_plan(spec, run_directory(spec, runs_dir)), detach=detach)
+
+
+def carry_out_or_explain(plan: RunPlan, *, detach: bool, files: SpecFiles | None = None) -> int:
+    """`carry_out`; where this machine cannot start the run, prints what it lacks and returns 1.
+
+    Args:
+        plan, detach: as `carry_out` takes them.
+        files: the spec's, to name what would start here instead; None: nothing is named.
+    """
     try:
         return carry_out(plan, detach=detach)
     except NotReady as error:
-        show_missing(error, None)
+        show_missing(error, files)
         return EXIT_FAILED
 
 
@@ -247,8 +252,6 @@ def start_in_background(run: PreparedRun) -> int:
 
 def main(arguments: list[str]) -> int:
     """Supervises a run whose lock this process was started with."""
-    from runspec.cli.view import PlainView
-
     run_dir, lock = Path(arguments[0]), int(arguments[1])
     sign_lock(lock)
     run = PreparedRun.inherited(run_dir, lock)

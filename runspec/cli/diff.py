@@ -66,14 +66,11 @@ def _lines(spec: RunSpec) -> list[str]:
 
 def with_identities(tree: dict[str, Any]) -> dict[str, Any]:
     """A resolved spec as JSON, with what identifies each profile in the place of its document."""
-    profiles = tree["verify"]["profiles"]
-    if not any(profile["document"] for profile in profiles):
-        return tree
     shown = [
         profile | {"document": profile_identity(profile["document"])}
         if profile["document"]
         else profile
-        for profile in profiles
+        for profile in tree["verify"]["profiles"]
     ]
     return tree | {"verify": tree["verify"] | {"profiles": shown}}
 
@@ -88,7 +85,7 @@ def profile_identity(document: str) -> dict[str, str | float]:
         digest (BLAKE3 of the document) and, where it is a profile, pool, validators, issued,
         expires (days, UTC), rate of false rejections a rollout; else unreadable, which says why.
     """
-    from verify.calibration.profile import open_profile
+    from verify.profile import open_profile
 
     data = document.encode("utf-8", "replace")
     digest = digest_bytes(data)

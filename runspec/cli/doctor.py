@@ -42,10 +42,7 @@ _TIME_ERROR = 5
 """Return value of adjtimex where the clock is not synchronised."""
 _TIMEX_BYTES = 512
 """More than the kernel's struct timex."""
-_DISTRIBUTIONS = {
-    "orbax.checkpoint": ("orbax-checkpoint",),
-    "vllm": tuple(BUILDS.values()),
-}
+_DISTRIBUTIONS = {"orbax.checkpoint": ("orbax-checkpoint",), "vllm": tuple(BUILDS.values())}
 EXIT_WELL, EXIT_NOT_WELL = 0, 1
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -87,11 +84,15 @@ def check_machine(facts: Facts, runs_dir: Path) -> list[Check]:
     ]
 
 
+def _check(name: str, well: bool, found: str, remedy: str, otherwise: Verdict = "warn") -> Check:
+    """A check that names a remedy where it is not well."""
+    return Check(name, "ok", found) if well else Check(name, otherwise, found, remedy)
+
+
 def _python() -> Check:
-    here = ".".join(str(part) for part in sys.version_info[:3])
-    if sys.version_info[:2] >= PYTHON:
-        return Check("python", "ok", here)
-    return Check("python", "fail", here, f"{PYTHON[0]}.{PYTHON[1]} or newer is needed")
+    here = ".".join(map(str, sys.version_info[:3]))
+    remedy = f"{PYTHON[0]}.{PYTHON[1]} or newer is needed"
+    return _check("python", sys.version_info[:2] >= PYTHON, here, remedy, "fail")
 
 
 def _requirements(facts: Facts) -> Check:
@@ -128,17 +129,14 @@ def _version(module: str) -> str:
 
 def _accelerators(facts: Facts) -> Check:
     found = [*facts.gpus, *([f"{facts.tpus} TPU chips"] if facts.tpus else [])]
-    if found:
-        return Check("accelerators", "ok", ", ".join(found))
     remedy = "small runs do without; else see that nvidia-smi lists the GPUs, /dev/accel* the TPUs"
-    return Check("accelerators", "warn", "none that a driver names", remedy)
+    listed = ", ".join(found) or "none that a driver names"
+    return _check("accelerators", bool(found), listed, remedy)
 
 
 def _cores(facts: Facts) -> Check:
     count = len(facts.machine.cores)
-    if count > 1:
-        return Check("cores", "ok", str(count))
-    return Check("cores", "warn", str(count), "learner and sampler will share it: allow two")
+    return _check("cores", count > 1, str(count), "learner and sampler will share it: allow two")
 
 
 def _bytes(name: str, free: float | None, little: float, none: float, remedy: str) -> Check:
@@ -152,10 +150,9 @@ def _writable(folder: Path) -> Check:
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
-    if os.access(folder, os.W_OK):
-        return Check("runs", "ok", f"{folder} can be written")
-    remedy = "mend its permissions, or use another --runs-dir"
-    return Check("runs", "fail", f"{folder} cannot be written", remedy)
+    well = os.access(folder, os.W_OK)
+    found = f"{folder} {'can' if well else 'cannot'} be written"
+    return _check("runs", well, found, "mend its permissions, or use another --runs-dir", "fail")
 
 
 def _ports() -> Check:
@@ -163,17 +160,16 @@ def _ports() -> Check:
     tried = PORTS[::step][:_PORTS_TRIED]
     free = sum(port_is_free("127.0.0.1", port) for port in tried)
     found = f"{free} of {len(tried)} tried in {PORTS.start}-{PORTS.stop - 1} are free"
-    if free:
-        return Check("ports", "ok", found)
-    return Check("ports", "fail", found, "end what holds them, or set placement.base_port")
+    remedy = "end what holds them, or set placement.base_port"
+    return _check("ports", free > 0, found, remedy, "fail")
 
 
 def _open_files() -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} a process"
-    if soft == resource.RLIM_INFINITY or soft >= FEW_FILES:
-        return Check("open files", "ok", found)
-    return Check("open files", "warn", found, f"`ulimit -n {FEW_FILES}` or more")
+    unlimited = soft == resource.RLIM_INFINITY
+    found, remedy = f"{soft} a process", f"`ulimit -n {FEW_FILES}` or more"
+    well = unlimited or soft >= FEW_FILES
+    return _check("open files", well, "unlimited" if unlimited else found, remedy)
 
 
 def _clock() -> Check:

@@ -76,17 +76,15 @@ def _table(*columns: str) -> Table:
 def _learner(learner: LearnerEstimate, console: Console) -> None:
     memory = learner.memory
     assert memory is not None
-    _title(
-        console,
-        "Learner",
-        f"memory of each of {learner.devices or 'its'} devices when most is needed",
-    )
+    devices = learner.devices or "its"
+    _title(console, "Learner", f"memory of each of {devices} devices when most is needed")
     parts = {name: part for name, part in asdict(memory).items() if name not in ("moment", "host")}
     largest = max(parts.values())
     table = _table("part", ">bytes", "")
     for name, bytes_ in sorted(parts.items(), key=lambda item: -item[1]):
         if bytes_:
-            table.add_row("", name, size(bytes_), Text(_bar(bytes_ / largest), style="green"))
+            bar = "█" * round(_BAR * bytes_ / largest) or "▏"
+            table.add_row("", name, size(bytes_), Text(bar, style="green"))
     console.print(table)
     if learner.device_memory is None:
         _say(console, f"together {size(memory.total)}; the device's memory is not known")
@@ -103,9 +101,8 @@ def _learner(learner: LearnerEstimate, console: Console) -> None:
 
 def _samplers(estimate: RunEstimate, console: Console) -> None:
     _title(console, "Samplers", "memory of a device, sequences that fit, speed of a replica")
-    table = _table(
-        "pool", ">replicas", ">weights", ">KV room", ">KV tokens", ">full length", ">tokens/s"
-    )
+    columns = (">replicas", ">weights", ">KV room", ">KV tokens", ">full length", ">tokens/s")
+    table = _table("pool", *columns)
     for pool in estimate.samplers:
         memory = pool.memory
         assert memory is not None
@@ -137,8 +134,8 @@ def _broadcast(estimate: RunEstimate, console: Console) -> None:
         return
     slowest = estimate.arrivals[-1]
     _title(console, "Broadcast", f"{_time(slowest.seconds)} until all have a version")
-    whole, follower = estimate.version_bytes, estimate.follower_bytes
-    joiner = estimate.joiner_bytes
+    joiner, whole = estimate.joiner_bytes, estimate.version_bytes
+    follower = estimate.follower_bytes
     if whole and follower and joiner and follower < whole:
         note = (
             f"as a delta of {size(follower)}, {whole / follower:.0f} times smaller; who joins "
@@ -252,10 +249,6 @@ def _assumptions(assumed: Sequence[Assumed], console: Console) -> None:
         source = Text(entry.source, style="bright_black")
         table.add_row("", entry.name, _amount(entry.value, entry.unit), source)
     console.print(table)
-
-
-def _bar(share: float) -> str:
-    return "█" * round(share * _BAR) or "▏"
 
 
 def _count(value: float) -> str:

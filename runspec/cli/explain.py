@@ -108,22 +108,18 @@ def field_page(field: SchemaField) -> Page:
     lines += _labelled("default", default_words(field) or "that of its keys")
     lines += _labelled("change", f"{field.change}: {CHANGE_CLASSES[field.change]}")
     may = "may set it" if field.site else "may not set it"
-    if not field.site and any(child.site for child in _below(field)):
+    below = (f for path, f in schema_fields().items() if path.startswith(f"{field.path}."))
+    if not field.site and any(child.site for child in below):
         may = "may set some of it"
     lines += _labelled("placement", f"a file of kind Placement {may}")
-    children = _children(field)
+    children = fields_in(f"{field.path}.<name>" if named_item(field.annotation) else field.path)
     return [*lines, "", *_keys(children)] if children else lines
 
 
 def run_page() -> Page:
     """The spec itself: its top keys."""
-    doc = block_doc(RunSpec).splitlines()[0]
-    return [
-        "Run",
-        *_wrapped(f"{doc} `runspec explain KEY` says more of each.", "  "),
-        "",
-        *_keys(fields_in("")),
-    ]
+    text = f"{block_doc(RunSpec).splitlines()[0]} `runspec explain KEY` says more of each."
+    return ["Run", *_wrapped(text, "  "), "", *_keys(fields_in(""))]
 
 
 def placement_page() -> Page:
@@ -166,7 +162,7 @@ def device_page(device: Device) -> Page:
 def group_page(group: str) -> Page:
     """The rules of a group."""
     rules = [rule for rule in RULES.values() if rule.group == group]
-    return [f"rules of the group {group}", *_rule_lines(rules)]
+    return [f"rules of the group {group}", *(_row(rule.code, rule.summary, 30) for rule in rules)]
 
 
 def rule_page(rule: Rule) -> Page:
@@ -205,15 +201,6 @@ def index() -> Page:
     return [*lines, "", *hardware_page()]
 
 
-def _children(field: SchemaField) -> list[SchemaField]:
-    inside = f"{field.path}.<name>" if named_item(field.annotation) else field.path
-    return fields_in(inside)
-
-
-def _below(field: SchemaField) -> Iterator[SchemaField]:
-    return (f for path, f in schema_fields().items() if path.startswith(f"{field.path}."))
-
-
 def _parent_is_site(path: str) -> bool:
     parent = path.rpartition(".")[0].removesuffix(".<name>")
     return bool(parent) and schema_fields()[parent].site
@@ -232,10 +219,6 @@ def _keys(fields: Iterable[SchemaField]) -> Page:
 def _joined(pages: Iterable[Page]) -> Page:
     """Pages with an empty line between them."""
     return [line for page in pages for line in ("", *page)][1:]
-
-
-def _rule_lines(rules: Iterable[Rule]) -> Page:
-    return [_row(rule.code, rule.summary, 30) for rule in rules]
 
 
 def _row(name: str, text: str, width: int) -> str:

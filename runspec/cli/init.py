@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from runspec.cli.options import TemplateName
 from runspec.core.errors import UserError, bad_usage
 from runspec.core.files import expand_user, temporary_name
-from runspec.core.models.config import load_config
+from runspec.core.models.family import load_config
 from runspec.core.models.hardware import jax_device
 from runspec.core.models.spec_model import named_config
 from runspec.core.spec.fields import NAME_WORDS, Name

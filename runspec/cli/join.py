@@ -1,4 +1,4 @@
-"""`runspec join`: a volunteer's whole command, from a link to accepted rollouts."""
+"""`runspec join`: works for a run as a volunteer, from its link on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from verify.formats.joining import Site
 
 PROGRESS_S = 5.0
-"""Between two looks at what the coordinator says of us."""
+"""Seconds between two requests for the coordinator's status."""
 _LOOK_S = 0.2
 _STATUS_TIMEOUT_S = 5.0
 """Ctrl-C waits for the answer."""
@@ -139,7 +139,7 @@ def _tell(running: Running) -> None:
 
 
 class Progress:
-    """Tells what became of our work, each time that it changed.
+    """Prints what became of our work, each time that it changed.
 
     Args:
         link: of the run.

@@ -17,7 +17,7 @@ from runspec.core.spec.resolved import load_resolved
 from runspec.local.children import end_leftovers
 from runspec.local.planning import make_plan
 from runspec.local.run_dir import find_run, hold, holder, run_directory
-from runspec.local.snapshot import Snapshot, look_at
+from runspec.local.snapshot import look_at
 from runspec.local.state import RunState
 from runspec.local.supervisor_requests import PAUSE, send_request
 
@@ -40,7 +40,7 @@ def pause_command(run: str, runs_dir: Path) -> int:
 
 
 def _await_release(run_dir: Path) -> None:
-    """Its roles have ended: now the supervisor writes the summary, and goes."""
+    """Waits until the supervisor, whose roles have ended, has written the summary and is gone."""
     deadline = time.monotonic() + RELEASE_TIMEOUT_S
     while (held_by := holder(run_dir)) is not None:
         if time.monotonic() >= deadline:
@@ -88,18 +88,15 @@ def rollback_command(run: str, to: int, yes: bool, runs_dir: Path) -> int:
             print(f"{seen.spec.name} is at version {to}: there is nothing after it")
             return 0
         if not yes:
-            typer.confirm(_question(seen, to), abort=True)
+            steps = max(0, seen.trained - to)
+            question = (
+                f"Take {seen.spec.name} back to version {to}, and remove the {steps} steps after "
+                "it with their checkpoints, weights and rollouts, and all keys?"
+            )
+            typer.confirm(question, abort=True)
         roll_back(run_dir, to)
     print(f"{run_dir.name} is back at version {to}. To go on: runspec resume {run_dir}")
     return 0
-
-
-def _question(seen: Snapshot, to: int) -> str:
-    steps = max(0, seen.trained - to)
-    return (
-        f"Take {seen.spec.name} back to version {to}, and remove the {steps} steps after it with "
-        "their checkpoints, weights and rollouts, and all keys?"
-    )
 
 
 def delete_command(run: str, yes: bool, runs_dir: Path) -> int:

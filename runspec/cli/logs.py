@@ -23,11 +23,11 @@ def logs_command(run: str, role: str | None, follow: bool, tail: int | None, run
     """Prints logs (their last `tail` lines), with `follow` until Ctrl-C; returns the exit code."""
     folder = find_run(run, runs_dir) / "logs"
     paths = _paths(folder, role)
-    printer = _Printer({} if tail is None else {path: _tail_start(path, tail) for path in paths})
+    read = {} if tail is None else {path: _tail_start(path, tail) for path in paths}
     try:
         while True:
             for path in _paths(folder, role):
-                printer.print_new(path, several=role is None, follow=follow)
+                read[path] = _print_new(path, read.get(path, 0), role is None, follow)
             if not follow or reader_gone():
                 return 0
             time.sleep(POLL_S)
@@ -60,23 +60,29 @@ def _tail_start(path: Path, lines: int) -> int:
     return 0
 
 
-class _Printer:
-    """Prints what files have gained since the last look, with the role's name before each."""
+def _print_new(path: Path, read: int, several: bool, follow: bool) -> int:
+    """Prints what a log has gained, with the role's name before each line where there are several.
 
-    def __init__(self, offsets: dict[Path, int]) -> None:
-        self._offsets = offsets
+    Args:
+        path: the log.
+        read: bytes of it that are printed already.
+        several: whether other logs are printed beside it.
+        follow: whether it is printed again later.
 
-    def print_new(self, path: Path, *, several: bool, follow: bool) -> None:
-        prefix = f"{path.stem:>14} | ".encode() if several else b""
-        with path.open("rb") as file:
-            file.seek(self._offsets.get(path, 0))
-            for line in file:
-                whole = line.endswith(b"\n")
-                if several and follow and not whole:
-                    break  # still being written; printed whole the next time
-                sys.stdout.buffer.write(prefix + line + (b"" if whole or not several else b"\n"))
-                self._offsets[path] = self._offsets.get(path, 0) + len(line)
-        sys.stdout.flush()
+    Returns:
+        Bytes of it that are printed now.
+    """
+    prefix = f"{path.stem:>14} | ".encode() if several else b""
+    with path.open("rb") as file:
+        file.seek(read)
+        for line in file:
+            whole = line.endswith(b"\n")
+            if several and follow and not whole:
+                break  # still being written; printed whole the next time
+            sys.stdout.buffer.write(prefix + line + (b"" if whole or not several else b"\n"))
+            read += len(line)
+    sys.stdout.flush()
+    return read
 
 
 def events_command(run: str, follow: bool, as_json: bool, runs_dir: Path) -> int:

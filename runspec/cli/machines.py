@@ -153,11 +153,7 @@ def invite(
 
 
 @app.command(rich_help_panel=RUN)
-def workers(
-    run: Run,
-    as_json: Json = False,
-    runs_dir: RunsDir = RUNS,
-) -> None:
+def workers(run: Run, as_json: Json = False, runs_dir: RunsDir = RUNS) -> None:
     """Lists a run's workers: standing, reputation, credits."""
     from runspec.cli.workers import workers_command
 

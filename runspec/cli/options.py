@@ -53,3 +53,12 @@ def files_named(
     from runspec.core.spec.load import SpecFiles
 
     return SpecFiles(file, profile, placement, tuple(overrides or ()))
+
+
+def words_of(files: SpecFiles, runs_dir: Path | None) -> list[str]:
+    """The arguments of a command line that name these files and the folder of runs."""
+    profile = [] if files.profile is None else ["--profile", files.profile]
+    placement = [] if files.placement is None else ["--placement", str(files.placement)]
+    sets = [word for text in files.overrides for word in ("--set", text)]
+    where = [] if runs_dir is None else ["--runs-dir", str(runs_dir)]
+    return [str(files.path), *profile, *placement, *sets, *where]

@@ -1,4 +1,4 @@
-"""`runspec plan`: what would change, what it needs and how long a step takes, before it is so."""
+"""`runspec plan`: what applying a spec would change, what the run needs, how long a step takes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from runspec.cli.estimate_view import show_estimate
+from runspec.cli.options import words_of
 from runspec.cli.spec_files import sound_spec
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
@@ -73,8 +74,7 @@ def plan_command(
     if out is not None:
         _save(out, plan)
         if not as_json:
-            where = [] if runs_dir is None else ["--runs-dir", str(runs_dir)]
-            command = shlex.join(["runspec", "apply", str(out), *where])
+            command = shlex.join(["runspec", "apply", *words_of(SpecFiles(out), runs_dir)])
             print(f"\nSaved. To apply exactly this: {command}")
     return EXIT_CHANGES if exit_code and plan.changes else 0
 
@@ -120,7 +120,7 @@ def show_plan(plan: RunPlan, console: Console) -> None:
 def show_limits(spec: RunSpec, console: Console) -> None:
     """Print the limits by which each pool is judged, where the spec names any."""
     if spec.verify.profiles or spec.verify.thresholds:
-        from verify.calibration.lookup import sources_by_pool
+        from verify.pool_limits import sources_by_pool
 
         console.print("\nLimits that submissions are judged by:")
         for pool, source in sources_by_pool(spec).items():
@@ -233,8 +233,7 @@ def role_groups(spec: RunSpec, files: SpecFiles, runs_dir: Path | None) -> list[
     that command, else one for each process.
     """
     named, groups = spec.placement.roles, []
-    where = [] if runs_dir is None else ["--runs-dir", str(runs_dir)]
-    apply = ["runspec", "apply", *words_of(files), *where]
+    apply = ["runspec", "apply", *words_of(files, runs_dir)]
     for group in groups_of(spec):
         here = (
             named is None or spec.placement.backend != LOCAL or group.name in (TRUNK_GROUP, *named)
@@ -266,7 +265,7 @@ def where_lines(spec: RunSpec, groups: list[dict[str, Any]], files: SpecFiles) -
         yield f"  others: {_what(group)}"
         yield f"    {group['commands'][0]}{more}"
     if away:
-        prepare = shlex.join(["runspec", "prepare", *words_of(files), "-o", str(SITE)])
+        prepare = shlex.join(["runspec", "prepare", *words_of(files, None), "-o", str(SITE)])
         yield f"  bundles come from `{prepare}`, whose trunk then takes the place of `apply`;"
         yield "  volunteers need none: they call `runspec join LINK` (docs/join.md)"
 
@@ -275,11 +274,3 @@ def _what(group: dict[str, Any]) -> str:
     """The group's name, and the accelerators of a process where it has some."""
     where = "" if group["machine"] == ANY_MACHINE else f" ({group['machine']})"
     return f"{group['name']}{where}"
-
-
-def words_of(files: SpecFiles) -> list[str]:
-    """The options that name these files on a command line."""
-    profile = [] if files.profile is None else ["--profile", files.profile]
-    placement = [] if files.placement is None else ["--placement", str(files.placement)]
-    sets = [word for text in files.overrides for word in ("--set", text)]
-    return [str(files.path), *profile, *placement, *sets]

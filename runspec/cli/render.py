@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+from runspec.cli.options import words_of
 from runspec.core.errors import BadUsage, UserError, bad_usage
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.spec.load import SpecFiles
@@ -39,12 +41,9 @@ def render_command(files: SpecFiles, show_origin: bool, output: str) -> int:
         return EXIT_FINDINGS
     resolved, layered = checked.spec.model_dump(mode="json", by_alias=True), checked.layered
     if output == "json":
-        shown = (
-            {"spec": resolved, "origin": origins(layered, files, resolved)}
-            if show_origin
-            else resolved
-        )
-        print(json.dumps(shown, indent=2, ensure_ascii=False))
+        if show_origin:
+            resolved = {"spec": resolved, "origin": origins(layered, files, resolved)}
+        print(json.dumps(resolved, indent=2, ensure_ascii=False))
     elif show_origin:
         print(to_yaml(resolved, lambda at: origin(layered, files, at)), end="")
     else:
@@ -79,7 +78,10 @@ def render_backend_command(
     spec = sound_spec(files)
     run_dir = run_directory(spec, runs)
     if backend == "slurm":
-        script = sbatch_script(spec, _words(files, runs), run_dir)
+        # Absolute paths: a script runs in any folder.
+        placement = files.placement and files.placement.absolute()
+        there = replace(files, path=files.path.absolute(), placement=placement)
+        script = sbatch_script(spec, words_of(there, runs and runs.absolute()), run_dir)
         require_writable(out.absolute().parent, "the script's folder", "name another file with -o")
         write_atomic(out, script.encode())
         print(f"Start the run, and continue it: sbatch {out}")
@@ -97,12 +99,3 @@ def _write_manifests(spec: RunSpec, objects: list[dict[str, Any]], out: Path) ->
     for secret in spec.secrets[:1]:
         name = objects[-1]["metadata"]["name"]
         print(f"Before that, make the Secret {name}-env, with {secret.source.env} and so on.")
-
-
-def _words(files: SpecFiles, runs: Path | None) -> list[str]:
-    """Return the arguments that name the spec, with absolute paths: a script runs in any folder."""
-    words = [str(files.path.absolute())]
-    words += [] if files.profile is None else ["--profile", files.profile]
-    words += [] if files.placement is None else ["--placement", str(files.placement.absolute())]
-    words += [] if runs is None else ["--runs-dir", str(runs.absolute())]
-    return [*words, *(word for value in files.overrides for word in ("--set", value))]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import NoReturn
 
-from runspec.cli.apply import EXIT_FAILED, carry_out, show_missing
+from runspec.cli.apply import carry_out_or_explain
 from runspec.cli.spec_files import sound_spec
 from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
@@ -20,18 +20,12 @@ from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.role_names import TRUNK
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import LOCAL
-from runspec.local.bundle import (
-    TRUNK_GROUP,
-    Bundle,
-    install,
-    load_bundle,
-    require_own,
-)
+from runspec.local.bundle import TRUNK_GROUP, Bundle, install, load_bundle, require_own
 from runspec.local.children import pinned
 from runspec.local.endpoints import Endpoints, address, fixed_endpoints
 from runspec.local.machine import this_machine
 from runspec.local.planning import make_plan
-from runspec.local.prepare import NotReady, link_starting_model
+from runspec.local.prepare import link_starting_model
 from runspec.local.processes import PreparedRun, RoleSpec, role_specs
 from runspec.local.run_dir import hold, own_folder, run_directory
 from runspec.local.site import BUNDLES, Disk, groups_of, make_site
@@ -43,9 +37,15 @@ def prepare_command(files: SpecFiles, site: Path) -> int:
     Made again with the same folder, it keeps the keys, so that a changed spec reaches the roles by
     new bundles.
     """
-    spec = sound_spec(files, pins_root=True)
-    resolved, _ = make_site(spec, site)
-    _show(resolved, site)
+    spec, _ = make_site(sound_spec(files, pins_root=True), site)
+    print(f"{spec.name} is prepared in {site}. Bring each machine its bundles, and run there:")
+    print("\n".join(site_lines(spec, site / BUNDLES)))
+    if is_loopback(spec.placement.host):
+        print(
+            f"The trunk's servers are at {spec.placement.host}: only its own machine reaches them. "
+            "Name its address with placement.host."
+        )
+    print(f"{site / 'keys'} stays here: whoever has the root key can make new roles.")
     return 0
 
 
@@ -58,17 +58,6 @@ def site_lines(spec: RunSpec, bundles: PurePath) -> Iterator[str]:
         folder = run_directory(spec, None) if group.disk is Disk.RUN else None
         for member in group.members:
             yield f"  {shlex.join(group.command(member, bundles, folder))}"
-
-
-def _show(spec: RunSpec, site: Path) -> None:
-    print(f"{spec.name} is prepared in {site}. Bring each machine its bundles, and run there:")
-    print("\n".join(site_lines(spec, site / BUNDLES)))
-    if is_loopback(spec.placement.host):
-        print(
-            f"The trunk's servers are at {spec.placement.host}: only its own machine reaches them. "
-            "Name its address with placement.host."
-        )
-    print(f"{site / 'keys'} stays here: whoever has the root key can make new roles.")
 
 
 def role_command(name: str | None, path: Path, folder: Path | None, listen: str | None) -> int:
@@ -124,11 +113,7 @@ def _supervise(bundle: Bundle, folder: Path) -> int:
     install(bundle, folder)
     placement = bundle.spec.placement.model_copy(update={"roles": [], "backend": LOCAL})
     spec = bundle.spec.model_copy(update={"placement": placement})
-    try:
-        return carry_out(make_plan(spec, folder), detach=False)
-    except NotReady as error:
-        show_missing(error, None)
-        return EXIT_FAILED
+    return carry_out_or_explain(make_plan(spec, folder), detach=False)
 
 
 def _listening(endpoints: Endpoints, name: str, listen: str | None) -> Endpoints:

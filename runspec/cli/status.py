@@ -23,7 +23,7 @@ from runspec.core.spec.schema import RunSpec
 from runspec.local import budget
 from runspec.local.conditions import Condition, conditions
 from runspec.local.endpoints import run_link
-from runspec.local.formatting import duration, number, per_second, seconds, size
+from runspec.local.formatting import duration, latency, number, per_second, size
 from runspec.local.full_states import folder_bytes, full_states
 from runspec.local.machine import free_bytes
 from runspec.local.model_folders import trained_model
@@ -244,5 +244,4 @@ def _figures(seen: Snapshot) -> Iterator[tuple[str, str]]:
     yield "trained tokens/s", per_second(row.get("tokens_per_s"))
     yield "sampled tokens/s", per_second(row.get("sampler_tokens_per_s"))
     for name in ("verdict", "manifest"):
-        p50, p99 = (seconds(row.get(f"{name}_latency_{p}")) for p in ("p50", "p99"))
-        yield f"submission to {name}", f"{p50}, p99 {p99}"
+        yield f"submission to {name}", ", p99 ".join(latency(row, name))

@@ -18,10 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from runspec.core.files import FULL
-from runspec.local.formatting import number, per_second, seconds, sparkline
+from runspec.local.formatting import latency, number, per_second, sparkline
 from runspec.local.metrics import Row
 from runspec.local.state import RoleRow
-from runspec.local.supervisor import Watcher
 
 LINE_EVERY_S = 5.0
 FRAME_EVERY_S = 0.5
@@ -83,10 +82,9 @@ class LiveView:
         if now - self._drawn_at < FRAME_EVERY_S:
             return
         self._drawn_at = now
-        width = self._live.console.width
         parts: list[RenderableType] = [
             Text(f"{self._name}  {note}", style="bold", overflow="ellipsis", no_wrap=True),
-            _run_table(rows, self._steps, width),
+            _run_table(rows, self._steps, self._live.console.width),
             role_table(roles),
             Text("\n".join(self._events), style="bright_black"),
         ]
@@ -94,7 +92,7 @@ class LiveView:
 
 
 @contextmanager
-def watching(name: str, steps: int) -> Iterator[Watcher]:
+def watching(name: str, steps: int) -> Iterator[PlainView | LiveView]:
     """The view that suits standard output."""
     console = Console()
     if not console.is_terminal:
@@ -119,8 +117,7 @@ def latency_line(row: Row) -> str:
     if row.get("verdict_latency_p50") is None:
         return ""
     verdict, manifest = (
-        f"{seconds(row.get(f'{name}_latency_p50'))} (p99 {seconds(row.get(f'{name}_latency_p99'))})"
-        for name in ("verdict", "manifest")
+        "{} (p99 {})".format(*latency(row, name)) for name in ("verdict", "manifest")
     )
     return f"from a submission to its verdict {verdict}, to the batch that trains it {manifest}"
 
@@ -132,11 +129,8 @@ def _run_table(rows: Sequence[Row], steps: int, width: int) -> Table:
     rewards = [r["task_reward"] for r in rows if r.get("task_reward") is not None]
     filled = round(24 * done / steps)
     table.add_row("step", f"{done}/{steps}", "━" * filled + "╌" * (24 - filled))
-    table.add_row(
-        "task reward",
-        number(row.get("task_reward")),
-        sparkline(rewards, max(8, min(48, width - 40))),
-    )
+    curve = sparkline(rewards, max(8, min(48, width - 40)))
+    table.add_row("task reward", number(row.get("task_reward")), curve)
     table.add_row("reward", number(row.get("reward")), "")
     table.add_row("length error", number(row.get("length_error")), "tokens")
     lag = f"largest {number(row.get('lag_max'))}"

@@ -111,8 +111,8 @@ def reachable(url: str, link: JoinLink) -> str:
     another machine. The coordinator's host replaces it.
     """
     parts, here = urlsplit(url), urlsplit(link.coordinator)
-    local = parts.hostname in ("127.0.0.1", "localhost", "::1")
-    if parts.hostname not in ("0.0.0.0", "::") and not (local and not _is_local(here.hostname)):  # noqa: S104
+    unreachable = _is_local(parts.hostname) and not _is_local(here.hostname)
+    if parts.hostname not in ("0.0.0.0", "::") and not unreachable:  # noqa: S104
         return url
     host = here.hostname or ""
     name = f"[{host}]" if ":" in host else host

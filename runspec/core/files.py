@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import tempfile
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from runspec.core.canonical import parse_object
 from runspec.core.errors import UserError
 from runspec.core.object_store import Folder, ObjectPath
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk or an exhausted quota."""
 _TEMPORARY = ".tmp-"
+_LOCK_POLL_S = 0.02
 _REMEDY = "free disk space or mend the permissions, then start again"
 
 
@@ -35,7 +39,14 @@ def temporary_name(path: Path) -> Path:
 
 
 @contextmanager
-def atomic_file(path: Path, *, mode: int = 0o666, remedy: str = _REMEDY) -> Iterator[BinaryIO]:
+def atomic_file(
+    path: Path,
+    *,
+    mode: int = 0o666,
+    overwrite: bool = True,
+    what: str = "",
+    remedy: str = _REMEDY,
+) -> Iterator[BinaryIO]:
     """Yield a temporary file, open for writing.
 
     If the block succeeds, the file is synced and renamed to `path`; else it is removed.
@@ -43,9 +54,12 @@ def atomic_file(path: Path, *, mode: int = 0o666, remedy: str = _REMEDY) -> Iter
     Args:
         path: final path of the file.
         mode: permissions, less the umask.
+        overwrite: whether the file may exist already.
+        what: description of the file in the error message.
         remedy: remedy of the error message.
 
     Raises:
+        FileExistsError: the file exists, and `overwrite` is false.
         UserError: the file cannot be written; a file that existed is unchanged.
     """
     temporary = temporary_name(path)
@@ -56,10 +70,17 @@ def atomic_file(path: Path, *, mode: int = 0o666, remedy: str = _REMEDY) -> Iter
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.rename(path)
+        if overwrite:
+            temporary.rename(path)
+        else:
+            os.link(temporary, path)
     except OSError as error:
+        if not overwrite and isinstance(error, FileExistsError) and path.exists():
+            raise
         raise UserError(
-            f"cannot write: {error.strerror or error}", place=str(path), remedy=remedy
+            f"cannot write{what and f' {what}'}: {error.strerror or error}",
+            place=str(path),
+            remedy=remedy,
         ) from error
     finally:
         with suppress(OSError):  # after the rename the name is gone
@@ -102,6 +123,38 @@ def write_atomic(path: Folder, data: bytes, *, mode: int = 0o666) -> None:
         return
     with atomic_file(path, mode=mode) as file:
         file.write(data)
+
+
+@contextmanager
+def locked(
+    descriptor: int, deadline_s: float, held: UserError, waiting: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Hold the exclusive lock of an open file, and close the file at the end.
+
+    A killed process releases its lock. The thread sleeps while another process holds it.
+
+    Args:
+        descriptor: the open file or folder.
+        deadline_s: seconds to wait for another holder.
+        held: raised after them.
+        waiting: called once if there is another holder.
+    """
+    try:
+        end = time.monotonic() + deadline_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise held from None
+                if waiting is not None:
+                    waiting()
+                    waiting = None
+                time.sleep(_LOCK_POLL_S)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:
@@ -155,3 +208,13 @@ def read_bounded(path: Folder, max_bytes: int) -> bytes:
     if len(data) > max_bytes:
         raise UserError(f"larger than the {max_bytes} bytes allowed", place=str(path))
     return data
+
+
+def read_object(path: Folder, max_bytes: int) -> dict[str, Any]:
+    """Read a JSON object from a file of at most `max_bytes`.
+
+    Raises:
+        UserError: the file is larger.
+        MalformedJson: it is not such an object, see `parse_object`.
+    """
+    return parse_object(read_bounded(path, max_bytes), max_bytes=max_bytes)

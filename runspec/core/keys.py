@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-from contextlib import suppress
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -12,7 +10,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from runspec.core.errors import UserError
-from runspec.core.files import temporary_name
+from runspec.core.files import atomic_file
 from runspec.core.hashing import is_digest
 
 _SIGNATURE = re.compile(r"[0-9a-f]{128}")
@@ -79,26 +77,8 @@ class SigningKey:
             serialization.PrivateFormat.PKCS8,
             serialization.NoEncryption(),
         )
-        temporary = temporary_name(path)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(pem)
-                file.flush()
-                os.fsync(file.fileno())
-            os.link(temporary, path)  # unlike a rename, refuses to overwrite
-        except OSError as error:
-            if isinstance(error, FileExistsError) and path.exists():
-                raise
-            raise UserError(
-                f"cannot write a signing key: {error.strerror or error}",
-                place=str(path),
-                remedy="free disk space or mend the permissions, then start again",
-            ) from error
-        finally:
-            with suppress(OSError):
-                temporary.unlink()
+        with atomic_file(path, mode=0o600, overwrite=False, what="a signing key") as file:
+            file.write(pem)
 
     def sign(self, message: bytes) -> str:
         """Return the signature, 128 hexadecimal characters."""

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 
 from runspec.core.hashing import is_digest
 from runspec.core.keys import SigningKey
-from runspec.core.roles import CLOCK_SKEW_S
-from runspec.core.signed import BadSignature, is_time, open_document, sign_document
+from runspec.core.signed import BadSignature, check_times, open_document, sign_document
 
 KIND = "latest"
 MAX_BYTES = 4 * 1024
@@ -55,11 +54,5 @@ def open_latest(data: bytes, *, run: str, publishers: Collection[str]) -> Latest
         or not is_digest(latest.manifest_digest)
     ):
         raise BadSignature("latest: version or manifest_digest is malformed")
-    if not all(is_time(t) for t in (latest.issued, latest.expires)):
-        raise BadSignature("latest: issued and expires must be numbers, of seconds since the epoch")
-    now = time.time()
-    if now > latest.expires + CLOCK_SKEW_S:
-        raise BadSignature(f"latest: expired {now - latest.expires:.0f} s ago")
-    if latest.issued > now + CLOCK_SKEW_S:
-        raise BadSignature(f"latest: issued {latest.issued - now:.0f} s in the future")
+    check_times(KIND, latest.issued, latest.expires, time.time())
     return latest

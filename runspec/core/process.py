@@ -112,12 +112,9 @@ def run_role(role: str, body: Callable[[logging.Logger], None]) -> int:
     log = setup_logging(role)
     try:
         body(log)
-    except RunStopped as error:
-        log.error("%s", error)
-        return EXIT_FINAL
     except UserError as error:
         log.error("%s", error)
-        return EXIT_USER_ERROR
+        return EXIT_FINAL if isinstance(error, RunStopped) else EXIT_USER_ERROR
     except Exception:
         log.exception("internal error")
         return EXIT_INTERNAL

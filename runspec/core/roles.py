@@ -10,13 +10,12 @@ from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.keys import SigningKey, is_public_key
-from runspec.core.signed import BadSignature, is_time, open_document, sign_document
+from runspec.core.signed import BadSignature, check_times, open_document, sign_document
 
 KIND = "roles"
 ROLE_NAMES = ("publisher", "coordinator", "validator")
 MAX_BYTES = 64 * 1024
 OWN_WORKERS_FILE = "workers.json"
-CLOCK_SKEW_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -63,16 +62,10 @@ def open_roles(data: bytes, *, root_public_key: str, run: str, now: float | None
     """
     document = open_document(data, kind=KIND, keys={root_public_key}, max_bytes=MAX_BYTES)
     payload = document.payload
-    now = time.time() if now is None else now
     if set(payload) != {"run", "issued", "expires", "roles"} or payload["run"] != run:
         raise BadSignature(f"roles: not for run {run!r}")
     issued, expires, roles = payload["issued"], payload["expires"], payload["roles"]
-    if not all(is_time(t) for t in (issued, expires)):
-        raise BadSignature("roles: issued and expires must be numbers, of seconds since the epoch")
-    if now > expires + CLOCK_SKEW_S:
-        raise BadSignature(f"roles: expired {now - expires:.0f} s ago")
-    if issued > now + CLOCK_SKEW_S:
-        raise BadSignature(f"roles: issued {issued - now:.0f} s in the future")
+    check_times(KIND, issued, expires, time.time() if now is None else now)
     if not isinstance(roles, dict) or set(roles) != set(ROLE_NAMES):
         raise BadSignature("roles: must name exactly publisher, coordinator and validator")
     for name, keys in roles.items():

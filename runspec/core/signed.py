@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.keys import SigningKey, signature_is_valid
 
 ALGORITHM = "ed25519"
+CLOCK_SKEW_S = 300.0
+"""Seconds by which the clocks of two machines may differ."""
 _FIELDS = {"kind", "payload", "key", "algorithm", "signature"}
 
 
@@ -78,12 +80,28 @@ def open_document(
     return SignedDocument(kind, payload, key)
 
 
-def is_time(value: object) -> bool:
+def is_time(value: object) -> TypeGuard[float]:
     """Return whether a payload's value can be a time in seconds since the epoch.
 
     JSON's integers may have thousands of digits, which overflow a float.
     """
     return isinstance(value, int | float) and type(value) is not bool and 0 <= value < 2**53
+
+
+def check_times(kind: str, issued: object, expires: object, now: float) -> None:
+    """Check when a document is valid, in seconds since the epoch, allowing for clock skew.
+
+    Raises:
+        BadSignature: a time is no number, or the document is expired or from the future.
+    """
+    if not (is_time(issued) and is_time(expires)):
+        raise BadSignature(
+            f"{kind}: issued and expires must be numbers, of seconds since the epoch"
+        )
+    if now > expires + CLOCK_SKEW_S:
+        raise BadSignature(f"{kind}: expired {now - expires:.0f} s ago")
+    if issued > now + CLOCK_SKEW_S:
+        raise BadSignature(f"{kind}: issued {issued - now:.0f} s in the future")
 
 
 def _message(kind: str, payload: dict[str, Any]) -> bytes:

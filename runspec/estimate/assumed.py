@@ -52,23 +52,22 @@ class Assumed:
 
 
 def learner_mfu(spec: RunSpec) -> Assumed:
-    return _said(spec, "learner_mfu") or Assumed("learner mfu", LEARNER_MFU, "share", OURS)
+    return _figure(spec, "learner_mfu", LEARNER_MFU, OURS)
 
 
 def sampler_mfu(spec: RunSpec) -> Assumed:
-    return _said(spec, "sampler_mfu") or Assumed("sampler mfu", SAMPLER_MFU, "share", OURS)
+    return _figure(spec, "sampler_mfu", SAMPLER_MFU, OURS)
 
 
 def sampler_bandwidth(spec: RunSpec) -> Assumed:
-    said = _said(spec, "sampler_bandwidth")
-    return said or Assumed("sampler bandwidth", SAMPLER_BANDWIDTH, "share", OURS)
+    return _figure(spec, "sampler_bandwidth", SAMPLER_BANDWIDTH, OURS)
 
 
 def filtered_share(spec: RunSpec) -> Assumed:
     """Return the filtered share: 0 without a filter, or if the spec gives none."""
     if not spec.algorithm.filters.zero_variance:
         return Assumed("filtered share", 0.0, "share", "algorithm.filters: none is on")
-    return _said(spec, "filtered_share") or Assumed("filtered share", 0.0, "share", OURS)
+    return _figure(spec, "filtered_share", 0.0, OURS)
 
 
 def weight_move(spec: RunSpec, config: ModelConfig) -> float:
@@ -101,38 +100,33 @@ def changed_share(spec: RunSpec, config: ModelConfig) -> Assumed:
         spec: of the run.
         config: shape of the model, D its hidden size.
     """
-    if said := _said(spec, "changed_share"):
-        return said
     bits = _SIGNIFICAND_BITS[spec.broadcast.dtype]
     moved = min(1.0, weight_move(spec, config) * config.hidden_size**0.5 * 2**bits)
     if moved > CHANGED_SHARE:
-        return Assumed("changed share", moved, "share", "optimizer.lr and broadcast.dtype")
-    return Assumed("changed share", CHANGED_SHARE, "share", "PULSE, arXiv 2602.03839")
+        return _figure(spec, "changed_share", moved, "optimizer.lr and broadcast.dtype")
+    return _figure(spec, "changed_share", CHANGED_SHARE, "PULSE, arXiv 2602.03839")
 
 
 def mean_prompt_tokens(spec: RunSpec) -> Assumed:
     """Return the mean prompt length of the spec, else a share of the longest prompt."""
     value = PROMPT_SHARE * spec.data.max_prompt_tokens
     source = f"{PROMPT_SHARE:g} of data.max_prompt_tokens"
-    said = _said(spec, "mean_prompt_tokens", "tokens")
-    return said or Assumed("mean prompt tokens", value, "tokens", source)
+    return _figure(spec, "mean_prompt_tokens", value, source, "tokens")
 
 
 def mean_new_tokens(spec: RunSpec) -> Assumed:
     """Return the mean output length of the spec, of the targets, or half of the longest output."""
-    if said := _said(spec, "mean_new_tokens", "tokens"):
-        return said
     longest = max(pool.max_new_tokens for pool in spec.samplers)
     targets = [target for term in spec.reward for target in term.targets or []]
     if targets:
         mean = sum(min(target, longest) for target in targets) / len(targets)
-        return Assumed("mean new tokens", mean, "tokens", "mean of the target lengths")
-    return Assumed("mean new tokens", longest / 2, "tokens", "half of max_new_tokens")
+        return _figure(spec, "mean_new_tokens", mean, "mean of the target lengths", "tokens")
+    return _figure(spec, "mean_new_tokens", longest / 2, "half of max_new_tokens", "tokens")
 
 
-def _said(spec: RunSpec, field: str, unit: str = "share") -> Assumed | None:
-    """Return a figure that the spec gives under `estimate`; None if it gives none."""
-    value = getattr(spec.estimate, field)
-    if value is None:
-        return None
-    return Assumed(field.replace("_", " "), value, unit, f"estimate.{field}")
+def _figure(spec: RunSpec, field: str, default: float, source: str, unit: str = "share") -> Assumed:
+    """Return the figure of a field of `estimate`; a default and its source if the spec has none."""
+    given = getattr(spec.estimate, field)
+    if given is not None:
+        return Assumed(field.replace("_", " "), given, unit, f"estimate.{field}")
+    return Assumed(field.replace("_", " "), default, unit, source)

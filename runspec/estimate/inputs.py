@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_of
+from runspec.core.models.memory import MEMORY_UTILIZATION
 from runspec.core.spec.schema import Hardware, RunSpec, SamplerPool
 from runspec.estimate import assumed
 from runspec.estimate.assumed import Assumed
-from runspec.estimate.sampler import MEMORY_UTILIZATION
 from runspec.estimate.speed import prefill_tokens_per_s
 
 
@@ -39,7 +39,8 @@ def inputs(spec: RunSpec, config: ModelConfig | None) -> tuple[Assumed, ...]:
         assumed.mean_new_tokens(spec),
         Assumed("length spread", assumed.LENGTH_SPREAD, "of the mean", assumed.OURS),
         assumed.filtered_share(spec),
-        *_learner(spec),
+        assumed.learner_mfu(spec),
+        *_hardware(spec.learner.hardware, "learner.hardware", "peak_flops"),
         *(entry for pool in spec.samplers for entry in _pool(pool, spec)),
         *filter(None, [check_tokens_per_s(spec, config)]),
         Assumed("publishing", assumed.PUBLISH_BYTES_S, "bytes/s", assumed.OURS),
@@ -47,11 +48,6 @@ def inputs(spec: RunSpec, config: ModelConfig | None) -> tuple[Assumed, ...]:
         *_deltas(spec, config),
         *_links(spec),
     )
-
-
-def _learner(spec: RunSpec) -> Iterator[Assumed]:
-    yield assumed.learner_mfu(spec)
-    yield from _hardware(spec.learner.hardware, "learner.hardware", "peak_flops")
 
 
 def _pool(pool: SamplerPool, spec: RunSpec) -> Iterator[Assumed]:

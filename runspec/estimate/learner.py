@@ -134,10 +134,9 @@ def logits_bytes(spec: RunSpec, config: ModelConfig) -> float:
     learner, vocabulary = spec.learner, config.vocab_size
     local = _cut(vocabulary, learner.mesh.tensor)
     positions = device_positions(learner)
-    if positions * vocabulary <= KEPT_LOGITS:
-        return float((_WIDE + WIDTH[learner.compute_dtype]) * positions * local)
-    chunk = logits_chunk(learner, vocabulary)
-    return float((_WIDE + WIDTH[learner.compute_dtype]) * chunk * local)
+    if positions * vocabulary > KEPT_LOGITS:
+        positions = logits_chunk(learner, vocabulary)
+    return float((_WIDE + WIDTH[learner.compute_dtype]) * positions * local)
 
 
 @dataclass(frozen=True)

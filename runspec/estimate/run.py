@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from math import exp, log, sqrt
 from random import Random
 from typing import Any
@@ -21,12 +21,7 @@ from runspec.estimate.inputs import check_tokens_per_s, inputs
 from runspec.estimate.learner import LearnerMemory, learner_memory
 from runspec.estimate.price import Cost, cost
 from runspec.estimate.sampler import SamplerMemory, lease_groups, sampler_memory
-from runspec.estimate.speed import (
-    Decode,
-    decode_speed,
-    learner_seconds,
-    mean_tokens,
-)
+from runspec.estimate.speed import decode_speed, learner_seconds, mean_tokens
 from runspec.estimate.steady import Timeline, start_and_step, timeline
 from runspec.estimate.timeline import Lengths, Model, Replica
 
@@ -107,12 +102,10 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
         config: shape of the model; None if unknown.
     """
     size = version_size(spec, config) if config is not None else None
-    slowest_last = tuple(arrivals(spec, size.follower)) if size is not None else ()
     unknown = tuple(unknown_speeds(spec, config))
     check = check_tokens_per_s(spec, config)
     settled = None if unknown or size is None else timeline(run_model(spec, config, size))
     run_s = settled.start_s + (spec.steps - 1) * settled.step_s if settled else None
-    pools = tuple(_pool(pool, spec, config) for pool in spec.samplers)
     return RunEstimate(
         parameters=parameter_count(config) if config is not None else None,
         learner=LearnerEstimate(
@@ -122,11 +115,11 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
             flops=step_flops(spec, config, mean_tokens(spec)) if config is not None else None,
             step_s=learner_seconds(spec, config),
         ),
-        samplers=pools,
+        samplers=tuple(_pool(pool, spec, config) for pool in spec.samplers),
         version_bytes=size.whole if size else None,
         follower_bytes=size.follower if size else None,
         joiner_bytes=size.joiner if size else None,
-        arrivals=slowest_last,
+        arrivals=tuple(arrivals(spec, size.follower)) if size else (),
         validators=spec.verify.validators,
         validator_tokens_per_s=check.value if check else None,
         timeline=settled,
@@ -231,9 +224,7 @@ def _replicas(
     for pool in spec.samplers:
         speed = decode_speed(pool, spec, config)
         assert speed is not None, "asked for the model of an unknown speed"
-
-        sample_s = _sampling(speed, prompt)
-
+        sample_s = cache(partial(speed.lease_seconds, prompt=prompt))  # for all models of the run
         for index in range(pool.replicas):
             yield Replica(
                 pool=pool.name,
@@ -247,14 +238,6 @@ def _replicas(
 def rebuild_seconds(size: VersionSize) -> float:
     """Return the seconds in which a sampler rebuilds a version from a delta; 0 without deltas."""
     return size.whole / assumed.REBUILD_BYTES_S if size.follower < size.whole else 0.0
-
-
-def _sampling(speed: Decode, prompt: float) -> Callable[[Lengths], float]:
-    @cache  # of runs that differ in something else
-    def sample_s(lengths: Lengths) -> float:
-        return speed.lease_seconds(lengths, prompt)
-
-    return sample_s
 
 
 def _pool(pool: SamplerPool, spec: RunSpec, config: ModelConfig | None) -> PoolEstimate:

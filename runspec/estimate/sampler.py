@@ -13,12 +13,15 @@ from dataclasses import dataclass
 
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_of
-from runspec.core.models.memory import MAX_SEQUENCES, cpu_kv_bytes, kv_token_bytes
+from runspec.core.models.memory import (
+    MAX_SEQUENCES,
+    MEMORY_UTILIZATION,
+    cpu_kv_bytes,
+    kv_token_bytes,
+)
 from runspec.core.models.parameters import WIDTH, leaves, parameters
 from runspec.core.spec.schema import RunSpec, SamplerPool
 
-MEMORY_UTILIZATION = 0.92
-"""vLLM's default `gpu_memory_utilization`, version 0.32."""
 RECORDED_ROWS = 52
 """Hidden states of a sequence that `sampler.engine.recorder` keeps on the device: its ring, and the
 buffers of the last steps."""

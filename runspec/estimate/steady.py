@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -57,24 +58,23 @@ def timeline(model: Model) -> Timeline:
         ValueError: as `simulate`.
     """
     model = _long_enough(model)
-    run = simulate(model)
-    settled = _settled(run, model)
-    start, end = settled[0].trained, settled[-1].trained
-    step_s = (end - start) / (len(settled) - 1)
+    run, settled, step_s = _measured(model)
+    trained = [step.trained for step in settled]
+    idle = _idle(run, model, trained[0], trained[-1])
     shorter = {
-        role: 1.0 - _step_seconds(changed) / step_s if step_s else 0.0
+        role: 1.0 - _measured(changed)[2] / step_s if step_s else 0.0
         for role, changed in _one_role_faster(model).items()
     }
     return Timeline(
         step_s=step_s,
-        idle=_idle(run, model, start, end),
+        idle=idle,
         first_rollouts_s=fmean((s.first_rollouts or 0.0) - (s.opened or 0.0) for s in settled),
         full_s=fmean((s.full or 0.0) - (s.opened or 0.0) for s in settled),
         start_s=run.steps[0].trained,
         lag=fmean(s.lag for s in settled),
         filled_share=fmean(s.kept for s in settled) / model.groups,
         gains=shorter,
-        intervals=_typical(run, model, [step.trained for step in settled], step_s),
+        intervals=_typical(run, model, trained, step_s, idle),
     )
 
 
@@ -84,10 +84,7 @@ def start_and_step(model: Model) -> tuple[float, float]:
     Raises:
         ValueError: as `simulate`.
     """
-    model = _long_enough(model)
-    run = simulate(model)
-    settled = _settled(run, model)
-    step_s = (settled[-1].trained - settled[0].trained) / (len(settled) - 1)
+    run, _, step_s = _measured(_long_enough(model))
     return run.steps[0].trained, step_s
 
 
@@ -98,31 +95,33 @@ def _long_enough(model: Model) -> Model:
 
 
 def _typical(
-    run: Simulated, model: Model, trained: list[float], step_s: float
+    run: Simulated, model: Model, trained: list[float], step_s: float, idle: dict[str, float]
 ) -> tuple[Interval, ...]:
     """Return the interval of `step_s` whose idle shares are closest to the mean."""
-    start, end = trained[0], trained[-1]
-    idle = _idle(run, model, start, end)
 
     def unlike(until: float) -> float:
         here = _idle(run, model, until - step_s, until)
         return sum(abs(here[role] - idle[role]) for role in idle)
 
-    spare = end - start - step_s
-    between = [start + step_s + spare * part / _STRETCHES for part in range(_STRETCHES)]
+    start, spare = trained[0] + step_s, trained[-1] - trained[0] - step_s
+    between = [start + spare * part / _STRETCHES for part in range(_STRETCHES)]
     typical = min(trained[1:] + between, key=unlike)
-    return _within(run.intervals, typical - step_s, typical)
+    first = typical - step_s
+    return tuple(
+        replace(i, start=max(i.start, first) - first, end=min(i.end, typical) - first)
+        for i in run.intervals
+        if i.end > first and i.start < typical
+    )
 
 
-def _settled(run: Simulated, model: Model) -> tuple[Step, ...]:
-    """Return the later half of the steps, without the last, during which nobody samples ahead."""
-    half = len(run.steps) // 2
-    return run.steps[half : len(run.steps) - model.async_level - 1]
+def _measured(model: Model) -> tuple[Simulated, tuple[Step, ...], float]:
+    """Return the simulated run, its steady steps, and the seconds from one to the next.
 
-
-def _step_seconds(model: Model) -> float:
-    settled = _settled(simulate(model), model)
-    return (settled[-1].trained - settled[0].trained) / (len(settled) - 1)
+    Steady is the later half of the steps, without the last, during which nobody samples ahead.
+    """
+    run = simulate(model)
+    settled = run.steps[model.steps // 2 : model.steps - model.async_level - 1]
+    return run, settled, (settled[-1].trained - settled[0].trained) / (len(settled) - 1)
 
 
 def _one_role_faster(model: Model) -> dict[str, Model]:
@@ -153,9 +152,8 @@ def _faster(replica: Replica) -> Replica:
 
 def _idle(run: Simulated, model: Model, start: float, end: float) -> dict[str, float]:
     """Return idle shares by role; publisher and links are one role, `broadcast`."""
-    members = {"learner": 1, "validators": model.validators}
-    for replica in model.replicas:
-        members[replica.pool] = members.get(replica.pool, 0) + 1
+    members = Counter({"learner": 1, "validators": model.validators})
+    members.update(replica.pool for replica in model.replicas)
     if end <= start:
         return {}
     busy = dict.fromkeys(members, 0.0)
@@ -182,14 +180,3 @@ def _covered(stretches: list[tuple[float, float]]) -> float:
         total += max(0.0, end - max(start, last))
         last = max(last, end)
     return total
-
-
-def _within(
-    intervals: tuple[Interval, ...] | list[Interval], start: float, end: float
-) -> tuple[Interval, ...]:
-    """Return intervals cut to [start, end], with times counted from start."""
-    return tuple(
-        replace(i, start=max(i.start, start) - start, end=min(i.end, end) - start)
-        for i in intervals
-        if i.end > start and i.start < end
-    )

@@ -17,10 +17,10 @@ deterministic: lengths and filtered groups are functions of step and group.
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, count
 from typing import Literal
 
 Lengths = tuple[float, ...]
@@ -144,6 +144,33 @@ class _Lease:
         return range(self.first, self.first + self.groups)
 
 
+class Clock:
+    """Virtual time in seconds since version 0 was published, and the scheduled actions.
+
+    Actions run in order of time; actions of equal times run in the order of scheduling.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.actions: list[tuple[float, int, Callable[[], None]]] = []
+        """Heap of the scheduled actions, with their times."""
+        self._count = 0
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        """Schedule an action at a time."""
+        heapq.heappush(self.actions, (max(time, self.now), self._count, action))
+        self._count += 1
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Schedule an action some seconds from now."""
+        self.at(self.now + seconds, action)
+
+    def run_next(self) -> None:
+        """Advance to the next action and run it."""
+        self.now, _, action = heapq.heappop(self.actions)
+        action()
+
+
 def simulate(model: Model) -> Simulated:
     """Runs the model.
 
@@ -160,37 +187,33 @@ class _Simulation:
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._now = 0.0
-        self._count = 0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._clock = Clock()
+        self._most = int(model.max_groups * model.groups)
+        """Groups that a step may lease."""
         self._steps = [Step(number) for number in range(model.steps)]
         self._newest = -1
         self._trained = 0
         self._learner_busy = False
         self._publisher_free = 0.0
-        members: dict[str, int] = {}
-        self._workers: list[_Worker] = []
-        for number, replica in enumerate(model.replicas):
-            member = members.setdefault(replica.pool, 0)
-            members[replica.pool] += 1
-            self._workers.append(_Worker(replica, number, member))
+        members: dict[str, Iterator[int]] = defaultdict(count)
+        self._workers = [
+            _Worker(replica, number, next(members[replica.pool]))
+            for number, replica in enumerate(model.replicas)
+        ]
         self._waiting = deque(self._workers)
         self._validators = [0.0] * model.validators
         self._intervals: list[Interval] = []
 
     def run(self) -> Simulated:
-        self._at(0.0, self._publish)
-        while self._events and self._trained < self._model.steps:
-            self._now, _, action = heapq.heappop(self._events)
-            action()
+        self._clock.at(0.0, self._publish)
+        while self._clock.actions and self._trained < self._model.steps:
+            self._clock.run_next()
         return Simulated(tuple(self._steps), tuple(self._intervals))
 
-    def _at(self, time: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time, self._count, action))
-        self._count += 1
-
-    def _spent(self, interval: Interval) -> None:
-        self._intervals.append(interval)
+    def _begin(self, task: Interval, then: Callable[[], None]) -> None:
+        """Records a task and schedules what follows its end."""
+        self._intervals.append(task)
+        self._clock.at(task.end, then)
 
     # Publisher and links.
 
@@ -210,9 +233,10 @@ class _Simulation:
         if version in worker.have:
             return
         worker.fetching = version
-        end = self._now + worker.replica.fetch_s
-        self._spent(Interval(BROADCAST, worker.number, "fetch", version, self._now, end))
-        self._at(end, lambda: self._fetched(worker))
+        now = self._clock.now
+        end = now + worker.replica.fetch_s
+        fetch = Interval(BROADCAST, worker.number, "fetch", version, now, end)
+        self._begin(fetch, lambda: self._fetched(worker))
 
     def _fetched(self, worker: _Worker) -> None:
         assert worker.fetching is not None
@@ -237,7 +261,7 @@ class _Simulation:
         step, groups = wanted
         groups = min(groups, worker.replica.lease_groups)
         if step.opened is None:
-            step.opened = self._now
+            step.opened = self._clock.now
         lease = _Lease(step.number, self._newest, step.leased, groups)
         step.leased += groups
         step.lag = max(step.lag, step.number - self._newest)
@@ -250,28 +274,28 @@ class _Simulation:
 
     def _wanting(self) -> tuple[Step, int] | None:
         """The lowest step that may be leased and needs groups, and how many."""
-        most = int(self._model.max_groups * self._model.groups)
         last = min(self._model.steps, self._newest + self._model.async_level + 1)
         for step in self._steps[self._trained : last]:
             if step.full is not None:
                 continue
             needed = self._model.groups - step.kept - step.outstanding
-            needed = min(needed, most - step.leased)
+            needed = min(needed, self._most - step.leased)
             if needed > 0:
                 return step, needed
         return None
 
     def _sample(self, worker: _Worker, lease: _Lease) -> None:
-        pool, start = worker.replica.pool, self._now
+        pool, now = worker.replica.pool, self._clock.now
+        start = now
         if worker.loaded != lease.version:
             start += worker.replica.load_s
             worker.loaded = lease.version
-            self._spent(Interval(pool, worker.member, "load", lease.version, self._now, start))
+            self._intervals.append(Interval(pool, worker.member, "load", lease.version, now, start))
         groups = (self._model.lengths(lease.step, group) for group in lease.numbers)
         lengths = tuple(chain.from_iterable(groups))
         end = start + worker.replica.sample_s(lengths)
-        self._spent(Interval(pool, worker.member, "sample", lease.step, start, end))
-        self._at(end, lambda: self._sampled(worker, lease, lengths))
+        sample = Interval(pool, worker.member, "sample", lease.step, start, end)
+        self._begin(sample, lambda: self._sampled(worker, lease, lengths))
 
     def _sampled(self, worker: _Worker, lease: _Lease, lengths: Lengths) -> None:
         worker.lease = None
@@ -280,11 +304,11 @@ class _Simulation:
             self._checked(lease, lengths)
             return
         member = min(range(len(self._validators)), key=self._validators.__getitem__)
-        start = max(self._now, self._validators[member])
+        start = max(self._clock.now, self._validators[member])
         end = start + self._model.check_s(lengths)
         self._validators[member] = end
-        self._spent(Interval(VALIDATORS, member, "check", lease.step, start, end))
-        self._at(end, lambda: self._checked(lease, lengths))
+        check = Interval(VALIDATORS, member, "check", lease.step, start, end)
+        self._begin(check, lambda: self._checked(lease, lengths))
         self._grant()
 
     # Validators' verdicts and the learner.
@@ -292,7 +316,7 @@ class _Simulation:
     def _checked(self, lease: _Lease, lengths: Lengths) -> None:
         step = self._steps[lease.step]
         if step.first_rollouts is None:
-            step.first_rollouts = self._now
+            step.first_rollouts = self._clock.now
         step.filtered += sum(self._model.filtered(lease.step, group) for group in lease.numbers)
         step.checked += lease.groups
         step.kept = step.checked - step.filtered
@@ -301,13 +325,12 @@ class _Simulation:
         self._grant()
 
     def _close(self) -> None:
-        most = int(self._model.max_groups * self._model.groups)
         for step in self._steps[self._trained :]:
             if step.full is None:
-                spent = step.leased >= most and not step.outstanding
+                spent = step.leased >= self._most and not step.outstanding
                 if step.kept < self._model.groups and not spent:
                     break
-                step.full = self._now
+                step.full = self._clock.now
         self._train()
 
     def _train(self) -> None:
@@ -317,17 +340,16 @@ class _Simulation:
         if step.full is None:
             return
         self._learner_busy = True
-        step.train_start = self._now
-        step.trained = self._now + self._model.train_s * step.kept / self._model.groups
-        self._spent(Interval(LEARNER, 0, "train", step.number, self._now, step.trained))
-        self._at(step.trained, self._end_of_step)
+        step.train_start = now = self._clock.now
+        step.trained = now + self._model.train_s * step.kept / self._model.groups
+        train = Interval(LEARNER, 0, "train", step.number, now, step.trained)
+        self._begin(train, self._end_of_step)
 
     def _end_of_step(self) -> None:
         self._trained += 1
         self._learner_busy = False
-        start = max(self._now, self._publisher_free)
+        start = max(self._clock.now, self._publisher_free)
         self._publisher_free = start + self._model.publish_s
-        published = Interval(PUBLISHER, 0, "publish", self._trained, start, self._publisher_free)
-        self._spent(published)
-        self._at(self._publisher_free, self._publish)
+        publish = Interval(PUBLISHER, 0, "publish", self._trained, start, self._publisher_free)
+        self._begin(publish, self._publish)
         self._train()

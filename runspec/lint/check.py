@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from operator import attrgetter
 from typing import get_args
 
 import runspec.lint.rules  # noqa: F401  (registers them)
@@ -25,6 +25,8 @@ from runspec.lint.suppress import (
     read_suppressions,
     unused,
 )
+
+_in_order = attrgetter("file", "line", "column", "code", "path", "message")
 
 
 @dataclass(frozen=True)
@@ -126,11 +128,6 @@ def check_files(specs: Sequence[SpecFiles]) -> CheckedFiles:
     )
 
 
-def _in_order(finding: Finding) -> tuple[str, int, int, str, str, str]:
-    place = (finding.file, finding.line, finding.column)
-    return (*place, finding.code, finding.path, finding.message)
-
-
 @dataclass(frozen=True)
 class _Linted:
     """Findings of one spec, before unused suppressions are known."""
@@ -153,10 +150,10 @@ def _lint(files: SpecFiles, environ: Mapping[str, str] | None, parsed: ParsedFil
     applied.findings.extend(faults)
     # A suppression in a lower layer may serve another spec. With overrides the findings are not
     # those of the files alone, and without a spec no rule has run.
-    top = str(files.placement or _profile(files) or files.path)
-    judged = [one for one in suppressions if one.comment.place.file == top]
-    if layered.spec is None or files.overrides:
-        judged = []
+    profile = profile_path(files.path, files.profile) if files.profile is not None else None
+    top = str(files.placement or profile or files.path)
+    complete = layered.spec is not None and not files.overrides
+    judged = [one for one in suppressions if complete and one.comment.place.file == top]
     return _Linted(layered, applied, judged)
 
 
@@ -167,10 +164,6 @@ def _with_suggestion(finding: Finding) -> Finding:
         return finding
     field = re.sub(r"(\.\d+)+$", "", finding.path)  # an item of a plain list stands for the list
     return replace(finding, suggestion=general.format(path=field))
-
-
-def _profile(files: SpecFiles) -> Path | None:
-    return profile_path(files.path, files.profile) if files.profile is not None else None
 
 
 def _rule_findings(layered: Layered, context: Context) -> Iterator[Finding]:

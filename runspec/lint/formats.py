@@ -8,13 +8,10 @@ writes sarif.
 from __future__ import annotations
 
 import json
-import math
-import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from runspec.core.spec.findings import SET_FILE, Finding, Number, excerpt, measured
+from runspec.core.spec.findings import SET_FILE, Finding, excerpt, finite, from_here, measured
 from runspec.lint.check import CheckedFiles
 from runspec.lint.registry import RULES
 
@@ -41,15 +38,9 @@ def render(checked: CheckedFiles, output: str, *, colour: bool = False) -> str:
         return _json(checked)
     if output == "github":
         return _github(checked)
-    from runspec.lint import sarif
+    from runspec.lint import sarif  # imported on demand, for a quick start
 
     return sarif.render(checked)
-
-
-def from_here(file: str) -> Path:
-    """Return a file's path relative to the working directory, as given if it lies elsewhere."""
-    path = Path(os.path.normpath(file))
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def visible(text: str) -> str:
@@ -122,14 +113,6 @@ def _json_finding(finding: Finding) -> dict[str, Any]:
         "suggestion": finding.suggestion,
         "fix": None if finding.fix is None else asdict(finding.fix),
         "blocking": finding.blocking,
-    }
-
-
-def finite(finding: Finding) -> dict[str, Number]:
-    """Return the measured values for JSON, which lacks infinity and NaN: those become text."""
-    return {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in finding.numbers.items()
     }
 
 

@@ -111,6 +111,7 @@ class Violation:
 
 
 Check = Callable[[Context], Iterator[Violation]]
+ModelCheck = Callable[[Context, ModelConfig], Iterator[Violation]]
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,21 @@ def rule(code: str, group: Group, severity: Severity = "error") -> Callable[[Che
 
     def register(check: Check) -> Check:
         add(Rule(code, group, severity, inspect.cleandoc(check.__doc__ or ""), check))
+        return check
+
+    return register
+
+
+def model_rule(
+    code: str, group: Group, severity: Severity = "error"
+) -> Callable[[ModelCheck], ModelCheck]:
+    """Register a rule on the model's shape; it finds nothing if the shape is unknown."""
+
+    def register(check: ModelCheck) -> ModelCheck:
+        def known(context: Context) -> Iterator[Violation]:
+            return check(context, context.config) if context.config else iter(())
+
+        add(Rule(code, group, severity, inspect.cleandoc(check.__doc__ or ""), known))
         return check
 
     return register

@@ -9,14 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from urllib.parse import quote
 
 from runspec.core import distribution
-from runspec.core.spec.findings import SET_FILE, Edit, Finding
+from runspec.core.spec.findings import SET_FILE, Edit, Finding, finite, from_here
 from runspec.lint.check import CheckedFiles
-from runspec.lint.formats import finite, from_here
 from runspec.lint.registry import RULES, Rule
 
 SCHEMA = (
@@ -43,10 +43,8 @@ def render(checked: CheckedFiles) -> str:
 
 def _driver() -> Json:
     driver: Json = {"name": "runspec", "rules": [_rule(rule) for rule in RULES.values()]}
-    try:
+    with suppress(PackageNotFoundError):  # the package need not be installed
         driver["version"] = version(distribution.NAME)
-    except PackageNotFoundError:  # the package is not installed
-        return driver
     return driver
 
 

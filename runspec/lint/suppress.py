@@ -67,11 +67,9 @@ def read_suppressions(comments: Iterable[Comment]) -> tuple[list[Suppression], l
         match = re.fullmatch(_FORM, comment.text)
         codes = list(re.finditer(_CODE, match[1])) if match else []
         if match is None or not codes:
-            message = f"{comment.text[:80]!r} is no suppression"
+            message, form = f"{comment.text[:80]!r} is no suppression", f"# {FORM}"
             findings.append(
-                Finding(
-                    comment.place, MALFORMED, message, severity="warning", suggestion=f"# {FORM}"
-                )
+                Finding(comment.place, MALFORMED, message, severity="warning", suggestion=form)
             )
             continue
         offset = comment.place.column + match.start(1)

@@ -16,12 +16,12 @@ from runspec.local.backend import processes_of
 from runspec.local.children import last_lines
 from runspec.local.fleet import Outcome, Rules
 from runspec.local.processes import PreparedRun, RoleSpec, role_specs, warm_start_role
-from runspec.local.progress import RunProgress, StageProgress
+from runspec.local.progress import Progress, RunProgress, StageProgress
 from runspec.local.report import write_summary
 from runspec.local.role_logs import last_error
 from runspec.local.snapshot import REMEDY
 from runspec.local.state import RunState, StorageWait
-from runspec.local.supervisor import Progress, Session, Supervisor, Watcher, describe_exit
+from runspec.local.supervisor import Session, Supervisor, Watcher, describe_exit
 from runspec.local.supervisor_requests import LiveRun
 from verify.timeouts import STORAGE_S
 
@@ -31,7 +31,9 @@ LOG_LINES = 20
 class RunFailed(UserError):
     """A role ended the run; `exit_code` is what `apply` exits with."""
 
-    def __init__(self, thing: str, *, place: str = "", remedy: str, exit_code: int) -> None:
+    def __init__(
+        self, thing: str, *, place: str = "", remedy: str, exit_code: int = EXIT_USER_ERROR
+    ) -> None:
         super().__init__(thing, place=place, remedy=remedy)
         self.exit_code = exit_code
 
@@ -79,7 +81,7 @@ def drive(
 
     state.begin(run.spec.name, spec_digest(run.spec), run.spec.steps)
     with _failure_on_record(run, state):
-        roles_of(run)  # what is wrong with it is said before a stage works for nothing
+        roles_of(run)  # its errors are raised before a stage works for nothing
         outcome = Outcome("finished")
         for stage in stages:
             state.set_run("starting", stage.name)
@@ -105,7 +107,7 @@ def drive(
 
 @contextmanager
 def _failure_on_record(run: PreparedRun, state: RunState) -> Iterator[None]:
-    """Tells `status` what ended the run, and sums up what was trained before."""
+    """Records for `status` what ended the run, and writes the summary of its trained steps."""
     try:
         yield
     except Exception as error:
@@ -134,21 +136,17 @@ def _failure(run: PreparedRun, outcome: Outcome) -> RunFailed | None:
             f"the budget of {spent.hours:g} hours is used up",
             place=spent.path,
             remedy=f"apply again with --set {spent.path}=MORE to go on",
-            exit_code=EXIT_USER_ERROR,
         )
     if outcome.kind == "unpublished":
         return RunFailed(
             f"every step is trained, but version {run.spec.steps} was not published",
             place=str(run.directory / "logs" / "publisher.log"),
             remedy="see what it waits for, then apply again",
-            exit_code=EXIT_USER_ERROR,
         )
     log = run.directory / "logs" / f"{outcome.role}.log"
-    why = (
-        f"{outcome.role} says that the run cannot go on"
-        if outcome.kind == "stopped"
-        else f"{outcome.role} kept dying ({describe_exit(outcome.exit_code)})"
-    )
+    why = f"{outcome.role} kept dying ({describe_exit(outcome.exit_code)})"
+    if outcome.kind == "stopped":
+        why = f"{outcome.role} says that the run cannot go on"
     lines = "\n".join(f"  | {line}" for line in last_lines(log, LOG_LINES))
     error = last_error(log) if outcome.exit_code > 0 else None
     cause = f"{outcome.role}: {error.thing}\n" if error else ""

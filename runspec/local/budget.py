@@ -39,8 +39,7 @@ def limits(spec: RunSpec) -> list[Limit]:
 
 def left_s(spec: RunSpec, wall_s: float) -> float | None:
     """Seconds until the first limit; None where there is none."""
-    first = limits(spec)[:1]
-    return first[0].left_s(wall_s) if first else None
+    return min((limit.left_s(wall_s) for limit in limits(spec)), default=None)
 
 
 def cost(spec: RunSpec, wall_s: float) -> float | None:

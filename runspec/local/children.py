@@ -44,7 +44,7 @@ class Child:
     log_start: int
     """Size of the log when it was started."""
     answered: bool = False
-    """Whether it was ready before: nobody knocks at its port again."""
+    """Whether it was ready before: its port is not tried again."""
 
     @property
     def pid(self) -> int:
@@ -167,7 +167,7 @@ def last_lines(path: Path, count: int) -> list[str]:
 def pinned(cores: Sequence[int]) -> Iterator[None]:
     """Pin processes that this thread starts in the block to cores: a child inherits the mask.
 
-    Set before the child exists, so that no thread pool of its is ever sized by all cores.
+    The mask is set before the child exists, so that it sizes no thread pool by all cores.
     """
     if not cores or not hasattr(os, "sched_setaffinity"):
         yield

@@ -5,8 +5,9 @@ Pure over what was read from the run directory (`snapshot`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal
 
@@ -38,36 +39,8 @@ class Condition:
     """Seconds since the epoch; None where nothing says when."""
 
 
-TYPES = {
-    "Alive": "a supervisor holds the run",
-    "Ready": "every role is running",
-    "Training": "a step was trained lately",
-    "Published": "the newest trained version is out",
-    "LogprobAlarm": "the samplers' log-probs are not the learner's",
-    "NothingSolved": "no rollout of the newest step was right",
-    "SetAside": "validators could not judge some submissions",
-    "GraderFaults": "the grader failed at some groups, which were dropped",
-    "Stalled": "no step was trained for long, or the coordinator gave a step up",
-    "Paused": "`runspec pause` or `rollback` stopped it",
-    "Failed": "a role, the budget or a missing thing ended it",
-    "Finished": "every step is trained and the last version is out",
-}
-
-
-def conditions(seen: Snapshot) -> list[Condition]:
-    """All conditions of a run, in the order of `TYPES`."""
-    return [
-        _alive(seen),
-        _ready(seen),
-        _training(seen),
-        _published(seen),
-        _logprob_alarm(seen),
-        _nothing_solved(seen),
-        _set_aside(seen),
-        _grader_faults(seen),
-        _stalled(seen),
-        *(_state(seen, type_, state) for type_, state in _STATES.items()),
-    ]
+_Judgement = tuple[Status, str, str, float | None]
+"""Status, reason, message and `since` of a condition."""
 
 
 def late_after_s(seen: Snapshot) -> float:
@@ -83,91 +56,87 @@ def late_after_s(seen: Snapshot) -> float:
     return max(SOON_S, SLOW * sum(gaps) / len(gaps))
 
 
-def _alive(seen: Snapshot) -> Condition:
+def _alive(seen: Snapshot) -> _Judgement:
     started = seen.session.started if seen.session else None
     if seen.alive:
-        return Condition("Alive", "True", "Supervised", f"held by {seen.held_by}", started)
+        return "True", "Supervised", f"held by {seen.held_by}", started
     ended = seen.session.seen if seen.session else None
-    return Condition("Alive", "False", "NotSupervised", "no process holds the run", ended)
+    return "False", "NotSupervised", "no process holds the run", ended
 
 
-def _ready(seen: Snapshot) -> Condition:
+def _ready(seen: Snapshot) -> _Judgement:
     if not seen.alive:
-        return Condition("Ready", "False", "NotAlive", "no role is started", _ended(seen))
+        return "False", "NotAlive", "no role is started", _ended(seen)
     changed = max((role.since for role in seen.roles), default=None)
     not_running = [f"{r.name} ({r.state})" for r in seen.roles if r.state != "running"]
     if not seen.roles or not_running:
         waiting = ", ".join(not_running) or "its roles"
-        return Condition("Ready", "False", "RolesNotRunning", f"waits for {waiting}", changed)
-    return Condition("Ready", "True", "RolesRunning", f"{len(seen.roles)} roles run", changed)
+        return "False", "RolesNotRunning", f"waits for {waiting}", changed
+    return "True", "RolesRunning", f"{len(seen.roles)} roles run", changed
 
 
-def _training(seen: Snapshot) -> Condition:
+def _training(seen: Snapshot) -> _Judgement:
     if not seen.alive:
-        return Condition("Training", "False", "NotAlive", "nothing is trained", _ended(seen))
+        return "False", "NotAlive", "nothing is trained", _ended(seen)
     last, idle_s = _last_step(seen), _idle_s(seen)
     if last is None:
         begun = seen.session.started if seen.session else None
-        message = "no step since it was started"
-        return Condition("Training", "Unknown", "NoStepYet", message, begun)
+        return "Unknown", "NoStepYet", "no step since it was started", begun
     message = f"step {seen.trained} of {seen.spec.steps} was trained {duration(idle_s)} ago"
     if idle_s > late_after_s(seen):
-        return Condition("Training", "False", "NoStepLately", message, last)
-    return Condition("Training", "True", "StepTrained", message, last)
+        return "False", "NoStepLately", message, last
+    return "True", "StepTrained", message, last
 
 
-def _published(seen: Snapshot) -> Condition:
+def _published(seen: Snapshot) -> _Judgement:
     if seen.published is None:
-        return Condition("Published", "False", "NothingPublished", "no version is out", None)
+        return "False", "NothingPublished", "no version is out", None
     if seen.published < seen.trained:
         message = f"version {seen.published} is out, {seen.trained} is trained"
-        return Condition("Published", "False", "Behind", message, seen.published_at)
-    message = f"version {seen.published} is out"
-    return Condition("Published", "True", "NewestOut", message, seen.published_at)
+        return "False", "Behind", message, seen.published_at
+    return "True", "NewestOut", f"version {seen.published} is out", seen.published_at
 
 
-def _logprob_alarm(seen: Snapshot) -> Condition:
+def _logprob_alarm(seen: Snapshot) -> _Judgement:
     row = seen.rows[-1] if seen.rows else {}
     mean, limit = row.get("sampler_logprob_diff_mean"), row.get("sampler_logprob_limit")
     if row.get("sampler_logprob_alarm"):
-        return Condition("LogprobAlarm", "True", "AboveLimit", alarm_text(row), row.get("time"))
+        return "True", "AboveLimit", alarm_text(row), row.get("time")
     if mean is None:
-        nothing = "no log-probs were recomputed"
-        return Condition("LogprobAlarm", "False", "NotCompared", nothing, None)
+        return "False", "NotCompared", "no log-probs were recomputed", None
     message = f"{number(mean)} apart on average, {number(limit)} are allowed"
-    return Condition("LogprobAlarm", "False", "WithinLimit", message, None)
+    return "False", "WithinLimit", message, None
 
 
-def _nothing_solved(seen: Snapshot) -> Condition:
+def _nothing_solved(seen: Snapshot) -> _Judgement:
     row = seen.rows[-1] if seen.rows else {}
     if text := unsolved_text(row):
-        return Condition("NothingSolved", "True", "NoneRight", text, row.get("time"))
+        return "True", "NoneRight", text, row.get("time")
     if row.get("task_reward") is None:
-        return Condition("NothingSolved", "False", "NotGraded", "no rollout was graded", None)
+        return "False", "NotGraded", "no rollout was graded", None
     message = f"the task reward of the newest step is {number(row['task_reward'])}"
-    return Condition("NothingSolved", "False", "SomeRight", message, None)
+    return "False", "SomeRight", message, None
 
 
-def _set_aside(seen: Snapshot) -> Condition:
+def _set_aside(seen: Snapshot) -> _Judgement:
     if seen.ledger_unread:
-        return Condition("SetAside", "Unknown", "LedgerNotRead", seen.ledger_unread, None)
+        return "Unknown", "LedgerNotRead", seen.ledger_unread, None
     if not seen.dropped.set_aside:
-        return Condition("SetAside", "False", "NoneGivenUp", "every one was judged", None)
+        return "False", "NoneGivenUp", "every one was judged", None
     message = (
         f"validators failed at {seen.dropped.set_aside} submissions, whose groups were dropped: "
         "the coordinator's log names them (docs/coordinator.md)"
     )
-    since = seen.dropped.set_aside_at
-    return Condition("SetAside", "True", "ValidatorsFailed", message, since)
+    return "True", "ValidatorsFailed", message, seen.dropped.set_aside_at
 
 
-def _grader_faults(seen: Snapshot) -> Condition:
+def _grader_faults(seen: Snapshot) -> _Judgement:
     groups, fault, since = seen.dropped.by_grader, seen.dropped.fault, seen.dropped.by_grader_at
     if seen.ledger_unread:
-        return Condition("GraderFaults", "Unknown", "LedgerNotRead", seen.ledger_unread, None)
+        return "Unknown", "LedgerNotRead", seen.ledger_unread, None
     if not groups:
-        return Condition("GraderFaults", "False", "NoneDropped", "it failed at no group", None)
-    return Condition("GraderFaults", "True", "GroupsDropped", dropped_text(groups, fault), since)
+        return "False", "NoneDropped", "it failed at no group", None
+    return "True", "GroupsDropped", dropped_text(groups, fault), since
 
 
 def dropped_text(groups: int, newest: str) -> str:
@@ -197,7 +166,7 @@ def unsolved_text(row: Row) -> str:
     )
 
 
-def _stalled(seen: Snapshot) -> Condition:
+def _stalled(seen: Snapshot) -> _Judgement:
     gave_up = [
         event
         for event in seen.events
@@ -206,31 +175,22 @@ def _stalled(seen: Snapshot) -> Condition:
         and " stalled: " in event.text
     ]
     if seen.state == "failed" and gave_up:
-        return Condition("Stalled", "True", "StepStalled", seen.short_reason, gave_up[-1].time)
+        return "True", "StepStalled", seen.short_reason, gave_up[-1].time
     if not seen.alive:
-        return Condition("Stalled", "False", "NotAlive", "nobody waits", _ended(seen))
+        return "False", "NotAlive", "nobody waits", _ended(seen)
     limit_s, idle_s = late_after_s(seen), _idle_s(seen)
     since = _last_step(seen) or (seen.session.started if seen.session else None)
     if idle_s > limit_s:
         message = f"no step for {duration(idle_s)}; {duration(limit_s)} are expected at most"
-        return Condition("Stalled", "True", "NoStepLately", message, since)
-    return Condition("Stalled", "False", "InTime", f"late after {duration(limit_s)}", since)
+        return "True", "NoStepLately", message, since
+    return "False", "InTime", f"late after {duration(limit_s)}", since
 
 
-_STATES = {"Paused": "paused", "Failed": "failed", "Finished": "finished"}
-
-
-def _state(seen: Snapshot, type_: str, state: str) -> Condition:
-    holds = seen.state == state
+def _state(state: str, reason: str, seen: Snapshot) -> _Judgement:
     progress = f"{seen.trained} of {seen.spec.steps} steps are trained"
-    reason = {"paused": "Paused", "failed": "RunFailed", "finished": "AllStepsTrained"}[state]
-    return Condition(
-        type_,
-        "True" if holds else "False",
-        reason if holds else f"Is{seen.state.capitalize()}",
-        (seen.reason or progress) if holds else progress,
-        _ended(seen) if holds else None,
-    )
+    if seen.state == state:
+        return "True", reason, seen.reason or progress, _ended(seen)
+    return "False", f"Is{seen.state.capitalize()}", progress, None
 
 
 def _ended(seen: Snapshot) -> float | None:
@@ -247,6 +207,28 @@ def _last_step(seen: Snapshot) -> float | None:
 def _idle_s(seen: Snapshot) -> float:
     begun = seen.session.started if seen.session else seen.at
     return max(0.0, seen.at - (_last_step(seen) or begun))
+
+
+_JUDGES: dict[str, Callable[[Snapshot], _Judgement]] = {
+    "Alive": _alive,
+    "Ready": _ready,
+    "Training": _training,
+    "Published": _published,
+    "LogprobAlarm": _logprob_alarm,
+    "NothingSolved": _nothing_solved,
+    "SetAside": _set_aside,
+    "GraderFaults": _grader_faults,
+    "Stalled": _stalled,
+    "Paused": partial(_state, "paused", "Paused"),
+    "Failed": partial(_state, "failed", "RunFailed"),
+    "Finished": partial(_state, "finished", "AllStepsTrained"),
+}
+TYPES = tuple(_JUDGES)
+
+
+def conditions(seen: Snapshot) -> list[Condition]:
+    """All conditions of a run, in the order of `TYPES`; docs/runspec.md says when each is true."""
+    return [Condition(type_, *judge(seen)) for type_, judge in _JUDGES.items()]
 
 
 def condition(types: Sequence[Condition], type_: str) -> Condition:

@@ -15,9 +15,9 @@ def assign_cores(
 ) -> dict[str, tuple[int, ...]]:
     """Spreads the roles that compute all the time over the cores; the others stay unpinned.
 
-    Three busy processes on two cores slow each other twofold (moved from core to core, with cold
-    caches), so the first role (the learner) never shares its core while there are two, and where
-    there are plenty an equal share is left for the roles that are not pinned.
+    Three busy processes on two cores slow each other twofold: they move from core to core, with
+    cold caches. So the first role (the learner) never shares its core while there are two. Where
+    there are plenty, an equal share is left for the roles that are not pinned.
 
     Args:
         busy: names of the busy roles, the learner first.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -42,6 +43,16 @@ def seconds(value: object) -> str:
     if not isinstance(value, int | float):
         return "-"
     return f"{value:.2g} s" if value < 10 else duration(value)
+
+
+def latency(figures: Mapping[str, Any], name: str) -> tuple[str, str]:
+    """Median and 99th percentile of a wait, by a step's row or a run's summary.
+
+    Args:
+        figures: has `NAME_latency_p50` and `NAME_latency_p99`, in seconds, where they are known.
+        name: verdict or manifest.
+    """
+    return seconds(figures.get(f"{name}_latency_p50")), seconds(figures.get(f"{name}_latency_p99"))
 
 
 def size(count: float) -> str:

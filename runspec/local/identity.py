@@ -75,7 +75,7 @@ def make_identity(
         }
         hours = spec.budget.max_hours
         valid_s = YEAR_S if hours is None else max(_SHORTEST_S, hours * 3600.0)
-        if not _still_good(identity, spec.name, held, now=now(), until=now() + valid_s / 2):
+        if not _still_good(identity, spec, held, now=now(), until=now() + valid_s / 2):
             write_atomic(
                 identity.roles_file, sign_roles(spec.name, held, root, valid_s=valid_s, now=now())
             )
@@ -100,8 +100,7 @@ def pinned_root_problem(run_dir: Path, spec: RunSpec) -> UserError | None:
         return None
     folder = run_dir / "keys"
     try:
-        data = read_bounded(folder / "roles.json", MAX_BYTES)
-        roles = open_roles(data, root_public_key=pinned, run=spec.name)
+        roles = _read_roles(folder, pinned, spec)
     except (OSError, UserError, BadSignature) as error:
         return UserError(
             f"no roles.json signed by this root: {error}",
@@ -135,8 +134,7 @@ def load_roles(run_dir: Path, spec: RunSpec) -> Roles:
     folder = run_dir / "keys"
     root = spec.identity.root_public_key or SigningKey.load(folder / "root.key").public_hex
     try:
-        data = read_bounded(folder / "roles.json", MAX_BYTES)
-        return open_roles(data, root_public_key=root, run=spec.name)
+        return _read_roles(folder, root, spec)
     except (OSError, BadSignature) as error:
         raise UserError(
             f"cannot be believed: {error}",
@@ -145,16 +143,19 @@ def load_roles(run_dir: Path, spec: RunSpec) -> Roles:
         ) from error
 
 
+def _read_roles(folder: Path, root: str, spec: RunSpec, now: float | None = None) -> Roles:
+    data = read_bounded(folder / "roles.json", MAX_BYTES)
+    return open_roles(data, root_public_key=root, run=spec.name, now=now)
+
+
 def _still_good(
-    identity: Identity, run: str, held: dict[str, list[str]], *, now: float, until: float
+    identity: Identity, spec: RunSpec, held: dict[str, list[str]], *, now: float, until: float
 ) -> bool:
     try:
-        data = read_bounded(identity.roles_file, MAX_BYTES)
-        roles = open_roles(data, root_public_key=identity.root_public_key, run=run, now=now)
+        roles = _read_roles(identity.folder, identity.root_public_key, spec, now)
     except (OSError, UserError, BadSignature):
         return False
-    named = {name: frozenset(keys) for name, keys in held.items()}
-    same = named == {name: getattr(roles, name) for name in named}
+    same = all(frozenset(keys) == getattr(roles, name) for name, keys in held.items())
     return same and roles.expires >= until
 
 

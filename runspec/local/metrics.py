@@ -70,22 +70,19 @@ def summarise(rows: Sequence[Row], *, wall_s: float, weights_bytes_sent: int) ->
         wall_s: seconds that the run was up, over all its sessions.
         weights_bytes_sent: bytes of weights that origin and relays served.
     """
-    first, last = rows[:ENDS], rows[-ENDS:]
     seconds = [(row.get("train_s") or 0.0) + (row.get("wait_s") or 0.0) for row in rows]
     working = [row.get("train_s") or 0.0 for row in rows]
     rollouts = [float(row.get("trained_rollouts") or 0) for row in rows]
-    lags = [row["lag_max"] for row in rows if row.get("lag_max") is not None]
     return {
         "steps": len(rows),
-        "task_reward_first": mean(first, "task_reward"),
-        "task_reward_last": mean(last, "task_reward"),
-        "reward_first": mean(first, "reward"),
-        "reward_last": mean(last, "reward"),
-        "length_error_first": mean(first, "length_error"),
-        "length_error_last": mean(last, "length_error"),
+        **{
+            f"{key}_{end}": mean(part, key)
+            for key in ("task_reward", "reward", "length_error")
+            for end, part in (("first", rows[:ENDS]), ("last", rows[-ENDS:]))
+        },
         "rollouts_accepted": sum(row.get("accepted_rollouts") or 0 for row in rows),
         "rollouts_rejected": sum(row.get("rejected_rollouts") or 0 for row in rows),
-        "max_lag": max(lags, default=None),
+        "max_lag": largest(rows, "lag_max"),
         "mean_lag": mean(rows, "lag_mean", rollouts),
         "learner_busy_fraction": mean(rows, "learner_busy_fraction", seconds),
         "sampler_busy_fraction": mean(rows, "sampler_busy_fraction", seconds),
@@ -117,7 +114,7 @@ def mean(rows: Sequence[Row], key: str, weights: Sequence[float] | None = None) 
 
 def largest(rows: Sequence[Row], key: str) -> float | None:
     """Return the largest figure of the rows that have it; None where none has."""
-    return max((float(row[key]) for row in rows if row.get(key) is not None), default=None)
+    return max((row[key] for row in rows if row.get(key) is not None), default=None)
 
 
 def weights_bytes_sent(run_dir: Path) -> int:

@@ -11,7 +11,7 @@ from bridge.model_files import TOKENIZER_NAMES
 from broadcast.layout import stored_versions
 from runspec.core.errors import UserError
 from runspec.core.files import new_directory
-from runspec.core.models.config import load_config
+from runspec.core.models.family import load_config
 from runspec.core.run_files import versions_in, weights_folder
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.tokenizer_files import TokenizerFiles

@@ -8,7 +8,8 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 from runspec.local.metrics import Row
@@ -17,8 +18,6 @@ from runspec.local.metrics import Row
 _INK = "#0a0b0c"
 _COLOURS = ("#2f7fc2", "#d9772b", "#3a9d6e", "#b05cc0", "#c2495b", "#8a8f2f")
 _SMOOTH = 10
-_UP: Mapping[str, Any] = {"bottom": 0.0}
-_SHARE: Mapping[str, Any] = {"bottom": 0.0, "top": 1.0}
 _EXTREMES = ("rejected_rollouts", "lag_max", "verdict_latency_p99", "manifest_latency_p99")
 """Keys of which means over steps would mean nothing."""
 
@@ -97,136 +96,29 @@ def _dress(axes: Any, *, legend: bool) -> None:
         axes.legend(frameon=False, fontsize=8, labelcolor=_INK)
 
 
-@dataclass(frozen=True)
-class _Plot:
-    """A figure before its rows are known."""
-
-    title: str
-    caption: str
-    labels: Mapping[str, str]
-    """Label of the curve of each key."""
-    axis: Mapping[str, Any] = field(default_factory=dict)
-
-
-_SECTIONS = {
-    "Learning": (
-        _Plot("Task reward", "Mean over the graded rollouts.", {"task_reward": ""}, _SHARE),
-        _Plot("Length error", "Mean |target - length|, tokens.", {"length_error": ""}, _UP),
-        _Plot(
-            "Mean length by target",
-            "Tokens; the dashed lines are the targets.",
-            {"by_target": ""},
-            _UP,
-        ),
-        _Plot("Reward", "Task reward plus the length term.", {"reward": ""}),
-        _Plot(
-            "Rejected rollouts",
-            "A step; failed one of the validator's checks.",
-            {"rejected_rollouts": ""},
-            _SHARE,
-        ),
-    ),
-    "Policy and loss": (
-        _Plot(
-            "Lag",
-            "Training step minus the version that sampled.",
-            {"lag_mean": "mean", "lag_max": "largest"},
-            _SHARE,
-        ),
-        _Plot(
-            "Log-prob difference",
-            "Mean |log-prob|: sampler against the validator's prefill of the same version; "
-            "drift: the policy in training against the one that sampled.",
-            {"logprob_diff": "sampler - prefill", "policy_drift": "drift"},
-            {"log": True},
-        ),
-        _Plot(
-            "KL",
-            "Per token, by k3: the policy from the reference; the sampler from the policy in "
-            "training, and from the one that the step began with.",
-            {
-                "kl": "to the reference",
-                "kl_sampler": "sampler, in training",
-                "kl_sampler_old": "sampler, at the start",
-            },
-            {"log": True},
-        ),
-        _Plot(
-            "Ratio",
-            "pi_theta / pi_old of the trained tokens: quantiles.",
-            {"ratio_p01": "1 %", "ratio_p50": "median", "ratio_p99": "99 %"},
-        ),
-        _Plot(
-            "Clipped tokens",
-            "Share of tokens that each bound of the ratio acts on.",
-            {
-                "clip_fraction_low": "1 - eps_low",
-                "clip_fraction_high": "1 + eps_high",
-                "clip_fraction_delta": "delta",
-            },
-            _UP,
-        ),
-        _Plot("Entropy", "Nats a token.", {"entropy": ""}, _UP),
-        _Plot("Gradient norm", "Before clipping.", {"grad_norm": ""}, {"log": True}),
-    ),
-    "Time": (
-        _Plot(
-            "Busy share",
-            "Share of the time spent working, not waiting.",
-            {"learner_busy_fraction": "learner", "sampler_busy_fraction": "samplers"},
-            _SHARE,
-        ),
-        _Plot(
-            "Wait for a verdict and for training",
-            "Seconds from a submission to its verdict, and to the first batch that trains it.",
-            {
-                f"{key}_latency_{p}": f"{label}, {p}"
-                for key, label in (("verdict", "verdict"), ("manifest", "batch"))
-                for p in ("p50", "p99")
-            },
-            _UP,
-        ),
-        _Plot(
-            "The learner's seconds",
-            "A step: log-probs before the first update, updates, and waits by whom they were for.",
-            {"score_s": "log-probs", "update_s": "updates", "waits": ""},
-            _UP,
-        ),
-        _Plot(
-            "Learner's speed",
-            "Real tokens a second of its work, prompts included, padding not.",
-            {"tokens_per_s": ""},
-            _UP,
-        ),
-        _Plot(
-            "MFU",
-            "Useful FLOPs over what the devices could do in bfloat16: in all of the learner's "
-            "work, and in the updates alone.",
-            {"mfu": "all work", "mfu_update": "updates"},
-            _UP,
-        ),
-    ),
-}
-
-
 def figures(rows: Sequence[Row]) -> dict[str, list[Figure]]:
     """Figures by section; those that no row has a number for are left out.
 
     Args:
         rows: metrics.jsonl, a row a step, in order.
     """
-    drawn = {title: [_figure(plot, rows) for plot in plots] for title, plots in _SECTIONS.items()}
-    whole = {
-        title: [figure for figure in section if any(curve.points for curve in figure.curves)]
-        for title, section in drawn.items()
-    }
-    return {title: section for title, section in whole.items() if section}
+    import tomllib  # only whoever draws should pay for it
+
+    found: dict[str, list[Figure]] = {}
+    plots = (resources.files("runspec.local") / "plots.toml").read_text(encoding="utf-8")
+    for title, section in tomllib.loads(plots).items():
+        drawn = [_figure(plot, rows) for plot in section]
+        if known := [figure for figure in drawn if any(curve.points for curve in figure.curves)]:
+            found[title] = known
+    return found
 
 
-def _figure(plot: _Plot, rows: Sequence[Row]) -> Figure:
-    curves = [curve for key, label in plot.labels.items() for curve in _curves(rows, key, label)]
-    levels = [int(curve.label) for curve in curves] if "by_target" in plot.labels else []
-    return Figure(plot.title, plot.caption, curves, levels=levels, **plot.axis)
+def _figure(plot: Mapping[str, Any], rows: Sequence[Row]) -> Figure:
+    """The figure of an entry of plots.toml."""
+    labels = plot["curves"]
+    curves = [curve for key, label in labels.items() for curve in _curves(rows, key, label)]
+    levels = [int(curve.label) for curve in curves] if "by_target" in labels else []
+    return Figure(plot["title"], plot["caption"], curves, levels=levels, **plot.get("axis", {}))
 
 
 def _curves(rows: Sequence[Row], key: str, label: str) -> list[Curve]:
@@ -234,12 +126,7 @@ def _curves(rows: Sequence[Row], key: str, label: str) -> list[Curve]:
     known = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
     parts = {part for _, value in known if isinstance(value, dict) for part in value}
     if key == "by_target":
-        return [
-            Curve(
-                target, [(step, mean) for step, mean in _lengths(known, target) if mean is not None]
-            )
-            for target in sorted(parts, key=int)
-        ]
+        return [Curve(target, _lengths(known, target)) for target in sorted(parts, key=int)]
     if key == "waits":
         return [
             Curve(f"for the {role}", [(step, waits.get(role) or 0.0) for step, waits in known])
@@ -248,5 +135,7 @@ def _curves(rows: Sequence[Row], key: str, label: str) -> list[Curve]:
     return [Curve(label, known, averaged=key not in _EXTREMES)]
 
 
-def _lengths(known: Sequence[tuple[int, Mapping]], target: str) -> list[tuple[int, float | None]]:
-    return [(step, (seen.get(target) or {}).get("length_mean")) for step, seen in known]
+def _lengths(known: Sequence[tuple[int, Mapping]], target: str) -> list[tuple[float, float]]:
+    """Mean length by step, of the steps that had answers for the target."""
+    means = ((step, (seen.get(target) or {}).get("length_mean")) for step, seen in known)
+    return [(step, mean) for step, mean in means if mean is not None]

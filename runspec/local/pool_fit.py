@@ -14,10 +14,11 @@ from runspec.core.distribution import Kind, extra_of, install_command
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_count
+from runspec.core.models.memory import MEMORY_UTILIZATION
 from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate.broadcast import version_size
-from runspec.estimate.sampler import MEMORY_UTILIZATION, sampler_memory
+from runspec.estimate.sampler import sampler_memory
 from runspec.local.formatting import size
 from runspec.local.machine import (
     devices_here,

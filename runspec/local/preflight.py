@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 from runspec.core.distribution import list_command, machine_kind
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig, load_config
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.family import load_config
 from runspec.core.models.hardware import device_count
 from runspec.core.models.parameters import WIDTH, trained_count, trained_parameters
 from runspec.core.models.spec_model import model_config

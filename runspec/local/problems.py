@@ -29,8 +29,8 @@ from runspec.local.preflight import Missing
 from runspec.local.supervisor import describe_exit
 
 SILENCE_S = 300.0
-"""Seconds in which it must say a word: a plug-in may be slow to import, and rows are reported every
-five seconds."""
+"""Longest time without a line in its log, in seconds: a plug-in may be slow to import, and rows are
+reported every five seconds."""
 SHOWN_AFTER_S = 3.0
 """Seconds after which its progress is shown."""
 MODULES = ("sampler", "numpy", "tokenizers", "pyarrow")
@@ -81,11 +81,11 @@ def check_problems(
     Args:
         spec: with whole paths (`runspec.cli.spec_files.located`).
         machine: this one.
-        say: is told the progress where it takes more than a few seconds.
-        silence_s: longest time without a word from the process, which is then ended.
+        say: called with a line of progress, once the check takes more than a few seconds.
+        silence_s: longest time without a line in the log of the process, which is then ended.
 
     Returns:
-        Where the process died or hung, that with its last lines is what the run lacks.
+        What the run lacks; where the process died or hung, that, with the last lines of its log.
     """
     found = find_files(spec.model, machine.env)
     tokenizer = found.model if spec.model.tokenizer is None else found.tokenizer
@@ -99,13 +99,10 @@ def check_problems(
         if end:
             lines = "".join(f"\n  | {line}" for line in last_lines(folder / _LOG, _LINES))
             thing = f"`{_COMMAND}` {end}; its last lines:{lines}"
-            return CheckedProblems(
-                [Missing("data.sources", thing, "mend the plug-in that they name")], []
-            )
+            died = Missing("data.sources", thing, "mend the plug-in that they name")
+            return CheckedProblems([died], [])
         told = json.loads(read_bounded(folder / _REPORT, _MAX_REPORT_BYTES))
-        lacking = [
-            Missing(fault["place"], fault["thing"], fault["remedy"]) for fault in told["faults"]
-        ]
+        lacking = [Missing(each["place"], each["thing"], each["remedy"]) for each in told["faults"]]
         return CheckedProblems(lacking, told["notes"])
 
 

@@ -120,7 +120,7 @@ def role_specs(
     roles = [*make.origin(), *make.relays(), *make.coordinator(), make.publisher()]
     roles += [*make.learners(), *make.validators(), *make.workers()]
     _refuse_equal_names(roles)
-    secrets = _secrets(run.spec, run.machine)
+    secrets = secret_values(run.spec, run.machine)
     return [replace(role, env={**role.env, **secrets}) for role in roles if role.name in here]
 
 
@@ -133,10 +133,7 @@ class _Roles:
     """Makes the roles of one run."""
 
     def __init__(
-        self,
-        run: PreparedRun,
-        here: Collection[str],
-        cores: Mapping[str, tuple[int, ...]] | None,
+        self, run: PreparedRun, here: Collection[str], cores: Mapping[str, tuple[int, ...]] | None
     ) -> None:
         self._run, self._spec, self._here = run, run.spec, here
         self._endpoints, self._module = run.endpoints, run.machine.module
@@ -182,13 +179,12 @@ class _Roles:
         for i, name in enumerate(learner_names(self._spec)):
             mine = self._cores.get(name, ())
             joining = _joining(self._endpoints, i)
+            hosts = self._spec.learner.hosts
+            env = _learner_env(self._run, mine, self._assigned.get(name), hosts=hosts)
             yield RoleSpec(
                 name,
                 self._module("learner_jax", "train", str(self._run.directory), *joining),
-                _learner_env(
-                    self._run, mine, self._assigned.get(name), hosts=self._spec.learner.hosts
-                )
-                | _tpu_worker(self._run.machine, i),
+                env | _tpu_worker(self._run.machine, i),
                 cores=mine,
                 ends_run=i == 0,
                 ends_when_sampled=i > 0,
@@ -251,12 +247,10 @@ class _Roles:
         return visible_devices(kind, self._assigned.get(name))
 
 
-def _secrets(spec: RunSpec, machine: Machine) -> dict[str, str]:
-    return {
-        secret.name: machine.env[secret.source.env]
-        for secret in spec.secrets
-        if secret.source.env in machine.env
-    }
+def secret_values(spec: RunSpec, machine: Machine) -> dict[str, str]:
+    """Values of the spec's secrets that the machine's environment has, by name."""
+    sources = {secret.name: secret.source.env for secret in spec.secrets}
+    return {name: machine.env[source] for name, source in sources.items() if source in machine.env}
 
 
 def _joining(endpoints: Endpoints, process: int) -> tuple[str, ...]:

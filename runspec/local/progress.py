@@ -1,4 +1,4 @@
-"""How far a run is: read off its files, and now and then from the coordinator's own words."""
+"""How far a run is, by its files and by the coordinator's status."""
 
 from __future__ import annotations
 
@@ -39,38 +39,30 @@ class RunProgress:
     def __init__(self, run_dir: Path, spec: RunSpec, coordinator: str) -> None:
         self._coordinator = coordinator
         self._asked_at = time.monotonic()
-        self._note = ""
+        self.note = ""
+        """Failures of the grader, roles in a long stage, and what the coordinator waits for."""
         self._logs = run_dir / "logs"
         self.dropped = (0, "")
         """Groups dropped by the grader, and what it failed with last, as one line."""
         self._lines = JsonLines(run_dir / FILE_NAME)
-        self._rows: list[dict[str, Any]] = []
+        self.rows: list[dict[str, Any]] = []
+        """A row a trained step, in order."""
         self._steps = spec.steps
         self._last_batch = step_folder(run_dir, spec.steps - 1) / BATCH_FILE
         versions = run_dir / "store" / "origin" / spec.name / "versions"
         self._last_version = versions / str(spec.steps) / "manifest.json"
-
-    @property
-    def rows(self) -> Sequence[Row]:
-        return self._rows
-
-    @property
-    def note(self) -> str:
-        """Failures of the grader, roles in a long stage, and what the coordinator waits for."""
-        return self._note
 
     def poll(self) -> Reached:
         now = time.monotonic()
         if now - self._asked_at >= ASK_EVERY_S:
             self._asked_at = now
             self._ask()
-        new = self._lines.new_rows()
-        if new:
-            self._rows = latest_by_step([*self._rows, *new])
+        if new := self._lines.new_rows():
+            self.rows = latest_by_step([*self.rows, *new])
         return Reached(
             stepped=bool(new),
             sampled=self._last_batch.exists(),
-            trained=bool(self._rows) and self._rows[-1]["step"] >= self._steps - 1,
+            trained=bool(self.rows) and self.rows[-1]["step"] >= self._steps - 1,
             published=self._last_version.exists(),
         )
 
@@ -82,11 +74,14 @@ class RunProgress:
         notes = [dropped_text(*self.dropped)] if self.dropped[0] else []
         notes += [f"{role}: {stage}" for role, stage in stages(self._logs).items()]
         notes += [f"waiting for {waiting_for}"] if waiting_for else []
-        self._note = "; ".join(notes)
+        self.note = "; ".join(notes)
 
 
 class StageProgress:
-    """A stage before the run, done once the file that it makes is there."""
+    """A stage before the run, done once the file that it makes is there.
+
+    It has the attributes of `RunProgress`.
+    """
 
     rows: Sequence[Row] = ()
     dropped = (0, "")
@@ -103,6 +98,10 @@ class StageProgress:
     def poll(self) -> Reached:
         there = self._product.exists()
         return Reached(sampled=there, trained=there, published=there)
+
+
+Progress = RunProgress | StageProgress
+"""Progress of the run itself, apart from its processes."""
 
 
 def coordinator_status(url: str) -> dict[str, Any]:

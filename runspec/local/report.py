@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from html import escape
+from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from runspec.core.files import write_atomic
-from runspec.local.formatting import duration, number, per_second, seconds
+from runspec.local.formatting import duration, latency, number, per_second
 from runspec.local.metrics import JsonLines, Row, read_rows, summarise, weights_bytes_sent
 from runspec.local.plots import Figure, draw, figures
 
@@ -23,30 +25,6 @@ _STEPS_SHOWN = 3
 _SAMPLES_A_STEP = 4
 _MAX_TEXT = 4000
 
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --line: #d7dce3;
-  --page: #ffffff; --card: #f6f7f9; --good: #1a7f4b; --bad: #b3362b; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ee; --soft: #9aa4b2; --line: #39414d;
-  --page: #14181e; --card: #1c222a; --good: #5cc28c; --bad: #ee8377; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 76rem; padding: 1.5rem; background: var(--page);
-  color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .6rem; }
-p { color: var(--soft); margin: .2rem 0; max-width: 60rem; }
-table { border-collapse: collapse; margin-top: 1rem; }
-td, th { text-align: right; padding: .25rem .9rem; border-bottom: 1px solid var(--line);
-  font-variant-numeric: tabular-nums; font-weight: normal; }
-td:first-child, th:first-child { text-align: left; padding-left: 0; } th { color: var(--soft); }
-.curves { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(21rem, 1fr)); }
-figure { margin: 0; padding: .8rem; background: var(--card); border-radius: .5rem; }
-figcaption { color: var(--soft); font-size: .85rem; } figure b { color: var(--ink); }
-svg { width: 100%; height: auto; color: var(--ink); display: block; }
-article { padding: .7rem .9rem; background: var(--card); border-radius: .5rem; margin: .6rem 0; }
-article header { color: var(--soft); font-size: .85rem; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .35rem 0 0;
-  font: 13px/1.45 ui-monospace, monospace; } pre.prompt { color: var(--soft); }
-.good { color: var(--good); } .bad { color: var(--bad); }
-"""
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 SAMPLES_FILE = "samples.jsonl"
@@ -74,26 +52,17 @@ def render_report(
         *(_section(title, section) for title, section in figures(rows).items()),
         *_rollouts(samples),
     ]
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta HTTP-EQUIV="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(run)}</title><style>{_STYLE}</style></head>\n"
-        f"<body>{''.join(body)}</body></html>\n"
-    )
+    page = (resources.files("runspec.local") / "report.html").read_text(encoding="utf-8")
+    return Template(page).substitute(run=escape(run), body="".join(body))
 
 
 def _section(title: str, section: Sequence[Figure]) -> str:
-    drawn = "".join(_figure(figure) for figure in section)
-    return f'<h2>{escape(title)}</h2><div class="curves">{drawn}</div>'
-
-
-def _figure(figure: Figure) -> str:
-    return (
+    drawn = "".join(
         f"<figure><figcaption><b>{escape(figure.title)}</b><br>{escape(figure.caption)}"
         f"</figcaption>{draw(figure)}</figure>"
+        for figure in section
     )
+    return f'<h2>{escape(title)}</h2><div class="curves">{drawn}</div>'
 
 
 def _table(summary: dict[str, Any]) -> str:
@@ -110,8 +79,8 @@ def _table(summary: dict[str, Any]) -> str:
         ("Largest lag", number(summary["max_lag"])),
         ("Learner busy", _share(summary["learner_busy_fraction"])),
         ("Samplers busy", _share(summary["sampler_busy_fraction"])),
-        ("Submission to verdict, p50 / p99 of a step", _latency(summary, "verdict")),
-        ("Submission to batch, p50 / p99 of a step", _latency(summary, "manifest")),
+        ("Submission to verdict, p50 / p99 of a step", " / ".join(latency(summary, "verdict"))),
+        ("Submission to batch, p50 / p99 of a step", " / ".join(latency(summary, "manifest"))),
         ("Learner, real tokens/s", per_second(summary["learner_tokens_per_s"])),
         ("Learner, MFU", _share(summary["mfu"])),
         ("Updates skipped", number(summary["skipped_updates"])),
@@ -162,11 +131,6 @@ def _text(value: object) -> str:
     text = str(value)
     cut = f"{text[:_MAX_TEXT]} [{len(text) - _MAX_TEXT} more characters]"
     return escape(text if len(text) <= _MAX_TEXT else cut)
-
-
-def _latency(summary: dict[str, Any], name: str) -> str:
-    p50, p99 = (summary[f"{name}_latency_{p}"] for p in ("p50", "p99"))
-    return f"{seconds(p50)} / {seconds(p99)}"
 
 
 def _share(value: float | None) -> str:

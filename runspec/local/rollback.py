@@ -1,4 +1,4 @@
-"""Takes a stopped run back to a policy version: what came after it goes, as do all signatures.
+"""Takes a stopped run back to a policy version: removes what came after it, and all signatures.
 
 A version number is published once. What was signed before a rollback must therefore count no more:
 the run's keys and roles.json are removed with everything that they signed, and the next start makes
@@ -12,8 +12,8 @@ comes again: the learner writes it from the full state, with the same bits.
 A run that has trained no step may start anew with another spec: then version 0, the starting model
 and the rows of the ledger go too, since they are of the old one.
 
-An intent file is written first and removed last, and every act between may be repeated: a rollback
-that was cut short is completed by the next command that opens the run.
+An intent file is written first and removed last, and every act between may be repeated. The next
+command that opens the run completes a rollback that was cut short.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from runspec.local.metrics import FILE_NAME as METRICS_FILE
 from runspec.local.planning import STARTS_ANEW
 from runspec.local.report import REPORT_FILE, SAMPLES_FILE, SUMMARY_FILE, write_summary
 from runspec.local.state import RunState
+from verify.coordinator.ledger.ledger import open_ledger
 from verify.coordinator.services.operator import closed_steps, record_rollback
 from verify.formats.batch import FILE_NAME as BATCH_FILE
-from verify.ledger import open_ledger
 
 INTENT_FILE = "rollback.json"
 _MAX_INTENT_BYTES = 4096
@@ -121,8 +121,8 @@ def complete_rollback(run_dir: Path) -> int | None:
         for folder in _cleared(run_dir, spec):
             if isinstance(folder, Path):  # the learner clears an object store
                 remove_leftovers(folder)
-        for name, first in ((METRICS_FILE, version), (SAMPLES_FILE, version)):
-            _keep_steps_below(run_dir / name, first)
+        for name in (METRICS_FILE, SAMPLES_FILE):
+            _keep_steps_below(run_dir / name, version)
         made_on = run_dir / "checkpoints" / "fingerprints.jsonl"
         _keep_steps_below(made_on, 0 if anew else version + 1)
     except OSError as error:
@@ -212,13 +212,10 @@ def _doomed(run_dir: Path, spec: RunSpec, version: int) -> Iterator[Folder]:
 
 
 def _cleared(run_dir: Path, spec: RunSpec) -> Iterator[Folder]:
-    """Where a removal that was cut short leaves things that look like nothing any more."""
+    """Yield the folders in which a removal that was cut short leaves temporary names."""
     yield from (run_dir, run_dir / "rollouts", *sorted((run_dir / "store").glob("*")))
-    yield from (
-        state_folder(run_dir, spec),
-        weights_folder(run_dir),
-        checkpoints_folder(run_dir, spec),
-    )
+    yield from (state_folder(run_dir, spec), weights_folder(run_dir))
+    yield checkpoints_folder(run_dir, spec)
 
 
 def _remove(path: Folder) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path, PurePath
 
 from runspec.core.errors import UserError
@@ -113,27 +114,17 @@ def groups_of(spec: RunSpec) -> list[Group]:
         restart: Restart = Restart.ALONE,
         waits_for: Sequence[str] = (TRUNK_GROUP,),
     ) -> Group:
-        on_cpu = hardware is None or hardware.kind == "cpu"
-        count = 0 if on_cpu or hardware is None else devices or device_count(hardware, 1) or 1
-        where = None if on_cpu else hardware
+        if hardware is not None and hardware.kind == "cpu":
+            hardware = None
+        count = 0 if hardware is None else devices or device_count(hardware, 1) or 1
         after = tuple(waits_for)
-        return Group(name, tuple(members), where, count, after, disk, restart, secrets)
+        return Group(name, tuple(members), hardware, count, after, disk, restart, secrets)
 
-    others = Restart.ALONE if hosts == 1 else Restart.TOGETHER
-    groups = [
-        group(
-            *(TRUNK_GROUP, [TRUNK_GROUP], learner.hardware, share),
-            disk=Disk.RUN,
-            restart=others,
-            waits_for=(),
-        )
-    ]
+    restart = Restart.ALONE if hosts == 1 else Restart.TOGETHER
+    learners = partial(group, hardware=learner.hardware, devices=share, restart=restart)
+    groups = [learners(TRUNK_GROUP, [TRUNK_GROUP], disk=Disk.RUN, waits_for=())]
     if hosts > 1:
-        members = learner_names(spec)[1:]
-        disk = Disk.CHECKPOINTS
-        groups.append(
-            group("learners", members, learner.hardware, share, disk=disk, restart=others)
-        )
+        groups.append(learners("learners", learner_names(spec)[1:], disk=Disk.CHECKPOINTS))
     groups += [group(name, [name], None) for name in relay_names(spec)]
     if spec.verify.validators:
         hardware = spec.verify.hardware or learner.hardware

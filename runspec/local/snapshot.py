@@ -17,7 +17,7 @@ from runspec.local.metrics import Row, read_rows
 from runspec.local.role_logs import stages
 from runspec.local.run_dir import holder
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
-from verify.audit.snapshot import Dropped, read_dropped
+from verify.coordinator.ledger.snapshot import Dropped, read_dropped
 
 EVENTS = 10
 REMEDY = "; remedy: "
@@ -62,7 +62,7 @@ class Snapshot:
 
     @property
     def lost(self) -> bool:
-        """Its supervisor died without a word."""
+        """Whether its supervisor died before it could record the end of the run."""
         return not self.alive and (self.run is None or self.run.state in ("starting", "running"))
 
     @property

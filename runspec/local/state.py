@@ -18,30 +18,14 @@ from typing import Any, TypeVar
 
 from runspec.core.errors import NotNow, UserError
 from runspec.core.run_files import STATE_FILE
-from verify.ledger_store import is_passing
+from verify.coordinator.ledger.store import is_passing
 
 _T = TypeVar("_T")
 T = TypeVar("T", "RunRow", "RoleRow", "EventRow", "SessionRow", "AppliedRow", "RequestRow")
 BUSY_S = 10.0
 AGAIN_S = 1.0
 """Seconds between two attempts to write."""
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS run (
-  name TEXT PRIMARY KEY, spec_digest TEXT NOT NULL, steps INTEGER NOT NULL,
-  state TEXT NOT NULL, reason TEXT NOT NULL, started REAL NOT NULL, finished REAL);
-CREATE TABLE IF NOT EXISTS session (
-  id INTEGER PRIMARY KEY, started REAL NOT NULL, seen REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS role (
-  name TEXT PRIMARY KEY, state TEXT NOT NULL, restarts INTEGER NOT NULL,
-  pid INTEGER, born INTEGER, since REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS event (
-  id INTEGER PRIMARY KEY, time REAL NOT NULL, role TEXT NOT NULL, text TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS applied (
-  serial INTEGER PRIMARY KEY, time REAL NOT NULL, spec_digest TEXT NOT NULL, what TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS request (
-  id INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, kind TEXT NOT NULL,
-  payload TEXT NOT NULL, state TEXT NOT NULL, answer TEXT NOT NULL);
-"""
+_SCHEMA = Path(__file__).with_name("state.sql").read_text(encoding="utf-8")
 
 
 class StorageWait:
@@ -127,7 +111,7 @@ class SessionRow:
 
     started: float
     seen: float
-    """When its supervisor last said that it was there."""
+    """When its supervisor last recorded that it was alive."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +187,7 @@ class RunState:
         self._write("UPDATE run SET state = ?, reason = ?, finished = ?", (state, reason, finished))
 
     def seen(self) -> None:
-        """Says that the session is alive: its time counts up to the last such word."""
+        """Records that the session is alive; its time counts up to the last such record."""
         self._write(
             "UPDATE session SET seen = ? WHERE id = (SELECT max(id) FROM session)", (time.time(),)
         )
@@ -234,7 +218,7 @@ class RunState:
         )
 
     def answer(self, request: int, state: str, text: str) -> None:
-        """Says what became of a request: taken, done or refused."""
+        """Records the state of a request: taken, done or refused."""
         self._write("UPDATE request SET state = ?, answer = ? WHERE id = ?", (state, text, request))
 
     def asked(self) -> list[RequestRow]:

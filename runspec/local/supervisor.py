@@ -1,4 +1,4 @@
-"""The thin rim around `fleet`: tells it of processes and files, and turns actions into signals."""
+"""Supervises the roles of a run: tells `fleet` of processes and files, carries out its actions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from runspec.core.errors import UserError
 from runspec.local.backend import Look, Processes
 from runspec.local.children import birth
 from runspec.local.conditions import alarm_text, dropped_text, unsolved_text
-from runspec.local.fleet import Action, Fleet, Outcome, Reached, RoleState, Rules, State
+from runspec.local.fleet import Action, Fleet, Outcome, RoleState, Rules, State
 from runspec.local.metrics import Row
 from runspec.local.processes import RoleSpec
+from runspec.local.progress import Progress
 from runspec.local.role_logs import last_error
 from runspec.local.state import RequestRow, RoleRow, RunState
 from runspec.local.supervisor_requests import CHANGE, Decision
@@ -24,25 +25,6 @@ from runspec.local.supervisor_requests import CHANGE, Decision
 POLL_S = 0.1
 SEEN_EVERY_S = 2.0
 _CRASH_TIMEOUT_S = 5.0
-
-
-class Progress(Protocol):
-    """Progress of the run itself, apart from its processes."""
-
-    @property
-    def rows(self) -> Sequence[Row]:
-        """A row a trained step."""
-
-    @property
-    def note(self) -> str:
-        """One line on what the run is at; may be empty."""
-
-    @property
-    def dropped(self) -> tuple[int, str]:
-        """Groups dropped by the grader so far, and what it failed with last, as one line."""
-
-    def poll(self) -> Reached:
-        """How far the run is."""
 
 
 class Watcher(Protocol):
@@ -146,7 +128,7 @@ class Supervisor:
             self._handle(self._fleet.interrupted)
 
     def _take(self) -> None:
-        """Takes what others ask for; each request gets an answer, and no error ends the run."""
+        """Decides on new requests; each gets an answer, and no error ends the run."""
         for request in self._session.state.asked():
             try:
                 taken = self._session.take(request)
@@ -161,7 +143,7 @@ class Supervisor:
                 self._fleet.changed(taken.change)
 
     def _answer(self) -> None:
-        """Tells whoever asked what the roles are at, and what came of it."""
+        """Writes the progress and the outcome of open requests into their rows."""
         for request, said in list(self._open.items()):
             state, text = self._outcome_of(request)
             if text != said:
@@ -193,20 +175,17 @@ class Supervisor:
             self._act(action)
         for name, role in self._fleet.roles.items():
             if role.state is not before[name]:
-                # One role's end can stop the others too: only its own is told of it.
+                # One role's end can stop the others too: the exit code is its own.
                 self._tell(name, role, (exits or {}).get(name))
 
     def _act(self, action: Action) -> None:
         processes, role = self._session.processes, action.role
-        match action.do:
-            case "start":
-                self._session.state.storage(partial(processes.start, self._specs[role]))
-                self._started.add(role)
-                self._pids[role] = processes.look(role).pid
-            case "stop":
-                processes.stop(role, signal.SIGTERM)
-            case "kill":
-                processes.stop(role, signal.SIGKILL)
+        if action.do == "start":
+            self._session.state.storage(partial(processes.start, self._specs[role]))
+            self._started.add(role)
+            self._pids[role] = processes.look(role).pid
+        else:
+            processes.stop(role, signal.SIGTERM if action.do == "stop" else signal.SIGKILL)
 
     def _tell(self, name: str, role: RoleState, code: int | None) -> None:
         pid = self._pids.get(name) if name in self._started else None
@@ -235,8 +214,10 @@ class Supervisor:
         self._session.watcher.show(self._progress.rows, roles, self._progress.note)
 
     def _alarm(self) -> None:
-        """Tells once what is wrong with the newest step, and again after it was not; and of groups
-        that the grader dropped, whenever they are twice as many."""
+        """Records an event for an alarm of the newest step, once until the alarm is over.
+
+        Records one for groups that the grader dropped whenever their number has doubled.
+        """
         for alarm in (alarm_text, unsolved_text):
             text = alarm(self._progress.rows[-1]) if self._progress.rows else ""
             if text and alarm not in self._alarmed:
@@ -258,11 +239,8 @@ def _describe(role: RoleState, pid: int | None, code: int | None) -> str:
         case State.BACKOFF:
             return f"{how}starts again"
         case State.FAILED:
-            return (
-                f"{how}given up after {role.deaths_in_a_row} in a row"
-                if (role.deaths_in_a_row)
-                else f"{how}stops the run"
-            )
+            given_up = f"given up after {role.deaths_in_a_row} in a row"
+            return f"{how}{given_up if role.deaths_in_a_row else 'stops the run'}"
         case _:
             return f"{how}{role.state}"
 

@@ -162,7 +162,7 @@ class LiveRun:
         stopped = [change for change in changes if change.change_class not in LIVE]
         if new.name != self.run.spec.name or stopped:
             raise UserError(
-                "a live run does not take this over:\n" + listed(stopped),
+                "a live run does not take this over:" + "".join(f"\n  {c}" for c in stopped),
                 remedy=f"`runspec pause {self.run.directory}`, then apply again",
             )
         signed_before = self._signed_roles()
@@ -193,10 +193,6 @@ def record_applied(state: RunState, spec: RunSpec, changes: Sequence[Change]) ->
     for line in what:
         state.add_event("run", f"serial {serial}: {line}")
     return serial
-
-
-def listed(changes: Sequence[Change]) -> str:
-    return "\n".join(f"  {change}" for change in changes)
 
 
 def readers_names(readers: Sequence[Readers], spec: RunSpec) -> list[str]:

@@ -1,4 +1,4 @@
-"""A volunteer's worker: a process of its own, its log kept, its worries shown, its end polite."""
+"""A volunteer's worker process: starts it, keeps its log, shows its warnings, ends it in order."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Worker:
 
 
 class Running:
-    """A worker process, and the lines of its log that are worth telling.
+    """A worker process, and the lines of its log that are shown to the volunteer.
 
     Args:
         worker: what to start.
@@ -82,7 +82,7 @@ class Running:
         """Lines for the volunteer, without time and role."""
         self.last_error = ""
         """The last error that it logged."""
-        # A session of its own: Ctrl-C in the terminal is ours to pass on, once.
+        # In a session of its own, so that a Ctrl-C in the terminal reaches it only through us.
         self._process = subprocess.Popen(
             worker.command(),
             env=worker.environment(os.environ, cores),
@@ -109,7 +109,7 @@ class Running:
         return True
 
     def leave(self) -> None:
-        """Asks it to hand in what is done and to give the rest back."""
+        """Asks it to submit finished groups and to return its other leases."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
 

@@ -1,1 +1,1 @@
-"""What the names in a spec stand for: seen on this machine, asked of the Hub, and compared."""
+"""Resolves the names in a spec, on this machine and on the Hub, and compares the results."""

@@ -1,1 +1,1 @@
-"""What applying a spec would change, and what the run would need."""
+"""The plan of a spec: changes to a run, and the needs of the run."""

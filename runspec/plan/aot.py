@@ -35,39 +35,39 @@ _SHOWN_LINES = 20
 
 @dataclass(frozen=True)
 class AotReport:
-    """What the compiler says; bytes and FLOPs are of one device.
+    """Result of compiling a step. Bytes and FLOPs are those of one device.
 
-    `argument_bytes`, `temp_bytes` and `output_bytes` are of the program that needs most of the
-    memory, `worst`; None where the compiler refused one because it cannot fit.
+    `argument_bytes`, `temp_bytes` and `output_bytes` describe `worst`, the program that needs the
+    most memory. They are None if the compiler refused a program because it cannot fit.
     """
 
     devices: int
     argument_bytes: int | None
-    """What `worst` is given: weights or state, and the batch."""
+    """Arguments of `worst`: weights or state, and the batch."""
     temp_bytes: int | None
-    """What it needs while it runs beside the two, its code included. On TPUs from the peak of the
-    buffers that libtpu assigns, whose sum of temporaries (`programs`) counts some twice."""
+    """Temporaries and code of `worst`. On TPUs this is the peak of the buffers that libtpu assigns;
+    the sum of temporaries in `programs` counts some of them twice."""
     output_bytes: int | None
-    """What it gives, without what it writes into donated arguments."""
+    """Outputs of `worst`, without those written into donated arguments."""
     hbm_bytes: int | None
-    """The memory that the run needs then: everything that the learner holds through a step, and
-    the temporaries, code and fresh outputs of `worst`."""
+    """Memory that the run needs: all that the learner holds through a step, and the temporaries,
+    code and new outputs of `worst`."""
     flops: float
-    """Of one microbatch and one update: `accumulate` and `apply`."""
+    """FLOPs of one microbatch and one update: `accumulate` and `apply`."""
     compile_s: float
     """Seconds for all programs, tracing included."""
     fits: bool | None
     """Whether `hbm_bytes` is within the device's memory; None where that is not known."""
     worst: str | None
     memory: int | None
-    """Of the device, bytes."""
+    """Memory of the device in bytes."""
     where: str
-    """What it was compiled for: v5p:4x4x4, cpu, ..."""
+    """Target of the compilation: v5p:4x4x4, cpu, ..."""
     programs: Mapping[str, Mapping[str, Any]]
-    """Each by itself, as `python -m learner_jax aot` prints it; `needed_bytes` is its `hbm_bytes`,
-    `does_not_fit` the compiler's words."""
+    """Figures of each program, as `python -m learner_jax aot` prints them. `needed_bytes` is the
+    program's `hbm_bytes`; `does_not_fit` has the compiler's words."""
     resident: Mapping[str, int]
-    """Bytes that the learner holds, by what they are."""
+    """Bytes that the learner holds, by kind."""
 
 
 def compile_step(

@@ -78,13 +78,9 @@ def members(
             fetch_s = planned[index % len(planned)].fetch_s if planned else 0.0
             if group.download is not None:
                 fetch_s = 8 * size.follower / group.download + rebuild_seconds(size)
-            replica = Replica(
-                name,
-                fetch_s,
-                size.whole / assumed.LOAD_BYTES_S,
-                lease_groups(pools[name], spec),
-                sample_s,
-            )
+            load_s = size.whole / assumed.LOAD_BYTES_S
+            groups = lease_groups(pools[name], spec)
+            replica = Replica(name, fetch_s, load_s, groups, sample_s)
             first_fetch_s = fetch_s * size.joiner / size.follower
             key = f"{group.name}-{index}"
             rng = Random(f"{seed}/{key}")

@@ -213,13 +213,9 @@ class Record:
     def _groups(self, state: State, workers: Sequence[Worker]) -> list[GroupResult]:
         pending: Counter[str] = Counter()
         for record in state.leases.values():
-            if (
-                state.lag(record) <= state.policy.async_level
-            ):  # older submissions are not judged any more
-                judged = record.status != "submitted"
-                pending[record.lease.worker] += (
-                    len(record.usable) if judged else record.lease.groups
-                )
+            if state.lag(record) <= state.policy.async_level:  # older ones are not judged any more
+                lease, submitted = record.lease, record.status == "submitted"
+                pending[lease.worker] += lease.groups if submitted else len(record.usable)
         by_group: dict[str, list[Worker]] = {}
         for worker in workers:
             by_group.setdefault(worker.member.group.name, []).append(worker)

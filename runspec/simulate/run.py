@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 from math import inf
 
 from runspec.core.errors import UserError
@@ -18,15 +17,19 @@ from runspec.core.spec.schema import RunSpec
 from runspec.estimate.broadcast import version_size
 from runspec.estimate.run import run_model, unknown_speeds
 from runspec.estimate.timeline import Lengths, Model
-from runspec.simulate.coordinator import Clock, Coordinator
+from runspec.simulate.coordinator import Coordinator
 from runspec.simulate.fleet import Member, members, planned_swarm
 from runspec.simulate.population import Swarm
 from runspec.simulate.result import Record, Result
-from runspec.simulate.strategies import Content
 from runspec.simulate.validators import Validators, ValidatorTimes
 from runspec.simulate.workers import Worker
 from verify.coordinator.machine import filling
-from verify.coordinator.machine.events import Event, LeaseGranted, StepClosed, SubmissionJudged
+from verify.coordinator.machine.events import (
+    Event,
+    StepClosed,
+    SubmissionJudged,
+    SubmissionReceived,
+)
 from verify.coordinator.machine.state import Policy, State
 
 _RETRIES = 60
@@ -59,138 +62,103 @@ class Simulation:
         seed: int,
         horizon_s: float,
     ) -> None:
-        self.clock, self.request_s = Clock(), checks.request_s
         self._model, self._seed, self._horizon_s = model, seed, horizon_s
+        self._request_s = checks.request_s
         self._record = Record(policy.group_size)
-        self._first: dict[str, tuple[int, range]] = {}
-        self._leased: dict[int, int] = {}
-        self._waiting: dict[str, Worker] = {}
-        self._touched = True
         self._retry_at = inf
         self._to_train: deque[tuple[int, int]] = deque()
         self._training = False
         self._publisher_free = 0.0
-        self.coordinator = Coordinator(policy, backlog, self.clock, self._observe)
-        self._workers = {member.key: Worker(member, self) for member in members}
-        self._validators = Validators(self, checks, seed)
+        self._coordinator = Coordinator(policy, backlog, model, self._observe)
+        self._clock = self._coordinator.clock
+        self._workers = {
+            member.key: Worker(member, self._coordinator, self._request_s) for member in members
+        }
+        self._validators = Validators(self._coordinator, checks, seed)
 
     def run(self) -> Result:
         """Run to the last trained step, to a stall, or to the horizon."""
         for worker in self._workers.values():
             worker.plan_presence()
-        self.clock.at(0.0, partial(self._published, 0))
+        self._clock.at(0.0, partial(self._published, 0))
         ended = ""
         while not ended:
-            due = filling.next_due(self.coordinator.state, self.clock.now) or inf
-            due = min(due if due > self.clock.now else inf, self._retry_at)
-            if min(due, self.clock.next) > self._horizon_s:
-                ended, self.clock.now = "max_hours", self._horizon_s
-            elif self.clock.next <= due:
-                self.clock.run_next()
+            due = filling.next_due(self._coordinator.state, self._clock.now) or inf
+            due = min(due if due > self._clock.now else inf, self._retry_at)
+            scheduled = self._clock.actions[0][0] if self._clock.actions else inf
+            if min(due, scheduled) > self._horizon_s:
+                ended, self._clock.now = "max_hours", self._horizon_s
+            elif scheduled <= due:
+                self._clock.run_next()
             else:
-                self.clock.now, self._touched = due, True
-            if self._touched and not ended:
+                self._clock.now, self._coordinator.touched = due, True
+            if self._coordinator.touched and not ended:
                 self._settle()
-            if self.coordinator.stalled is not None:
+            if self._coordinator.stalled is not None:
                 ended = "stalled"
-            elif self.coordinator.state.finished and not (self._training or self._to_train):
+            elif self._coordinator.state.finished and not (self._training or self._to_train):
                 ended = "finished"
         for worker in self._workers.values():
             worker.end()
         return self._record.result(
             self._seed,
             ended,
-            self.clock.now,
-            self.coordinator,
+            self._clock.now,
+            self._coordinator,
             list(self._workers.values()),
             self._validators.busy_s,
         )
 
-    # Calls of workers and validators.
-
-    def ask(self, worker: Worker) -> None:
-        """Add a worker to those that wait for a lease."""
-        if not self.coordinator.state.finished:
-            self._waiting[worker.key] = worker
-            self._touched = True
-
-    def stop_waiting(self, worker: Worker) -> None:
-        """Remove a worker from those that wait for a lease."""
-        self._waiting.pop(worker.key, None)
-
-    def lengths(self, digest: str) -> Lengths:
-        """Return the output tokens of each rollout of a lease."""
-        step, groups = self._first[digest]
-        return tuple(chain.from_iterable(self._model.lengths(step, group) for group in groups))
-
-    def submit(self, digest: str, content: Content) -> None:
-        """Submit the answer to a lease; it is refused after the lease's end."""
-        if self.coordinator.submit(digest):
-            self._validators.received(digest, content)
-
-    def wake(self) -> None:
-        """Let all roles act again, although no event was recorded."""
-        self._touched = True
-
-    def filtered(self, digest: str, group: int) -> bool:
-        """Return whether the filter drops a group of a lease."""
-        step, groups = self._first[digest]
-        return self._model.filtered(step, groups[group])
-
     # Reactions to events.
 
     def _observe(self, before: State, event: Event) -> None:
-        self._touched = True
         self._record.take(before, event)
         match event:
-            case LeaseGranted(lease=lease, digest=digest):
-                first = self._leased.get(lease.step, 0)
-                self._leased[lease.step] = first + lease.groups
-                self._first[digest] = lease.step, range(first, first + lease.groups)
+            case SubmissionReceived(lease=digest):
+                self._validators.received(digest)
             case SubmissionJudged(lease=digest, accepted=accepted):
                 worker = before.leases[digest].lease.worker
                 self._workers[worker].member.strategy.judged(accepted)
             case StepClosed(step=step, trained=trained):
                 self._to_train.append((step, len(trained)))
-                self.clock.after(self.request_s, self._train)
+                self._clock.after(self._request_s, self._train)
             case _:
                 pass
 
     def _settle(self) -> None:
         """Let coordinator, validators and waiting workers act until nothing changes."""
-        self._touched, self._retry_at = False, inf
+        self._retry_at = inf
         state = None
-        while state is not self.coordinator.state and self.coordinator.stalled is None:
-            state = self.coordinator.state
-            self.coordinator.advance()
+        while state is not self._coordinator.state and self._coordinator.stalled is None:
+            state = self._coordinator.state
+            self._coordinator.advance()
             self._validators.take_work()
             self._grant()
-        self._touched = False
+        self._coordinator.touched = False
         self._retry_at = min(self._retry_at, self._validators.next_change())
-        self._record.waits(self.clock.now, self.coordinator.state)
+        self._record.waits(self._clock.now, self._coordinator.state)
 
     def _grant(self) -> None:
         """Lease work to waiting workers, in turn."""
-        if not self._waiting or self.coordinator.full:
+        if not self._coordinator.waiting or self._coordinator.full:
             return
-        now, state = self.clock.now, self.coordinator.state
+        now, state = self._clock.now, self._coordinator.state
         for key in sorted(
-            filling.hopeful(state, self._waiting, now), key=partial(filling.turn, state)
+            filling.hopeful(state, self._coordinator.waiting, now), key=partial(filling.turn, state)
         ):
-            worker = self._waiting[key]
-            record = self.coordinator.lease(key, worker.holding())
+            record = self._coordinator.lease(key, self._workers[key].holding())
             if record is not None:
-                del self._waiting[key]
-                worker.granted(record)
-        state = self.coordinator.state
+                del self._coordinator.waiting[key]
+                self._workers[key].granted(record)
+        state = self._coordinator.state
         retry = now + max(1.0, state.policy.lease_timeout_s / _RETRIES)
-        due = filling.next_overdue(state, self._waiting, now)
+        due = filling.next_overdue(state, self._coordinator.waiting, now)
         self._retry_at = min(self._retry_at, retry, due or retry)
 
     # Learner and publisher.
 
     def _published(self, version: int) -> None:
-        self.coordinator.publish(version)
+        self._coordinator.publish(version)
         for worker in self._workers.values():
             worker.published()
 
@@ -200,14 +168,14 @@ class Simulation:
         self._training = True
         step, groups = self._to_train.popleft()
         seconds = self._model.train_s * groups / self._model.groups
-        self.clock.after(seconds, partial(self._trained, step, seconds))
+        self._clock.after(seconds, partial(self._trained, step, seconds))
 
     def _trained(self, step: int, seconds: float) -> None:
         self._training = False
-        self._record.trained(step, self.clock.now, seconds)
-        start = max(self.clock.now, self._publisher_free)
+        self._record.trained(step, self._clock.now, seconds)
+        start = max(self._clock.now, self._publisher_free)
         self._publisher_free = start + self._model.publish_s
-        self.clock.at(self._publisher_free + self.request_s, partial(self._published, step + 1))
+        self._clock.at(self._publisher_free + self._request_s, partial(self._published, step + 1))
         self._train()
 
 

@@ -6,16 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from random import Random
-from typing import TYPE_CHECKING
 
 from runspec.estimate.timeline import Lengths
-from runspec.simulate.strategies import Content
+from runspec.simulate.coordinator import Coordinator
 from verify.coordinator.machine.events import GroupGrade, SubmissionJudged, SubmissionSetAside
 from verify.coordinator.machine.state import LeaseRecord
 from verify.coordinator.services.claims import Claims
-
-if TYPE_CHECKING:
-    from runspec.simulate.run import Simulation
 
 UNRECOMPUTED_S_TOKEN = 15e-6
 """Seconds an output token of a submission that is not recomputed: parsing, grading, checks and
@@ -56,14 +52,14 @@ class Validators:
     """Judges submissions in the order and by the claims of `verify.coordinator`.
 
     Args:
-        simulation: the simulated run.
+        coordinator: the coordinator of the run.
         checks: speed and failures.
         seed: seed of all random numbers.
     """
 
-    def __init__(self, simulation: Simulation, checks: ValidatorTimes, seed: int) -> None:
-        self._simulation, self._checks = simulation, checks
-        self._claims, self._contents = Claims(), dict[str, Content]()
+    def __init__(self, coordinator: Coordinator, checks: ValidatorTimes, seed: int) -> None:
+        self._coordinator, self._clock = coordinator, coordinator.clock
+        self._checks, self._claims = checks, Claims()
         names = [f"validator-{number}" for number in range(checks.count)]
         self._all = [_Validator(name, Random(f"{seed}/{name}")) for name in names]
         for validator in self._all:
@@ -76,20 +72,17 @@ class Validators:
 
     def next_change(self) -> float:
         """Return the time at which time alone may give a validator work; infinite: never."""
-        due = self._claims.next_change(self._simulation.clock.now)
+        due = self._claims.next_change(self._clock.now)
         return inf if due is None else due
 
-    def received(self, digest: str, content: Content) -> None:
-        """Record the content of a submission."""
-        self._contents[digest] = content
-        if not self._all:  # every submission is accepted
-            self._judge(
-                self._simulation.coordinator.state.leases[digest], "nobody", recomputed=False
-            )
+    def received(self, digest: str) -> None:
+        """Accept a submission at once if there are no validators."""
+        if not self._all:
+            self._judge(self._coordinator.state.leases[digest], "nobody", recomputed=False)
 
     def take_work(self) -> None:
         """Assign submissions to free validators."""
-        now, state = self._simulation.clock.now, self._simulation.coordinator.state
+        now, state = self._clock.now, self._coordinator.state
         waiting = {r.submission: r for r in state.to_judge if r.submission is not None}
         if not waiting:
             return
@@ -110,12 +103,12 @@ class Validators:
 
     def _known(self) -> LeaseRecord | None:
         """Return an accepted submission, with which a validator can show that it works."""
-        state = self._simulation.coordinator.state
+        state = self._coordinator.state
         accepted = (r for r in reversed(list(state.leases.values())) if r.status == "accepted")
         return next((r for r in accepted if state.lag(r) <= state.policy.async_level), None)
 
     def _begin(self, validator: _Validator, record: LeaseRecord) -> None:
-        share = self._simulation.coordinator.state.share_of(record.lease.worker)
+        share = self._coordinator.state.share_of(record.lease.worker)
         recomputed = validator.rng.random() < (1.0 if record.status == "accepted" else share)
         seconds = self._seconds(record, recomputed)
         validator.submission, life = record.submission, validator.life
@@ -125,13 +118,13 @@ class Validators:
                 validator.busy_s += seconds
                 self._end(validator, record, recomputed)
 
-        self._simulation.clock.after(seconds + 2 * self._checks.request_s, end)
+        self._clock.after(seconds + 2 * self._checks.request_s, end)
 
     def _seconds(self, record: LeaseRecord, recomputed: bool) -> float:
-        content = self._contents[record.digest]
+        content = self._coordinator.contents[record.digest]
         if content == "rubbish":
             return REFUSED_S
-        lengths = self._simulation.lengths(record.digest)
+        lengths = self._coordinator.lengths(record.digest)
         seconds = self._checks.recompute_s(lengths)
         if not recomputed:
             seconds = min(seconds, UNRECOMPUTED_S_TOKEN * sum(lengths))
@@ -140,27 +133,25 @@ class Validators:
     def _end(self, validator: _Validator, record: LeaseRecord, recomputed: bool) -> None:
         validator.submission = None
         assert record.submission is not None
-        current = self._simulation.coordinator.state.leases.get(record.digest)
+        current = self._coordinator.state.leases.get(record.digest)
         if current is not None and current.status == "submitted":
             self._judge(current, validator.name, recomputed=recomputed)
         self._claims.settle(validator.name, record.submission)
-        waiting = {r.submission: r for r in self._simulation.coordinator.state.to_judge}
+        waiting = {r.submission: r for r in self._coordinator.state.to_judge}
         for submission, attempts in self._claims.hopeless().items():
             if hopeless := waiting.get(submission):
-                self._simulation.coordinator.record(
-                    SubmissionSetAside(
-                        self._simulation.clock.now, hopeless.digest, submission, attempts
-                    )
+                self._coordinator.record(
+                    SubmissionSetAside(self._clock.now, hopeless.digest, submission, attempts)
                 )
             self._claims.forget(submission)
 
     def _judge(self, record: LeaseRecord, validator: str, *, recomputed: bool) -> None:
-        content = self._contents[record.digest]
+        content = self._coordinator.contents[record.digest]
         accepted = content == "rollouts" or (content == "wrong" and not recomputed)
-        size = self._simulation.coordinator.state.policy.group_size
-        lengths, grades = self._simulation.lengths(record.digest), []
+        size = self._coordinator.state.policy.group_size
+        lengths, grades = self._coordinator.lengths(record.digest), []
         for group in range(record.lease.groups if accepted else 0):
-            filtered = self._simulation.filtered(record.digest, group)
+            filtered = self._coordinator.filtered(record.digest, group)
             tokens = int(sum(lengths[group * size : (group + 1) * size]))
             grades.append(
                 GroupGrade(
@@ -176,9 +167,9 @@ class Validators:
                 )
             )
         assert record.submission is not None
-        self._simulation.coordinator.record(
+        self._coordinator.record(
             SubmissionJudged(
-                at=self._simulation.clock.now,
+                at=self._clock.now,
                 lease=record.digest,
                 submission=record.submission,
                 verdict=f"verdict on {record.submission}",
@@ -197,14 +188,12 @@ class Validators:
         def fail() -> None:
             validator.life, validator.works = validator.life + 1, False
             validator.submission = None
-            self._simulation.clock.after(self._checks.restart_s, restart)
+            self._clock.after(self._checks.restart_s, restart)
 
         def restart() -> None:
             validator.works = True
-            self._claims.keep(validator.name, (), self._simulation.clock.now)
+            self._claims.keep(validator.name, (), self._clock.now)
             self._plan_failure(validator)
-            self._simulation.wake()
+            self._coordinator.touched = True
 
-        self._simulation.clock.after(
-            validator.rng.expovariate(1.0 / self._checks.mean_life_s), fail
-        )
+        self._clock.after(validator.rng.expovariate(1.0 / self._checks.mean_life_s), fail)

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from runspec.simulate.coordinator import Coordinator
 from runspec.simulate.fleet import Member
 from runspec.simulate.population import Absence
 from runspec.simulate.strategies import Answer, Content
 from verify.coordinator.machine.state import LeaseRecord
 from verify.formats.lease import Lease
 
-if TYPE_CHECKING:
-    from runspec.simulate.run import Simulation
-
 
 class Worker:
-    """One member of the population."""
+    """One member of the population.
 
-    def __init__(self, member: Member, simulation: Simulation) -> None:
-        self.member, self.key, self._simulation = member, member.key, simulation
+    Args:
+        member: its engine, links and strategy.
+        coordinator: the coordinator of the run.
+        request_s: seconds of one request to the coordinator.
+    """
+
+    def __init__(self, member: Member, coordinator: Coordinator, request_s: float) -> None:
+        self.member, self.key = member, member.key
+        self._coordinator, self._clock = coordinator, coordinator.clock
+        self._request_s = request_s
         self.present = False
         self.sampled_groups = 0
         self.busy_s = self.present_s = 0.0
@@ -38,7 +43,7 @@ class Worker:
 
     def plan_presence(self) -> None:
         """Schedule its first arrival and its absences."""
-        group, rng, clock = self.member.group, self.member.rng, self._simulation.clock
+        group, rng, clock = self.member.group, self.member.rng, self._clock
         clock.at((group.arrives or 0.0) + rng.uniform(0.0, group.over or 0.0), self._arrive)
         for absence in group.absent:
             self._plan_absence(absence, absence.begins)
@@ -49,12 +54,12 @@ class Worker:
             if self.present and self.member.rng.random() < absence.share:
                 self._depart(back_after=absence.lasts)
 
-        self._simulation.clock.at(begins, begin)
+        self._clock.at(begins, begin)
 
     def _arrive(self) -> None:
-        group, clock = self.member.group, self._simulation.clock
+        group, clock = self.member.group, self._clock
         self.present, self._since = True, clock.now
-        self._simulation.coordinator.register(self.key, self.member.pool, known=group.known)
+        self._coordinator.register(self.key, self.member.pool, known=group.known)
         self.fetch()
         if group.stays is not None:
             away = self._drawn(group.away)
@@ -66,23 +71,23 @@ class Worker:
         self._life += 1
         self.end()
         self.present, self._working, self._fetching = False, False, None
-        self._simulation.stop_waiting(self)
+        self._coordinator.waiting.pop(self.key, None)
         if self.member.rng.random() >= self.member.group.crashes:
-            for record in self._simulation.coordinator.state.unsettled.get(self.key, ()):
-                self._simulation.coordinator.release(record.digest)
+            for record in self._coordinator.state.unsettled.get(self.key, ()):
+                self._coordinator.release(record.digest)
         self._queue.clear()
         self._held.clear()
-        self._simulation.clock.after(back_after, self._arrive)
+        self._clock.after(back_after, self._arrive)
 
     def end(self) -> None:
         """Add the time since its arrival to its presence."""
         if self.present:
-            self.present_s += self._simulation.clock.now - self._since
-            self._since = self._simulation.clock.now
+            self.present_s += self._clock.now - self._since
+            self._since = self._clock.now
 
     def holding(self) -> set[str]:
         """Return the digests of its leases; none after a departure."""
-        leases = self._simulation.coordinator.state.leases
+        leases = self._coordinator.state.leases
         self._held = {digest for digest in self._held if digest in leases}
         return self._held
 
@@ -93,20 +98,20 @@ class Worker:
         self.fetch()
         pause_s = self.member.strategy.pause_s()
         if pause_s is not None and self.present:
-            self._later(pause_s, lambda: self._simulation.ask(self))
+            self._later(pause_s, lambda: self._coordinator.ask(self.key))
 
     def _ask(self) -> None:
         if self.member.strategy.pause_s() is None:
-            self._simulation.ask(self)
+            self._coordinator.ask(self.key)
 
     def granted(self, record: LeaseRecord) -> None:
         """Handle a granted lease."""
         self._held.add(record.digest)
-        self._later(self._simulation.request_s, lambda: self._begin(record))
+        self._later(self._request_s, lambda: self._begin(record))
 
     def _begin(self, record: LeaseRecord) -> None:
         digest = record.digest
-        answer = self.member.strategy.answer(record.lease, self._simulation.clock.now)
+        answer = self.member.strategy.answer(record.lease, self._clock.now)
         if answer.what == "withhold":
             self._ask()
         elif answer.what == "rollouts" or answer.what == "wrong":
@@ -117,16 +122,16 @@ class Worker:
 
     def _answer_at_once(self, digest: str, answer: Answer) -> None:
         if answer.what == "refuse":
-            self._simulation.coordinator.release(digest)
+            self._coordinator.release(digest)
         else:
-            self._simulation.submit(digest, "rubbish")
+            self._coordinator.submit(digest, "rubbish")
         self._ask()
 
     # Engine and links, as `runspec.estimate.timeline` has them.
 
     def fetch(self) -> None:
         """Start the next fetch: of the version that its lease names, else of the newest."""
-        newest = self._simulation.coordinator.state.newest
+        newest = self._coordinator.state.newest
         if self._fetching is not None or newest is None or not self.present:
             return
         version = self._queue[0][1].version if self._queue else newest.version
@@ -157,7 +162,7 @@ class Worker:
         self._working = True
         switch = self.member.replica.load_s if self._loaded != lease.version else 0.0
         self._loaded = lease.version
-        seconds = switch + self.member.replica.sample_s(self._simulation.lengths(digest))
+        seconds = switch + self.member.replica.sample_s(self._coordinator.lengths(digest))
         self._later(seconds, lambda: self._sampled(digest, lease, answer, seconds))
 
     def _sampled(self, digest: str, lease: Lease, answer: Answer, seconds: float) -> None:
@@ -166,8 +171,8 @@ class Worker:
         self.busy_s += seconds
         self.sampled_groups += lease.groups
         content: Content = "wrong" if answer.what == "wrong" else "rollouts"
-        ready = self._simulation.clock.now + self._simulation.request_s
-        self._at(max(ready, answer.not_before), lambda: self._simulation.submit(digest, content))
+        ready = self._clock.now + self._request_s
+        self._at(max(ready, answer.not_before), lambda: self._coordinator.submit(digest, content))
         self._ask()
         self._work()
 
@@ -179,10 +184,10 @@ class Worker:
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         """Run an action after some seconds, unless the worker departs before; 0: at once."""
         if seconds > 0.0:
-            self._at(self._simulation.clock.now + seconds, action)
+            self._at(self._clock.now + seconds, action)
         else:
             action()
 
     def _at(self, time: float, action: Callable[[], None]) -> None:
         life = self._life
-        self._simulation.clock.at(time, lambda: action() if self._life == life else None)
+        self._clock.at(time, lambda: action() if self._life == life else None)

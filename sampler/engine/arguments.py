@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec.core.errors import UserError
-from runspec.core.models.config import load_config
+from runspec.core.models.family import load_config
 from runspec.core.models.memory import (
     CPU_BLOCK_TOKENS,
     MAX_SEQUENCES,
@@ -71,7 +71,7 @@ def engine_arguments(
         "enforce_eager": kind == "cpu" if pool.enforce_eager is None else pool.enforce_eager,
         "enable_prefix_caching": True,  # a group shares its prompt; salted by load
         "skip_tokenizer_init": True,  # tokens in, tokens out
-        "generation_config": "vllm",  # not the model's own taste in temperature and top-p
+        "generation_config": "vllm",  # ignore the model's own temperature and top-p
         "hf_overrides": {"head_dtype": "float32"},  # logits unrounded, as the learner's are
         "logits_processors": ["sampler.engine.seeded:SeededSampler"],
         "worker_extension_cls": "sampler.engine.worker_extension.SamplerExtension",
@@ -81,7 +81,7 @@ def engine_arguments(
     if kind == "cpu":
         arguments["block_size"] = CPU_BLOCK_TOKENS
         arguments["kv_cache_memory_bytes"] = cpu_kv_bytes(pool, load_config(weights_dir))
-    if not kind.startswith("tpu"):  # those have an executor of their own
+    if not kind.startswith("tpu"):  # TPUs have an executor of their own
         from sampler.engine.worker_extension import ManyRanks, OneRank
 
         executor = OneRank if pool.parallel.tensor == 1 else ManyRanks
@@ -130,7 +130,7 @@ def refuse_unsupported(pool: SamplerPool) -> None:
         UserError: the pool is quantised and on CPUs.
     """
     if pool.hardware.kind == "cpu" and pool.quantization is not None:
-        # vLLM's CPU build takes the option and dies in the first load: it has no such kernel.
+        # vLLM's CPU build accepts the option and ends in the first load: it has no such kernel.
         raise UserError(
             f"vLLM does not quantise to {pool.quantization} on CPUs",
             place=f"samplers.{pool.name}.quantization",

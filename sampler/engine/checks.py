@@ -1,7 +1,7 @@
-"""After a load: what every worker found, judged, and the probe. A mismatch names the tensor.
+"""Checks after a load: the workers' comparison of weights, and the probe. Errors name the tensor.
 
-The probe asks whether the engine says what the learner said of the same tokens. It covers what
-cannot be read back: tensors in packed copies, stale caches, a wrong configuration.
+The probe compares the engine's log-probs of some tokens with the learner's. It covers what cannot
+be read back: tensors in packed copies, stale caches, a wrong configuration.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REMEDY = "restart the worker; if it happens again, report it with vLLM's versio
 
 @dataclass(frozen=True)
 class ProbeSequence:
-    """Tokens and what the learner, computing from the published bits, says of them."""
+    """Tokens, and the log-probs that the learner computed for them from the published bits."""
 
     tokens: list[int]
     logprobs: np.ndarray
@@ -36,7 +36,7 @@ class ProbeSequence:
 
 
 def read_probe(weights_dir: Path) -> list[ProbeSequence]:
-    """Reads `probe.json` of a weights directory.
+    """Read `probe.json` of a weights directory.
 
     Raises:
         UserError: it is missing, malformed or empty.
@@ -57,17 +57,17 @@ def read_probe(weights_dir: Path) -> list[ProbeSequence]:
 
 
 def merge(replies: Sequence[Mapping[str, Any]]) -> LoadReport:
-    """The first worker's report with the differences of all; between processes it is a dict."""
+    """Return the first worker's report with the differences of all. Reports arrive as dicts."""
     reports = [LoadReport(**reply) for reply in replies]
     different = sorted({name for report in reports for name in report.different})
     return LoadReport(reports[0].compared, reports[0].repacked, different)
 
 
 def require_same_bytes(report: LoadReport, weights_dir: Path, version: int) -> None:
-    """Holds what was read back against the files.
+    """Refuse a load after which a tensor differs from the files.
 
     Raises:
-        UserError: a tensor differs, or has no place in the engine.
+        UserError: a tensor differs, or the engine has no parameter for it.
     """
     if report.different:
         raise UserError(
@@ -87,12 +87,12 @@ def require_same_logprobs(
     weights_dir: Path,
     version: int,
 ) -> None:
-    """Holds the engine's log-probs of the probe against the learner's.
+    """Refuse a load under which the engine's log-probs of the probe differ from the learner's.
 
     Args:
-        probe: the version's.
+        probe: of the version.
         logprobs: of each data-parallel rank, shaped as the probe's.
-        report: names what could not be read back.
+        report: names the tensors that could not be read back.
         precision: key of `PROBE_LIMITS`.
         weights_dir, version: for the message.
 
@@ -102,7 +102,7 @@ def require_same_logprobs(
     limit = PROBE_LIMITS[precision]
     for found in logprobs:
         difference = probe_difference(probe, found)
-        if not difference <= limit:  # NaN is no agreement
+        if not difference <= limit:  # also refuses NaN
             raise UserError(
                 f"version {version}: the engine's log-probs differ from the learner's by "
                 f"{difference:.2e} on average (limit {limit:.0e}); perhaps stale: "
@@ -113,12 +113,13 @@ def require_same_logprobs(
 
 
 def _kinds(names: Sequence[str]) -> str:
-    """Names of tensors with those of different layers as one: `*.q_proj.weight`."""
+    """Name tensors, those of different layers as one: `*.q_proj.weight`."""
     return ", ".join(dict.fromkeys("*." + ".".join(name.split(".")[-2:]) for name in names))
 
 
 def probe_difference(probe: Sequence[ProbeSequence], logprobs: Sequence[np.ndarray]) -> float:
-    """Mean |engine's log-prob - learner's| over all tokens of the probe; NaN where one is NaN.
+    """Return the mean |engine's log-prob - learner's| over all tokens of the probe; NaN if one is
+    NaN.
 
     Args:
         probe: of the version.

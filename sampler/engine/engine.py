@@ -1,4 +1,4 @@
-"""Real vLLM behind a few calls: load a policy version, submit requests, take what was sampled.
+"""Engine around vLLM: loads policy versions, samples submitted requests, returns the results.
 
 vLLM runs in processes of its own (`engine_process`), and sequences start and end while others run
 (`engine_client`), both on one event loop. The calls here block or return futures. Each load is
@@ -65,7 +65,7 @@ class Engine:
         probe: whether a version must have a `probe.json`.
 
     Raises:
-        UserError: the pool asks for what vLLM has not got on its hardware.
+        UserError: vLLM does not support a setting of the pool on its hardware.
     """
 
     def __init__(
@@ -87,15 +87,15 @@ class Engine:
         self._paused_s: float | None = None
         self._death: EngineDied | None = None  # of the engine before the next load
         self.version: int | None = None
-        """Loaded and checked; None while there is none, or the engine died."""
+        """The version that is loaded and checked; None if there is none or the engine died."""
         self.running = 0
         """Sequences submitted and not finished."""
-        # vLLM's import takes seconds, in which the first version may arrive.
+        # vLLM's import takes seconds, and the first version may arrive meanwhile.
         self._loop.run(_import(forked=pool.hardware.kind == "cpu"))
 
     @property
     def capacity(self) -> int:
-        """Sequences worth having in flight at once: what vLLM decodes at a time."""
+        """Number of sequences that vLLM decodes at once. More in flight only wait."""
         return MAX_SEQUENCES * self._pool.parallel.data
 
     @property
@@ -108,7 +108,7 @@ class Engine:
 
         Starts vLLM if it does not run. If the pool has `in_flight_updates`, sequences under way
         continue under the new version after a pause. None of them is answered before the checks
-        have passed; if these fail, each of them raises what this raises.
+        pass. If the checks fail, each of them raises the same error.
 
         Args:
             weights_dir: a published version (Hugging Face files, `probe.json`).
@@ -143,12 +143,12 @@ class Engine:
         The result does not depend on which sequences share a batch.
 
         Returns:
-            What was sampled, in the order of the requests. Raises GenerationAborted after `abort`,
+            Future of the sequences, in the order of the requests: GenerationAborted after `abort`,
             EngineDied if vLLM ends, a UserError if a load in flight fails its checks.
 
         Raises:
             UserError: a request is longer than the pool allows.
-            NoVersion: none is loaded, for example because the engine died a moment ago.
+            NoVersion: no version is loaded, for example because the engine died a moment ago.
         """
         for request in requests:
             self._require_room(request)
@@ -206,7 +206,7 @@ class Engine:
         self._loop.run(self._abort())
 
     def close(self) -> None:
-        """End vLLM's processes, for good; what is under way raises GenerationAborted.
+        """End vLLM's processes for good. Sequences under way raise GenerationAborted.
 
         Raises:
             TimeoutError: it cannot be ended within a minute.
@@ -217,7 +217,7 @@ class Engine:
         if (starting := self._starting) is not None:
             starting.kill()
         self._loop.run(self._stop(GenerationAborted()), CLOSE_S)
-        if not self._loading.acquire(timeout=CLOSE_S):  # a load in another thread ends by that
+        if not self._loading.acquire(timeout=CLOSE_S):  # the above ends a load in another thread
             raise TimeoutError("the engine still loads")
         try:
             self._loop.run(self._stop(GenerationAborted()), CLOSE_S)
@@ -234,7 +234,7 @@ class Engine:
         return all(self._rpc("patch_weights", base_dir=str(held), weights_dir=str(weights_dir)))
 
     def _replace(self, held: Path | None, weights_dir: Path, version: int) -> bool:
-        """Load weights into vLLM; return whether as a patch. Pauses what is under way."""
+        """Load weights into vLLM, pausing sequences under way; return whether as a patch."""
         self._loads += 1
         if self._core is None:
             self._loop.run(self._start(weights_dir, version))
@@ -247,7 +247,7 @@ class Engine:
                 self.repack()
         except EngineDied:
             raise
-        except Exception as error:  # of its workers nothing arrives but the words
+        except Exception as error:  # a worker's error arrives as text only
             raise UserError(
                 f"version {version}: vLLM cannot load it: {error}",
                 place=str(weights_dir),
@@ -258,11 +258,7 @@ class Engine:
 
     def _rpc(self, method: str, **kwargs: Any) -> list[Any]:
         """Call a method on every worker of every rank; return one answer from each."""
-
-        async def call() -> list[Any]:
-            return await self._require_core().rpc(method, **kwargs)
-
-        return self._loop.run(call())
+        return self._loop.run(self._require_core().rpc(method, **kwargs))
 
     def _require_room(self, request: SampleRequest) -> None:
         pool, prompt = self._pool, len(request.prompt_tokens)
@@ -275,13 +271,13 @@ class Engine:
                 remedy="raise it, or ask for less",
             )
 
-    # What follows runs on the loop.
+    # The methods below run on the loop.
 
     async def _start(self, weights_dir: Path, version: int) -> None:
         arguments = engine_arguments(self._pool, weights_dir, self._options)
         try:
             with Start() as self._starting:
-                if self._closing:  # before `close` could see that it starts
+                if self._closing:  # `close` was called before it could see this start
                     raise EngineDied("the engine was closed")
                 if self._pool.hardware.kind == "cpu":
                     register_model_class(weights_dir)
@@ -302,12 +298,12 @@ class Engine:
             self._paused_at = time.monotonic()
 
     async def _relabel(self, version: int) -> None:
-        """Attribute all that is computed from now on to the new version, cache included."""
+        """Attribute all tokens and cached blocks from now on to the new version."""
         core = self._require_core()
         await core.rpc("set_version", version=version)
         self._require_client().set_salt(str(self._loads))
         if not self._pool.in_flight_updates:
-            await core.reset_prefix_cache()  # the salt alone would do; this frees the room at once
+            await core.reset_prefix_cache()  # the salt suffices; this frees the memory at once
 
     async def _resume(self) -> None:
         if self._paused_at is not None:
@@ -316,7 +312,7 @@ class Engine:
 
     async def _open(self, weights_dir: Path, version: int) -> None:
         await self._resume()
-        self._require_client().open()  # or it died since the checks: then there is no version
+        self._require_client().open()  # raises if the engine died after the checks
         self.version, self._held = version, weights_dir
 
     async def _give_up(self, error: Exception) -> None:
@@ -339,7 +335,7 @@ class Engine:
         return [await client.prompt_logprobs(sequences, rank=rank) for rank in ranks]
 
     def _add(self, submission: Submission) -> None:
-        if self._client is None:  # it died since
+        if self._client is None:  # it died after `submit`
             submission.future.set_exception(EngineDied("the engine core ended"))
             self._count_ended(len(submission.requests))
         else:

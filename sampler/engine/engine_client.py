@@ -28,7 +28,7 @@ from sampler.engine.requests import Recorded, Sampled, SampleRequest, split_reco
 
 
 class Slot(NamedTuple):
-    """Where vLLM's workers hold the record of a sequence until it was fetched."""
+    """Place of a sequence's record in vLLM's workers, until the record is fetched."""
 
     rank: int
     """Data-parallel rank."""
@@ -41,7 +41,7 @@ class Slots:
 
     Args:
         ranks: data-parallel ranks.
-        each: slots of one.
+        each: slots of one rank.
     """
 
     def __init__(self, ranks: int, each: int) -> None:
@@ -82,7 +82,7 @@ class EngineClient:
     Args:
         core: vLLM's processes.
         ended: called with the number of sequences that were answered or dropped.
-        failed: called with the error of the engine; nothing more will be answered.
+        failed: called with the engine's error, after which nothing is answered.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class EngineClient:
         self._open.clear()
 
     def set_salt(self, salt: str) -> None:
-        """Use no block of keys and values that was made under another salt from now on."""
+        """From now on, reuse cached keys and values only if they were computed under this salt."""
         self._salt = salt
 
     def add(self, submission: Submission) -> None:

@@ -3,8 +3,8 @@
 All but `Loop` runs on one event loop. The engine cores (one for each data-parallel rank) are vLLM's
 child processes. A call to a dead core would never return, so each call also waits for the end of
 every core. An output has no deadline, because a sequence may take long. While outputs are awaited,
-the watchdog asks each core for a sign of life, so that a core that hangs (a kernel that never ends,
-a stopped process) is given up.
+the watchdog calls each core at intervals. A core that does not answer (its kernel never ends, its
+process is stopped) is killed.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ START_S = 600.0
 RPC_S = 600.0
 """Seconds that one call to an engine core may take: the longest reads all weights from disk."""
 ASK_S = 10.0
-"""Seconds between two signs of life. Each costs one message to the core and one back."""
+"""Seconds between two checks of the watchdog. Each costs a message to the core and a reply."""
 SILENCE_S = 600.0
-"""Seconds in which a core has to answer the watchdog. It answers between two steps, and after a
-call under way, none of which may take longer."""
+"""Seconds in which a core must answer the watchdog. It answers between two steps and after the
+current call, so a step or a call that takes longer counts as a hang."""
 _GRACE_S, _KILL_S = 5.0, 10.0
 """Seconds for a core with ranks of its own to end when asked, and for any core when killed."""
 _CODE_S = 1.0
@@ -65,8 +65,8 @@ class StartFailed(EngineDied):
 def exit_code(process: BaseProcess) -> int | None:
     """Return the exit code of a child that has ended; waits up to a second for it.
 
-    vLLM's monitor asks too. While the kernel answers one thread, the other one is told that there
-    is no such child.
+    vLLM's monitor thread waits for the child too. While one thread collects the exit code, the
+    other one gets the error that there is no such child.
     """
     end = time.monotonic() + _CODE_S
     while (code := process.exitcode) is None and time.monotonic() < end:
@@ -77,8 +77,8 @@ def exit_code(process: BaseProcess) -> int | None:
 class Start:
     """Context manager around vLLM's start: kills the started processes on a timeout or on request.
 
-    vLLM holds the event loop while it starts. If it hangs there, it ends with the processes that it
-    started.
+    vLLM blocks the event loop while it starts. If it hangs, killing the processes that it started
+    makes it return.
     """
 
     def __init__(self, seconds: float = START_S) -> None:
@@ -154,7 +154,7 @@ class Watchdog:
     """Context manager around each wait for an output: calls `ask` while at least one is open.
 
     Args:
-        ask: asks every core for a sign of life and gives a silent one up.
+        ask: calls every core and kills one that does not answer.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[None]]) -> None:
@@ -257,18 +257,18 @@ class EngineProcesses:
         await self._call(self._llm.resume_generation(), "the end of a pause")
 
     async def reset_prefix_cache(self) -> None:
-        """Frees the blocks of keys and values that finished sequences left."""
+        """Free the blocks of keys and values that finished sequences left."""
         await self._call(self._llm.reset_prefix_cache(), "the prefix cache")
 
     async def rpc(self, method: str, **kwargs: Any) -> list[Any]:
-        """Calls a method on every worker of every rank; one answer from each."""
+        """Call a method on every worker of every rank; return one answer from each."""
         answers = await asyncio.gather(
             *(self.rpc_of(r, method, **kwargs) for r in range(self.ranks))
         )
         return [answer for of_rank in answers for answer in of_rank]
 
     async def rpc_of(self, rank: int, method: str, **kwargs: Any) -> list[Any]:
-        """Calls a method on the workers of one data-parallel rank."""
+        """Call a method on the workers of one data-parallel rank; return one answer from each."""
         # vLLM's own `collective_rpc` drops the answers of every rank but the first.
         call = self._client._call_utility_async(
             "collective_rpc", method, None, (), kwargs, engine=self._client.core_engines[rank]
@@ -276,33 +276,40 @@ class EngineProcesses:
         return list(await self._call(call, f"`{method}`"))
 
     async def _ask(self) -> None:
-        """Ask each core for a sign of life, which it gives between two steps."""
+        """Call each core, which answers between two steps."""
         for engine, pid in zip(self._client.core_engines, self.pids, strict=True):
             call = self._client._call_utility_async("is_scheduler_paused", engine=engine)
-            with suppress(EngineDied):  # the calls that wait for an output raise it
+            with suppress(EngineDied):  # raised by the calls that wait for an output
                 what = f"a sign of life of process {pid}, while outputs are awaited"
                 await self._call(call, what, seconds=SILENCE_S)
 
     def close(self) -> None:
-        """Ends the cores and waits for them; they have nothing to save."""
+        """End the cores and wait for them. They have nothing to save."""
         self._forget_sentinels()
         if not self.death.done():  # calls under way fail
             self.death.set_result(EngineDied("the engine was closed"))
         if (handler := self._llm.output_handler) is not None:
             handler.cancel()
-        if self._has_ranks:  # these share memory, which a core gives back when it is asked
+        if self._has_ranks:  # they share memory, which a core releases if it is asked to end
             for process in self._processes:
                 process.terminate()
             self._join(_GRACE_S)
         self._kill()
         self._llm.shutdown(timeout=_KILL_S)
-        # If vLLM's own monitor noticed the end first, it left this to the loop, which is busy here;
-        # and a context with open sockets never closes.
+        # If vLLM's own monitor noticed the end first, it scheduled this on the loop, which is
+        # busy here. A context with open sockets never closes.
         resources = self._client.resources
-        for socket in (resources.input_socket, resources.output_socket, *_data_parallel(resources)):
+        for socket in (
+            resources.input_socket,
+            resources.output_socket,
+            # Opened to several engine cores:
+            resources.first_req_send_socket,
+            resources.first_req_rcv_socket,
+            resources.stats_update_socket,
+        ):
             if socket is not None and not socket.closed:
                 socket.close(linger=0)
-        # An unknown open socket would block this for ever, and the engine with it.
+        # An open socket that is not listed here would block this for ever.
         ending = threading.Thread(target=resources.ctx.destroy, args=(0,), daemon=True)
         ending.start()
         ending.join(_KILL_S)
@@ -311,7 +318,7 @@ class EngineProcesses:
         self._sockets.remove()
 
     def _kill(self) -> None:
-        """Ends the cores at once; ranks in processes of their own end with theirs."""
+        """Kill the cores. Ranks in processes of their own end with their core."""
         for process in self._processes:
             process.kill()
         self._join(_KILL_S)
@@ -342,7 +349,7 @@ class EngineProcesses:
             if task.done():
                 return task.result()
         except EngineDeadError:
-            # vLLM noticed first; the exit code follows if the process has ended at all.
+            # vLLM noticed first. The exit code follows if the process has ended.
             await asyncio.wait({self.death}, timeout=_CODE_S)
             self._give_up(EngineDied("vLLM has given the engine core up"))
         finally:
@@ -377,12 +384,3 @@ class EngineProcesses:
         for sentinel in self._sentinels:
             self._loop.remove_reader(sentinel)
         self._sentinels = []
-
-
-def _data_parallel(resources: Any) -> tuple[Any, ...]:
-    """Sockets that vLLM opens to several engine cores."""
-    return (
-        resources.first_req_send_socket,
-        resources.first_req_rcv_socket,
-        resources.stats_update_socket,
-    )

@@ -23,8 +23,9 @@ class Rules(NamedTuple):
     """Sampling parameters of B rows."""
 
     key_0: torch.Tensor
-    """i32 [B, 1], as `key_1`: the words of `verify.noise.noise_key`."""
+    """i32 [B, 1]: first word of `verify.noise.noise_key`."""
     key_1: torch.Tensor
+    """i32 [B, 1]: second word of it."""
     temperature: torch.Tensor | None
     """f32 [B, 1]; None if all are 1."""
     top_p: torch.Tensor | None
@@ -40,9 +41,9 @@ class Vocabulary(NamedTuple):
     """Tensors that depend only on the number of tokens V."""
 
     words: torch.Tensor
-    """i32 [1, V], of `token_words`."""
+    """i32 [1, V]: `verify.noise.token_words` of every token."""
     places: torch.Tensor
-    """f32 [1, V]: V .. 1, exact up to 2**24."""
+    """f32 [1, V]: V, V - 1, ..., 1, the first token having the largest; exact up to V = 2**24."""
 
     @classmethod
     def of(cls, size: int, device: torch.device) -> Vocabulary:
@@ -56,7 +57,7 @@ class GumbelSampler:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._vocabulary: Vocabulary | None = None
-        # Uncompiled it is some thirty passes over the logits through the device's memory.
+        # Uncompiled, it reads and writes the logits in device memory about thirty times.
         self._win = torch.compile(_win, dynamic=True) if device.type == "cuda" else _win
 
     def run(
@@ -66,8 +67,8 @@ class GumbelSampler:
 
         Args:
             logits: f32 [B, V].
-            rules: of the B rows.
-            positions: i32 [B, 1], indices of the output tokens.
+            rules: sampling parameters of the B rows.
+            positions: i32 [B, 1], index of the output token that each row samples.
 
         Returns:
             i64 [B] tokens; f32 [B] their log-probs after top-k and top-p.
@@ -94,16 +95,17 @@ def _win(
     if rules.top_p is not None or rules.top_k is not None:
         threshold = kept_from(torch, scaled, top_p=rules.top_p, top_k=rules.top_k)
         scaled = scaled.masked_fill(scaled < threshold, -torch.inf)
-    # softmax itself would add up its vocabulary in float32 one by one.
+    # torch.softmax sums the vocabulary in float32 one element after the other: less exact.
     weights = (scaled - scaled.amax(-1, keepdim=True)).exp()
     total = weights.sum(-1, keepdim=True)
     speeds = weights / exponential(torch, rules.key_0, rules.key_1, positions, vocabulary.words)
-    # torch's argmax is not vectorised on CPUs, nor is anything of bool. The largest speed is at
-    # least 1 / 23 and falls short of itself by 0, any other by 2**-29 and more, which then weighs
-    # more than all places. Of equals the first wins, everywhere.
+    # torch vectorises neither argmax nor operations on bool on CPUs, so a maximum finds the winner.
+    # The largest speed is at least 1 / 23, and its difference to itself is 0. Every other
+    # difference is at least 2**-29 and, times `_FAR`, exceeds every place. Among equal speeds the
+    # first token wins, on every device.
     largest = speeds.amax(-1, keepdim=True)
     torch.add(vocabulary.places, speeds - largest, alpha=_FAR, out=logits)
-    # Where logits are NaN all marks are, whose argmax is token 0; its log-prob says NaN.
+    # NaN logits make every value NaN. Then token 0 is returned, and its log-prob is NaN.
     place = logits.amax(-1, keepdim=True).nan_to_num(nan=float(logits.shape[-1]))
     tokens = logits.shape[-1] - place.to(torch.int64)
     return tokens[:, 0], (weights.gather(1, tokens) / total).log()[:, 0]

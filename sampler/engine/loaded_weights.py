@@ -8,11 +8,11 @@ are named, and the log-probs of `probe.json` check them. A tensor without a para
 is a difference.
 
 Most published bits stay the same from step to step. If a parameter holds the bits of the files, the
-changed elements of this rank's slice are overwritten in place. Layers that the engine repacked or
-quantised are reloaded by vLLM's own loader, and only those that changed. Both directories are
-compared on the rank's own machine: the files are checked already, and a version may be several
-steps from the last. Afterwards the engine is checked as after any load. Both ways write into the
-existing tensors, so CUDA graphs, which hold addresses, compute with the new version.
+changed elements of this rank's slice are overwritten in place. If a changed layer is repacked or
+quantised, vLLM's own loader reloads that layer. Each rank compares the two directories itself:
+their files were verified at download, and the new version may be several steps after the loaded
+one. Afterwards the engine is checked as after any load. Both ways write into the existing tensors,
+so CUDA graphs, which hold addresses, compute with the new version.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bridge.safetensors_io import read_headers, read_tensor
 from sampler.engine.requests import LoadReport
 
 _PLAIN = (torch.float32, torch.bfloat16)
-"""Types in which a parameter holds the bits of the files; any other type is quantised."""
+"""Types of parameters that hold the bits of the files; any other type is quantised."""
 Reload = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 """vLLM's loader: (name, tensor) of whole layers."""
 
@@ -125,13 +125,13 @@ def _cut(
     if isinstance(module, VocabParallelEmbedding):  # the head is one too
         rows = module.shard_indices
         count = rows.org_vocab_end_index - rows.org_vocab_start_index
-        # The padding of the vocabulary is not the files'.
+        # The files do not hold the padding of the vocabulary.
         return parameter.narrow(0, 0, count), 0, rows.org_vocab_start_index
     if isinstance(module, QKVParallelLinear):
         assert position is not None
         heads = (module.num_heads, module.num_kv_heads, module.num_kv_heads)
         sizes = [count * module.head_size for count in heads]
-        # Where ranks outnumber the KV heads, several hold the same one.
+        # If there are more ranks than KV heads, several ranks hold the same head.
         rank = module.tp_rank // (module.num_kv_head_replicas if position > 0 else 1)
         return _part(parameter, sizes, position), 0, rank * sizes[position]
     if isinstance(module, MergedColumnParallelLinear):
@@ -148,14 +148,15 @@ def _part(parameter: torch.Tensor, sizes: list[int], position: int) -> torch.Ten
 
 
 def as_torch(array: np.ndarray) -> torch.Tensor:
-    """View an array as a tensor: float32 as it is, two-byte types as bfloat16."""
+    """Return a tensor that shares an array's memory: float32 as it is, two-byte types as
+    bfloat16."""
     if array.dtype == np.float32:
         return torch.from_numpy(array)
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    # Compared as integers: two NaNs are the same bytes, 0.0 and -0.0 are not.
+    # Integers compare bytes: equal NaNs are equal, and 0.0 differs from -0.0.
     integer = torch.int32 if tensor.element_size() == 4 else torch.int16
     return tensor.detach().cpu().contiguous().view(integer)
 
@@ -165,13 +166,13 @@ def patch_weights(model: Any, base_dir: Path, weights_dir: Path, *, reload: Relo
 
     Args:
         model: vLLM's module on this rank.
-        base_dir: the version that it holds.
-        weights_dir: the version that it is to hold.
+        base_dir: directory of the loaded version.
+        weights_dir: directory of the new version.
         reload: loads layers that cannot be overwritten.
 
     Returns:
-        False if it cannot be done, and nothing was changed: the versions hold other tensors, or the
-        engine has no parameter for one.
+        Whether it was done. False: nothing was changed, because the versions have different
+        tensors or the engine has no parameter for one.
 
     Raises:
         UserError: a file cannot be read.

@@ -23,12 +23,13 @@ _MODULES = (
     "sampler.engine.worker_extension",
 )
 
-signal.signal(signal.SIGTERM, signal.SIG_IGN)  # for the worker's group: the worker may still sample
-setproctitle.getproctitle()  # it finds the title's place by the environment as it was at the start
+# SIGTERM goes to the worker's whole group, and the worker may still sample.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+setproctitle.getproctitle()  # must run before the environment changes: it locates the title by it
 prepare_environment()
-gc.disable()  # modules stay: looking for garbage in them was a fifth of the import's time
+gc.disable()  # collecting garbage among modules, which stay, takes a fifth of the import's time
 for _name in _MODULES:
     importlib.import_module(_name)
 gc.freeze()
 gc.enable()
-atexit.register(os._exit, 0)  # libraries would list what else there is
+atexit.register(os._exit, 0)  # skip the exit handlers of libraries

@@ -1,15 +1,15 @@
 """How vLLM's processes start and end: their sockets, their end with the worker, the fork server.
 
-- vLLM leaves the sockets between its processes where it makes them: they get a folder that goes.
-  An engine core that does not start also leaves the exception that ended it there, because vLLM
-  tells the worker only that it failed.
+- vLLM does not remove the sockets between its processes, so they get a folder that is removed. An
+  engine core that does not start also writes the exception that ended it there, because vLLM
+  reports to the worker only that it failed.
 - vLLM's processes wait for messages for ever if the worker is killed (SIGKILL). Each of ours holds
-  one end of a pipe whose other end closes with its parent. A thread waits for that, from before the
-  first line of vLLM's runs.
+  one end of a pipe whose other end closes with its parent. A thread waits for that, and starts
+  before any code of vLLM runs.
 - On CPUs engine cores are forked from a server that has vLLM imported. The import takes ten seconds
-  of a core's CPU time, and a spawned engine core begins with it. The server imports vLLM while the
-  worker imports it too, and a core that died is replaced in the time that its weights take. On GPUs
-  cores are spawned.
+  of a core's CPU time, and a spawned engine core starts with it. The server imports vLLM while the
+  worker does, and replacing a dead core takes only as long as loading its weights. On GPUs cores
+  are spawned.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class SocketFolder:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Processes started inside the block make their sockets here; one engine at a time."""
+        """Make processes that start inside the block put their sockets here; one engine at a
+        time."""
         with _starting:
             before = os.environ.get(_VARIABLE)
             os.environ[_VARIABLE] = str(self.path)
@@ -230,7 +231,8 @@ def _folder() -> SocketFolder:
 
 @contextmanager
 def _libraries_first() -> Iterator[None]:
-    """Processes started inside the block preload the libraries that vLLM's cores preload."""
+    """Make processes that start inside the block preload the libraries that vLLM's cores
+    preload."""
     before = os.environ.get("LD_PRELOAD")
     found = [path for package, pattern in _LIBRARIES for path in _find(package, pattern)]
     os.environ["LD_PRELOAD"] = ":".join([*found, before] if before else found)

@@ -1,15 +1,15 @@
 """Records each sampled token: log-prob, version, and the activations that a TOPLOC proof needs.
 
-vLLM computes rows that never become tokens: each chunk of a chunked prefill but the last samples
-one that is thrown away, a preempted request is prefilled again, and an asynchronous scheduler runs
-a row ahead of an end that it has not seen. So rows are keyed by (slot, position), position being
-the number of output tokens that the sequence has, and a row takes the place of the rows from its
-position on: what a sequence is continued from counts, nothing else.
+vLLM computes rows that never become tokens. In a chunked prefill, each chunk but the last samples a
+row that is dropped. A preempted request is prefilled again. An asynchronous scheduler runs one row
+beyond an end that it has not seen. So rows are keyed by (slot, position), where the position is the
+number of output tokens before the row. A row replaces all rows from its position on.
 
-Hidden states never leave the device. A ring holds the last rows of each slot; once 32 make a chunk
-of TOPLOC, the 128 largest magnitudes are selected there, and those alone travel. `record` copies
-the rows of a step into buffers that are made once, since a CUDA graph's next replay overwrites its
-outputs; from there they are written a few steps at a time. Nothing in it waits for the device.
+Hidden states never leave the device. A ring holds the last rows of each slot. When 32 rows complete
+a TOPLOC chunk, its 128 largest magnitudes are selected on the device, and only those are copied.
+`record` copies the rows of a step into buffers that are allocated once, because the next replay of
+a CUDA graph overwrites its outputs. The rows of several steps are written to their slots together.
+Nothing in `record` waits for the device.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import numpy as np
 import torch
 
 from sampler.engine.requests import Recorded
-from verify.toploc import CHUNK_ROWS, TOP_K
-from verify.toploc.selection import MAGNITUDE, blocks, select
+from verify.toploc.selection import CHUNK_ROWS, MAGNITUDE, TOP_K, blocks, select
 
 _PORTION_ELEMENTS = 1 << 23
 """Elements processed at once on a device: about 200 MB of keys, for any number of chunks."""
@@ -31,7 +30,7 @@ RUN_AHEAD = 4
 """Most rows by which a sequence may fall back behind the furthest row computed for it. vLLM's
 schedulers run one row ahead of the results."""
 STEPS = 8
-"""Engine steps that are written at once: a write of several steps costs as much as one of one."""
+"""Engine steps that are written at once: writing several costs as much as writing one."""
 RING = CHUNK_ROWS + STEPS + RUN_AHEAD
 """Rows of hidden states in the ring of a sequence."""
 

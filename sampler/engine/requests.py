@@ -9,7 +9,7 @@ import numpy as np
 
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import SamplerPool
-from verify.toploc import CHUNK_ROWS, TOP_K, Selection
+from verify.toploc.selection import CHUNK_ROWS, TOP_K, Selection
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class SampleRequest:
     prompt_tokens: Sequence[int]
     max_new_tokens: int
     end_token: int
-    """The one token that ends the sequence; it is part of the output."""
+    """The only token that ends the sequence; it is part of the output."""
     temperature: float
     """T > 0."""
     noise_key: tuple[int, int] | None
@@ -82,7 +82,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one rank found after a load, by tensor name."""
+    """Result of a load on one rank, as names of tensors."""
 
     compared: list[str]
     repacked: list[str]
@@ -92,7 +92,7 @@ class LoadReport:
     load_s: float = 0.0
     """Seconds that the load took, all checks included."""
     pause_s: float = 0.0
-    """Seconds of them in which nothing could be sampled: fewer where weights change in flight."""
+    """Seconds of these in which nothing could be sampled: fewer if weights change in flight."""
     patched: bool = False
     """The weights were changed in place by a delta, not reloaded."""
 
@@ -101,7 +101,7 @@ class NoVersion(RuntimeError):
     """Sequences were submitted while no version was loaded.
 
     Attributes:
-        death: what ended the engine that held one; None if none was loaded or a load failed.
+        death: error of the engine that held a version; None if none was loaded or a load failed.
     """
 
     def __init__(self, death: Exception | None) -> None:
@@ -144,14 +144,15 @@ class RecordedSequence:
     versions: np.ndarray
     """i32 [n]."""
     selection: Selection
-    """A chunk for each 32 tokens begun: what `verify.toploc.build_proofs_of` makes proofs of."""
+    """One chunk for each 32 tokens or rest of them: `verify.toploc.codec.build_proofs_of` makes the
+    proofs."""
 
 
 def split_recorded(recorded: Recorded, lengths: Sequence[int]) -> list[RecordedSequence]:
     """Split a record into its sequences.
 
     Args:
-        recorded: of `take_recorded(slots, lengths)`.
+        recorded: result of `take_recorded(slots, lengths)`.
         lengths: output tokens of each sequence.
     """
     tokens = np.frombuffer(recorded.tokens, np.int32)

@@ -8,10 +8,10 @@ probs are taken here because vLLM's own are at T = 1, or after the noise, as its
 Nothing here is inside a CUDA graph. vLLM (0.32, `v1/worker/gpu_model_runner.py`) captures the
 model's `forward` alone: it wraps the model in `CUDAGraphWrapper`, whose other attributes are the
 plain model's. `execute_model` then gathers the rows that are sampled, `compute_logits` (where
-`see_hidden` is called) and the logits processors run on the same stream, kernel by kernel. So what
-is asked of this module is what keeps a replay busy: no tensor of the step is read on the host, all
-copies are asynchronous, the arithmetic is one compiled kernel, and no tensor of a step is kept
-beyond it (`TokenRecorder` copies).
+`see_hidden` is called) and the logits processors run on the same stream, kernel by kernel. So that
+the device never waits for the host, no tensor of the step is read on the host, all copies are
+asynchronous, and the arithmetic is one compiled kernel. No tensor of a step is used after it
+(`TokenRecorder` copies).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def sampling_arguments(
     top_p: float = 1.0,
     top_k: int = -1,
 ) -> dict[str, Any]:
-    """`SamplingParams.extra_args` of a request that this processor samples.
+    """Return the `SamplingParams.extra_args` of a request that this processor samples.
 
     Args:
-        slot: under which the rows of the request are recorded; no other that runs has it.
-        noise_key: of `verify.noise.noise_key`.
+        slot: the recorder's slot for the request; no other running request has it.
+        noise_key: result of `verify.noise.noise_key`.
         temperature: T > 0.
         top_p, top_k: as in `verify.truncation.Truncation`.
     """
@@ -64,7 +64,7 @@ class _Request:
     temperature: float
     top_p: float
     top_k: int
-    """`_EVERYTHING` where it cuts nothing."""
+    """`_EVERYTHING` keeps every token."""
     output_tokens: list[int]
     """vLLM's own list: it grows as tokens are sampled."""
 
@@ -74,9 +74,9 @@ class _Rows:
     """The requests of the batch as arrays, in the order of their rows; B rows."""
 
     batch: int
-    """Rows of the logits; others' come and go without a word to us."""
+    """Number of rows of the logits. Rows of other requests change without `update_state`."""
     index: torch.Tensor | None
-    """i64 [B]: rows of the logits that belong to them; None where all do."""
+    """i64 [B]: rows of the logits that belong to these requests; None if all do."""
     slots: np.ndarray
     """i64 [B]."""
     rules: Rules
@@ -92,16 +92,16 @@ class SeededSampler(LogitsProcessor):
         self._rows: _Rows | None = None
         self._hidden: torch.Tensor | None = None
         self._sampler = GumbelSampler(device)
-        # Every tensor-parallel rank samples the same tokens; one of them keeps the books.
+        # Every tensor-parallel rank samples the same tokens; one of them records them.
         self.records = vllm_config.parallel_config.rank == 0
         self.recorder: TokenRecorder | None = None
-        """On the rank that keeps the books, from `SamplerExtension.start_capture` on."""
+        """Set by `SamplerExtension.start_capture`, on the rank that records."""
 
     def is_argmax_invariant(self) -> bool:
         return False
 
     def see_hidden(self, hidden: torch.Tensor) -> None:
-        """Notes the final hidden states [R, D] from which the next logits [R, V] are made."""
+        """Store the final hidden states [R, D] from which the next logits [R, V] are computed."""
         self._hidden = hidden
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -109,7 +109,7 @@ class SeededSampler(LogitsProcessor):
             self._rows = None
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Turns logits [R, V] f32 into noisy ones whose argmax is the sampled token."""
+        """Turn logits [R, V] f32 into noisy ones whose argmax is the sampled token."""
         if not self._requests:
             return logits
         rows = self._rows

@@ -1,7 +1,8 @@
-"""What vLLM runs of ours in its processes: executors, and methods mixed into its workers.
+"""Code that vLLM runs in its processes: executors, and methods mixed into its workers.
 
 A single rank runs in the process of the engine core. On CPUs vLLM would give it a process of its
-own for the sake of OpenMP settings, which ours inherits; that takes twice the memory and start.
+own because of OpenMP settings, which our process inherits. That would take twice the memory and
+twice the time to start.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a model makes of problems: solve rates, measured and written beside the rows."""
+"""Measurement of solve rates: samples problems with a model and writes the rates to Parquet."""

@@ -28,7 +28,7 @@ from sampler.tasks.task_set import RunTask, build_task_set
 from verify.plugins import TaskSet
 
 _GROUP_ROWS = 1000
-_REMEDY = "free disk space or mend the permissions; the same command goes on"
+_REMEDY = "free disk space or fix the permissions; the same command continues"
 METADATA = b"runspec.solve_rates"
 """Metadata key of the file's schema for what was measured: model, settings, data."""
 _TEXTS = ("problem_id", "task_type", "prompt", "verification_info")
@@ -42,8 +42,8 @@ def add_command(commands: Any) -> None:
         NAME,
         help="measure how often a model solves the problems of a source",
         description="Samples every problem of a source a few times with a model, grades the "
-        "answers as the run does, and writes the rows with their solve rate. Killed, it goes on "
-        "where it was when the same command is given again.",
+        "answers as the run does, and writes the rows with their solve rate. If it is killed, the "
+        "same command continues where it stopped.",
     )
     parser.add_argument("spec", type=Path, metavar="SPEC", help="names sources, prompts, rewards")
     parser.add_argument("--source", required=True, metavar="NAME", help="of data.sources")
@@ -70,7 +70,9 @@ def _measure(options: argparse.Namespace, log: logging.Logger) -> None:
     stop = stop_event()
     out: Path = options.out
     if out.exists():
-        raise UserError("is there already", place=str(out), remedy="name another file in --out")
+        raise UserError(
+            "the file exists already", place=str(out), remedy="name another file in --out"
+        )
     if options.samples < 1 or (options.limit is not None and options.limit < 1):
         raise UserError("--samples and --limit must be at least 1")
     files = SpecFiles(options.spec, profile=options.profile, overrides=tuple(options.set))
@@ -85,10 +87,10 @@ def _measure(options: argparse.Namespace, log: logging.Logger) -> None:
         progress_path = out.with_name(f"{out.name}.progress")
         with open_progress(progress_path, about) as progress:
             if progress.done:
-                log.info("going on behind %d problems", len(progress.done))
+                log.info("continuing after %d problems", len(progress.done))
             missing = any(index not in progress.done for index in range(problems))
             if missing and not _sample(asked, options, progress, log, stop):
-                log.info("stopped behind %d problems", len(progress.done))
+                log.info("stopped after %d problems", len(progress.done))
                 return
             done = {index: one for index, one in progress.done.items() if index < problems}
             write_rows(out, tasks, done, field=field, about=about)
@@ -123,7 +125,7 @@ def unfiltered(spec: RunSpec) -> RunSpec:
 
 
 def _about(spec: RunSpec, tasks: RunTask, asked: Measurement, model: Path) -> dict[str, object]:
-    """Return all that the rates depend on but the number of problems, which may grow later."""
+    """Return everything that the rates depend on, except the number of problems, which may grow."""
     try:
         pins = pin_model(model)
     except OSError as error:
@@ -154,7 +156,7 @@ def _sample(
 ) -> bool:
     from sampler.engine.engine import Engine  # its import takes seconds
 
-    # One pool of one version: what may happen in flight does not happen here.
+    # The only version is loaded once, so weights never change in flight.
     pool = asked.pool.model_copy(update={"in_flight_updates": False})
     with closing(Engine(pool, probe=False)) as engine:
         engine.load(options.model, 0)

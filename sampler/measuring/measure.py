@@ -79,14 +79,14 @@ class Progress:
 
 @contextmanager
 def open_progress(path: Path, about: Mapping[str, object]) -> Iterator[Progress]:
-    """Continue a measurement, or begin one.
+    """Continue a measurement, or start one.
 
     Args:
-        path: of the file.
+        path: of the progress file.
         about: all that the solve rates depend on.
 
     Raises:
-        UserError: the file is of another measurement, or cannot be read or written.
+        UserError: the file belongs to another measurement, or cannot be read or written.
     """
     head = json.dumps(about, sort_keys=True).encode()
     with _said(path):
@@ -96,9 +96,9 @@ def open_progress(path: Path, about: Mapping[str, object]) -> Iterator[Progress]
         lines = data[:whole].splitlines()
         if lines and lines[0] != head:
             raise UserError(
-                "a measurement with another model, other data or other settings",
+                "this is the progress of a measurement with another model, data or settings",
                 place=str(path),
-                remedy="measure with those again, or take the file away to begin anew",
+                remedy="use the same model, data and settings, or delete the file to start again",
             )
         done = _tries(lines[1:], path)
         file = path.open("r+b" if lines else "wb")
@@ -117,9 +117,9 @@ def _said(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"cannot keep the progress: {error.strerror or error}",
+            f"cannot store the progress: {error.strerror or error}",
             place=str(path),
-            remedy="free disk space or mend the permissions; the same command goes on",
+            remedy="free disk space or fix the permissions; the same command continues",
         ) from error
 
 
@@ -128,7 +128,7 @@ def _tries(lines: list[bytes], path: Path) -> dict[int, Tries]:
         found = [Tries(**json.loads(line)) for line in lines]
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"damaged: {error}", place=str(path), remedy="take the file away to begin anew"
+            f"damaged: {error}", place=str(path), remedy="delete the file to start again"
         ) from error
     return {one.index: one for one in found}
 
@@ -139,17 +139,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What to measure."""
+    """Settings of a measurement."""
 
     tasks: TaskSet
     pool: SamplerPool
-    """Says how to sample: lengths, temperature, top-p, top-k."""
+    """How to sample: lengths, temperature, top-p, top-k."""
     samples: int
     """Tries of each problem."""
     problems: int
     """Number of problems, the first ones of the task set."""
     seed: int
-    """Seed: the noise of every try follows from it and from the problem's id."""
+    """Determines the noise of every try, together with the problem's id."""
 
     def requests(self, index: int) -> list[SampleRequest]:
         """Return the requests of a problem's tries; the prompt asks for no length.

@@ -1,4 +1,4 @@
-"""A validator's prefill in torch: transformers' model, on a GPU where there is one, else on a CPU.
+"""Prefill of a validator in torch: transformers' model, on GPUs or a CPU.
 
-It samples nothing, and knows neither vLLM nor JAX.
+It does not sample, and imports neither vLLM nor JAX.
 """

@@ -1,10 +1,10 @@
-"""The torch prefill engine: what a published policy version says of given output tokens.
+"""Prefill engine in torch: log-probs of given output tokens under a published policy version.
 
-A validator loads it by name (`verify.plugins.PrefillEngine`, entry point `torch`). It says what the
-JAX engine says, up to rounding. The body is transformers' own model, in `learner.compute_dtype`
-(`states`), its layers divided over the devices of the validator. The head sees only the
-positions that predict an output token, a chunk at a time, and multiplies in float32 what the body
-rounded: [B, T, V] never exists.
+A validator loads it by name (`verify.plugins.PrefillEngine`, entry point `torch`). Its results
+equal those of the JAX engine up to rounding. The body is transformers' own model, in
+`learner.compute_dtype` (`states`), its layers divided over the devices of the validator. The head
+sees only the positions that predict an output token, a chunk at a time, so [B, T, V] never exists.
+It multiplies the rounded states of the body in float32.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from broadcast.client import WeightsClient
-from broadcast.loaded import LoadedVersions
+from bridge.prefill import VersionedPrefill
 from runspec.core.errors import UserError
-from runspec.core.models.config import load_config
+from runspec.core.models.family import load_config
 from runspec.core.models.memory import prefill_bytes
 from runspec.core.spec.schema import Hardware, Learner, RunSpec
 from sampler.prefill.states import divide, hidden_states, spans, upload
@@ -34,16 +33,16 @@ from verify.token_facts import Drawn, TokenFacts, Vocabulary, Wanted, facts_of, 
 from verify.truncation import Truncation
 
 CPU_POSITIONS, CPU_NUMBERS = 1 << 11, 1 << 18
-"""Positions of a batch on a CPU; of narrow models more, up to so many numbers of hidden states."""
+"""Positions of a batch on a CPU, or, if that is more, numbers of hidden states in a batch."""
 CUDA_POSITIONS = 1 << 15
-"""The same on a GPU."""
+"""Positions of a batch on a GPU."""
 CHUNK_LOGITS = {"cpu": 1 << 24, "cuda": 1 << 26}
-"""Logits that exist at once: a product of few rows reads the head for little."""
+"""Logits that exist at once, by device. A product of fewer rows would use the head less well."""
 JUDGED_LOGITS = {"cpu": 1 << 17, "cuda": 1 << 26}
-"""Logits that are judged at once: on a CPU what is computed of them stays in the caches."""
+"""Logits that are evaluated at once, by device. On a CPU the results then stay in the caches."""
 
 
-class TorchPrefill:
+class TorchPrefill(VersionedPrefill["Policy"]):
     """See `verify.plugins.PrefillEngine`. Runs on `verify.hardware.count` GPUs, else the CPU.
 
     Raises:
@@ -53,66 +52,42 @@ class TorchPrefill:
     def __init__(self, spec: RunSpec, weights: WeightsLocation) -> None:
         learner = spec.learner
         devices = _devices(spec.verify.hardware)
-        client = WeightsClient(
-            weights.urls,
-            run=weights.run,
-            root_public_key=weights.root_public_key,
-            cache_dir=weights.cache_dir,
-        )
-        self._versions: LoadedVersions[Policy] = LoadedVersions(
-            client,
-            cache_dir=weights.cache_dir,
-            count=spec.algorithm.async_level + 1,
+        super().__init__(
+            spec,
+            weights,
             load=lambda path: load_policy(path, learner, devices),
             has_room=lambda size: _has_room(size, devices),
+            compute=prefill,
         )
-
-    def ensure_version(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
-        return self._versions.ensure(version, manifest_digest, deadline_s=deadline_s)
-
-    def prefill(
-        self,
-        version: int,
-        inputs: Sequence[PrefillInput],
-        *,
-        temperature: float,
-        truncation: Truncation | None = None,
-    ) -> list[PrefillOutput]:
-        policy = self._versions.get(version)
-        return prefill(policy, inputs, temperature=temperature, truncation=truncation)
-
-    def close(self) -> None:
-        """Closes the connections to the relays."""
-        self._versions.close()
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A version on its devices."""
+    """A policy version on its devices."""
 
     body: Any
     """transformers' model without its head, in the compute type."""
     head: torch.Tensor
-    """f32 [V, D], rounded to the compute type before; on the last device."""
+    """f32 [V, D] on the last device; its values are rounded to the compute type."""
     longest: int
-    """Tokens of a rollout for which the model was found exact."""
+    """Longest rollout, in tokens, for which the model is exact."""
     devices: Sequence[torch.device]
-    """Of the stages that the layers are divided into."""
+    """Device of each stage of the layers."""
 
 
 def load_policy(weights_dir: Path, learner: Learner, devices: Sequence[torch.device]) -> Policy:
-    """Puts a weights directory on devices. Nothing is fetched, and no code in it is run.
+    """Load a weights directory onto devices. Nothing is fetched, and no code in it is run.
 
-    The files are mapped, and weights move from there a layer at a time: the host holds no copy
-    where the published type is the compute type, else one, and a device its own layers only.
+    The files are mapped, and weights are copied from there a layer at a time. The host stores no
+    copy if the published type is the compute type, else one. A device stores only its own layers.
 
     Raises:
-        UserError: unreadable, not all of the model's tensors or others, a family that the learner
-            does not have, or longer rows than the model is exact for.
+        UserError: a file is unreadable, tensors are missing or unknown, the learner does not have
+            the model's family, or its rows are longer than the model is exact for.
     """
     config = load_config(weights_dir)
     config.check_length(learner.packing.tokens, place="learner.packing.tokens")
-    disable_progress_bar()  # in a role's log
+    disable_progress_bar()  # it would fill the role's log
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             weights_dir,
@@ -141,7 +116,7 @@ def prefill(
     temperature: float,
     truncation: Truncation | None = None,
 ) -> list[PrefillOutput]:
-    """`verify.plugins.PrefillEngine.prefill`, under a version that is on the devices."""
+    """Implement `verify.plugins.PrefillEngine.prefill` for a loaded version."""
     if not inputs:
         return []
     wanted, device = Wanted.of(inputs, truncation), policy.devices[0]
@@ -165,7 +140,7 @@ def prefill(
 def _fetched(
     computed: Iterable[tuple[list[int], TokenFacts]], stages: int
 ) -> Iterator[tuple[list[int], TokenFacts]]:
-    """Each batch's facts in numpy, fetched once `stages` batches are launched, one for each."""
+    """Yield each batch's facts in numpy. A batch is fetched once `stages` batches are launched."""
     waiting: deque[tuple[list[int], TokenFacts]] = deque()
     for batch in computed:
         waiting.append(batch)
@@ -177,7 +152,7 @@ def _fetched(
 
 
 def _positions(hidden_size: int, device: torch.device) -> int:
-    """Of a batch, padding included."""
+    """Return the positions of a batch, padding included."""
     return (
         CUDA_POSITIONS if device.type == "cuda" else max(CPU_POSITIONS, CPU_NUMBERS // hidden_size)
     )
@@ -190,14 +165,14 @@ def _facts(
     temperature: float,
     wanted: Wanted,
 ) -> TokenFacts:
-    """What there is to say of the output tokens of a batch, one rollout after the other.
+    """Return the facts of the output tokens of a batch, one rollout after the other.
 
     Args:
         head: f32 [V, D].
-        hidden: [N, D], the states that produced them.
+        hidden: [N, D], the states that produced the tokens.
         batch: the rollouts.
         temperature: T.
-        wanted: what is asked for.
+        wanted: facts to compute.
     """
     device = head.device
     columns = upload(_columns(batch), device)
@@ -215,13 +190,13 @@ def _facts(
 
 
 def _portions(count: int, size: int) -> Iterator[slice]:
-    """0 .. count in portions of a size, of at least 1."""
+    """Divide 0 .. count into slices of a size, of at least 1."""
     step = max(1, size)
     return (slice(begin, begin + step) for begin in range(0, count, step))
 
 
 def _columns(batch: Sequence[PrefillInput]) -> np.ndarray:
-    """i32 [4, N]: of each output token the fields of `Drawn`."""
+    """Return i32 [4, N]: the fields of `Drawn` of each output token."""
     counts = [len(each.output_tokens) for each in batch]
     keys = np.array([each.noise_key or (0, 0) for each in batch], np.int32)
     tokens = np.concatenate([each.output_tokens for each in batch])
@@ -230,7 +205,7 @@ def _columns(batch: Sequence[PrefillInput]) -> np.ndarray:
 
 
 def _joined(parts: Sequence[TokenFacts]) -> TokenFacts:
-    """All chunks, on their device."""
+    """Concatenate all chunks, on their device."""
 
     def join(arrays: Sequence[Any]) -> Any:
         return None if arrays[0] is None else torch.cat(list(arrays))
@@ -245,7 +220,7 @@ def _joined(parts: Sequence[TokenFacts]) -> TokenFacts:
 
 
 def _on_host(facts: TokenFacts) -> TokenFacts:
-    """The same in numpy; waits for the device."""
+    """Return the facts in numpy; waits for the device."""
     return TokenFacts(
         facts.logprobs.cpu().numpy(),
         None if facts.gaps is None else facts.gaps.cpu().numpy(),
@@ -255,7 +230,8 @@ def _on_host(facts: TokenFacts) -> TokenFacts:
 
 
 def _devices(hardware: Hardware | None) -> list[torch.device]:
-    """Of one validator: `count` GPUs of those that this process sees, all where it is not said.
+    """Return the devices of one validator: `count` of the GPUs that this process sees, by default
+    all; the CPU if there are none.
 
     Args:
         hardware: `verify.hardware`.
@@ -277,6 +253,6 @@ def _has_room(size: int, devices: Sequence[torch.device]) -> bool:
     """Whether each device has room for its layers of a version and for working with them."""
     if devices[0].type == "cpu":
         return True
-    torch.cuda.empty_cache()  # of versions that were dropped
+    torch.cuda.empty_cache()  # memory of versions that were dropped
     needed = prefill_bytes(size, len(devices))
     return all(torch.cuda.mem_get_info(device)[0] >= needed for device in devices)

@@ -80,7 +80,7 @@ class Batch(NamedTuple):
     members: list[int]
     """Indices of the rollouts."""
     hidden: torch.Tensor
-    """[N, D], in the compute type: what produced the N output tokens, one rollout after the
+    """[N, D], in the compute type: states that produced the N output tokens, one rollout after the
     other."""
 
 

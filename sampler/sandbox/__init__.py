@@ -24,8 +24,6 @@ from sampler.sandbox.probe import probe, require, working
 from sampler.sandbox.process import (
     PORTION_BYTES,
     PYTHON,
-    SET_A,
-    SET_B,
     Isolated,
     NotIsolated,
     launch,
@@ -33,10 +31,6 @@ from sampler.sandbox.process import (
 
 __all__ = [
     "PYTHON",
-    "SET_A",
-    "SET_B",
-    "Finished",
-    "Isolated",
     "Limits",
     "NotIsolated",
     "probe",
@@ -54,10 +48,10 @@ def start(
     readable: Sequence[Path] = (),
     mechanisms: Sequence[str] | None = None,
 ) -> Isolated:
-    """Start a program in isolation, as `launch`; by default with all mechanisms that work here.
+    """Start a program in isolation like `launch`; by default with all mechanisms that work here.
 
     Raises:
-        NotIsolated: a mechanism fails, the program or a path is not there.
+        NotIsolated: a mechanism fails, or the program or a path is missing.
         UserError: no set of mechanisms works here.
     """
     chosen = working() if mechanisms is None else mechanisms
@@ -73,9 +67,9 @@ def run(
     readable: Sequence[Path] = (),
     mechanisms: Sequence[str] | None = None,
 ) -> Finished:
-    """Run a program in isolation until it ends or hits a limit; nothing of it is left then.
+    """Run a program in isolation until it ends or hits a limit; none of its processes is left then.
 
-    Args and errors as of `start`. `stdin` is all that the program can read there.
+    Args and errors are those of `start`. `stdin` is the whole standard input of the program.
     """
     process = start(command, limits=limits, files=files, readable=readable, mechanisms=mechanisms)
     process.limit_stderr(limits.output_bytes)
@@ -100,7 +94,7 @@ def run(
 
 
 def _feed(stream: IO[bytes], data: bytes) -> None:
-    """Write the program's standard input; it need not read it."""
+    """Write the program's standard input, which the program need not read."""
     with contextlib.suppress(OSError, ValueError):
         stream.write(data)
     with contextlib.suppress(OSError, ValueError):

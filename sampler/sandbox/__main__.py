@@ -1,4 +1,4 @@
-"""`python -m sampler.sandbox`: what isolates here, what does not, and the remedy."""
+"""`python -m sampler.sandbox`: lists which mechanisms work here, and remedies for the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sampler.sandbox.process import SET_A, SET_B
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the report; returns 0 where code can be isolated here, else 1."""
+    """Print the report; return 0 if code can be isolated here, else 1."""
     parser = argparse.ArgumentParser(prog="python -m sampler.sandbox", description=__doc__)
     parser.add_argument("--json", action="store_true", help="for a program instead of a person")
     options = parser.parse_args(arguments)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 
 
@@ -53,22 +53,22 @@ PLAIN = _table("""
     gettimeofday:96:169 time:201:- recvfrom:45:207 recvmsg:47:212 shutdown:48:210
     getsockname:51:204 getpeername:52:205 getsockopt:55:209 setsockopt:54:208
 """)
-"""Allowed whatever the arguments: they reach only the process itself, its descriptors and files
+"""Allowed whatever the arguments: they affect only the process itself, its descriptors and files
 that Landlock or the mounts let it open."""
 
 CONTAINED = _table("""
     chmod:90:- fchmod:91:52 fchmodat:268:53 fchmodat2:452:452 utimensat:280:88 utimes:235:-
     utime:132:- futimesat:261:- truncate:76:45 setsid:112:157 setpgid:109:154
 """)
-"""Allowed where namespaces hold: without them they change the mode or the times of files that the
-user owns anywhere (Landlock does not speak of those), or leave the process group."""
+"""Allowed if namespaces apply. Without them these calls change the mode or the times of any file of
+the user, which Landlock does not prevent, or leave the process group."""
 
 BY_ARGUMENT = _table("""
     open:2:- openat:257:56 creat:85:- clone:56:220 fcntl:72:25 ioctl:16:29 prctl:157:167
     prlimit64:302:261 socketpair:53:199 sendto:44:206 kill:62:129 tgkill:234:131 clone3:435:435
     openat2:437:437
 """)
-"""Allowed for some arguments only: `_by_argument` says which."""
+"""Allowed for some arguments only, see `_by_argument`."""
 
 
 Instruction = tuple[int, int, int, int]
@@ -85,7 +85,7 @@ DENY: Instruction = (RETURN, 0, 0, 0x00050000 | errno.EPERM)
 ABSENT: Instruction = (RETURN, 0, 0, 0x00050000 | errno.ENOSYS)
 
 NEWEST = 462
-"""Calls above this number were not there when the tables were written: they are absent."""
+"""Newest call when the tables were written. Calls above this number get ENOSYS."""
 _CLONE_REFUSED = 0x7E020000 | 0x00008000 | 0x00002000
 """New namespaces, a child of somebody else's (CLONE_PARENT), a traced child (CLONE_PTRACE)."""
 _FCNTL_REFUSED = (8, 10, 15, 1024, 1026)
@@ -106,60 +106,67 @@ def supported() -> bool:
 
 @cache
 def build(*, contained: bool, signals_scoped: bool, machine: str = "") -> bytes:
-    """The filter as the kernel takes it: 8 bytes an instruction.
+    """Return the filter as the kernel reads it: 8 bytes an instruction.
 
     Args:
-        contained: PID, mount and IPC namespaces hold as well.
-        signals_scoped: Landlock keeps signals inside (ABI 6); where neither it nor a PID namespace
-            does, a process signals nobody but its own group as a whole.
-        machine: as `uname -m` says; this machine's where empty.
+        contained: PID, mount and IPC namespaces apply as well.
+        signals_scoped: Landlock keeps signals inside (ABI 6). If neither it nor a PID namespace
+            does, a process may signal only its own group as a whole.
+        machine: as `uname -m` prints it; empty for this machine.
 
     Raises:
         KeyError: no table for this architecture.
     """
     machine = machine or os.uname().machine
-    column, _ = ARCHITECTURES[machine]
-    program: list[Instruction] = []
+    column, audit = ARCHITECTURES[machine]
+    program: list[Instruction] = [
+        (LOAD, 0, 0, _ARCH_AT),
+        (EQUAL, 1, 0, audit),
+        KILL,
+        (LOAD, 0, 0, _NUMBER_AT),
+    ]
     for name, body in _by_argument(free_signals=contained or signals_scoped).items():
         number = BY_ARGUMENT[name][column]
         if number is not None:
             program += [(EQUAL, 0, len(body), number), *body]
     rows = [*PLAIN.values(), *(CONTAINED.values() if contained else ())]
-    program += allow(row[column] for row in rows)
+    for low, high in _ranges(row[column] for row in rows):
+        program += [(AT_LEAST, 0, 2, low), (GREATER, 1, 0, high), ALLOW]
     program += [(GREATER, 0, 1, NEWEST), ABSENT, DENY]
-    return assemble(program, machine)
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
 def _by_argument(*, free_signals: bool) -> dict[str, list[Instruction]]:
-    """What follows once the call's number has matched; each ends with a verdict."""
-    signal = [ALLOW] if free_signals else one_of(0, (0,))
+    """Return the instructions that follow once a call's number has matched; each list ends with a
+    verdict."""
+    signal = [ALLOW] if free_signals else _by_value(0, (0,), ALLOW, DENY)
     return {
-        "clone3": [ABSENT],  # its flags lie in memory, where a filter cannot look
+        "clone3": [ABSENT],  # its flags are in memory, which a filter cannot read
         "openat2": [ABSENT],
-        "clone": [argument(0), (SET, 0, 1, _CLONE_REFUSED), DENY, ALLOW],
+        "clone": [_argument(0), (SET, 0, 1, _CLONE_REFUSED), DENY, ALLOW],
         "open": _no_truncation(1),
         "openat": _no_truncation(2),
         "creat": [ALLOW],
-        "fcntl": _none_of(1, _FCNTL_REFUSED),
-        "ioctl": _none_of(1, _IOCTL_REFUSED),
-        "prctl": one_of(0, _PRCTL_ALLOWED),
-        "prlimit64": one_of(0, (0,)),  # its own limits, not another process's
+        "fcntl": _by_value(1, _FCNTL_REFUSED, DENY, ALLOW),
+        "ioctl": _by_value(1, _IOCTL_REFUSED, DENY, ALLOW),
+        "prctl": _by_value(0, _PRCTL_ALLOWED, ALLOW, DENY),
+        "prlimit64": _by_value(0, (0,), ALLOW, DENY),  # only the caller's own limits
         # A pair of streams is connected to itself; a pair of datagram sockets can send elsewhere.
         "socketpair": [
-            argument(0),
+            _argument(0),
             (EQUAL, 1, 0, _AF_UNIX),
             DENY,
-            argument(1),
+            _argument(1),
             (AND, 0, 0, _SOCK_TYPE),
             (EQUAL, 0, 1, _SOCK_STREAM),
             ALLOW,
             DENY,
         ],
         "sendto": [  # without an address: both halves of the pointer are zero
-            argument(4),
+            _argument(4),
             (EQUAL, 1, 0, 0),
             DENY,
-            argument(4, high=True),
+            _argument(4, high=True),
             (EQUAL, 0, 1, 0),
             ALLOW,
             DENY,
@@ -169,15 +176,11 @@ def _by_argument(*, free_signals: bool) -> dict[str, list[Instruction]]:
     }
 
 
-def _none_of(index: int, values: Iterable[int]) -> list[Instruction]:
-    tests = [step for value in values for step in ((EQUAL, 0, 1, value), DENY)]
-    return [argument(index), *tests, ALLOW]
-
-
 def _no_truncation(index: int) -> list[Instruction]:
-    """No O_TRUNC on a file opened for reading: before its ABI 3 Landlock lets that empty it."""
+    """Refuse O_TRUNC on a file opened for reading, which Landlock before ABI 3 lets empty the
+    file."""
     return [
-        argument(index),
+        _argument(index),
         (AND, 0, 0, _O_TRUNC | _O_ACCMODE),
         (EQUAL, 0, 1, _O_TRUNC),
         DENY,
@@ -185,43 +188,22 @@ def _no_truncation(index: int) -> list[Instruction]:
     ]
 
 
-def allow(numbers: Iterable[int | None]) -> list[Instruction]:
-    """Lets calls through by their numbers, whatever the arguments; None is no call."""
-    return [
-        instruction
-        for low, high in _ranges(numbers)
-        for instruction in ((AT_LEAST, 0, 2, low), (GREATER, 1, 0, high), ALLOW)
-    ]
-
-
-def argument(index: int, *, high: bool = False) -> Instruction:
-    """Loads a half of an argument (both architectures are little-endian)."""
+def _argument(index: int, *, high: bool = False) -> Instruction:
+    """Return an instruction that loads a half of an argument (both architectures are
+    little-endian)."""
     return (LOAD, 0, 0, _ARGUMENTS_AT + 8 * index + 4 * high)
 
 
-def one_of(index: int, values: Iterable[int]) -> list[Instruction]:
-    """Allows the call where an argument's lower half is one of the values, and else refuses it."""
-    tests = [step for value in values for step in ((EQUAL, 0, 1, value), ALLOW)]
-    return [argument(index), *tests, DENY]
-
-
-def assemble(program: Sequence[Instruction], machine: str) -> bytes:
-    """A filter as the kernel takes it: 8 bytes an instruction.
-
-    Args:
-        program: what to do once the number of the call is loaded.
-        machine: as `uname -m` says.
-
-    Raises:
-        KeyError: no table for this architecture.
-    """
-    _, audit = ARCHITECTURES[machine]
-    front = [(LOAD, 0, 0, _ARCH_AT), (EQUAL, 1, 0, audit), KILL, (LOAD, 0, 0, _NUMBER_AT)]
-    return b"".join(struct.pack("=HBBI", *instruction) for instruction in (*front, *program))
+def _by_value(
+    index: int, values: Iterable[int], verdict: Instruction, otherwise: Instruction
+) -> list[Instruction]:
+    """Return `verdict` if an argument's lower half is one of the values, else `otherwise`."""
+    tests = [step for value in values for step in ((EQUAL, 0, 1, value), verdict)]
+    return [_argument(index), *tests, otherwise]
 
 
 def _ranges(numbers: Iterable[int | None]) -> list[tuple[int, int]]:
-    """Neighbouring numbers joined to (first, last)."""
+    """Join neighbouring numbers to (first, last)."""
     ranges: list[tuple[int, int]] = []
     for number in sorted({n for n in numbers if n is not None}):
         if ranges and ranges[-1][1] == number - 1:

@@ -31,8 +31,8 @@ class Limits:
     Attributes:
         wall_s: seconds from its start; None is no limit.
         cpu_s: seconds of CPU of all its processes together; None is no limit.
-        memory_bytes: address space of each process, and memory of all together. The sum is looked
-            at every 50 ms; between two looks the bound is `processes * memory_bytes`.
+        memory_bytes: address space of each process, and memory of all together. The sum is checked
+            every 50 ms; between two checks the limit is `processes * memory_bytes`.
         processes: processes and threads at a time.
         file_bytes: of a file, and of everything in the scratch directory.
         output_bytes: of stdout and of stderr each, where `run` reads them.
@@ -52,15 +52,15 @@ class Finished:
 
     Attributes:
         outcome: `exit` by itself, `signal` (a crash), or the limit that it hit: `time`, `cpu`,
-            `memory`, `processes`, `files`, `output`; `killed` by whoever started it. A limit that
-            the program notices and ends of (MemoryError, no further process) is told by the last
-            line of stderr: a program can claim one, to no use, as it has failed either way.
+            `memory`, `processes`, `files`, `output`; `killed` by its parent. If the program itself
+            noticed the limit and ended (MemoryError, no further process), the last line of stderr
+            shows which one. A program can fake that line, but it has failed either way.
         code: exit status with `exit`; minus the signal's number with `signal`; else -9.
-        stdout: what it wrote, cut at the limit; empty after `start`.
+        stdout: its standard output, cut at the limit; empty after `start`.
         stderr: the last 64 KiB of it.
-        wall_s, cpu_s: seconds; CPU time of all its processes, up to the last look at those that
-            were killed.
-        peak_bytes: most memory seen, of one process or of all.
+        wall_s, cpu_s: seconds; CPU time of all its processes, those that were killed up to the
+            last check.
+        peak_bytes: largest memory seen, of one process or of all.
     """
 
     outcome: Outcome
@@ -77,8 +77,8 @@ class Finished:
         return self.outcome == "exit" and self.code == 0
 
     def describe(self) -> str:
-        """One line: the limit that was met, the signal, or the exit code with the last line of
-        stderr."""
+        """Return one line: the limit that was hit, the signal, or the exit code with the last line
+        of stderr."""
         if self.outcome == "exit":
             last = self.stderr.decode(errors="replace").strip().splitlines()[-1:]
             return " ".join([f"exit code {self.code}", *(line[:200] for line in last)])
@@ -89,12 +89,12 @@ class Finished:
 
 
 def judge(message: Mapping[str, str], stderr: bytes, limits: Limits) -> Finished:
-    """Makes sense of the launcher's last message: `verdict`, `wall_s`, `seen`, `cpu_seen`, and
-    where the program ended by itself `status`, `cpu_s`, `peak`."""
+    """Return how the program ended, from the launcher's last message: `verdict`, `wall_s`, `seen`,
+    `cpu_seen`, and, if the program ended by itself, `status`, `cpu_s`, `peak`."""
     code = os.waitstatus_to_exitcode(int(message.get("status", signal.SIGKILL)))
     verdict: Any = message.get("verdict", "killed")
     if not verdict and "status" not in message:
-        verdict = "killed"  # the init process itself was, from outside
+        verdict = "killed"  # the init process itself was killed from outside
     cpu_s = max(float(message.get(name, 0.0)) for name in ("cpu_s", "cpu_seen"))
     return Finished(
         verdict or _by_status(code, cpu_s, stderr, limits),

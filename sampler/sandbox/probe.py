@@ -1,4 +1,4 @@
-"""Which mechanisms work on this machine, found by using each."""
+"""Probe of the mechanisms that work on this machine, made by using each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Mechanism:
 
     @property
     def remedy(self) -> str:
-        """What to do so that it works; empty where it does."""
+        """How to make it work; empty if it works."""
         if self.works:
             return ""
         return REMEDIES["root" if ROOT_STAYS_ROOT in self.seen else self.name]
@@ -41,7 +41,7 @@ class Mechanism:
 
 @dataclass(frozen=True)
 class Report:
-    """What works here.
+    """Mechanisms of this machine.
 
     Attributes:
         mechanisms: namespaces (user, PID, network, mount, IPC and UTS, and mounts in them: set A);
@@ -57,15 +57,18 @@ class Report:
 
     @property
     def isolates(self) -> bool:
-        """Whether one of the two sets works. Sockets to a virtual machine's host know no
-        namespaces: where there are any, set A needs the filter as well."""
+        """Whether one of the two sets works.
+
+        Namespaces do not confine sockets to a virtual machine's host. If the kernel has these,
+        set A needs the filter as well.
+        """
         works = set(self.working)
         return works >= set(SET_B) or (works >= set(SET_A) and (SECCOMP in works or not _vsock()))
 
 
 @cache
 def probe() -> Report:
-    """Tries each mechanism on a program of nothing; the answer is kept."""
+    """Try each mechanism on an empty program. The result is cached."""
     alone = _try(SET_A)
     namespaces = Mechanism(NAMESPACES, not alone, alone or "a root of its own was built")
     base = SET_A if namespaces.works else ()
@@ -81,7 +84,7 @@ def probe() -> Report:
 
 
 def _try(mechanisms: tuple[str, ...]) -> str:
-    """Why a program does not start under these mechanisms; empty where it does."""
+    """Return why a program does not start under these mechanisms; empty if it starts."""
     command = [*PYTHON, "-S", "-c", "pass"]
     try:
         finished = launch(command, limits=_TRIAL, mechanisms=mechanisms).wait(None)
@@ -100,20 +103,20 @@ def _vsock() -> bool:
 
 
 def working() -> tuple[str, ...]:
-    """The mechanisms to apply: all that work.
+    """Return the mechanisms to apply: all that work.
 
     Raises:
-        UserError: they do not isolate.
+        UserError: they are not enough to isolate.
     """
     require("sandbox")
     return probe().working
 
 
 def require(place: str) -> None:
-    """Makes sure that what a model wrote can be run here.
+    """Check that programs of a model can be isolated here.
 
     Args:
-        place: what needs it: a pool, a reward.
+        place: what needs it, for example a reward.
 
     Raises:
         UserError: neither set of mechanisms works.

@@ -25,8 +25,8 @@ PYTHON = [sys.executable, "-I"]
 """How to start this interpreter in isolation; its arguments follow."""
 SET_A = (NAMESPACES,)
 SET_B = (LANDLOCK, SECCOMP)
-"""Either is enough: with namespaces there is nothing else to see, with Landlock and seccomp
-nothing else to open and no call to reach it with."""
+"""Either set is enough. Namespaces hide everything else. Landlock forbids opening anything else,
+and seccomp forbids the calls that reach it in other ways."""
 
 START_S = 60.0
 END_S = 30.0
@@ -42,7 +42,7 @@ _MAX_LINKS = 40
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LC_ALL": "C.UTF-8",
-    # A pool of threads for each core counts against the limits, before anything is computed.
+    # A pool of threads for each core would count against the limits.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -58,7 +58,7 @@ class Isolated:
     """A running isolated program. Use it in a `with`, or call `kill`.
 
     Attributes:
-        pid: of its supervisor, outside; killing that ends the program.
+        pid: of its supervisor, outside; killing the supervisor ends the program.
         stdin, stdout: binary pipes. The reader has to limit what it reads.
     """
 
@@ -108,7 +108,7 @@ class Isolated:
             return self.wait(END_S)
 
     def wait(self, timeout_s: float | None) -> Finished:
-        """Wait until nothing of the program is left; return how it ended.
+        """Wait until no process of the program is left; return how it ended.
 
         Raises:
             TimeoutError: it has not ended in time.
@@ -220,19 +220,19 @@ def launch(
     """Start a program in isolation.
 
     Its working directory is a scratch directory: writable, limited, and removed afterwards. It can
-    read the interpreter with its standard library, and `readable`. It has no network, nothing of
-    the parent's environment and no open file but its three streams.
+    read the interpreter with its standard library, and `readable`. It has no network, no variable
+    of the parent's environment and no open file except its three streams.
 
     Args:
         command: absolute path of the program (mostly `[*PYTHON, ...]`) and its arguments.
-        limits: what it may use.
-        files: {path relative to the scratch directory: content} to lie there.
-        readable: further files and directories, as site-packages.
-        mechanisms: names of those to apply. With none the limits hold, and the program sees what
-            its user sees.
+        limits: of the program.
+        files: {path relative to the scratch directory: content} of files to create there.
+        readable: further files and directories, for example site-packages.
+        mechanisms: names of the mechanisms to apply. Without any only the limits apply, and the
+            program can read what its user can read.
 
     Raises:
-        NotIsolated: a mechanism fails, the program or a path is not there.
+        NotIsolated: a mechanism fails, or the program or a path is missing.
     """
     order = _order(command, limits, files or {}, readable, tuple(mechanisms))
     ours, theirs = socket.socketpair()

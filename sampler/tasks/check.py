@@ -1,7 +1,7 @@
 """`python -m sampler check`: reads a run's problems and tries its graders, before a role starts.
 
-It imports the plug-ins, so `runspec` calls it as a process of its own. What it reads is cached for
-the roles (`sampler.tasks.sources.file_source`).
+It imports the plug-ins, so `runspec` runs it in a separate process. The rows it selects are cached
+for the roles (`sampler.tasks.sources.file_source`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from runspec.core.process import run_role
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import Reward, RunSpec
 from runspec.core.spec.schema_fields import close_match
-from sampler.grading.answers import Answer
-from sampler.grading.graders import Graders
-from sampler.grading.launch import require_graders
+from sampler.tasks.grading.answers import Answer
+from sampler.tasks.grading.graders import Graders
+from sampler.tasks.grading.launch import require_graders
 from sampler.tasks.interfaces import Keep, Part, ProblemSource, make_source, make_term
 from sampler.tasks.problems import problem_filter
 from sampler.tasks.prompts import PromptCodec, PromptForm
@@ -35,13 +35,13 @@ from verify.plugins import GraderFault, Problem, load_warm_start_data
 
 NAME = "check"
 TRIED = ("", "0")
-"""Answers that are graded to the first problem of each task type."""
+"""Trial answers to the first problem of each task type."""
 MAX_FAULTS = 20
 MAX_CHARS = 1000
 _TRACES = 8
 _SPEC_PATHS = ("data.", "model", "reward", "samplers", "warm_start")
 _log = logging.getLogger(__name__)
-"""`runspec.local.problems` shows its lines as progress."""
+"""`runspec.local.problems` shows the lines of this log as progress."""
 
 
 @dataclass
@@ -52,11 +52,12 @@ class Checked:
     faults: list[UserError] = field(default_factory=list)
     """Faults that end the run or leave it without rewards; `place` is a path of the spec."""
     notes: list[str] = field(default_factory=list)
-    """A line for each source: how many problems there are, and how many are left out."""
+    """One line for each source: numbers of problems selected and left out."""
 
     @contextmanager
     def catching(self, place: str, kind: str = "") -> Iterator[None]:
-        """Takes up what its block raises, whatever it is: a plug-in, of a kind, runs in it."""
+        """Add whatever the block raises as a fault. `kind` names the plug-in that runs in the
+        block."""
         try:
             yield
         except UserError as error:
@@ -77,14 +78,14 @@ class Checked:
             )
 
     def add(self, place: str, thing: str, remedy: str) -> None:
-        """Takes up a fault; beyond `MAX_FAULTS` they are left out."""
+        """Add a fault; faults beyond `MAX_FAULTS` are left out."""
         if len(self.faults) < MAX_FAULTS:
             fault = UserError(thing[:MAX_CHARS], place=place, remedy=remedy[:MAX_CHARS])
             self.faults.append(fault)
 
 
 def add_command(commands: Any) -> None:
-    """Adds `check` to what `add_subparsers` returned."""
+    """Add `check` to what `add_subparsers` returned."""
     parser = commands.add_parser(
         NAME,
         help="read a run's problems and try its graders",
@@ -92,19 +93,22 @@ def add_command(commands: Any) -> None:
         "sources, grades two answers to a problem of each task type, and prints a JSON object with "
         "what it found. `runspec lint --data` and `runspec apply` call it.",
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a run's, or of a spec.json")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="of a run, or with a spec.json")
     parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="has the tokenizer; without it no length is known"
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="has the tokenizer; else no prompt is measured",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; its exit code."""
+    """Run the command; return its exit code."""
     return run_role(NAME, lambda log: _report(options))
 
 
 def _report(options: argparse.Namespace) -> None:
-    """Prints what was found, and nothing else, to standard output."""
+    """Print the result, and nothing else, to standard output."""
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)  # what plug-ins print goes to standard error
         checked = check(load_resolved(options.folder), options.model)
@@ -113,11 +117,11 @@ def _report(options: argparse.Namespace) -> None:
 
 
 def check(spec: RunSpec, model: Path | None) -> Checked:
-    """Reads every row of a run's sources and tries its graders.
+    """Read every row of a run's sources and try its graders.
 
     Args:
         spec: the resolved spec.
-        model: a directory with the tokenizer of `model.hf`; None where it is not on this machine.
+        model: a directory with the tokenizer of `model.hf`; None if it is not on this machine.
     """
     checked = Checked(spec.data.max_prompt_tokens)
     rewards = list(_working(spec, checked))
@@ -140,7 +144,7 @@ class _All(Keep):
 
 
 def _measure(spec: RunSpec, model: Path | None, checked: Checked) -> None:
-    """Encodes every prompt, as the roles will, and notes how many problems are left."""
+    """Encode every prompt, as the roles will, and note how many problems are left."""
     codec = None
     if spec.warm_start is not None and spec.model.shape is not None:
         with checked.catching("warm_start"):
@@ -156,7 +160,7 @@ def _measure(spec: RunSpec, model: Path | None, checked: Checked) -> None:
 
 
 def _working(spec: RunSpec, checked: Checked) -> Iterator[Reward]:
-    """The rewards that grade tasks and whose plug-ins can be imported and made."""
+    """Yield the rewards that grade tasks and whose plug-ins can be imported and created."""
     for reward in spec.reward:
         _log.info("importing the kind %s of reward", reward.kind)
         with checked.catching(f"reward.{reward.name}", reward.kind):
@@ -165,7 +169,7 @@ def _working(spec: RunSpec, checked: Checked) -> Iterator[Reward]:
 
 
 def _read(spec: RunSpec, keep: Keep, checked: Checked) -> dict[str, ProblemSource]:
-    """The sources that can be made and have a problem, by name."""
+    """Return the sources that can be created and have a problem, by name."""
     found = {}
     for source in spec.data.sources:
         _log.info("source %s", source.name)
@@ -181,7 +185,7 @@ def _read(spec: RunSpec, keep: Keep, checked: Checked) -> dict[str, ProblemSourc
 
 
 def _warm_start_codec(spec: RunSpec) -> PromptCodec:
-    """The tokenizer that the warm start makes; some traces are drawn to see that it can."""
+    """Return the codec of the warm start's tokenizer, after drawing some traces as a test."""
     data = load_warm_start_data(spec)
     data.traces(np.random.default_rng(spec.seed), _TRACES, "train")
     with TemporaryDirectory(prefix="runspec-tokenizer-") as folder:
@@ -190,7 +194,7 @@ def _warm_start_codec(spec: RunSpec) -> PromptCodec:
 
 
 def _count(source: ProblemSource) -> str:
-    """How many problems a source has, and of rows how many are left out."""
+    """Describe how many problems a source has and, for rows, how many are left out."""
     from sampler.tasks.sources.file_source import FileSource  # imports pyarrow
 
     if isinstance(source, FileSource):
@@ -201,7 +205,8 @@ def _count(source: ProblemSource) -> str:
 def _try_graders(
     spec: RunSpec, rewards: Sequence[Reward], sources: dict[str, ProblemSource], checked: Checked
 ) -> None:
-    """Finds task types without a reward, and grades some answers to a problem of each other one."""
+    """Report task types without a reward, and grade trial answers to a problem of each other
+    type."""
     names = {reward.kind: reward.name for reward in rewards}
     known = {reward.kind for reward in spec.reward}
     firsts: dict[str, Problem] = {}
@@ -237,7 +242,7 @@ def _try_graders(
 
 
 def _ungraded(source: ProblemSource, kind: str, names: Collection[str]) -> tuple[str, str]:
-    """Message and remedy for a task type without a reward."""
+    """Return message and remedy for a task type without a reward."""
     count = len(source)
     if len(source.task_types) > 1:
         count = sum(source.problem(i).task_type == kind for i in range(len(source)))

@@ -1,4 +1,4 @@
-"""What sources and reward terms offer, and how they are found: entry points by kind.
+"""Interfaces of sources and reward terms, which are found by kind among the entry points.
 
 [project.entry-points."runspec.sources"]
 reasoning_gym = "sampler.tasks.sources.gym:GymSource"
@@ -22,100 +22,103 @@ from runspec.core.spec.schema import Reward, Source
 from verify.plugins import Problem
 
 Part = Literal["train", "held_out", "over_long"]
-"""What a problem is to a run, by its text."""
+"""How a run uses a problem, decided by its text."""
 
 
 class Keep(Protocol):
-    """Whether a problem, by its text, belongs to the run: not over-long, and of the right split."""
+    """Filter of problems by their text: accepts those of the right length and split."""
 
     digest: str
-    """Of all that the answers depend on, so that they can be kept."""
+    """Digest of everything that the answers depend on, for caching them."""
     wanted: Part = "train"
     """The problems that belong to the run."""
     known: Sequence[Part] = get_args(Part)
-    """The parts that `parts` tells apart."""
+    """The parts that `parts` can return."""
 
     def __call__(self, problem: str) -> bool:
         return self.many([problem])[0]
 
     def many(self, problems: Sequence[str]) -> list[bool]:
-        """The same of several problems, which is faster."""
+        """Return whether each problem belongs to the run, which is faster than one by one."""
         return [part == self.wanted for part in self.parts(problems)]
 
     def parts(self, problems: Sequence[str]) -> list[Part]:
-        """The part to which each problem belongs."""
+        """Return the part to which each problem belongs."""
 
 
 class ProblemSource(Protocol):
-    """Problems by index. Made as `kind(source, seed, keep)`, and deterministic in those and in the
-    contents of the source's files (`runspec.core.spec.source_files`), whatever folder they lie in.
+    """Problems by index, constructed as `kind(source, seed, keep)`.
 
-    A source leaves out the problems that `keep` refuses: a file drops the rows, a generator makes
-    another problem.
+    The problems depend only on these arguments and on the contents of the source's files
+    (`runspec.core.spec.source_files`), not on the folder of the files. A source leaves out the
+    problems that `keep` refuses: a file drops the rows, a generator makes another problem.
     """
 
     task_types: frozenset[str]
-    """Every `Problem.task_type` that it gives."""
+    """Every `Problem.task_type` of its problems."""
 
     def __len__(self) -> int: ...
 
     def problem(self, index: int) -> Problem:
-        """The problem at 0 <= index < len(self)."""
+        """Return the problem at 0 <= index < len(self)."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a task term says of an answer."""
+    """Score of an answer by a task term."""
 
     value: float
     """T, the task reward."""
     reason: str = ""
-    """Why it is not more, for people to read."""
+    """Why the value is not higher, for people to read."""
 
 
 class TaskTerm(Protocol):
-    """Grades answers: the task reward T. Making one is cheap: every process of a run does, and only
-    graders call it. All but `role` and `score` may be left out; what is said here is then taken,
-    whether a class derives from this one or not (`completed`)."""
+    """Grader of answers, which computes the task reward T.
+
+    Every process of a run creates one, so creation must be cheap; only graders call it. A class may
+    leave out everything except `role` and `score`. It then gets the defaults of this class, whether
+    it derives from it or not (`completed`).
+    """
 
     role: ClassVar[Literal["task"]] = "task"
     isolated: ClassVar[bool] = True
-    """Whether `score` runs in a grader process (`sampler.grading`): no network, no environment,
-    nothing to write to. Without it, in a thread of the caller, for terms that start a sandbox of
-    their own."""
+    """Whether `score` runs in a grader process (`sampler.tasks.grading`), which has no network, no
+    environment and nothing to write to. Otherwise it runs in a thread of the caller; that is for
+    terms that start a sandbox of their own."""
     repeatable: ClassVar[bool] = True
     """Whether the same answer gets the same score on any machine at any time."""
     timeout_s: ClassVar[float] = 10.0
-    """Longest time for one answer where the spec gives no `timeout`. A grader process that takes
+    """Seconds that one answer may take if the spec has no `timeout`. A grader process that takes
     longer is ended."""
     executes_answers: ClassVar[bool] = False
-    """Whether it runs answers as programs: no untrusted pool without a sandbox then."""
+    """Whether it runs answers as programs, which an untrusted pool allows only with a sandbox."""
     limits_blame_answer: ClassVar[bool] = False
-    """What an answer gets on which the grader process runs out of time or memory: a reward of 0
-    where the answer alone decides how much work there is, else no reward but a fault."""
+    """Whether an answer gets 0 if its grading runs out of time or memory, because the answer alone
+    decides how much work there is. Otherwise it is a fault, without a reward."""
 
     def __init__(self, reward: Reward) -> None:
-        """Reads the reward's settings, where it has any."""
+        """Read the reward's settings, if the kind has any."""
 
     def score(self, problem: Problem, answer: str) -> Score | float:
-        """T of an answer (the text after `</think>`). What it raises counts as a fault of its own,
-        not of the answer."""
+        """Return T of an answer (the text after `</think>`). An error that it raises counts as a
+        fault of the term, not of the answer."""
 
     def prepare(self) -> None:
-        """What takes time before the first answer (imports, tables). A grader process calls it
-        once, before any deadline runs."""
+        """Do slow work, such as imports and tables. A grader process calls it once, before any
+        deadline starts."""
 
 
 class LengthTerm(Protocol):
-    """Judges lengths: the length term P."""
+    """Judge of lengths, which computes the length term P."""
 
     role: ClassVar[Literal["length"]] = "length"
 
     def __init__(self, reward: Reward) -> None:
-        """Reads the reward's settings."""
+        """Read the reward's settings."""
 
     def penalty(self, task_reward: float, target: int, length: int) -> float:
-        """P such that the reward is R = T + P; length counts all output tokens."""
+        """Return P such that the reward is R = T + P; `length` counts all output tokens."""
 
 
 Kind = type[TaskTerm] | type[LengthTerm]
@@ -124,17 +127,16 @@ Kind = type[TaskTerm] | type[LengthTerm]
 
 def make_source(source: Source, seed: int, keep: Keep) -> ProblemSource:
     point = _entry_point(SOURCE_GROUP, source.kind, f"data.sources.{source.name}")
-    made: ProblemSource = point.load()(source, seed, keep)
-    return made
+    return point.load()(source, seed, keep)
 
 
 def make_term(reward: Reward) -> TaskTerm | LengthTerm:
-    """What grades by a reward; its `role` says which of the two it is."""
+    """Create the term of a reward; its `role` is `task` or `length`."""
     return completed(reward_entry_point(reward).load())(reward)
 
 
 def length_term(rewards: Sequence[Reward]) -> LengthTerm | None:
-    """The term that judges lengths, None where there is none."""
+    """Return the term that judges lengths; None if there is none."""
     for reward in rewards:
         term = make_term(reward)
         if term.role == "length":
@@ -143,7 +145,7 @@ def length_term(rewards: Sequence[Reward]) -> LengthTerm | None:
 
 
 def find_kind(kind: str) -> Kind:
-    """The class of a kind of reward.
+    """Return the class of a kind of reward.
 
     Raises:
         UserError: no installed package offers it, or the package cannot be imported.
@@ -155,25 +157,23 @@ def find_kind(kind: str) -> Kind:
         raise UserError(
             f"the plug-in of kind {kind} cannot be loaded: {type(error).__name__}: {error}",
             place=f"entry point {point.value}",
-            remedy="mend the package; where the command runs, a folder of its name hides it",
+            remedy="fix the package; a folder of its name in the working directory also hides it",
         ) from error
 
 
 def completed(kind: Any) -> Kind:
-    """A class that a plug-in offers, with what it leaves out.
+    """Return a plug-in's class with defaults for what it leaves out.
 
-    A task term that does not derive from `TaskTerm` is given it as its last base: what the class
-    says of itself goes before.
+    A task term that does not derive from `TaskTerm` gets it as its last base, so the attributes of
+    the class take precedence.
     """
     if kind.role == "task" and TaskTerm not in kind.__mro__:
-        made: Kind = new_class(kind.__name__, (kind, TaskTerm))
-        return made
-    found: Kind = kind
-    return found
+        kind = new_class(kind.__name__, (kind, TaskTerm))
+    return kind
 
 
 def reward_entry_point(reward: Reward) -> EntryPoint:
-    """Where the class of a reward's kind is found.
+    """Return the entry point of the class of a reward's kind.
 
     Raises:
         UserError: no installed package offers the kind.

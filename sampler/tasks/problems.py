@@ -1,4 +1,4 @@
-"""The problems of a run: those of its sources that are in the split and whose prompts fit."""
+"""Problems of a run: the problems of its sources that are in the split and whose prompts fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CACHED_PROBLEMS = 256
 def split_of(problem: str) -> Split:
     """Return the split of a problem: a tenth, by a hash of the text, is held out from training.
 
-    Case does not count: a tokenizer that ignores it sees `Lent` and `lent` as one problem.
+    Case is ignored, because a tokenizer may map `Lent` and `lent` to the same tokens.
     """
     word = int.from_bytes(hash_parts("split", problem.lower())[:8], "big")
     return "held_out" if word % _HELD_OUT_ONE_IN == 0 else "train"
@@ -52,7 +52,7 @@ class Fitting(Keep):
 
     Args:
         codec: renders and encodes prompts.
-        targets: lengths that prompts may ask for; empty: they ask for none.
+        targets: lengths that prompts may ask for; empty if they ask for none.
         limit: longest prompt, in tokens.
         split: None accepts both splits.
     """
@@ -84,7 +84,7 @@ class Fitting(Keep):
 def problem_filter(spec: RunSpec, codec: PromptCodec, split: Split) -> Fitting:
     """Return the filter for problems of a split whose prompts fit.
 
-    Only a run with a warm start holds problems out: they show whether it learns or memorises.
+    Only a run with a warm start holds problems out, to show whether it learns or memorises.
     """
     of_split = split if spec.warm_start is not None else None
     return Fitting(codec, target_lengths(spec), spec.data.max_prompt_tokens, of_split)
@@ -95,8 +95,8 @@ class Problems:
 
     Args:
         spec: names the sources.
-        keep: which problems belong to the run.
-        data_dir: holds the files of all sources; None: they lie where `uri` says.
+        keep: decides which problems belong to the run.
+        data_dir: holds the files of all sources; None if they are at their `uri`.
     """
 
     def __init__(self, spec: RunSpec, keep: Keep, data_dir: Path | None = None) -> None:

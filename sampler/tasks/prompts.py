@@ -19,10 +19,11 @@ THINK, THINK_END = "<think>", "</think>"
 
 
 def answer_in(output: str) -> str | None:
-    """The answer in a text that a model wrote: what follows its first `</think>`, None without one.
+    """Return the answer in a text of a model: the part after its first `</think>`; None without
+    one.
 
-    The thinking ends once. A later `</think>` is a part of the answer: were it the last one that
-    counts, a model could answer, look at it, and answer anew.
+    The thinking ends once. A later `</think>` is a part of the answer; otherwise a model could
+    answer, think about the answer, and answer again.
     """
     _, think_end, answer = output.partition(THINK_END)
     return answer.strip() if think_end else None
@@ -30,28 +31,28 @@ def answer_in(output: str) -> str | None:
 
 @dataclass(frozen=True)
 class PromptForm:
-    """How a problem is put to the policy: the fields of `data` that say so."""
+    """Form of a prompt: the fields of `data` that determine how a problem is presented."""
 
     length_prompt: str
-    """`{target}` is filled in."""
+    """Text that asks for a length; `{target}` is replaced by it."""
     length_role: Literal["user", "system"] = "user"
-    """Whose message says the length."""
+    """Role of the message that contains the length prompt."""
     system_prompt: str | None = None
-    """First in the system's message."""
+    """Start of the system message."""
     think_prefill: bool = False
-    """Whether the prompt opens the thinking where the template does not."""
+    """Whether the prompt opens the thinking if the template does not."""
 
     @classmethod
     def of(cls, data: Data) -> PromptForm:
-        """The form that a spec asks for."""
+        """Return the form that a spec asks for."""
         return cls(
             data.length_prompt, data.length_prompt_role, data.system_prompt, data.think_prefill
         )
 
     def messages(self, problem: str, target: int | None) -> list[Message]:
-        """The system's message where there is anything to say in it, then the user's.
+        """Return the system message, if it has any content, and the user message.
 
-        Each length prompt stands on a line of its own; without a target there is none.
+        The length prompt is on a line of its own; without a target there is none.
         """
         length = None if target is None else self.length_prompt.replace("{target}", str(target))
         in_system = length if self.length_role == "system" else None
@@ -62,7 +63,7 @@ class PromptForm:
         return [*messages, {"role": "user", "content": user}]
 
     def text(self, problem: str, target: int | None) -> str:
-        """The messages without a template: one below the other."""
+        """Return the contents of the messages without a template, each on a new line."""
         return "\n".join(message["content"] for message in self.messages(problem, target))
 
 
@@ -70,12 +71,12 @@ class PromptCodec:
     """A model's tokenizer and chat template.
 
     Args:
-        files: of a model directory.
-        form: how a problem is put.
+        files: tokenizer files of a model directory.
+        form: form of the prompts.
 
     Raises:
-        UserError: a broken template, one that takes no system message where there is one, or no
-            end token.
+        UserError: a broken template, a template without support for a system message that the
+            form needs, or no end token.
     """
 
     def __init__(self, files: TokenizerFiles, form: PromptForm) -> None:
@@ -93,7 +94,7 @@ class PromptCodec:
             )
         self.eos_token_id: int = eos_id
         self._size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        # What is set on a tokenizer for training would cut or pad prompts in silence.
+        # A tokenizer saved for training may silently truncate or pad prompts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         if self._template is not None and (form.system_prompt or form.length_role == "system"):
@@ -101,16 +102,17 @@ class PromptCodec:
 
     @classmethod
     def read(cls, directory: Path, form: PromptForm) -> PromptCodec:
-        """Of a model directory.
+        """Read the codec of a model directory.
 
         Raises:
-            UserError: a file that is missing or malformed, or what the class says.
+            UserError: a file is missing or malformed, or an error of the class.
         """
         return cls(TokenizerFiles.read(directory), form)
 
     @property
     def digest(self) -> str:
-        """Of all that a prompt's tokens depend on beside the problem and the target."""
+        """Digest of everything that a prompt's tokens depend on besides the problem and the
+        target."""
         form = self._form
         template = self._template
         parts = [
@@ -126,7 +128,7 @@ class PromptCodec:
         return hash_parts(*parts).hex()
 
     def prompt_text(self, problem: str, target: int | None) -> str:
-        """What is encoded: the messages in the chat template, and the opened thinking."""
+        """Return the text to encode: the messages in the chat template, and the opened thinking."""
         if self._template is None:
             text = self._form.text(problem, target)
             opening = f"\n{THINK}\n"
@@ -138,16 +140,14 @@ class PromptCodec:
         return text
 
     def prompt_tokens(self, problem: str, target: int | None) -> list[int]:
-        """The prompt, encoded."""
+        """Return the tokens of a prompt."""
         # A template writes the special tokens itself.
-        special = self._template is None
-        ids: list[int] = self._tokenizer.encode(
-            self.prompt_text(problem, target), add_special_tokens=special
+        return self._tokenizer.encode(
+            self.prompt_text(problem, target), add_special_tokens=self._template is None
         ).ids
-        return ids
 
     def prompt_lengths(self, problems: Sequence[str], target: int | None) -> list[int]:
-        """Tokens of each problem's prompt; one batch, on all cores."""
+        """Return the number of tokens of each problem's prompt. One batch, on all cores."""
         texts = [self.prompt_text(problem, target) for problem in problems]
         encoded = self._tokenizer.encode_batch_fast(
             texts, add_special_tokens=self._template is None
@@ -155,16 +155,15 @@ class PromptCodec:
         return [len(one) for one in encoded]
 
     def encode(self, text: str) -> list[int]:
-        """Text as the model would write it: no template, no special tokens around it."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        """Encode text as the model would write it: no template, no special tokens around it."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """All the text there is, special tokens included."""
+        """Decode tokens to text, special tokens included."""
         return self._tokenizer.decode([int(t) for t in tokens], skip_special_tokens=False)
 
     def token(self, text: str) -> int:
-        """The id of one token.
+        """Return the id of one token.
 
         Raises:
             UserError: the vocabulary has no such token.
@@ -175,10 +174,10 @@ class PromptCodec:
         return token
 
     def answer(self, output_tokens: Sequence[int]) -> str | None:
-        """The text between the first `</think>` and the end token, None where either is missing;
-        see `answer_in`.
+        """Return the text between the first `</think>` and the end token; None if either is
+        missing. See `answer_in`.
 
-        An output that was cut off has no answer, whatever it says so far.
+        An output that was cut off has no answer.
         """
         tokens = [int(token) for token in output_tokens]
         known = all(0 <= token < self._size for token in tokens)

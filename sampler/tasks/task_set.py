@@ -1,4 +1,4 @@
-"""A run's task: problems of the spec's sources, prompts by its tokenizer, rewards by its terms."""
+"""Task of a run: problems of the spec's sources, prompts by its tokenizer, rewards by its terms."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import data_digest
-from sampler.grading.answers import Answer, Result
-from sampler.grading.graders import Graders
-from sampler.grading.launch import require_graders
+from sampler.tasks.grading.answers import Answer, Result
+from sampler.tasks.grading.graders import Graders
+from sampler.tasks.grading.launch import require_graders
 from sampler.tasks.interfaces import LengthTerm, Score, length_term
 from sampler.tasks.problems import Problems, problem_filter, target_lengths
 from sampler.tasks.prompts import PromptCodec, PromptForm
@@ -50,7 +50,8 @@ class RunTask:
         return self._codec.prompt_tokens(self.problem(index).prompt, target)
 
     def grade_all(self, items: Sequence[GradeItem]) -> list[Graded | GraderFault]:
-        """R = T + P: T of the answer, P of the length of all output tokens, the end included."""
+        """Grade outputs: R = T + P, with T of the answer and P of the length of all output tokens,
+        the end included."""
         problems = [self.problem(item.problem) for item in items]
         texts = [self._codec.answer(item.output_tokens) for item in items]
         answered = [index for index, text in enumerate(texts) if text is not None]
@@ -66,7 +67,7 @@ class RunTask:
         ]
 
     def close(self) -> None:
-        """Ends the grader processes."""
+        """End the grader processes."""
         self._graders.close()
 
     def _graded(
@@ -88,11 +89,11 @@ class RunTask:
 
 
 def build_task_set(spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None = None) -> RunTask:
-    """The run's task; see `verify.plugins.load_task_set`.
+    """Return the run's task; see `verify.plugins.load_task_set`.
 
     Raises:
-        UserError: a kind that no installed package offers, a source that cannot be read, a
-            directory without a tokenizer, or a reward that needs a sandbox where none works.
+        UserError: no installed package offers a kind, a source cannot be read, the directory has no
+            tokenizer, or a reward needs a sandbox and none works.
     """
     require_graders(spec)
     codec = PromptCodec.read(tokenizer_dir, PromptForm.of(spec.data))

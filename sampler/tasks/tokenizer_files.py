@@ -53,7 +53,7 @@ class TokenizerFiles:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """`bos_token`, `eos_token` and their like, as text, if the configuration names them."""
+        """Text of each special token in the configuration, by name, for example `bos_token`."""
         found = {}
         for kind in _SPECIAL_KINDS:
             value = self.config.get(f"{kind}_token")
@@ -105,7 +105,7 @@ class ChatTemplate:
 
     Args:
         source: the template's text.
-        special_tokens: `bos_token` and its like, as the template calls them.
+        special_tokens: special tokens by the names in the template, for example `bos_token`.
         place: file or directory of the template, for messages.
 
     Raises:
@@ -123,10 +123,10 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, files: TokenizerFiles) -> ChatTemplate | None:
-        """Return the template of a model directory; of several named ones the one called `default`.
+        """Return the template of a model directory, the one called `default` if there are several.
 
         Raises:
-            UserError: it does not parse, or none of several is the default.
+            UserError: it does not parse, or none of several is called `default`.
         """
         said = files.config.get("chat_template")
         if isinstance(said, list):
@@ -137,9 +137,9 @@ class ChatTemplate:
             }
             if _DEFAULT not in named:
                 raise UserError(
-                    f"of the chat templates {', '.join(map(str, named))} none is the default",
+                    f"none of the chat templates {', '.join(map(str, named))} is called default",
                     place=files.place,
-                    remedy="put the one to use into chat_template.jinja",
+                    remedy="put the template to use into chat_template.jinja",
                 )
             said = named[_DEFAULT]
         return None if said is None else cls(said, files.special_tokens, files.place)
@@ -158,7 +158,7 @@ class ChatTemplate:
                 add_generation_prompt=True,
                 **self.special_tokens,
             )
-        except Exception as error:  # a template can divide by zero as well as any program
+        except Exception as error:  # a template can raise anything, for example by a division
             raise UserError(f"the chat template fails: {error}", place=self._place) from error
 
     def require_system_message(self) -> None:
@@ -181,7 +181,7 @@ class ChatTemplate:
         raise UserError(
             f"the chat template {reason}",
             place=self._place,
-            remedy="take data.system_prompt out, and set data.length_prompt_role: user",
+            remedy="remove data.system_prompt and set data.length_prompt_role: user",
         )
 
 

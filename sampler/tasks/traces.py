@@ -1,13 +1,14 @@
 """Data of a warm start: a small tokenizer, and supervised traces that think, then answer.
 
-A trace thinks with drafts of the answer, cut to the length asked for:
-`ymed,ymed,ym</think>ymed<eos>`. It teaches the form, and only in some share of the traces that the
-length follows the prompt. That, and to be right more often, is left to reinforcement learning.
+A trace thinks with drafts of the answer, cut to the requested length:
+`ymed,ymed,ym</think>ymed<eos>`. All traces teach the form. Only a share of them teaches that the
+length follows the prompt. Reinforcement learning teaches the rest of that, and to be right more
+often.
 
-The tokenizer is for a model that the run makes itself, written as real Hugging Face files. Words
-that every prompt has are one token each, everything else is single characters: the policy sees a
-word that it must spell letter by letter. All text is lower-cased (the scorers used here ignore
-case), which saves the small model a second alphabet.
+The tokenizer is for a model that the run creates itself, and is written as Hugging Face files.
+Words that every prompt has are one token each. Everything else is single characters, so the policy
+must spell words letter by letter. All text is lower-cased (the scorers used here ignore case), so
+the small model needs no second alphabet.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '\\n<think>' }}{% endif %}"
 )
 _WORD = re.compile(r" ?(?:[a-z]+|[0-9]+)")
-# The last word of a line is never one token: it is what the problem is about, and the policy has to
-# spell it even if it is a word of the boilerplate.
+# The last word of a line is never one token: it is the subject of the problem, and the policy has
+# to spell it even if every prompt has it.
 _WORD_ENDS = r"(?![a-z0-9]|\s*(?:\n|$))"
 _WORD_BEGINS = r"(?<![a-z0-9])"
 _SAMPLED_PROBLEMS = 64
@@ -49,7 +50,7 @@ _SHORTEST = 4
 
 
 def boilerplate(texts: Sequence[str]) -> list[str]:
-    """Return the words and numbers that all texts have, each with a blank before it if it has one.
+    """Return the words and numbers that all texts have, with the blank before each, if any.
 
     Args:
         texts: prompts of different problems.
@@ -65,8 +66,8 @@ def build_tokenizer(
 
     Args:
         words: whole-word tokens, lower-case, a leading blank included where there is one.
-        vocab_size: of the model; unused ids are named <unused0>, <unused1>, ...
-        characters: lower-case ones beside those of `CHARACTERS`.
+        vocab_size: size of the model's vocabulary; unused ids are named <unused0>, <unused1>, ...
+        characters: lower-case characters to add to `CHARACTERS`.
 
     Raises:
         UserError: the model's vocabulary is too small.
@@ -108,7 +109,7 @@ def _pieces(words: Sequence[str]) -> str:
         ("" if word.startswith(" ") else _WORD_BEGINS) + re.escape(word) + _WORD_ENDS
         for word in longest_first
     ]
-    return "(?m)" + "|".join([*whole, "."])  # (?m): the dot matches a line break too
+    return "(?m)" + "|".join([*whole, "."])  # (?m): the dot also matches a line break
 
 
 class WarmStartTraces:
@@ -182,7 +183,7 @@ class WarmStartTraces:
 
 
 def _answer(problem: Problem) -> str:
-    """Return the answer of a problem: of a generator, or the first correct one of a row."""
+    """Return the answer of a problem: the generator's, or the first correct answer of a row."""
     known = problem.verification
     answer = known.get("answer", known.get("ground_truth"))
     if isinstance(answer, list) and answer:
@@ -191,7 +192,7 @@ def _answer(problem: Problem) -> str:
         return str(answer)
     if not isinstance(answer, str):
         raise UserError(
-            f"problem {problem.problem_id} comes with no answer to write into a trace",
+            f"problem {problem.problem_id} has no answer to write into a trace",
             place="data.sources",
             remedy="warm up on sources whose verification has `answer` or `ground_truth`",
         )

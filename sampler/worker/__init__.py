@@ -1,1 +1,1 @@
-"""The loop: lease -> version -> rollouts -> rewards and proofs -> submission."""
+"""Sampling worker: lease -> version -> rollouts -> rewards and proofs -> submission."""

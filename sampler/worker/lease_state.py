@@ -1,4 +1,4 @@
-"""State of a lease in the worker's hands, its events, and the thread that works beside the loop."""
+"""State of an open lease, events of the worker's loop, and its background thread."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Granted:
 
 @dataclass(frozen=True)
 class NotGranted:
-    """There is no lease now, or the coordinator can no longer be asked."""
+    """There is no lease now, or the request failed."""
 
     error: BaseException | None = None
 

@@ -1,4 +1,4 @@
-"""What a worker tells of its work: cumulative, so that a lost heartbeat loses nothing."""
+"""Totals of a worker's work for its heartbeats. They are cumulative, so losing one does no harm."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ class Meter:
         self._pause_s = 0.0
 
     def lease_began(self) -> None:
-        """A lease is being sampled; time in which at least one is counts as busy."""
+        """Note that the sampling of a lease began. Time counts as busy while at least one lease is
+        sampled."""
         with self._lock:
             if self._leases == 0:
                 self._busy_since = time.monotonic()
             self._leases += 1
 
     def lease_ended(self, tokens: int = 0) -> None:
-        """It is sampled, or given up.
+        """Note that a lease was sampled or given up.
 
         Args:
             tokens: its output tokens.
@@ -40,7 +41,7 @@ class Meter:
                 self._busy_s += time.monotonic() - self._busy_since
 
     def loaded(self, version: int, pause_s: float) -> None:
-        """A version was loaded.
+        """Note that a version was loaded.
 
         Args:
             version: its number.
@@ -52,8 +53,8 @@ class Meter:
             self._pause_s += pause_s
 
     def state(self) -> dict[str, int | float]:
-        """The heartbeat: `version` (-1 before the first), `busy_s`, `tokens`, `loads` and their
-        `pause_s` together, `uptime_s`."""
+        """Return the heartbeat: `version` (-1 before the first), `busy_s`, `tokens`, `loads` with
+        the sum of their `pause_s`, and `uptime_s`."""
         with self._lock:
             now = time.monotonic()
             running = now - self._busy_since if self._leases else 0.0

@@ -1,8 +1,8 @@
-"""Submissions that are made and not taken in yet: a worker that must go leaves them on its disk.
+"""Submissions that are not accepted yet; a worker that must stop stores them on its disk.
 
-The coordinator may say that too much waits for a verdict, and when to come again. Who is told to
-end meanwhile writes what it has into its folder, and sends the same bytes at its next start, if
-the lease is still alive then. A worker that is killed leaves nothing: it samples the same again.
+The coordinator may refuse a submission for a while if too many wait for a verdict. A worker that
+is stopped meanwhile writes its submissions to its folder, and sends the same bytes at its next
+start if the lease is still valid. A worker that is killed stores nothing and samples again.
 
     <lease>.submission    a line with the signed envelope, which names the table's digest; the table
 """
@@ -26,21 +26,21 @@ _SUFFIX = ".submission"
 
 @dataclass(frozen=True)
 class Made:
-    """A submission, ready to be handed in."""
+    """A submission that is ready to send."""
 
     envelope: bytes
     table: bytes
 
 
 class Outbox:
-    """What is still to be handed in, by the digest of its lease; threads may share it.
+    """Submissions to send, by the digest of their lease. Thread-safe.
 
     Args:
-        folder: keeps what a worker that ends has not handed in.
+        folder: stores the submissions of a worker that stops.
         run: the run's name.
         worker: the worker's public key.
-        max_bytes: of a submission's table.
-        log: told of what is kept, and of what is no submission of ours.
+        max_bytes: limit of a submission's table.
+        log: receives warnings about lost or damaged submissions.
     """
 
     def __init__(
@@ -52,28 +52,28 @@ class Outbox:
         self._made: dict[str, Made] = {}
 
     def put(self, lease: str, made: Made) -> None:
-        """It is made, and about to be handed in."""
+        """Add a submission that is about to be sent."""
         with self._lock:
             self._made[lease] = made
 
     def settle(self, lease: str) -> None:
-        """It was taken in or refused: nobody needs it any more."""
+        """Remove a submission that was accepted or refused."""
         with self._lock:
             self._made.pop(lease, None)
-            with suppress(OSError):  # it is refused once more, at worst
+            with suppress(OSError):  # at worst it is sent and refused once more
                 (self._folder / f"{lease}{_SUFFIX}").unlink(missing_ok=True)
 
     def keep(self) -> list[str]:
-        """Writes what is still there, to be sent at the next start.
+        """Write the remaining submissions to disk, to be sent at the next start.
 
         Returns:
-            The leases of what is on the disk now.
+            The leases whose submissions are on the disk now.
         """
         with self._lock:
             return [lease for lease, made in self._made.items() if self._kept(lease, made)]
 
     def load(self) -> dict[str, Made]:
-        """What a process before this one has kept, by lease; what is damaged is removed."""
+        """Return the submissions that an earlier process stored, by lease; remove damaged ones."""
         remove_leftovers(self._folder)
         for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
             try:

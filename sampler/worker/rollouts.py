@@ -1,6 +1,6 @@
-"""From a lease to requests, and from what was sampled to the rows of a submission: pure functions.
+"""Pure functions from a lease to requests, and from sampled sequences to rows of a submission.
 
-The worker chooses nothing: problem, target length and noise all follow from the lease.
+The worker makes no choices: problem, target length and noise all follow from the lease.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PlannedRollout:
 def plan_rollouts(
     lease: Lease, tasks: TaskSet, pool: SamplerPool, *, group_size: int
 ) -> list[PlannedRollout]:
-    """The rollouts of a lease, group by group, sample by sample.
+    """Return the rollouts of a lease, group by group, sample by sample.
 
     Raises:
         UserError: a prompt leaves no room for an answer in the pool's context.
@@ -57,8 +57,12 @@ def plan_rollouts(
 def claim_rewards(
     plan: Sequence[PlannedRollout], sampled: Sequence[Sampled], tasks: TaskSet
 ) -> list[Graded]:
-    """Grades each rollout. Where the grader fails twice it claims 0: so it will at the validator,
-    which drops the group. Once may be this machine's doing, and 0 a false claim."""
+    """Grade each rollout.
+
+    If the grader fails twice, the claim is 0: the validator's grader fails as well, and the
+    validator drops the group. A single failure may have a local cause, and claiming 0 for it would
+    be a false claim.
+    """
     items = [
         GradeItem(planned.problem, planned.target, result.output_tokens.tolist())
         for planned, result in zip(plan, sampled, strict=True)
@@ -75,7 +79,7 @@ def claim_rewards(
 
 @dataclass(frozen=True)
 class FinishedRollout:
-    """All that a row of a submission is made of."""
+    """Contents of a row of a submission."""
 
     planned: PlannedRollout
     sampled: Sampled
@@ -90,7 +94,7 @@ def make_rollouts(
     tasks: TaskSet,
     pool: SamplerPool,
 ) -> list[Rollout]:
-    """The rows of a submission, in the order of the plan."""
+    """Return the rows of a submission, in the order of the plan."""
     return [
         Rollout(
             run=lease.run,

@@ -1,9 +1,9 @@
-"""What a worker does next: a pure function of what it holds and of what its engine does.
+"""Schedule of a worker: a pure function from its leases and its engine to its next action.
 
-The engine is kept full across leases: the next lease is asked for while the last ones are still
-being sampled, and goes into the engine at once where it is of the version that is loaded. Where it
-is not, an untrusted pool lets the engine run dry and loads, since a rollout must be of one version;
-a pool with `in_flight_updates` loads in the middle, and newer versions as soon as they are here.
+The engine stays full across leases. The next lease is requested while the last ones are still being
+sampled. If it is of the loaded version, it goes into the engine at once. If not, a pool whose
+rollouts must be of one version lets the engine run empty and then loads. A pool with
+`in_flight_updates` loads during sampling, and loads newer versions as soon as they are fetched.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Literal
 from verify.formats.lease import MAX_OPEN_LEASES
 
 MAX_SAMPLING = 2
-"""Leases in the engine: the newest, and one whose last sequences are left. More would be taken from
-other workers of a small step, and be of an older version than if they were asked for later."""
+"""Leases in the engine: the newest, and one whose last sequences are left. More leases would be
+missing for other workers in a small step, and older than if requested later."""
 
 Stage = Literal["waiting", "sampling", "finishing"]
-"""`waiting` for the engine; `sampling` in it; `finishing`: graded, proved and handed in."""
+"""`waiting` for the engine; `sampling` in it; `finishing`: being graded, proved and submitted."""
 
 
 @dataclass
 class OpenLease:
-    """A lease that the worker holds."""
+    """An open lease of the worker."""
 
     digest: str
     version: int
@@ -36,24 +36,24 @@ class Situation:
     """Everything that the next action follows from."""
 
     leases: Sequence[OpenLease]
-    """In the order in which they came."""
+    """In the order of their grants."""
     loaded: int | None
     """Version that the engine samples from."""
     running: int
     """Sequences in the engine."""
     capacity: int
-    """Sequences that are worth having there."""
+    """Number of sequences that the engine runs at once."""
     asking: bool
-    """Whether the coordinator is being asked for a lease."""
+    """Whether a request for a lease is under way."""
     in_flight: bool
     """Whether a version may change in the middle of a rollout."""
     newest: int
-    """Newest version on this machine; looked at where `in_flight`."""
+    """Newest version on this machine; used if `in_flight`."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Ask for the next lease, beside the sampling."""
+    """Ask for the next lease, in the background."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ Action = Ask | Load | Submit | Wait
 
 
 def next_action(now: Situation) -> Action:
-    """What to do; asked again after each action until it is `Wait`."""
+    """Return the next action; call it again after each action until it is `Wait`."""
     waiting = [lease for lease in now.leases if lease.stage == "waiting"]
     if now.in_flight:
         wanted = max([now.newest, *(lease.version for lease in waiting)])

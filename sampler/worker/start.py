@@ -1,4 +1,4 @@
-"""Brings a worker up: key, spec, registration, weights, tasks, engine; and takes all down again."""
+"""Start and end of a worker: key, spec, registration, weights, tasks, engine."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from verify.plugins import load_task_set, require_graders
 from verify.problem_files import problem_files
 
 HEARTBEAT_S = 10.0
-"""The coordinator takes a worker for dead when three are missing."""
+"""Seconds between heartbeats. The coordinator considers a worker dead after three missing ones."""
 _LOOK_S = 2.0
-"""Between two, at least: small models have versions faster than a coordinator wants heartbeats."""
+"""Least seconds between two heartbeats, because small models may load versions very often."""
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What a worker is told on its command line."""
+    """Options of a worker's command line."""
 
     run: str
     coordinator: str
@@ -51,17 +51,17 @@ def work(
     worker: Callable[..., Worker] = Worker,
     engine: Callable[..., Engine] = Engine,
 ) -> None:
-    """Brings a worker up and lets it work.
+    """Start a worker and let it work.
 
     Args:
         options: the command line.
         log: the role's.
-        stop: ends the work between two pieces of it.
-        worker, engine: what to make them with.
+        stop: ends the work at the next opportunity.
+        worker, engine: constructors.
 
     Raises:
-        UserError: something that a person can mend; the message names it.
-        RunStopped: another try would meet it again: no such pool, problems that cannot be read.
+        UserError: an error that a person can fix; the message names it.
+        RunStopped: an error that would occur again: no such pool, unreadable problems.
     """
     key = SigningKey.load(options.key)
     client = CoordinatorClient(
@@ -87,7 +87,7 @@ def work(
         fetch_s=spec.verify.lease_timeout,
         log=log,
     )
-    with ExitStack() as up:  # what came up last goes down first
+    with ExitStack() as up:  # closes in reverse order
         up.enter_context(closing(versions))
         with not_retried():
             made = up.enter_context(closing(engine(pool)))
@@ -111,7 +111,7 @@ def work(
 def _heartbeats(
     client: CoordinatorClient, meter: Meter, stop: threading.Event, log: logging.Logger
 ) -> None:
-    """One at once, then one every `HEARTBEAT_S`, and one soon after a version was loaded."""
+    """Send a heartbeat at once, every `HEARTBEAT_S`, and soon after a load."""
     due, loads = time.monotonic(), -1
     while True:
         state = meter.state()

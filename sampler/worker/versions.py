@@ -12,9 +12,9 @@ from broadcast.client import WeightsClient
 from runspec.core.errors import UserError
 
 FIRST_S = 600.0
-"""How long the first version may take to appear: a learner may have to compile and save it."""
+"""Seconds until the first version must appear; a learner may have to compile and save it."""
 _POLL_S = 20.0
-"""How long one question for a newer version stays open."""
+"""Seconds that one request for a newer version stays open."""
 _RETRY_S = 1.0
 _JOIN_S = 0.05
 
@@ -24,10 +24,10 @@ class Versions:
 
     Args:
         urls: of relays or origins.
-        run, root_public_key: whose versions are believed.
-        cache_dir: where they are kept; only what `keep` names and the newest stay.
+        run, root_public_key: whose versions are accepted.
+        cache_dir: stores them; only the versions passed to `keep` and the newest stay.
         fetch_s: seconds after which a fetch is given up.
-        log: told of what keeps the prefetch waiting.
+        log: receives errors of the prefetch.
     """
 
     def __init__(
@@ -45,20 +45,20 @@ class Versions:
                 urls, run=run, root_public_key=root_public_key, cache_dir=cache_dir
             )
 
-        self._news, self._client = client(), client()  # a long poll holds no fetch up
+        self._news, self._client = client(), client()  # two, so a long poll delays no fetch
         self._fetching = threading.Lock()
         self._fetch_s, self._log = fetch_s, log
         self.newest = -1
-        """The newest version that is here; -1 where none is."""
+        """The newest version on this machine; -1 if there is none."""
         self._here: dict[tuple[int, str], Path] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._prefetch, name="prefetch", daemon=True)
 
     def first(self) -> tuple[int, Path]:
-        """Waits for the newest version there is, fetches it, and begins to prefetch later ones.
+        """Wait for the newest version, fetch it, and start to prefetch later ones.
 
         Raises:
-            UserError: none by the deadline; the message names the relays.
+            UserError: none appeared by the deadline; the message names the relays.
         """
         latest = self._news.latest(None, FIRST_S)
         if latest is None:
@@ -72,18 +72,18 @@ class Versions:
         return latest.version, path
 
     def get(self, version: int, manifest_digest: str | None) -> Path:
-        """The directory of a version: at once where it is here.
+        """Return the directory of a version, at once if it is on this machine.
 
         Args:
             version: its number.
-            manifest_digest: what a lease says of it; None for one that the publisher announced.
+            manifest_digest: from a lease; None for a version that the publisher announced.
 
         Raises:
-            UserError: not there in time, or not the version that the digest names.
+            UserError: it did not arrive in time, or its digest differs.
         """
         for (number, digest), here in list(self._here.items()):
             if number == version and manifest_digest in (digest, None):
-                return here  # whatever else is being fetched
+                return here  # even if another version is being fetched
         with self._fetching:
             path = self._client.fetch(
                 version, manifest_digest=manifest_digest, deadline_s=self._fetch_s
@@ -93,8 +93,11 @@ class Versions:
             return path
 
     def keep(self, *versions: int) -> None:
-        """Removes every version but these and the newest; leaves that to the next call where a
-        fetch is under way, which would lose its parts, and may take as long as a step."""
+        """Remove every version except these and the newest.
+
+        If a fetch is under way, the next call removes them: a removal would delete the parts of the
+        fetch, and waiting for it may take as long as a step.
+        """
         if self._fetching.acquire(blocking=False):
             try:
                 kept = {*versions, self.newest}
@@ -105,9 +108,9 @@ class Versions:
                 self._fetching.release()
 
     def close(self) -> None:
-        """Ends the prefetch and closes the connections."""
+        """End the prefetch and close the connections."""
         self._stop.set()
-        while self._thread.is_alive():  # it may ask again between two looks at `_stop`
+        while self._thread.is_alive():  # it may send another request before it checks `_stop`
             for client in (self._news, self._client):
                 client.cancel()
             self._thread.join(_JOIN_S)
@@ -122,6 +125,6 @@ class Versions:
                     self.get(latest.version, latest.manifest_digest)
             except CancelledError:  # `close`
                 return
-            except UserError as error:  # what a lease needs is fetched, and fails, in the open
+            except UserError as error:  # `get` raises for versions that a lease needs
                 self._log.warning("prefetch: %s", error)
                 self._stop.wait(_RETRY_S)

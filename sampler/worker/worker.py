@@ -1,8 +1,9 @@
 """A sampling worker: lease -> policy version -> rollouts -> rewards and proofs -> submission.
 
-The worker chooses nothing and keeps nothing: killed at any time, it asks again, gets its open
-leases back and samples the same rollouts. Asking, fetching, grading, proving and handing in run
-beside the sampling; `schedule` decides, this loop does.
+The worker makes no choices and stores no progress. After a kill at any time, it asks again, gets
+its open leases back and samples the same rollouts. Leases, weights, grading, proofs and submissions
+are handled in threads beside the sampling. `schedule` decides the next action, and this loop
+performs it.
 """
 
 from __future__ import annotations
@@ -46,35 +47,35 @@ from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
 from verify.formats.lease import lease_digest, open_lease
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission
 from verify.plugins import TaskSet
-from verify.toploc import build_proofs_of
+from verify.toploc.codec import build_proofs_of
 
 LEASE_POLL_S = 1.0
-"""How long one question for a lease stays open."""
+"""Seconds that one request for a lease stays open."""
 LAST_SUBMISSIONS_S = 5.0
-"""How long a finished run's last submissions may take to be made and handed in."""
+"""Seconds for the last submissions of a finished run."""
 FINISH_S = 1.2
-"""How long, once told to end, what is nearly done may take to be handed in."""
+"""Seconds after a stop for leases that are nearly finished to be submitted."""
 RELEASE_S = 0.5
-"""How long giving the other leases back may take."""
+"""Seconds for giving the other leases back."""
 DEATH_S = 10.0
-"""How long an engine that died may take to say so of everything that it was given."""
+"""Seconds in which a dead engine must fail all its requests."""
 _LOOK_S = 0.05
-"""Between two looks at the engine and at `stop`."""
+"""Seconds between two checks of the engine and of `stop`."""
 
 
 @dataclass(frozen=True)
 class Registration:
-    """A worker's place in a run: its name, its pool, and how it reports its work."""
+    """Registration of a worker in a run: its identity, its pool, and how it reports its work."""
 
     client: CoordinatorClient
-    """The coordinator's, in the name of `key`."""
+    """Client of the coordinator, with the identity of `key`."""
     key: SigningKey
     """Signs the submissions."""
     spec: RunSpec
     pool: SamplerPool
-    """What to sample, and how."""
+    """Settings of sampling."""
     meter: Meter
-    """Measures the work; the heartbeats read it."""
+    """Totals of the work, which the heartbeats report."""
     log: logging.Logger
 
 
@@ -82,11 +83,11 @@ class Worker:
     """Samples lease after lease until the run is finished or `stop` is set.
 
     Args:
-        registration: for whom it works.
-        versions: where policy versions come from.
+        registration: of the worker.
+        versions: source of policy versions.
         engine: samples.
         tasks: problems, prompts and grading.
-        outbox: keeps what is made and not handed in when the worker ends.
+        outbox: stores submissions that are not accepted yet when the worker ends.
     """
 
     def __init__(
@@ -112,18 +113,18 @@ class Worker:
         self._submitter = Background("submit", self._events.put)
 
     def run(self, stop: threading.Event) -> None:
-        """Works until `stop` is set or the run is finished.
+        """Work until `stop` is set or the run is finished.
 
         Raises:
-            UserError: the coordinator or the weights cannot be had, a load failed its checks, the
-                engine died twice under one lease.
+            UserError: the coordinator or the weights are unavailable, a load failed its checks, or
+                the engine died twice under one lease.
         """
         try:
             self._send_kept()
             while not stop.is_set():
                 self._act()
             self._leave()
-        except UserError:  # what is made is not lost with whatever is wrong
+        except UserError:  # finished submissions are stored for the next start
             self._outbox.keep()
             raise
         except RunFinished:
@@ -131,7 +132,7 @@ class Worker:
             self._log.info("the run is finished")
 
     def load(self, version: int, path: Path) -> None:
-        """Switches the engine to a version and checks the load."""
+        """Switch the engine to a version and check the load."""
         try:
             report = self._engine.load(path, version)
         except EngineDied as error:
@@ -149,18 +150,19 @@ class Worker:
         self._versions.keep(version, *waiting)
 
     def finish(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """The last look at a submission before it is signed: an honest worker changes nothing."""
+        """Return the rollouts to sign, unchanged. Dishonest workers of the tests override this."""
         return rollouts
 
     def _send_kept(self) -> None:
-        """Hands in what a process before this one had made, beside the first leases."""
+        """Submit the stored submissions of an earlier process, beside the first leases."""
         for lease, made in self._outbox.load().items():
-            self._log.info("a submission of lease %s was kept, sending it", lease[:16])
+            self._log.info("sending the stored submission of lease %s", lease[:16])
             self._client.hold(lease)
             self._submit(lease, partial(self._hand_in, lease, made))
 
     def _act(self) -> None:
-        """Takes note of all that has happened, then does one thing, or waits for the next."""
+        """Handle all events that have arrived, then perform one action or wait for the next
+        event."""
         while not self._events.empty():
             self._take(self._events.get())
         match next_action(self._situation()):
@@ -187,11 +189,11 @@ class Worker:
         )
 
     def _take(self, event: Event) -> None:
-        """Takes note of an event; raises what a thread beside the loop has failed with."""
+        """Handle an event; raise the error of a background thread."""
         match event:
             case Granted(lease, digest, plan):
                 self._asking = False
-                # One that is here already was granted again while its answer was on its way.
+                # A lease may be granted again while its first grant is on its way.
                 held = HeldLease(digest, lease.version, "waiting", lease=lease, plan=plan)
                 self._held.setdefault(digest, held)
             case NotGranted(error):
@@ -200,7 +202,7 @@ class Worker:
                     raise error
             case SamplingEnded(digest, future):
                 sampling = self._held.get(digest)
-                if sampling is not None and sampling.future is future:  # else it was sampled again
+                if sampling is not None and sampling.future is future:  # not sampled again
                     self._sampled(sampling, future)
             case Settled(digest, error):
                 self._held.pop(digest, None)
@@ -209,7 +211,7 @@ class Worker:
                     raise error
 
     def _next_lease(self) -> Granted | NotGranted:
-        """Asks for a lease, and has its version on this machine before it is told."""
+        """Ask for a lease and fetch its version."""
         try:
             data = self._client.lease(LEASE_POLL_S)
             if data is None:
@@ -244,7 +246,7 @@ class Worker:
         except NoVersion as error:
             if error.death is None:
                 raise
-            # It died since the look at it: a death under this lease, as a moment later.
+            # It died after the last check, which counts as a death under this lease.
             held.future = Future()
             held.future.set_exception(error.death)
 
@@ -258,11 +260,11 @@ class Worker:
             sampled = future.result()
         except EngineDied as error:
             if self._leaving:
-                held.stage = "waiting"  # and is given back: a new engine would come too late
+                held.stage = "waiting"  # it is given back: a new engine would start too late
             else:
                 self._revive(error)
             return
-        except GenerationAborted:  # only `_leave` asks for that
+        except GenerationAborted:  # only `_leave` aborts
             return
         tokens = sum(len(s.output_tokens) for s in sampled)
         self._meter.lease_ended(tokens)
@@ -275,10 +277,10 @@ class Worker:
         self._submit(held.digest, partial(self._finish, held, sampled))
 
     def _revive(self, error: EngineDied) -> None:
-        """Starts the engine again after a death, with the same leases and so the same tokens."""
+        """Start the engine again after a death, with the same leases and so the same tokens."""
         ends = time.monotonic() + DEATH_S
         while self._engine.version is None and self._engine.running and time.monotonic() < ends:
-            time.sleep(_LOOK_S)  # it still tells one lease after the other
+            time.sleep(_LOOK_S)  # it fails one lease after the other
         dead = [held for held in self._held.values() if _died(held)]
         for held in dead:
             held.deaths += 1
@@ -295,11 +297,13 @@ class Worker:
             self._submit_requests(held)
 
     def _leave(self) -> None:
-        """Hands in what is done within the grace, keeps what is made and not taken in until then,
-        and gives the other leases back."""
+        """Submit what is finished within the grace, store submissions that are not accepted by
+        then, and give the other leases back."""
         self._leaving, ends = True, time.monotonic() + FINISH_S
         try:
-            while self._under_way() and (left := ends - time.monotonic()) > 0:
+            while self._asking or any(held.stage != "waiting" for held in self._held.values()):
+                if (left := ends - time.monotonic()) <= 0:
+                    break
                 with suppress(queue.Empty):
                     self._take(self._events.get(timeout=left))
         except UserError as error:
@@ -313,15 +317,11 @@ class Worker:
         releasing.start()
         releasing.join(RELEASE_S)
 
-    def _under_way(self) -> bool:
-        """Whether something may yet come of it: also a lease that is just being granted."""
-        return self._asking or any(held.stage != "waiting" for held in self._held.values())
-
     def _release(self, kept: Sequence[str]) -> None:
         try:
             count = self._client.release(but=kept)
         except (UserError, RunFinished) as error:
-            self._log.warning("the leases were not given back, they will expire: %s", error)
+            self._log.warning("cannot give the leases back, they will expire: %s", error)
         else:
             self._log.info(
                 "stopped; %d leases were given back, %d submissions are kept for the next start",
@@ -329,11 +329,11 @@ class Worker:
             )
 
     def _submit(self, lease: str, finish: Callable[[], None]) -> None:
-        """Finishes a lease beside the sampling; the next leases sample while the last one travels.
+        """Finish a lease in the background, while the next leases are sampled.
 
         Args:
             lease: its digest.
-            finish: makes the submission and hands it in.
+            finish: builds the submission and submits it.
         """
 
         def settle() -> Settled:
@@ -349,14 +349,14 @@ class Worker:
         self._submitter.add(settle)
 
     def _hand_in_the_last(self) -> None:
-        """What is sampled when the run is finished still goes out, unless it is refused."""
+        """Submit what was sampled before the run finished; the coordinator may refuse it."""
         ends = time.monotonic() + LAST_SUBMISSIONS_S
         while self._submitting and (left := ends - time.monotonic()) > 0:
-            with suppress(queue.Empty, RunFinished):  # the answer to what came too late
+            with suppress(queue.Empty, RunFinished):  # the answer to late submissions
                 if isinstance(event := self._events.get(timeout=left), Settled):
                     self._take(event)
         if self._submitting:
-            self._log.warning("a submission is given up: not in after %.0f s", LAST_SUBMISSIONS_S)
+            self._log.warning("giving a submission up after %.0f s", LAST_SUBMISSIONS_S)
 
     def _finish(self, held: HeldLease, sampled: list[Sampled]) -> None:
         lease, digest = held.lease, held.digest

@@ -35,16 +35,16 @@ from sampler.worker.versions import Versions
 from tests.harness import ROOT
 from tests.waiting import eventually
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
+from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.reputation import Standing
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission
-from verify.ledger import Ledger
 from verify.noise import gumbel
 from verify.plugins import TaskSet, load_task_set
-from verify.toploc import CHUNK_ROWS, build_proofs_of
-from verify.toploc.selection import round_to_bf16, select
+from verify.toploc.codec import build_proofs_of
+from verify.toploc.selection import CHUNK_ROWS, round_to_bf16, select
 
 ATTACKS = {
     "rubbish": StrategyBlock(kind="rubbish"),

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from sampler.sandbox import PYTHON, SET_A, SET_B, Finished, Isolated, Limits, probe, run, start
+from sampler.sandbox import PYTHON, Limits, probe, run, start
+from sampler.sandbox.limits import Finished
+from sampler.sandbox.process import SET_A, SET_B, Isolated
 from tests.waiting import eventually
 
 SETS = {"A": SET_A, "B": SET_B, "A and B": (*SET_A, *SET_B)}

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from sampler.grading.answers import Answer
-from sampler.grading.graders import Graders
+from sampler.tasks.grading.answers import Answer
+from sampler.tasks.grading.graders import Graders
 from sampler.tasks.interfaces import Score
 from tests.processes import with_word
-from tests.sampler.grading.plugin import reward
+from tests.sampler.tasks.grading.plugin import reward
 from tests.waiting import eventually
 from verify.plugins import Problem
 

@@ -28,8 +28,8 @@ from tests.verify.coordinator.over_http import post as requested
 from tests.waiting import eventually
 from verify.coordinator import server
 from verify.coordinator.edge import limits
+from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.services.status import Cache
-from verify.ledger import Ledger
 from verify.request_auth import ENVELOPE, sign_request
 
 ASK = canonical_json({"wait": 0, "holding": []})

@@ -21,17 +21,14 @@ from tests.verify.small_model import HIDDEN, VOCAB, SmallModel, bf16_bits
 from verify.checks.prefill import judge_proofs, nearest_to_failing
 from verify.formats.verdict import CheckResult
 from verify.thresholds import BFLOAT16, FLOAT32, Limits
-from verify.toploc import (
+from verify.toploc.codec import Proof, build_proofs, build_proofs_batch, parse_proof
+from verify.toploc.field import PRIME
+from verify.toploc.statistics import (
     ChunkStatistics,
-    Proof,
-    build_proofs,
-    build_proofs_batch,
-    parse_proof,
+    bits_against_guessing,
     verify_proofs,
     verify_proofs_batch,
 )
-from verify.toploc.field import PRIME
-from verify.toploc.statistics import bits_against_guessing
 
 WIDTH, CHUNKS, KNOWN = 128, 200, 300
 MODEL = SmallModel.random(seed=3)

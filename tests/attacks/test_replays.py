@@ -22,7 +22,7 @@ from verify.client import SubmissionRefused
 from verify.formats.lease import lease_digest
 from verify.formats.submission import Rollout, sign_submission
 from verify.request_auth import sign_request
-from verify.toploc import build_proofs
+from verify.toploc.codec import build_proofs
 
 
 def handed_in(site: Site) -> list[Path]:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from sampler.sandbox import Finished, run
+from sampler.sandbox import run
 from sampler.sandbox.inside.limits import spare_user
+from sampler.sandbox.limits import Finished
 from tests.attacks.sandboxed import LIMITS, PRELUDE, Sandbox
 from tests.waiting import eventually
 

@@ -16,7 +16,7 @@ from bridge.conversion import export_checkpoint, import_model
 from bridge.delta import write_delta
 from bridge.safetensors_io import read_header, read_tensor, write_safetensors
 from runspec.core.errors import UserError
-from runspec.core.models.config import load_config
+from runspec.core.models.family import load_config
 from tests.bridge.leaves import iter_leaves
 
 from .conftest import MakeModel

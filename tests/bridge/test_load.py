@@ -16,7 +16,7 @@ from bridge.load import LeafReader
 from bridge.safetensors_io import TensorInfo, read_header, read_slice, write_safetensors
 from bridge.weight_map import hf_shapes, weight_map
 from runspec.core.errors import UserError
-from runspec.core.models.config import load_config, parse_config
+from runspec.core.models.family import load_config, parse_config
 from tests.bridge.leaves import iter_leaves
 
 from .conftest import MakeModel

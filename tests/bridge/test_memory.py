@@ -14,7 +14,7 @@ from bridge.safetensors_io import SINGLE_NAME
 from bridge.shards import file_header
 from bridge.versions import differences
 from bridge.weight_map import hf_shapes
-from runspec.core.models.config import parse_config
+from runspec.core.models.family import parse_config
 
 FIELDS = {
     "model_type": "llama",

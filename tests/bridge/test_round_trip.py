@@ -23,7 +23,7 @@ from bridge.tensors import model_digest, tree_digests
 from bridge.versions import differences
 from bridge.weight_map import Path as LeafPath
 from bridge.weight_map import weight_map
-from runspec.core.models.config import load_config
+from runspec.core.models.family import load_config
 from tests.bridge.leaves import iter_leaves
 
 from .conftest import FAMILIES, MakeModel

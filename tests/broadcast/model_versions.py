@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from blake3 import blake3
 
 from bridge.delta import write_delta
 from bridge.safetensors_io import write_safetensors
 from bridge.tensors import model_digest, record, tensor_bytes
 from broadcast.store import publish
 from runspec.core.canonical import canonical_json
+from runspec.core.hashing import digest_bytes
 
 from .conftest import CHUNK_BYTES, Run
 
@@ -104,7 +104,7 @@ class ModelVersions:
             index = directory / "model.safetensors.index.json"
             index.write_bytes(canonical_json({"metadata": {}, "weight_map": weight_map}))
         records = {
-            name: record(array.dtype, array.shape, blake3(tensor_bytes(array)))
+            name: record(array.dtype, array.shape, digest_bytes(tensor_bytes(array)))
             for name, array in self._tensors.items()
         }
         said = {

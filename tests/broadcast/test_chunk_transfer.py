@@ -145,7 +145,7 @@ OK = f"HTTP/1.1 200 OK\nContent-Length: {len(BODY)}\n"
     [
         (saying(f"{OK}\n", BODY[:-1] + b"?"), Lie, "not the chunk's"),
         (saying("HTTP/1.1 200 OK\nContent-Length: 9\n\n"), Lie, "9 bytes that are not"),
-        (saying("HTTP/1.1 200 OK\n\n", BODY), Fault, "does not tell the length"),
+        (saying("HTTP/1.1 200 OK\n\n", BODY), Fault, "no Content-Length"),
         (saying("HTTP/1.1 404 Not Found\nContent-Length: 0\n\n"), NotThere, "404"),
         (saying(f"{OK}Transfer-Encoding: chunked\n\n"), Fault, "Transfer-Encoding can't be"),
         (saying(OK + "".join(f"X-{i}: y\n" for i in range(5000)) + "\n"), Fault, "many headers"),

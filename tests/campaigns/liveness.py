@@ -21,11 +21,11 @@ from runspec.core.keys import SigningKey
 from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.resolved import load_resolved
 from tests.attacks.hostile_keys import hostile
+from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import KeyBanned, LeaseGranted, LeaseOverdue, StepClosed
 from verify.coordinator.machine.events import WorkerQuarantined as Quarantined
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
-from verify.ledger import Ledger
 
 STEPS = int(os.environ.get("LIVENESS_STEPS", "60"))
 RUNS: Mapping[str, Mapping[str, int]] = {

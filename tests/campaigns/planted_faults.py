@@ -79,7 +79,7 @@ PLANTED = [
     ),
     Planted(
         "roles expire",
-        "runspec/core/roles.py",
+        "runspec/core/signed.py",
         "if now > expires + CLOCK_SKEW_S:",
         "if False:",
         ("tests/runspec/core/test_roles_and_latest.py",),
@@ -233,8 +233,8 @@ PLANTED = [
     Planted(
         "files appear by a rename",
         "runspec/core/files.py",
-        "        temporary.rename(path)\n    except OSError as error:\n",
-        "        path.write_bytes(temporary.read_bytes())\n    except OSError as error:\n",
+        "            temporary.rename(path)\n        else:\n",
+        "            path.write_bytes(temporary.read_bytes())\n        else:\n",
         ("tests/runspec/core/test_files_and_hashing.py",),
     ),
 ]

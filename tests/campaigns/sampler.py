@@ -13,9 +13,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from sampler.grading.answers import Answer
-from sampler.grading.graders import Graders
-from tests.sampler.grading.plugin import reward
+from sampler.tasks.grading.answers import Answer
+from sampler.tasks.grading.graders import Graders
+from tests.sampler.tasks.grading.plugin import reward
 from verify.plugins import Problem
 
 DATA = Path(__file__).parents[3] / "shared" / "data"

@@ -14,7 +14,7 @@ import pytest
 from learner_jax.leaves import save_weights
 from learner_jax.model import init_params
 from runspec.core.models import family
-from runspec.core.models.config import parse_config
+from runspec.core.models.family import parse_config
 from runspec.core.spec.load import SpecFiles, load_layers
 from sampler.tasks.traces import build_warm_start_data
 from tests.family_package.installed import family_paths

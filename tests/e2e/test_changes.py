@@ -19,8 +19,8 @@ from runspec.core.spec.resolved import load_resolved
 from tests.e2e.family_model import installed, write_model
 from tests.e2e.quick import QuickRun
 from tests.harness import PATIENCE_S, runspec, standing_still
+from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import RolledBack
-from verify.ledger import Ledger
 
 pytestmark = pytest.mark.slow
 

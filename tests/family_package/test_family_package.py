@@ -17,8 +17,8 @@ from bridge.conversion import export_checkpoint, import_model
 from bridge.versions import differences
 from learner_jax.model import abstract_lora, abstract_params
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig, load_config, parse_config
-from runspec.core.models.family import MODELS_GROUP, Family, Row, family
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.family import MODELS_GROUP, Family, Row, family, load_config, parse_config
 from runspec.core.models.parameters import adapter_rows, lora_parameters, parameters
 from runspec.core.spec.schema import Lora
 from tests.family_package.installed import FOLDER, add_package
@@ -54,7 +54,7 @@ def test_its_shape_is_read_without_jax(installed: Path) -> None:
     program = (
         "import sys; from pathlib import Path\n"
         "from bridge.weight_map import weight_map\n"
-        "from runspec.core.models.config import load_config\n"
+        "from runspec.core.models.family import load_config\n"
         "print(len(weight_map(load_config(Path(sys.argv[1])))), 'jax' in sys.modules)\n"
     )
     paths = os.pathsep.join([str(installed), str(FOLDER)])

@@ -12,8 +12,8 @@ from runspec.core.canonical import canonical_json
 from runspec.core.signed import BadSignature, sign_document
 from tests.fuzz.bounds import bounded
 from tests.fuzz.mutate import Changer
-from tests.verify.calibration.profiles import ROOT, made_profile
-from verify.calibration.profile import (
+from tests.verify.profiles import ROOT, made_profile
+from verify.profile import (
     KIND,
     Profile,
     looser_than_published,

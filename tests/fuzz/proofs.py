@@ -23,17 +23,10 @@ from verify.proof_commands import (
     open_activations,
 )
 from verify.thresholds import BFLOAT16
-from verify.toploc import (
-    PROOF_BYTES,
-    TOP_K,
-    ChunkStatistics,
-    MalformedProof,
-    build_proofs,
-    parse_proof,
-    verify_proofs,
-)
+from verify.toploc.codec import PROOF_BYTES, MalformedProof, build_proofs, parse_proof
 from verify.toploc.field import PRIME
-from verify.toploc.selection import round_to_bf16
+from verify.toploc.selection import TOP_K, round_to_bf16
+from verify.toploc.statistics import ChunkStatistics, verify_proofs
 
 MEMORY = 16 << 20
 VALUES = np.random.default_rng(0).normal(size=(37, 16)).astype(np.float32)

@@ -19,7 +19,7 @@ import jax
 import pytest
 
 from learner_jax.aot import analyse, compile_programs, learner_mesh
-from learner_jax.hlo import arrays, program_cost
+from learner_jax.hlo import program_cost
 from learner_jax.step import build_programs
 from learner_jax.topology import (
     compiler_library,
@@ -29,10 +29,12 @@ from learner_jax.topology import (
     topology_devices,
 )
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig, parse_config
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.family import parse_config
 from runspec.core.models.hardware import DEVICES
 from runspec.core.spec.schema import Learner, Model, Optimizer, RunSpec
 from tests.learner_jax.conftest import tiny_spec
+from tests.learner_jax.hlo_arrays import arrays
 
 TOKENS = 2304
 SHAPE: dict[str, Any] = {

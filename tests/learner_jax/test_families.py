@@ -17,7 +17,8 @@ from learner_jax.logprobs import token_logprobs
 from learner_jax.model import bind
 from learner_jax.packing import Packed, Sample, TokenBatch, pack
 from learner_jax.sharding import make_mesh
-from runspec.core.models.config import ModelConfig, load_config
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.family import load_config
 from runspec.core.spec import schema
 from tests.learner_jax.families import FAMILIES, lines, saved, theirs, token_weights
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from learner_jax.hlo import arrays, program_cost
+from learner_jax.hlo import program_cost
+from tests.learner_jax.hlo_arrays import arrays
 
 LOOP = """HloModule loop
 

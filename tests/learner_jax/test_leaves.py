@@ -12,7 +12,7 @@ import pytest
 from learner_jax.leaves import leaf_at, load_params
 from learner_jax.model import abstract_params
 from learner_jax.sharding import make_mesh, param_shardings
-from runspec.core.models.config import load_config
+from runspec.core.models.family import load_config
 from runspec.core.spec import schema
 from tests.bridge.leaves import iter_leaves
 from tests.learner_jax.families import saved

@@ -26,7 +26,8 @@ from learner_jax.sharding import make_mesh, param_shardings
 from learner_jax.step import TrainState
 from learner_jax.warm_start import model_config
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig, load_config
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.family import load_config
 from runspec.core.run_files import state_folder
 from runspec.core.spec.schema import Lora, Mesh
 from tests.learner_jax.conftest import Run, changed, tiny_spec, write_initial_model

@@ -10,7 +10,8 @@ import pytest
 
 from learner_jax.aot import analyse
 from learner_jax.topology import compiler_library
-from runspec.core.models.config import ModelConfig, parse_config
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.family import parse_config
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.learner import LearnerMemory, learner_memory
 from tests.learner_jax.conftest import tiny_spec

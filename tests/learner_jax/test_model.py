@@ -20,8 +20,9 @@ from learner_jax.sharding import make_mesh
 from learner_jax.step import build_programs
 from learner_jax.warm_start import model_config
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig, parse_config
+from runspec.core.models.config import ModelConfig
 from runspec.core.models.decoder import hf_config
+from runspec.core.models.family import parse_config
 from runspec.core.models.parameters import lora_parameters, parameters
 from runspec.core.spec.schema import Lora
 from tests.learner_jax.conftest import tiny_spec

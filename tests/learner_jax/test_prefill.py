@@ -258,6 +258,33 @@ def published(run: Run) -> Iterator[tuple[Run, str]]:
         thread.join()
 
 
+def digest_of(run: Run, version: int) -> str:
+    """Digest of a published version's manifest."""
+    folder = run.path / "store" / "origin" / run.spec.name / "versions" / str(version)
+    return digest_bytes((folder / "manifest.json").read_bytes())
+
+
+def test_a_run_with_adapters_is_prefilled(
+    published: tuple[Run, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # given the engine of a run that trains adapters, whose versions are merged weights
+    run, url = published
+    where = WeightsLocation(run.spec.name, [url], run.root.public_hex, tmp_path / "cache")
+    engine = JaxPrefill(changed(run.spec, learner={"lora": schema.Lora(rank=2)}), where)
+    # when rollouts are prefilled
+    engine.ensure_version(1, digest_of(run, 1), deadline_s=20)
+    given = rollouts(3)
+    outputs = engine.prefill(1, given, temperature=TEMPERATURE)
+    engine.close()
+    # then each has the log-probs of the published weights
+    params = init_params(model_config(run.spec), jax.random.key(1))
+    mesh = make_mesh(schema.Mesh(fsdp=1))
+    expected = Policy(params, model_config(run.spec), run.spec.learner, mesh)
+    for output, rollout in zip(outputs, given, strict=True):
+        np.testing.assert_allclose(output.logprobs, alone(expected, rollout).logprobs, atol=2e-6)
+
+
 @pytest.mark.parametrize(("name", "kind"), [("jax", JaxPrefill), ("torch", TorchPrefill)])
 def test_versions_are_fetched_checked_and_kept_apart(
     name: str,
@@ -272,12 +299,10 @@ def test_versions_are_fetched_checked_and_kept_apart(
     where = WeightsLocation(run.spec.name, [url], run.root.public_hex, tmp_path / "cache")
     engine = load_prefill_engine(changed(run.spec, verify={"engine": name}), where)
     assert isinstance(engine, kind)
-    manifests = run.path / "store" / "origin" / run.spec.name / "versions"
     given = rollouts(3)
     # when versions are asked for in turn, as leases of different lag do
     for version in (3, 1, 2, 3, 1):
-        digest = digest_bytes((manifests / str(version) / "manifest.json").read_bytes())
-        path = engine.ensure_version(version, digest, deadline_s=20)
+        path = engine.ensure_version(version, digest_of(run, version), deadline_s=20)
         outputs = engine.prefill(version, given, temperature=TEMPERATURE)
         # then each is the model of that version
         params = init_params(model_config(run.spec), jax.random.key(version))

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from learner_jax.decoder import rotate, rotation
-from runspec.core.models.config import parse_config
+from runspec.core.models.family import parse_config
 from tests.learner_jax.families import LLAMA3, YARN, in_double
 
 LENGTH = 64

@@ -17,7 +17,8 @@ import pytest
 
 from learner_jax.warm_start import make_initial_model, model_config, warm_start_digest
 from runspec.core.hashing import digest_bytes
-from runspec.core.models.config import load_config
+from runspec.core.models import spec_model
+from runspec.core.models.family import load_config
 from runspec.core.process import RunStopped
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
@@ -69,6 +70,17 @@ def spec_with(start: dict[str, Any] | None = None, **changes: Any) -> RunSpec:
         **changes,
     }
     return tiny_spec(**changes)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+def test_a_shape_without_head_dim_is_one_model_for_estimate_and_learner(family: str) -> None:
+    # given a shape that leaves out head_dim, for which transformers has defaults of its own
+    model = tiny_spec().model.model_dump(mode="json")
+    model["shape"] |= {"model_type": family, "head_dim": None}
+    spec = tiny_spec(model=model)
+    # then its heads divide the hidden size, as the estimate assumes
+    assert model_config(spec).head_dim == 16 // 2
+    assert spec_model.model_config(spec) == model_config(spec)
 
 
 def run_dir_of(path: Path, spec: RunSpec) -> Path:

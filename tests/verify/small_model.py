@@ -30,7 +30,7 @@ from verify.plugins import (
     PrefillOutput,
     Problem,
 )
-from verify.toploc import build_proofs
+from verify.toploc.codec import build_proofs
 from verify.truncation import Truncation, judged, thresholds
 
 VOCAB, HIDDEN, EOS = 48, 64, 0

@@ -9,8 +9,9 @@ from verify.checks.base import few_exceptions
 from verify.checks.prefill import judge_proofs
 from verify.formats.verdict import CheckResult
 from verify.thresholds import BFLOAT16, Limits
-from verify.toploc import build_proofs, verify_proofs
+from verify.toploc.codec import build_proofs
 from verify.toploc.field import PRIME
+from verify.toploc.statistics import verify_proofs
 
 
 def judged(limits: Limits, tokens: int, *gaps: float) -> CheckResult:

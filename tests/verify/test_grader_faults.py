@@ -20,10 +20,10 @@ from runspec.core.files import write_atomic
 from runspec.core.process import EXIT_FINAL
 from runspec.core.signed import BadSignature
 from runspec.core.spec.resolved import dump_resolved
-from sampler.grading.graders import Graders
+from sampler.tasks.grading.graders import Graders
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.local.fake_run import small_spec as small_laptop_spec
-from tests.sampler.grading.plugin import TERM, answers, install_term, reward
+from tests.sampler.tasks.grading.plugin import TERM, answers, install_term, reward
 from tests.sampler.worker.works import free_port
 from tests.verify.bench import MODEL, lease_for, packed
 from tests.verify.coordinator.deployment import Site, tiny_spec, verdict

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from runspec.core.keys import SigningKey
-from tests.verify.calibration.profiles import ROOT, document, made_profile
+from tests.verify.profiles import ROOT, document, made_profile
 from tests.verify.small_model import bf16_bits
 from verify.__main__ import main
 from verify.thresholds import BFLOAT16
-from verify.toploc import build_proofs
+from verify.toploc.codec import build_proofs
 from verify.toploc.field import PRIME
 
 ACCEPTED, REJECTED, UNREADABLE = 0, 1, 2

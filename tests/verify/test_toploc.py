@@ -13,16 +13,9 @@ from hypothesis import strategies as st
 from tests.verify.record_toploc_vectors import PATH, activations, perturbed, untied
 from tests.verify.small_model import bf16_bits
 from verify.thresholds import BFLOAT16
-from verify.toploc import (
-    PROOF_BYTES,
-    ChunkStatistics,
-    MalformedProof,
-    build_proofs,
-    parse_proof,
-    verify_proofs,
-    verify_proofs_batch,
-)
+from verify.toploc.codec import PROOF_BYTES, MalformedProof, build_proofs, parse_proof
 from verify.toploc.field import PRIME, canonical, evaluate, interpolate
+from verify.toploc.statistics import ChunkStatistics, verify_proofs, verify_proofs_batch
 
 VECTORS = json.loads(PATH.read_text())
 

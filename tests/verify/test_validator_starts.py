@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from runspec.core.process import RunStopped
-from tests.verify.calibration.profiles import ROOT, document, made_profile
-from tests.verify.calibration.test_profile import with_profile
 from tests.verify.coordinator.deployment import RUN, Site, tiny_spec
+from tests.verify.profiles import ROOT, document, made_profile
+from tests.verify.test_profile import with_profile
 from verify import validator
 
 

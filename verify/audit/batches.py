@@ -167,7 +167,6 @@ class BatchAudit:
 
 
 def _is_that(decision: filling.Close | Stalled | None, event: StepClosed) -> bool:
-    return isinstance(decision, filling.Close) and (decision.step, decision.groups) == (
-        event.step,
-        event.trained,
-    )
+    if not isinstance(decision, filling.Close):
+        return False
+    return (decision.step, decision.groups) == (event.step, event.trained)

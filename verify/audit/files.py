@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -68,8 +67,8 @@ class FileAudit:
         if digest is not None:
             same = digest == event.submission
             self._report.require(same, row, "submission file", digest, event.submission)
-        read = partial(read_bounded, max_bytes=submission_format.MAX_ENVELOPE_BYTES)
-        data = self._read(row, files.submission_envelope, lease.step, read)
+        most = submission_format.MAX_ENVELOPE_BYTES
+        data = self._read(row, files.submission_envelope, lease.step, read_bounded, most)
         if data is None:
             return
         try:
@@ -102,11 +101,11 @@ class FileAudit:
         files = submission_files(self._run_dir, lease.step, event.submission)
         if event.accepted:
             self._accepted[event.submission] = files.verdict
-        read = partial(read_bounded, max_bytes=verdict_format.MAX_ENVELOPE_BYTES)
-        data = self._read(row, files.verdict_envelope, lease.step, read)
+        most = verdict_format.MAX_ENVELOPE_BYTES
+        data = self._read(row, files.verdict_envelope, lease.step, read_bounded, most)
         dropped = self._check_verdict(row, event, lease, data) if data is not None else None
-        read = partial(read_bounded, max_bytes=verdict_format.MAX_BYTES)
-        table = self._read(row, files.verdict, lease.step, read)
+        most = verdict_format.MAX_BYTES
+        table = self._read(row, files.verdict, lease.step, read_bounded, most)
         if table is None:
             return
         digest = digest_bytes(table)
@@ -134,19 +133,19 @@ class FileAudit:
                     f"{gone.path} is gone",
                     f"files of step {oldest_needed} and later, which may still be trained",
                 )
-        self._report.files_gone += len(self.gone)
-        if self.gone:
-            self._report.notes.append(
-                f"{len(self.gone)} files are gone: those of steps below {oldest_needed} may be, "
-                "once a full checkpoint has passed them"
-            )
+        self._note_gone(
+            f"those of steps below {oldest_needed} may be, once a full checkpoint has passed them"
+        )
 
     def rolled_back(self) -> None:
         """Note the files that a rollback removed: all but the batch manifests that stay."""
+        self._note_gone("a rollback removed them")
+        self.gone = []
+
+    def _note_gone(self, why: str) -> None:
         self._report.files_gone += len(self.gone)
         if self.gone:
-            self._report.notes.append(f"{len(self.gone)} files are gone: a rollback removed them")
-        self.gone = []
+            self._report.notes.append(f"{len(self.gone)} files are gone: {why}")
 
     def _check_verdict(
         self, row: int, event: SubmissionJudged, lease: Lease, data: bytes
@@ -232,10 +231,12 @@ class FileAudit:
                 found[name] == value, row, what, f"{name} {found[name]}", f"{value}, as in the row"
             )
 
-    def _read(self, row: int, path: Path, step: int, read: Callable[[Path], T]) -> T | None:
+    def _read(
+        self, row: int, path: Path, step: int, read: Callable[..., T], *limits: int
+    ) -> T | None:
         """Return what `read` returns of a file; None if the file is missing or cannot be read."""
         try:
-            found = read(path)
+            found = read(path, *limits)
         except FileNotFoundError:
             self.gone.append(Gone(row, path, step))
             return None

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from runspec.core.hashing import hash_parts, is_digest
-from runspec.core.roles import CLOCK_SKEW_S
-from runspec.core.signed import BadSignature
+from runspec.core.signed import CLOCK_SKEW_S, BadSignature
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
 from verify.audit.batches import BatchAudit, batches_on_disk
 from verify.audit.files import FileAudit
 from verify.audit.findings import Credit, Report
 from verify.audit.signers import Signers, read_roles
-from verify.audit.snapshot import Row, open_snapshot
+from verify.coordinator.ledger.ledger import FIRST_CHAIN, BadRow, decode_event
+from verify.coordinator.ledger.snapshot import open_snapshot
+from verify.coordinator.ledger.store import Row
 from verify.coordinator.machine import events
 from verify.coordinator.machine.gap_history import fault, is_fault
 from verify.coordinator.machine.history import History
@@ -27,7 +28,6 @@ from verify.coordinator.machine.state import Policy, State
 from verify.coordinator.machine.transitions import IllegalTransition, apply
 from verify.formats.batch import BatchGroup
 from verify.formats.lease import Lease, lease_digest, open_lease
-from verify.ledger import FIRST_CHAIN, BadRow, decode_event
 
 
 class LeaseAudit:
@@ -103,7 +103,7 @@ class ChainAudit:
             )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Answered:
     """A lease, and the submission and verdict that the ledger has for it."""
 
@@ -268,21 +268,18 @@ class _Replay:
         return before
 
     def _received(self, row: int, event: events.SubmissionReceived) -> None:
-        answered = self._answers.get(event.lease)
-        if answered is None:
-            self._report.add(row, "submission", f"for lease {event.lease}", "a lease granted above")
-            return
-        self._answers[event.lease] = replace(answered, submission=event.submission)
-        self._files.received(row, event, answered.lease)
+        answered = self._answered(row, "submission", event.lease)
+        if answered is not None:
+            answered.submission = event.submission
+            self._files.received(row, event, answered.lease)
 
     def _judged(
         self, row: int, event: events.SubmissionJudged, signers: Signers, before: State | None
     ) -> None:
-        answered = self._answers.get(event.lease)
+        answered = self._answered(row, "verdict", event.lease)
         if answered is None:
-            self._report.add(row, "verdict", f"for lease {event.lease}", "a lease granted above")
             return
-        self._answers[event.lease] = replace(answered, verdict=event.verdict)
+        answered.verdict = event.verdict
         self._files.judged(row, event, answered.lease, signers)
         if before is not None and (event.accepted or is_fault(event.reason)):
             worker = before.workers[answered.lease.worker]
@@ -291,14 +288,19 @@ class _Replay:
                 event.reason == expected, row, "gaps of the worker", event.reason, expected
             )
 
+    def _answered(self, row: int, what: str, lease: str) -> _Answered | None:
+        answered = self._answers.get(lease)
+        if answered is None:
+            self._report.add(row, what, f"for lease {lease}", "a lease granted above")
+        return answered
+
     def _groups(self, event: events.StepClosed) -> list[BatchGroup] | None:
         groups = []
         for trained in event.trained:
             answered = self._answers.get(trained.lease)
             if answered is None or answered.submission is None or answered.verdict is None:
                 return None
-            of_lease = BatchGroup.of(
-                answered.lease, answered.submission, answered.verdict, trained.group
+            groups.append(
+                BatchGroup.of(answered.lease, answered.submission, answered.verdict, trained.group)
             )
-            groups.append(of_lease)
         return groups

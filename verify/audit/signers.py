@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,6 @@ from runspec.core.roles import MAX_BYTES, Roles, open_roles
 from runspec.core.signed import BadSignature, open_document
 from runspec.core.spec.schema import RunSpec
 from verify.audit.findings import Report
-
-_ROOT_KEY = "root.key"
 
 
 def read_roles(run_dir: Path, spec: RunSpec, root_key: str | None, report: Report) -> Roles:
@@ -32,7 +31,14 @@ def read_roles(run_dir: Path, spec: RunSpec, root_key: str | None, report: Repor
     path = run_dir / "keys" / "roles.json"
     root = root_key or spec.identity.root_public_key
     if root is None:
-        root = _throw_away_root(run_dir)
+        own = run_dir / "keys" / "root.key"
+        if not own.exists():
+            raise UserError(
+                "no root key: the spec pins none, and the run made none",
+                place=str(own),
+                remedy="give it with --root-key HEX",
+            )
+        root = SigningKey.load(own).public_hex
         report.notes.append(
             "the root key is the run directory's own: its owner could have signed anything"
         )
@@ -49,17 +55,6 @@ def read_roles(run_dir: Path, spec: RunSpec, root_key: str | None, report: Repor
             place=str(path),
             remedy="give the root's public key with --root-key",
         ) from error
-
-
-def _throw_away_root(run_dir: Path) -> str:
-    path = run_dir / "keys" / _ROOT_KEY
-    if not path.exists():
-        raise UserError(
-            "no root key: the spec pins none, and the run made none",
-            place=str(path),
-            remedy="give it with --root-key HEX",
-        )
-    return SigningKey.load(path).public_hex
 
 
 @dataclass
@@ -80,17 +75,10 @@ class Signers:
         if self.current:
             return self.roles.coordinator
         if self._earlier is None:
-            self._earlier = _signer(document)
-        known = self._earlier is not None and self._earlier not in self.roles.coordinator
-        return frozenset({self._earlier}) if known and self._earlier else frozenset()
+            with suppress(MalformedJson):
+                key = parse_object(document, max_bytes=len(document)).get("key")
+                self._earlier = key if isinstance(key, str) else None
+        return frozenset({self._earlier} if self._earlier else ()) - self.roles.coordinator
 
     def is_validator(self, key: str) -> bool:
         return (key in self.roles.validator) == self.current
-
-
-def _signer(document: bytes) -> str | None:
-    try:
-        key = parse_object(document, max_bytes=len(document)).get("key")
-    except MalformedJson:
-        return None
-    return key if isinstance(key, str) else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from logging import Logger
@@ -17,11 +16,11 @@ from runspec.core.files import read_bounded, write_atomic
 from runspec.core.keys import SigningKey
 from runspec.core.process import run_role
 from runspec.core.signed import BadSignature
-from verify.commands import INTERRUPTED, say
+from verify.commands import run_once, say
 
 if TYPE_CHECKING:
-    from verify.calibration.profile import Profile
     from verify.calibration.run import Outcome
+    from verify.profile import Profile
 
 _NOISES = (0.005, 0.01, 0.02, 0.04)
 
@@ -78,18 +77,15 @@ def _run(body: Callable[[argparse.Namespace, Logger], None], options: argparse.N
     """Run a command. SIGTERM is handled like Ctrl-C, so that copies of weights are removed."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return run_role(options.command, lambda log: body(options, log))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return run_once(lambda: run_role(options.command, lambda log: body(options, log)))
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def _calibrate(options: argparse.Namespace, log: Logger) -> None:
     from verify.calibration.prefills import int8, noise
-    from verify.calibration.profile import sign_profile
     from verify.calibration.run import Order, calibrate
+    from verify.profile import sign_profile
 
     key = SigningKey.load(options.key)
     _require_writable(options.out)
@@ -105,16 +101,12 @@ def _calibrate(options: argparse.Namespace, log: Logger) -> None:
         ),
         log,
     )
-    document = sign_profile(outcome.profile, key)
-    write_atomic(options.out, document)
-    with suppress(BrokenPipeError):  # the profile is written
-        say(_as_text(outcome))
-    log.info("%s: signed by %s", options.out, key.public_hex[:16])
+    _write(options.out, sign_profile(outcome.profile, key), _as_text(outcome), key, log)
 
 
 def _sign(options: argparse.Namespace, log: Logger) -> None:
     from runspec.core.spec.resolved import MAX_PROFILE_BYTES
-    from verify.calibration.profile import open_profile, sign_profile
+    from verify.profile import open_profile, sign_profile
 
     try:
         data = read_bounded(options.profile, MAX_PROFILE_BYTES)
@@ -126,10 +118,14 @@ def _sign(options: argparse.Namespace, log: Logger) -> None:
         raise UserError(str(error), place=str(options.profile), remedy="calibrate again") from error
     key = SigningKey.load(options.key)
     _require_writable(options.out)
-    write_atomic(options.out, sign_profile(profile, key))
+    _write(options.out, sign_profile(profile, key), _profile_text(profile), key, log)
+
+
+def _write(path: Path, document: bytes, text: str, key: SigningKey, log: Logger) -> None:
+    write_atomic(path, document)
     with suppress(BrokenPipeError):  # the profile is written
-        say(_profile_text(profile))
-    log.info("%s: signed by %s", options.out, key.public_hex[:16])
+        say(text)
+    log.info("%s: signed by %s", path, key.public_hex[:16])
 
 
 def _require_writable(path: Path) -> None:

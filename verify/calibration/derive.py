@@ -30,15 +30,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from runspec.core.errors import UserError
 from verify.calibration.measure import SHORT_BELOW, Measurements, key_of
-from verify.calibration.profile import LimitTable, Number
 from verify.calibration.tails import Bound, samples_needed, tail_bound
+from verify.profile import LimitTable, Number
 from verify.thresholds import FLOAT32, SHORT_TAUS, ChunkLimits, GapNoise, Limits
 from verify.toploc.statistics import RADII
 
@@ -79,15 +79,10 @@ def noise_of(
     each_part = zip(np.array_split(sums, parts), np.array_split(lengths, parts), strict=True)
     upper = max(_upper(*part, cap) for part in each_part)
     noise = GapNoise(cap, max(least, ROOM * upper), probability)
-    while noise.mean < cap and not _kept(noise, sums, lengths):
+    groups = list(zip((sums / lengths).tolist(), lengths.tolist(), strict=True))
+    while noise.mean < cap and any(mean > noise.largest_mean(n) for mean, n in groups):
         noise = replace(noise, mean=_RAISE * noise.mean)
     return noise
-
-
-def _kept(noise: GapNoise, sums: np.ndarray, lengths: np.ndarray) -> bool:
-    """Return whether every group keeps the budget of its tokens."""
-    pairs = zip((sums / lengths).tolist(), lengths.tolist(), strict=True)
-    return all(mean <= noise.largest_mean(tokens) for mean, tokens in pairs)
 
 
 def _upper(sums: np.ndarray, lengths: np.ndarray, cap: float) -> float:
@@ -171,7 +166,8 @@ class _Work:
         key = key_of(name, below)
         measured = name if radius is None else f"{name} {radius}"
         values = self._values.get(key_of(measured, below))
-        published = getattr(_of_class(self._published, below), name)
+        of_class = self._published if below is None else self._published.for_chunk(below - 1)
+        published = getattr(of_class, name)
         if values is None:
             return float(published)
         bound = tail_bound(values, self._probability, unit=self._unit(measured, below))
@@ -279,10 +275,6 @@ class _Work:
         )
 
 
-def _of_class(limits: Limits, below: int | None) -> Limits:
-    return limits if below is None else limits.for_chunk(below - 1)
-
-
 def _rounded_up(value: float) -> float:
     if value <= 0.0:
         return 0.0
@@ -296,10 +288,8 @@ def _finite(value: float) -> float | None:
 
 def as_table(limits: Limits) -> LimitTable:
     """Return the limits in the form of a profile."""
-    table: dict[str, Any] = {f.name: getattr(limits, f.name) for f in fields(limits)}
+    short = [{**vars(row), "mantissa_mean": _finite(row.mantissa_mean)} for row in limits.short]
+    noise = limits.gap_noise and vars(limits.gap_noise)
+    table = vars(limits) | {"gap_noise": noise, "short": short}
     del table["constant_ratio"]
-    table["gap_noise"] = limits.gap_noise and vars(limits.gap_noise)
-    table["short"] = [
-        {**vars(row), "mantissa_mean": _finite(row.mantissa_mean)} for row in limits.short
-    ]
     return LimitTable.model_validate(table)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from verify.checks.base import at_most
 from verify.checks.prefill import (
     judge_all_gaps,
     judge_gaps,
@@ -19,19 +18,14 @@ from verify.checks.prefill import (
 from verify.formats.submission import Rollout
 from verify.recompute import Recomputed
 from verify.thresholds import Limits
-from verify.toploc import TOP_K, ChunkStatistics
-from verify.toploc.statistics import RADII
+from verify.toploc.selection import TOP_K
+from verify.toploc.statistics import RADII, ChunkStatistics
 
 SHORT_BELOW = (128, 256, 1024)
 """Chunks with fewer activations than these have limits of their own, because all, most or many of
 their activations are among the k largest."""
 CHECKS = ("log-probs", "seeded choice", "TOPLOC")
 PAIR = tuple[Rollout, Recomputed]
-
-
-def chunk_class(elements: int) -> int | None:
-    """Return the bound of `SHORT_BELOW` for a chunk; None for a chunk that is not short."""
-    return next((below for below in SHORT_BELOW if elements < below), None)
 
 
 def key_of(name: str, below: int | None) -> str:
@@ -65,16 +59,16 @@ class Measurements:
         self.rollouts += len(pairs)
         self.tokens += tokens
         distance = sum(logprob_diff(*pair) * len(pair[0].output_tokens) for pair in pairs)
-        self._add("logprob_submission", distance / tokens)
+        self.values["logprob_submission"].append(distance / tokens)
         groups: dict[int, list[np.ndarray]] = defaultdict(list)
         for row, found in pairs:
-            self._add("logprob_rollout", logprob_diff(row, found))
+            self.values["logprob_rollout"].append(logprob_diff(row, found))
             self._take_proof(found.proof)
             if found.seeded_gap is not None:
                 groups[row.group].append(found.seeded_gap)
                 ordered = np.sort(found.seeded_gap)[::-1]
-                self._add("gap", float(ordered[int(limits.gap_share * len(ordered))]))
-                self._add("gap_max", float(ordered[0]))
+                self.values["gap"].append(float(ordered[int(limits.gap_share * len(ordered))]))
+                self.values["gap_max"].append(float(ordered[0]))
         self.gaps += [np.concatenate(each) for each in groups.values()]
 
     def unit(self, name: str, below: int | None) -> float | None:
@@ -92,7 +86,8 @@ class Measurements:
         assert isinstance(proof, list), "malformed proofs were refused before"
         classes: dict[int | None, list[ChunkStatistics]] = defaultdict(list)
         for chunk in proof:
-            classes[chunk_class(chunk.elements)].append(chunk)
+            below = next((each for each in SHORT_BELOW if chunk.elements < each), None)
+            classes[below].append(chunk)
             self.fewest_judged = min(self.fewest_judged, chunk.k)
         self.chunks += len(proof)
         for below, chunks in classes.items():
@@ -101,10 +96,7 @@ class Measurements:
                 for name, value in _of_chunk(chunk):
                     worst[name] = max(worst[name], value)
             for name, value in worst.items():
-                self._add(key_of(name, below), value)
-
-    def _add(self, key: str, value: float) -> None:
-        self.values[key].append(value)
+                self.values[key_of(name, below)].append(value)
 
 
 def _of_chunk(chunk: ChunkStatistics) -> Iterator[tuple[str, float]]:
@@ -149,8 +141,7 @@ class Rejections:
 def _failed(pair: PAIR, limits: Limits) -> list[bool]:
     """Return which of `CHECKS` reject one rollout."""
     row, found = pair
-    most = logprob_limit(limits.logprob_rollout, [row])
-    logprobs = at_most("", logprob_diff(*pair), most, "").passed
+    logprobs = logprob_diff(*pair) <= logprob_limit(limits.logprob_rollout, [row])
     gaps = found.seeded_gap is None or judge_gaps(found.seeded_gap, limits).passed
     assert isinstance(found.proof, list), "malformed proofs were refused before"
     proofs = all(result.passed for result in judge_proofs(found.proof, limits))
@@ -161,8 +152,7 @@ def _failed_together(pairs: Sequence[PAIR], limits: Limits) -> list[bool]:
     """Return which of `CHECKS` reject the submission as a whole."""
     lengths = [len(row.output_tokens) for row, _ in pairs]
     mean = float(np.average([logprob_diff(*pair) for pair in pairs], weights=lengths))
-    most = logprob_limit(limits.logprob_submission, [row for row, _ in pairs])
-    logprobs = at_most("", mean, most, "").passed
+    logprobs = mean <= logprob_limit(limits.logprob_submission, [row for row, _ in pairs])
     gaps = [found.seeded_gap for _, found in pairs if found.seeded_gap is not None]
     choices = not gaps or judge_all_gaps(np.concatenate(gaps), limits).passed
     return [not logprobs, not choices, False]

@@ -26,7 +26,7 @@ from verify.calibration.honest_run import Taken, Version, dishonest, engine_over
 from verify.calibration.measure import PAIR
 from verify.plugins import PrefillEngine
 from verify.recompute import prefill_request, recompute
-from verify.toploc import MalformedProof
+from verify.toploc.codec import MalformedProof
 from verify.toploc.selection import round_to_bf16
 from verify.truncation import Truncation
 
@@ -34,7 +34,6 @@ AT_ONCE = 8
 """Submissions of one version that are prefilled together."""
 _DEADLINE_S = 600.0
 _MAX_HEADER_BYTES = 64 * 1024 * 1024
-_WIDTHS = {"F32": 4, "BF16": 2}
 Change = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 """Returns changed weights, f32 of the same shape."""
 
@@ -158,11 +157,10 @@ def _rewrite(path: Path, change: Change) -> None:
 
 
 def _changed(raw: np.ndarray, info: dict, change: Change, rng: np.random.Generator) -> bytes:
-    width = _WIDTHS.get(info["dtype"])
-    if width is None:
-        raise ValueError(f"tensors of {info['dtype']}: versions are published in F32 or BF16")
-    if width == 4:
+    if info["dtype"] == "F32":
         weights = raw.view("<f4").reshape(info["shape"])
         return change(weights, rng).astype("<f4").tobytes()
+    if info["dtype"] != "BF16":
+        raise ValueError(f"tensors of {info['dtype']}: versions are published in F32 or BF16")
     weights = (raw.view("<u2").astype(np.uint32) << 16).view(np.float32).reshape(info["shape"])
     return round_to_bf16(change(weights, rng)).astype("<u2").tobytes()

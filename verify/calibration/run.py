@@ -18,7 +18,7 @@ from runspec.core.files import read_bounded
 from runspec.core.spec.plugins import PREFILL_GROUP
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec, SamplerPool
-from verify.calibration import profile as form
+from verify import profile as form
 from verify.calibration.derive import Derived, as_table, derive
 from verify.calibration.honest_run import Taken, Version, find_version, submissions_of
 from verify.calibration.measure import PAIR, Measurements, Rejections
@@ -77,7 +77,8 @@ def calibrate(order: Order, log: logging.Logger) -> Outcome:
     published = limits_for(precision_of(pool), spec.learner.compute_dtype)
     taken, versions = _with_weights(order, spec, log)
     prefills = Prefills(spec, pool, versions, published.gap, log)
-    some = _spread(taken, PERTURBED_SUBMISSIONS)
+    count = min(PERTURBED_SUBMISSIONS, len(taken))
+    some = [taken[i * len(taken) // count] for i in range(count)]
     measured, kept = Measurements(), list[list[PAIR]]()
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         for each, pairs in prefills.of(taken, Path(folder) / "right"):
@@ -92,9 +93,7 @@ def calibrate(order: Order, log: logging.Logger) -> Outcome:
             with tempfile.TemporaryDirectory(dir=folder) as copies:
                 found = [pairs for _, pairs in prefills.of(some, Path(copies) / "weights", change)]
             power.append(_judged(name, found, derived, published))
-    newest = versions[max(versions)]
-    profile = _profile(order, spec, pool, derived, measured, newest, list(versions))
-    return Outcome(profile, power)
+    return Outcome(_profile(order, spec, pool, derived, measured, versions), power)
 
 
 def _pool(spec: RunSpec, order: Order) -> SamplerPool:
@@ -137,12 +136,6 @@ def _with_weights(
     return taken, {each.lease.version: versions[each.lease.version] for each in taken}
 
 
-def _spread(taken: Sequence[Taken], most: int) -> list[Taken]:
-    """Return at most `most` submissions, evenly from all of them."""
-    count = min(most, len(taken))
-    return [taken[i * len(taken) // count] for i in range(count)]
-
-
 def _judged(
     name: str, submissions: Sequence[Sequence[PAIR]], derived: Derived, published: Limits
 ) -> Power:
@@ -159,8 +152,7 @@ def _profile(
     pool: SamplerPool,
     derived: Derived,
     measured: Measurements,
-    newest: Version,
-    versions: list[int],
+    versions: dict[int, Version],
 ) -> form.Profile:
     now = time.time()
     return form.Profile(
@@ -181,7 +173,7 @@ def _profile(
             hardware=form.validator_hardware(spec),
             releases=_releases(spec.verify.engine),
         ),
-        model=_model_side(newest.folder / "config.json"),
+        model=_model_side(versions[max(versions)].folder / "config.json"),
         measured=form.Measured(
             run=spec.name,
             oldest_version=min(versions),

@@ -16,10 +16,11 @@ Daoudi and Lockhart 2014), and there is no bound.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
+from verify.thresholds import root
 
 MIN_SAMPLES = 40
 """Fewest samples from which a tail can be estimated."""
@@ -29,6 +30,7 @@ _LEAST_EXCESSES = 20
 _EXCESS_SHARE = 0.02
 _CONFIDENCE = 0.95
 _SPREAD_SIGMAS = 3.0
+_HALVINGS = 60
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def _gamma_quantile(shape: int, share: float) -> float:
         logs = [i * math.log(x) - x - math.lgamma(i + 1) for i in range(shape)]
         return 1.0 - math.fsum(map(math.exp, logs))
 
-    return _root(lambda x: at_most(x) - share, 1e-9, float(shape))
+    return root(lambda x: at_most(x) - share, 1e-9, float(shape), halvings=_HALVINGS)
 
 
 def _geometric_ratio(total: int, count: int) -> float:
@@ -124,15 +126,5 @@ def _geometric_ratio(total: int, count: int) -> float:
         ]
         return math.fsum(map(math.exp, logs))
 
-    return _root(lambda r: (1.0 - _CONFIDENCE) - at_most(r), 1e-12, 1.0 - 1e-12)
-
-
-def _root(rising: Callable[[float], float], low: float, high: float) -> float:
-    """Return where a rising function is 0, by bisection."""
-    for _ in range(60):
-        middle = (low + high) / 2
-        if rising(middle) < 0.0:
-            low = middle
-        else:
-            high = middle
-    return high
+    share = 1.0 - _CONFIDENCE
+    return root(lambda r: share - at_most(r), 1e-12, 1.0 - 1e-12, halvings=_HALVINGS)

@@ -99,16 +99,9 @@ def examine(
         found = check.run(subject)
         for row, result in zip(spoken_of, found, strict=True):
             results[row].append(result)
-            reason = reason or ("" if result.passed else failure(result, row))
+            if not (reason or result.passed):
+                reason = f"{result.name}: row {row}: {result.measured}"
     return Examination(results, reason)
-
-
-def failure(result: CheckResult, row: int) -> str:
-    """Return one line that says what failed, where, and by how much."""
-    return (
-        f"{result.name}: row {row}: {result.reason} "
-        f"(measured {result.value:.6g}, limit {result.limit:.6g})"
-    )
 
 
 def at_most(name: str, value: float, limit: float, reason: str) -> CheckResult:

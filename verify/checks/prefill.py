@@ -16,8 +16,8 @@ from verify.formats.submission import Rollout
 from verify.formats.verdict import CheckResult
 from verify.recompute import Recomputed
 from verify.thresholds import MODULUS_SLACK, NULL_BITS, RICH_BITS, TERMS_SLACK, Limits
-from verify.toploc import ChunkStatistics, MalformedProof
-from verify.toploc.statistics import RADII, NullTest, null_test
+from verify.toploc.codec import MalformedProof
+from verify.toploc.statistics import RADII, ChunkStatistics, NullTest, null_test
 
 
 def logprob_diff(row: Rollout, recomputed: Recomputed) -> float:
@@ -192,9 +192,7 @@ def null_test_of(chunk: ChunkStatistics, limits: Limits) -> NullTest:
     """Return the test of a chunk against guessing under these limits."""
     here = limits.for_chunk(chunk.elements)
     return null_test(
-        chunk.k,
-        chunk.elements,
-        chunk.guessable,
+        chunk,
         shares=(here.miss_share, here.mismatch_share),
         noise=here.mantissa_median,
         enough_bits=RICH_BITS,
@@ -203,7 +201,7 @@ def null_test_of(chunk: ChunkStatistics, limits: Limits) -> NullTest:
 
 def nearest_to_failing(results: Sequence[CheckResult]) -> CheckResult:
     """Return the result that failed by most or, if none failed, came nearest to its limit."""
-    return max(results, key=_nearness)
+    return max(results, key=lambda r: (not r.passed, r.value / r.limit if r.limit else 0.0))
 
 
 def _measures(chunk: ChunkStatistics, limits: Limits) -> list[tuple[str, float, float]]:
@@ -221,10 +219,6 @@ def _measures(chunk: ChunkStatistics, limits: Limits) -> list[tuple[str, float, 
         ("distance below the honest modulus", chunk.modulus_gap, MODULUS_SLACK),
         ("missing leading terms", chunk.missing_terms, TERMS_SLACK),
     ]
-
-
-def _nearness(result: CheckResult) -> tuple[bool, float]:
-    return not result.passed, result.value / result.limit if result.limit else 0.0
 
 
 def _distances(row: Rollout, recomputed: Recomputed) -> np.ndarray:

@@ -16,12 +16,13 @@ import numpy as np
 from runspec.core.hashing import digest_bytes
 from runspec.core.signed import BadSignature
 from verify.checks.base import Subject, at_most, no_faults
-from verify.formats.lease import Assignment, Lease
+from verify.formats.lease import Lease
 from verify.formats.submission import Rollout, decode_rollouts, open_submission
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import CheckResult
 from verify.thresholds import LOGPROB_CEILING, LOGPROB_FLOOR, REWARD_TOLERANCE
-from verify.toploc import CHUNK_ROWS, MalformedProof, parse_proof
+from verify.toploc.codec import MalformedProof, parse_proof
+from verify.toploc.selection import CHUNK_ROWS
 
 _SHOWN = 40  # characters of a hostile string that a reason repeats
 
@@ -181,7 +182,15 @@ class AssignmentCheck:
     name = "assignment"
 
     def run(self, subject: Subject) -> list[CheckResult]:
-        tasks = [_assigned(given, subject) for given in subject.assignments]
+        task_set = subject.task_set
+        tasks = [
+            (
+                task_set.problem(given.problem).problem_id,
+                given.target,
+                list(task_set.prompt_tokens(given.problem, given.target)),
+            )
+            for given in subject.assignments
+        ]
         times = Counter((r.group, r.sample) for r in subject.rollouts)
         expected = len(tasks) * subject.group_size
         count = len(subject.rollouts)
@@ -195,20 +204,9 @@ class AssignmentCheck:
         ]
 
 
-@dataclass(frozen=True)
-class _Assigned:
-    problem_id: str
-    target: int | None
-    prompt: list[int]
-
-
-def _assigned(given: Assignment, subject: Subject) -> _Assigned:
-    problem_id = subject.task_set.problem(given.problem).problem_id
-    prompt = subject.task_set.prompt_tokens(given.problem, given.target)
-    return _Assigned(problem_id, given.target, list(prompt))
-
-
-def _faults(row: Rollout, times: int, subject: Subject, tasks: list[_Assigned]) -> Iterator[str]:
+def _faults(
+    row: Rollout, times: int, subject: Subject, tasks: list[tuple[str, int | None, list[int]]]
+) -> Iterator[str]:
     lease, sampling = subject.lease, subject.pool.sampling
     yield from _differing(
         [
@@ -227,12 +225,11 @@ def _faults(row: Rollout, times: int, subject: Subject, tasks: list[_Assigned]) 
     if not (0 <= row.group < len(tasks) and 0 <= row.sample < subject.group_size):
         yield f"group {row.group} sample {row.sample} is not of the lease"
         return
-    task = tasks[row.group]
+    problem_id, target, prompt = tasks[row.group]
     yield from _differing(
-        [("problem_id", row.problem_id, task.problem_id), ("target", row.target, task.target)]
+        [("problem_id", row.problem_id, problem_id), ("target", row.target, target)]
     )
-    same_length = len(row.prompt_tokens) == len(task.prompt)  # before a long list is made
-    if not same_length or row.prompt_tokens.tolist() != task.prompt:
+    if not np.array_equal(row.prompt_tokens, prompt):
         yield "the prompt is not the assigned problem's"
 
 

@@ -22,10 +22,11 @@ from runspec.core.signed import BadSignature
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.role_names import worker_names
 from runspec.core.spec.schema import RunSpec
-from verify.calibration.lookup import gap_noise_by_pool
-from verify.coordinator.edge import Edge
-from verify.coordinator.edge.limits import Connections
+from verify.coordinator.edge.authentication import Authentication, networks
+from verify.coordinator.edge.backlog import Backlog
+from verify.coordinator.edge.limits import Connections, Limiter, NewKeys
 from verify.coordinator.journal import Journal
+from verify.coordinator.ledger.ledger import open_ledger
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.server import Api, Documents, Services
 from verify.coordinator.services.activity import Peers
@@ -36,7 +37,8 @@ from verify.coordinator.services.leasing import Admission, Leasing
 from verify.coordinator.services.operator import OperatorService
 from verify.coordinator.services.status import Status
 from verify.formats.joining import sign_spec
-from verify.ledger import open_ledger
+from verify.pool_limits import gap_noise_by_pool
+from verify.request_auth import RequestChecker
 
 _SHUTDOWN_S = 0.5
 _log = logging.getLogger(__name__)
@@ -78,20 +80,22 @@ async def serve(
     judging = Judging(journal, spec.name, noise)
     own = read_own_workers(run_dir / "keys")
     mine = [own[name] for name in worker_names(spec) if name in own]
-    edge = Edge.of(journal, spec, roles, judging.submitted)
-    admission = Admission(spec, roles, mine, edge.new_keys)
+    limiter, proxies = Limiter(), networks(spec.verify.proxies)
+    authentication = Authentication(journal, RequestChecker(spec.name), limiter, roles, proxies)
+    admission = Admission(spec, roles, mine, NewKeys(limiter))
+    backlog = Backlog(journal, spec.verify.backlog)
     peers = Peers()
     closing = Closing(journal, spec.name, key, peers.workers)
     site = SiteService(spec, key, public_weights or [weights])
     services = Services(
-        Leasing(journal, spec, key, roles, admission, edge),
+        Leasing(journal, spec, key, roles, admission, backlog),
         judging,
         OperatorService(journal, roles),
         site,
-        Status(spec.name, journal, judging, edge, peers),
+        Status(spec.name, journal, judging, backlog, peers),
     )
     documents = Documents(sign_spec(spec, key), roles_document)
-    api = Api(journal, services, peers, edge.authentication, roles, documents)
+    api = Api(journal, services, peers, authentication, roles, documents)
     connections = Connections()
     application = api.application()
     application.middlewares.insert(0, answering)

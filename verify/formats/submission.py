@@ -13,7 +13,8 @@ from runspec.core.signed import BadSignature, sign_document
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from verify.formats.payload import STRICT, Digest, Natural, open_payload
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
-from verify.toploc import CHUNK_ROWS, PROOF_BYTES
+from verify.toploc.codec import PROOF_BYTES
+from verify.toploc.selection import CHUNK_ROWS
 
 KIND = "submission"
 MAX_ENVELOPE_BYTES = 8 * 1024

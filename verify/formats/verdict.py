@@ -61,6 +61,11 @@ class CheckResult:
     limit: float
     reason: str = ""
 
+    @property
+    def measured(self) -> str:
+        """The reason, with the number and its limit."""
+        return f"{self.reason} (measured {self.value:.6g}, limit {self.limit:.6g})"
+
 
 @dataclass(frozen=True)
 class RolloutVerdict:

@@ -72,8 +72,9 @@ def interpolate(points: np.ndarray, values: np.ndarray, used: np.ndarray) -> np.
     degrees = np.arange(1.0, TERMS + 1)
     slopes = _evaluate(reduce(master[:, 1:] * degrees), powers)
     weights = np.where(used, reduce(values * _inverses()[canonical(slopes)]), 0.0)
-    sums = _power_sums(weights, powers)  # s_0 .. s_127
-    return _correlate(master[:, 1:], sums)
+    baby, giant = powers
+    sums = reduce(giant * weights[:, None]) @ baby.swapaxes(1, 2)  # [C, 8, 16]
+    return _correlate(master[:, 1:], reduce(sums).reshape(-1, TERMS))  # s_0 .. s_127
 
 
 def _powers(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -100,12 +101,6 @@ def _evaluate(coefficients: np.ndarray, powers: tuple[np.ndarray, np.ndarray]) -
     partial = reduce(blocks @ baby)  # [C, 8, k]
     partial *= giant
     return reduce(partial.sum(axis=1))
-
-
-def _power_sums(weights: np.ndarray, powers: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    baby, giant = powers
-    sums = reduce(giant * weights[:, None]) @ baby.swapaxes(1, 2)  # [C, 8, 16]
-    return reduce(sums).reshape(-1, TERMS)
 
 
 def _from_roots(roots: np.ndarray, used: np.ndarray) -> np.ndarray:

@@ -60,7 +60,9 @@ def guessable(selection: Selection, ordered: np.ndarray, widths: np.ndarray) -> 
     starts = np.flatnonzero(np.diff(channel, prepend=-1))
     owner, of_unused = np.divmod(channel[starts], stride)
     rank = np.arange(len(starts)) - np.searchsorted(owner, np.arange(count))[owner]
-    granted = _granted_channels(selection.sizes, widths)
+    rows = np.maximum(selection.sizes // widths, 1)
+    # Whole channels in 256 cells, rounded up: 8 for a full chunk, more for a short one.
+    granted = np.minimum(-(-GRANTED_CELLS // rows), TOP_K)
     best = np.empty((count, len(RADII)), np.int64)
     for column, radius in enumerate(RADII):
         inside = np.searchsorted(keys, keys + 2 * radius, side="right") - np.arange(len(keys))
@@ -87,9 +89,7 @@ class NullTest:
 
 
 def null_test(
-    k: int,
-    elements: int,
-    guesses: tuple[int, ...],
+    chunk: ChunkStatistics,
     *,
     shares: tuple[float, float],
     noise: float,
@@ -98,9 +98,7 @@ def null_test(
     """Return the most lenient test of a chunk that is worth enough bits, or else the strictest.
 
     Args:
-        k: number of judged positions.
-        elements: number of elements of the chunk.
-        guesses: `ChunkStatistics.guessable`.
+        chunk: the chunk, of which k positions are judged.
         shares: shares of k that may miss: the least, which honest claims need, and the most.
         noise: median error that honest claims may have, units in the last place.
         enough_bits: bits that the test should be worth.
@@ -109,9 +107,10 @@ def null_test(
         The test. Its bits are 0 if the noise exceeds every radius, or if k is more than half of the
         chunk, because its smallest activations are then near 0.
     """
+    k, guesses = chunk.k, chunk.guessable
     least, most = (math.floor(share * k) for share in shares)
     usable = [i for i, radius in enumerate(RADII) if noise <= radius]
-    if not usable or elements < 2 * k:
+    if not usable or chunk.elements < 2 * k:
         return NullTest(0, least, 0.0)
     for index in reversed(usable):
         for allowed in range(most, least - 1, -1) if index == usable[0] else [most]:
@@ -120,13 +119,6 @@ def null_test(
                 return NullTest(index, allowed, bits)
     index = usable[0]
     return NullTest(index, least, bits_against_guessing(k, guesses[index], k - least))
-
-
-def _granted_channels(sizes: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """Return the whole channels in 256 cells, rounded up: 8 for a full chunk, more for a short
-    one."""
-    rows = np.maximum(sizes // widths, 1)
-    return np.minimum(-(-GRANTED_CELLS // rows), TOP_K)
 
 
 def bits_against_guessing(k: int, hits: int, required: int) -> float:

@@ -94,13 +94,12 @@ def addressed(spec: RunSpec) -> RunSpec:
         )
     run, ports = label(spec.name), server_ports(spec)
     host = pod_host(run, TRUNK_GROUP, 0)
+
+    def address(server: str) -> str:
+        return f"http://{run}-{label(server)}:{ports[server]}"
+
     relays = [
-        relay.model_copy(
-            update={
-                "url": relay.url
-                or f"http://{run}-{label(f'relay-{relay.name}')}:{ports[f'relay-{relay.name}']}"
-            }
-        )
+        relay.model_copy(update={"url": relay.url or address(f"relay-{relay.name}")})
         for relay in spec.broadcast.relays
     ]
     update: dict[str, object] = {

@@ -68,12 +68,12 @@ class RemoteRun:
 
     def inside(self, arguments: Sequence[str]) -> int:
         """Runs a command of runspec beside the run directory; returns its exit code."""
-        trunk = self._running(TRUNK_GROUP)
-        if not trunk:
-            print(f"{self._run}: {self.state()}")
-            return 0
         command = ["runspec", *arguments, "--runs-dir", RUNS]  # of two the last one counts
-        return self._cluster.execute(trunk[0], command)
+        for pod in self._cluster.pods(self._jobset, TRUNK_GROUP):
+            if pod["status"]["phase"] == "Running":
+                return self._cluster.execute(str(pod["metadata"]["name"]), command)
+        print(f"{self._run}: {self.state()}")
+        return 0
 
     def logs(self, role: str, follow: bool, tail: int | None) -> int:
         """Prints the log of the pod of a role that is not the trunk's."""
@@ -115,13 +115,6 @@ class RemoteRun:
             place=self._jobset,
             remedy=f"one of: {', '.join([*TRUNK, *names])}",
         )
-
-    def _running(self, group: str) -> list[str]:
-        return [
-            str(pod["metadata"]["name"])
-            for pod in self._cluster.pods(self._jobset, group)
-            if pod["status"]["phase"] == "Running"
-        ]
 
 
 def _ended(jobset: Mapping[str, Any]) -> list[dict[str, Any]]:

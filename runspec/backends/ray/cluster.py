@@ -44,7 +44,7 @@ def connect(address: str) -> Any:
             remedy=install_command("ray"),
         ) from error
     address, ends = os.environ.get(AT_TRUNK, address), time.monotonic() + _CONNECT_S
-    _knock(address)
+    _require_listener(address)
     while not ray.is_initialized():
         try:
             ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
@@ -56,8 +56,8 @@ def connect(address: str) -> Any:
     return ray
 
 
-def _knock(address: str) -> None:
-    """Says at once that nobody listens, where Ray would take half a minute."""
+def _require_listener(address: str) -> None:
+    """Raises UserError at once where nobody listens; Ray itself would take half a minute."""
     parts = urlsplit(address if "://" in address else f"//{address}")
     try:
         host, port = parts.hostname, parts.port
@@ -76,7 +76,7 @@ def _no_cluster(address: str, why: str) -> UserError:
 
 
 def line_of(error: Exception) -> str:
-    """The telling line of what Ray raised."""
+    """The informative line of an error of Ray."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, UserError):
         return " ".join(str(cause).split())

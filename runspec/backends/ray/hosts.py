@@ -12,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 from runspec.core.errors import UserError
-from runspec.local.backend import AT_TRUNK
+from runspec.local.backend import AT_TRUNK, Look
 from runspec.local.bundle import decode_bundle, install
 from runspec.local.children import Child, start_child
 from runspec.local.endpoints import Endpoints, port_is_free
@@ -39,16 +40,6 @@ class Order:
     secrets: Mapping[str, str]
     cores: tuple[int, ...] | None = None
     """That it is pinned to; None: it may use all of its node's."""
-
-
-@dataclass(frozen=True)
-class Seen:
-    """State of a process, as its host sees it."""
-
-    exit_code: int | None
-    ready: bool
-    log: bytes
-    """The log from the requested offset on."""
 
 
 class RoleHost:
@@ -89,8 +80,8 @@ class RoleHost:
         logs.mkdir(parents=True, exist_ok=True)
         self._child = start_child(role, logs, inherited=_environment())
 
-    def look(self, offset: int) -> Seen:
-        """Return the state of the role.
+    def look(self, offset: int) -> tuple[Look, bytes]:
+        """Return the state of the role, and its log from an offset on.
 
         Args:
             offset: bytes of its log that were read before, from where it was started.
@@ -103,7 +94,7 @@ class RoleHost:
             data = log.read(MAX_READ_BYTES)
         if len(data) == MAX_READ_BYTES:
             code = None  # it is told when all of the log is read
-        return Seen(code, code is None and child.ready(), data)
+        return Look(code, code is None and child.ready()), data
 
     def stop(self, number: int) -> None:
         """Signals the role and all that it started."""
@@ -136,9 +127,8 @@ class Keeper:
         """Starts the supervisor of a run that was neither paused nor finished."""
         if not (self._run_dir / "state.db").exists() or holder(self._run_dir) is not None:
             return
-        state = RunState(self._run_dir)
-        row = state.run()
-        state.close()
+        with closing(RunState(self._run_dir)) as state:
+            row = state.run()
         if row is not None and row.state in ("starting", "running"):
             self.begin(["resume", str(self._run_dir), "--detach"], b"", {})
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from runspec.backends.ray.cluster import ANSWER_S, connect, demands, line_of, options
-from runspec.backends.ray.hosts import Order, RoleHost, Seen
+from runspec.backends.ray.cluster import ANSWER_S, at_node, connect, demands, line_of, options
+from runspec.backends.ray.hosts import Order, RoleHost
 from runspec.core.errors import UserError
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.role_names import TRUNK, learner_names, relay_names
 from runspec.local.backend import Look
-from runspec.local.bundle import TRUNK_GROUP, Bundle, make_bundles
+from runspec.local.bundle import TRUNK_GROUP, make_bundles
 from runspec.local.endpoints import PORTS, address, save_endpoints
-from runspec.local.processes import PreparedRun, RoleSpec
-from runspec.local.site import Group, groups_of, site_spec
+from runspec.local.processes import PreparedRun, RoleSpec, secret_values
+from runspec.local.site import groups_of, site_spec
 
 _FIRST_HOST = ("learner", "warm-start")
 """Have the accelerators of the learner's first host, one after the other."""
@@ -77,7 +77,7 @@ class RayProcesses:
         self._actors: dict[str, Any] = {}
         """Actors of relays that have a node and were not started yet."""
         self.run = run
-        self._learners = self._gang(run)
+        self._learners = self._reserve_learners(run)
         fixed = {f"relay-{each.name}" for each in run.spec.broadcast.relays if each.url is not None}
         self._movable = run.endpoints.all().keys() & set(relay_names(run.spec)) - fixed
         self._place_relays()
@@ -143,15 +143,15 @@ class RayProcesses:
                 return
             mine.starting = None
         if mine.looking is not None and self._done(mine.looking):
-            seen: Seen = ray.get(mine.looking)
+            look, log = ray.get(mine.looking)
             mine.looking = None
-            mine.read += len(seen.log)
+            mine.read += len(log)
             if name not in _ON_TRUNK:
-                self._log(name, seen.log)
-            if seen.exit_code is not None:
-                self._end(name, mine, seen.exit_code, "")
+                self._log(name, log)
+            if look.exit_code is not None:
+                self._end(name, mine, look.exit_code, "")
             else:
-                mine.look = Look(None, seen.ready)
+                mine.look = look
                 mine.next_look = now + LOOK_S
         if mine.looking is None and now >= mine.next_look and mine.look.exit_code is None:
             mine.looking = mine.actor.look.remote(mine.read)
@@ -187,17 +187,13 @@ class RayProcesses:
     def _order(self, role: RoleSpec) -> Order:
         """Return the inputs from which another node starts a role, with the current spec."""
         run = replace(self.run, spec=load_resolved(self.run.directory))
-        env = run.machine.env
-        sources = {secret.name: secret.source.env for secret in run.spec.secrets}
-        secrets = {secret: env[source] for secret, source in sources.items() if source in env}
-        bundle = _bundles(run)[role.name].encode()
-        return Order(role.name, bundle, run.endpoints, secrets, role.cores or None)
-
-    def _group(self, name: str) -> Group | None:
-        return self._groups.get(TRUNK_GROUP if name in _FIRST_HOST else name)
+        spec = site_spec(run.spec, run.identity.root_public_key)
+        bundles = {bundle.group: bundle for bundle in make_bundles(spec, run.identity)}
+        data, secrets = bundles[role.name].encode(), secret_values(run.spec, run.machine)
+        return Order(role.name, data, run.endpoints, secrets, role.cores or None)
 
     def _demands(self, name: str) -> dict[str, float]:
-        group = self._group(name)
+        group = self._groups.get(TRUNK_GROUP if name in _FIRST_HOST else name)
         return {} if group is None else demands(self.run.spec, group)
 
     def _actor(self, name: str) -> Any:
@@ -207,7 +203,6 @@ class RayProcesses:
             PlacementGroupSchedulingStrategy,
         )
 
-        asked: dict[str, float] = self._demands(name)
         strategy: Any = "SPREAD"
         hosts = dict.fromkeys(_FIRST_HOST, 0)
         hosts |= {each: i for i, each in enumerate(learner_names(self.run.spec))}
@@ -215,10 +210,10 @@ class RayProcesses:
             strategy = PlacementGroupSchedulingStrategy(self._learners, hosts[name])
         elif name in _ON_TRUNK:
             strategy = NodeAffinitySchedulingStrategy(self._here, soft=False)
-        chosen = {**options(asked), "scheduling_strategy": strategy}
-        return self._ray.remote(RoleHost).options(**chosen).remote()
+        asked = options(self._demands(name))
+        return self._ray.remote(RoleHost).options(**asked, scheduling_strategy=strategy).remote()
 
-    def _gang(self, run: PreparedRun) -> Any:
+    def _reserve_learners(self, run: PreparedRun) -> Any:
         """Reserves a node for each of several learner hosts at once; None for a single one."""
         if run.spec.learner.hosts == 1:
             return None
@@ -229,7 +224,7 @@ class RayProcesses:
             {"CPU": 0.01, **demands(run.spec, self._groups[member])}
             for member in (TRUNK_GROUP, *learner_names(run.spec)[1:])
         ]
-        asked[0] |= {f"node:{mine['NodeManagerAddress']}": 0.001}
+        asked[0] |= at_node(mine["NodeManagerAddress"])
         # The hosts of a TPU slice must be of one; Ray says which one a node is of.
         within = {k: v for k, v in mine.get("Labels", {}).items() if k == "ray.io/tpu-slice-name"}
         labels = [within] * len(asked) if within else None
@@ -260,8 +255,3 @@ class RayProcesses:
             relays[name.removeprefix("relay-")] = f"http://{host}:{port}"
         self.run = replace(self.run, endpoints=replace(self.run.endpoints, relays=relays))
         save_endpoints(self.run.directory, self.run.endpoints)
-
-
-def _bundles(run: PreparedRun) -> dict[str, Bundle]:
-    spec = site_spec(run.spec, run.identity.root_public_key)
-    return {bundle.group: bundle for bundle in make_bundles(spec, run.identity)}

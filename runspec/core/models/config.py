@@ -10,13 +10,12 @@ from typing import Any
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.models.family import family
 from runspec.core.models.rope_scaling import Dynamic, Scaling
 
 CONFIG_NAME = "config.json"
 MAX_BYTES = 1024 * 1024
 MAX_LAYERS = 4096
-_SIZES = (
+SIZES = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -26,6 +25,7 @@ _SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
+"""Fields of `ModelConfig` that are natural numbers."""
 
 
 @dataclass(frozen=True)
@@ -80,30 +80,13 @@ class ModelConfig:
             )
 
 
-def parse_config(config: dict[str, Any], *, place: str) -> ModelConfig:
-    """Parse a config.json by the reader of its family.
-
-    Raises:
-        UserError: the family is unknown, its module does not compute a feature, or a field is
-            missing or invalid.
-    """
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        raise UserError(
-            f"model_type {model_type!r} is not supported",
-            place=place,
-            remedy="point at the config.json of a language model",
-        )
-    return family(model_type, place=place).read(config, place)
-
-
 def check_sizes(config: ModelConfig, place: str) -> None:
     """Refuse invalid sizes, on behalf of the reader of a family.
 
     Raises:
         UserError: a size is not a natural number, or sizes are inconsistent.
     """
-    for name in _SIZES:
+    for name in SIZES:
         size = getattr(config, name)
         if type(size) is not int or not 1 <= size < 2**31:
             raise UserError(f"{name} is {size!r}, not a natural number", place=place)
@@ -119,11 +102,6 @@ def check_sizes(config: ModelConfig, place: str) -> None:
         raise UserError(f"head_dim is {config.head_dim}: RoPE turns pairs", place=place)
     if not (math.isfinite(config.rms_norm_eps) and config.rms_norm_eps >= 0):
         raise UserError(f"rms_norm_eps is {config.rms_norm_eps}", place=place)
-
-
-def load_config(model_dir: Path) -> ModelConfig:
-    """Parse `config.json` of a Hugging Face model directory."""
-    return parse_config(read_config(model_dir), place=str(model_dir / CONFIG_NAME))
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:

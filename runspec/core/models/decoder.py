@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig, check_sizes, parse_config
-from runspec.core.models.family import Family, Row, layer_rows
+from runspec.core.models.config import SIZES, ModelConfig, check_sizes
+from runspec.core.models.family import Family, Row, layer_rows, parse_config
 from runspec.core.models.rope_scaling import parse_rope, rope_fields
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -69,17 +69,13 @@ def read_shape(config: dict[str, Any], place: str) -> ModelConfig:
     try:
         heads = fields["num_attention_heads"]
         theta, scaling = parse_rope(config, place=place)
-        kv_heads, head_dim = fields.get("num_key_value_heads"), fields.get("head_dim")
+        if fields.get("num_key_value_heads") is None:
+            fields["num_key_value_heads"] = heads
+        if fields.get("head_dim") is None:
+            fields["head_dim"] = fields["hidden_size"] // heads
         parsed = ModelConfig(
             model_type=family,
-            vocab_size=fields["vocab_size"],
-            hidden_size=fields["hidden_size"],
-            intermediate_size=fields["intermediate_size"],
-            num_hidden_layers=fields["num_hidden_layers"],
-            num_attention_heads=heads,
-            num_key_value_heads=heads if kv_heads is None else kv_heads,
-            head_dim=fields["hidden_size"] // heads if head_dim is None else head_dim,
-            max_position_embeddings=fields["max_position_embeddings"],
+            **{name: fields[name] for name in SIZES},
             rope_theta=theta,
             rms_norm_eps=float(fields["rms_norm_eps"]),
             tie_word_embeddings=bool(fields.get("tie_word_embeddings", False)),
@@ -151,14 +147,7 @@ def hf_config(
         "architectures": [_ARCHITECTURES[config.model_type]],
         "model_type": config.model_type,
         "hidden_act": "silu",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position_embeddings,
+        **{name: getattr(config, name) for name in SIZES},
         **rope_fields(config.rope_theta, config.rope_scaling),
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_word_embeddings,

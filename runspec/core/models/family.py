@@ -16,12 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from runspec.core.errors import UserError
-
-if TYPE_CHECKING:
-    from runspec.core.models.config import ModelConfig
+from runspec.core.models.config import CONFIG_NAME, ModelConfig, read_config
 
 MODELS_GROUP = "runspec.models"
 AXES = {
@@ -209,3 +208,25 @@ def load_named(point: EntryPoint, kind: type) -> Any:
             remedy=f"let the entry point of {package} name a {kind.__name__} (docs/models.md)",
         )
     return found
+
+
+def parse_config(config: dict[str, Any], *, place: str) -> ModelConfig:
+    """Parse a config.json by the reader of its family.
+
+    Raises:
+        UserError: the family is unknown, its module does not compute a feature, or a field is
+            missing or invalid.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise UserError(
+            f"model_type {model_type!r} is not supported",
+            place=place,
+            remedy="point at the config.json of a language model",
+        )
+    return family(model_type, place=place).read(config, place)
+
+
+def load_config(model_dir: Path) -> ModelConfig:
+    """Parse `config.json` of a Hugging Face model directory."""
+    return parse_config(read_config(model_dir), place=str(model_dir / CONFIG_NAME))

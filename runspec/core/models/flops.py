@@ -40,10 +40,8 @@ def forward_flops(config: ModelConfig, lengths: Sequence[float], lora: Lora | No
         lengths: n_i, tokens of each sample, prompt and output.
         lora: adapters that are computed beside the matrices.
     """
-    tokens, squares = sum(lengths), sum(n * n for n in lengths)
-    width = config.num_attention_heads * config.head_dim
-    multiplied = matrix_parameters(config) + adapter_parameters(config, lora)
-    return 2.0 * multiplied * tokens + 2.0 * config.num_hidden_layers * width * squares
+    multiplied = matrix_parameters(config) + _adapter_parameters(config, lora)
+    return 2.0 * multiplied * sum(lengths) + _attention_flops(config, lengths)
 
 
 def useful_flops(config: ModelConfig, lengths: Sequence[float], lora: Lora | None = None) -> float:
@@ -58,7 +56,13 @@ def useful_flops(config: ModelConfig, lengths: Sequence[float], lora: Lora | Non
     return 3.0 * forward_flops(config, lengths, lora) - 2.0 * frozen * sum(lengths)
 
 
-def adapter_parameters(config: ModelConfig, lora: Lora | None) -> int:
+def _attention_flops(config: ModelConfig, lengths: Sequence[float]) -> float:
+    """Return the forward FLOPs of scores and values under the causal mask."""
+    width = config.num_attention_heads * config.head_dim
+    return 2.0 * config.num_hidden_layers * width * sum(n * n for n in lengths)
+
+
+def _adapter_parameters(config: ModelConfig, lora: Lora | None) -> int:
     """Return the number of parameters of the adapters; 0 without adapters."""
     if lora is None:
         return 0
@@ -108,10 +112,8 @@ def step_flops(spec: RunSpec, config: ModelConfig, mean_tokens: float) -> StepFl
 
 def _recomputed(spec: RunSpec, config: ModelConfig, lengths: Sequence[float]) -> float:
     """Return the forward FLOPs that the backward pass repeats; logits are always repeated."""
-    tokens, squares = sum(lengths), sum(n * n for n in lengths)
-    head = 2.0 * config.hidden_size * config.vocab_size * tokens
-    width = config.num_attention_heads * config.head_dim
-    attention = 2.0 * config.num_hidden_layers * width * squares
-    layers = forward_flops(config, lengths, spec.learner.lora) - head - attention
-    kept = {"none": layers + attention, "dots": layers + attention, "attention": attention}
-    return head + layers + attention - kept.get(spec.learner.remat, 0.0)
+    forward = forward_flops(config, lengths, spec.learner.lora)
+    head = 2.0 * config.hidden_size * config.vocab_size * sum(lengths)
+    layers = forward - head
+    kept = {"none": layers, "dots": layers, "attention": _attention_flops(config, lengths)}
+    return forward - kept.get(spec.learner.remat, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from runspec.core.spec.schema import Hardware
@@ -50,6 +50,9 @@ _KNOWN = (
 DEVICES: dict[str, Device] = {device.kind: device for device in _KNOWN}
 """Devices by `hardware.kind`; specs need no figures for them."""
 
+_FIGURES = ("memory", "peak_flops", "memory_bandwidth")
+"""Figures that a spec may set, under the same names."""
+
 # By JAX's `device_kind`; for GPUs the longest matching prefix.
 _JAX_TPUS = {
     "TPU v4": "tpu-v4",
@@ -80,16 +83,8 @@ _JAX_GPUS = {
 def device_of(hardware: Hardware) -> Device:
     """Return the device that a spec names; figures of the spec replace those of the table."""
     known = DEVICES.get(hardware.kind, Device(hardware.kind))
-
-    def first(said: float | None, otherwise: float | None) -> float | None:
-        return otherwise if said is None else said
-
-    return Device(
-        hardware.kind,
-        first(hardware.memory, known.memory),
-        first(hardware.peak_flops, known.peak_flops),
-        first(hardware.memory_bandwidth, known.memory_bandwidth),
-    )
+    figures = {name: getattr(hardware, name) for name in _FIGURES}
+    return replace(known, **{name: value for name, value in figures.items() if value is not None})
 
 
 def device_count(hardware: Hardware, slices: int = 1) -> int | None:

@@ -6,6 +6,8 @@ from runspec.core.models.config import ModelConfig
 from runspec.core.models.parameters import WIDTH
 from runspec.core.spec.schema import Learner, SamplerPool
 
+MEMORY_UTILIZATION = 0.92
+"""vLLM's default `gpu_memory_utilization`, version 0.32."""
 MAX_SEQUENCES = 256
 """Most sequences that vLLM decodes at a time under `sampler.engine`."""
 CPU_BLOCK_TOKENS = 32

@@ -14,7 +14,7 @@ from typing import Any
 from runspec.core.errors import UserError
 
 DEFAULT_THETA = 10000.0
-"""What transformers assumes where a config does not say."""
+"""Default of transformers for configs without a base."""
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 

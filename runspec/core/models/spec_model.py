@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from runspec.core.files import expand_user
-from runspec.core.models.config import CONFIG_NAME, ModelConfig, load_config, parse_config
+from runspec.core.models.config import CONFIG_NAME, ModelConfig
+from runspec.core.models.family import load_config, parse_config
 from runspec.core.spec.schema import RunSpec
 
 _FOLDER = resources.files("runspec.core.models") / "named"
@@ -33,6 +34,8 @@ def model_config(spec: RunSpec, folder: Path = Path()) -> ModelConfig | None:
     shape, hf = spec.model.shape, spec.model.hf
     if shape is not None:
         fields: dict[str, Any] = shape.model_dump(mode="json", exclude_none=True)
+        fields.setdefault("head_dim", shape.hidden_size // shape.num_attention_heads)
+        # No window unless said: transformers assumes one for some families.
         fields |= {"max_position_embeddings": spec.model.max_context, "sliding_window": None}
         return parse_config(fields, place="model.shape")
     if hf is None:

@@ -1,7 +1,6 @@
-"""Documentation of the schema's fields: docstrings, types and defaults in words, and as a table.
+"""Documentation of the schema's fields: docstrings, types and defaults in words.
 
-`python -m runspec.core.spec.field_docs docs/spec.md` rewrites the table between its marks; a test
-compares them. Docstrings are read from the source on demand: pydantic would collect them
+Docstrings are read from the source on demand: pydantic would collect them
 (`use_attribute_docstrings`) at import, which would slow down every command.
 """
 
@@ -16,13 +15,11 @@ from typing import Annotated, Any
 
 from pydantic import TypeAdapter
 
-from runspec.core.files import write_atomic
 from runspec.core.spec.fields import DURATION, RATE, SIZE
 from runspec.core.spec.schema import Block
 from runspec.core.spec.schema_fields import (
     SchemaField,
     block_in,
-    fields_in,
     named_item,
     schema_fields,
 )
@@ -30,7 +27,6 @@ from runspec.core.spec.yaml_text import yaml_scalar
 
 _QUANTITIES = {each.pattern: each for each in (DURATION, SIZE, RATE)}
 _NAMES = {"integer": "whole number", "number": "number", "boolean": "true or false"}
-BEGIN, END = "<!-- fields -->\n", "<!-- end of fields -->\n"
 
 
 def field_doc(block: type[Block], attribute: str) -> str:
@@ -159,57 +155,13 @@ def _range_words(schema: dict[str, Any]) -> str:
     most, below = schema.get("maximum"), schema.get("exclusiveMaximum")
     if schema.get("type") == "integer" and above is not None:
         least, above = above + 1, None
-    words = []
+    limits = {"at least": least, "at most": most}
     if least is not None and most is not None:
-        words.append(f"{_shown(least)} to {_shown(most)}")
-    else:
-        words += [f"at least {_shown(least)}"] if least is not None else []
-        words += [f"at most {_shown(most)}"] if most is not None else []
-    words += [f"above {_shown(above)}"] if above is not None else []
-    words += [f"below {_shown(below)}"] if below is not None else []
-    return "".join(f", {word}" for word in words)
+        limits = {f"{_shown(least)} to": most}
+    limits |= {"above": above, "below": below}
+    given = {words: limit for words, limit in limits.items() if limit is not None}
+    return "".join(f", {words} {_shown(limit)}" for words, limit in given.items())
 
 
 def _shown(bound: float) -> str:
     return str(bound) if isinstance(bound, int) else f"{bound:g}"
-
-
-def field_table() -> str:
-    """Return Markdown: a heading and a table for each block; a block that recurs is shown once."""
-    homes: dict[type[Block], dict[str, None]] = {}
-    for path, field in schema_fields().items():
-        homes.setdefault(field.block, {})[path.rpartition(".")[0]] = None
-    return "\n".join(_block(block, list(paths)) for block, paths in homes.items())
-
-
-def with_table(page: str) -> str:
-    """Return a page with the table between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{field_table()}{END}{after}"
-
-
-def _block(block: type[Block], homes: list[str]) -> str:
-    first = homes[0]
-    title = ", ".join(f"`{home}`" for home in homes) if first else "The spec"
-    rows = [_row(field) for field in fields_in(first)]
-    head = "| key | what it is | type | default | change |\n|---|---|---|---|---|\n"
-    return f"### {title}\n{block_doc(block).splitlines()[0]}\n\n{head}{''.join(rows)}"
-
-
-def _row(field: SchemaField) -> str:
-    default = default_words(field)
-    change = field.change + (", site" if field.site else "")
-    cells = (
-        f"`{field.key}`",
-        field_doc(field.block, field.attribute),
-        counted_type(field),
-        default if default in ("", "required") else f"`{default}`",
-        change,
-    )
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
-
-
-if __name__ == "__main__":
-    for page in map(Path, sys.argv[1:]):
-        write_atomic(page, with_table(page.read_text(encoding="utf-8")).encode())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 Severity = Literal["error", "warning"]
@@ -136,6 +139,20 @@ def measured(finding: Finding) -> list[str]:
 def number_text(value: Number) -> str:
     """Return a number as text: integers in full, others to six digits."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def finite(finding: Finding) -> dict[str, Number]:
+    """Return the measured values for JSON, which lacks infinity and NaN: those become text."""
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in finding.numbers.items()
+    }
+
+
+def from_here(file: str) -> Path:
+    """Return a file's path relative to the working directory, as given if it lies elsewhere."""
+    path = Path(os.path.normpath(file))
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def excerpt(finding: Finding) -> str:

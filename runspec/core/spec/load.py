@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from runspec.core.errors import UserError
 from runspec.core.spec.findings import SET_FILE, Comment, Finding, Place, format_finding
-from runspec.core.spec.layers import LayerReader, ParsedFiles
+from runspec.core.spec.layers import LayerReader, ParsedFiles, profile_path
 from runspec.core.spec.lock_file import is_lock, parse_lock
 from runspec.core.spec.merge import NewName, judge_new_names, merge_layers
 from runspec.core.spec.placement_file import is_placement, site_layers
@@ -30,6 +30,7 @@ from runspec.core.spec.yaml_nodes import (
     ScalarNode,
     object_name,
     resolve_scalar,
+    value_at,
 )
 
 _MISSING = ("missing-key", "no-seed")
@@ -189,16 +190,10 @@ def interpolate(root: MapNode, environ: Mapping[str, str], findings: list[Findin
 
 def _secret_variables(root: MapNode) -> frozenset[str]:
     """Return the environment variables that hold the spec's secrets."""
-    secrets = root.entries["secrets"].value if "secrets" in root.entries else None
+    secrets = value_at(root, "secrets")
     items = secrets.items if isinstance(secrets, ListNode) else ()
-    sources = [_entry(item, "from") for item in items]
-    names = [_entry(source, "env") for source in sources]
+    names = [value_at(value_at(item, "from"), "env") for item in items]
     return frozenset(str(name.value) for name in names if isinstance(name, ScalarNode))
-
-
-def _entry(node: Node | None, key: str) -> Node | None:
-    entry = node.entries.get(key) if isinstance(node, MapNode) else None
-    return entry.value if entry else None
 
 
 class _Filler:
@@ -298,8 +293,9 @@ def origins(layered: Layered, files: SpecFiles, resolved: Mapping[str, Any]) -> 
 def _layer(files: SpecFiles, file: Path) -> str:
     if files.placement is not None and file == files.placement:
         return " (placement)"
-    profile = files.path.parent / "profiles" / f"{files.profile}.yaml"
-    return f" (profile {files.profile})" if files.profile and file == profile else ""
+    if files.profile and file == profile_path(files.path, files.profile):
+        return f" (profile {files.profile})"
+    return ""
 
 
 def _leaves(value: Any, at: Location, path: str) -> list[tuple[str, Location]]:

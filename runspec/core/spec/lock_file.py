@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -17,7 +16,7 @@ from runspec.core.hashing import digest_bytes, digest_file
 from runspec.core.spec.findings import Finding
 from runspec.core.spec.schema import Block
 from runspec.core.spec.validate import locate, to_python
-from runspec.core.spec.yaml_nodes import MAX_CHARACTERS, MapNode, Node, parse_yaml
+from runspec.core.spec.yaml_nodes import MAX_CHARACTERS, Node, parse_yaml, text_at
 from runspec.core.spec.yaml_text import to_yaml
 
 LOCK_VERSION: Final = "runspec-lock/v2"
@@ -79,20 +78,6 @@ class Lock(Block):
 
     A model that the run makes itself has none. A model's own tokenizer is among its files."""
 
-    @property
-    def model(self) -> Pin | None:
-        return self.pins.get(MODEL)
-
-    @property
-    def tokenizer(self) -> Pin | None:
-        return self.pins.get(TOKENIZER)
-
-    @property
-    def data(self) -> dict[str, Pin]:
-        """Pins of the data by the source's name."""
-        paths = (path for path in self.pins if path.startswith(DATA))
-        return {path.removeprefix(DATA): self.pins[path] for path in paths}
-
 
 def lock_path(spec: Path, profile: str | None = None) -> Path:
     """Return `<stem>.lock.yaml` beside the spec, or `<stem>.<profile>.lock.yaml`.
@@ -131,8 +116,7 @@ def read_lock(spec: Path, profile: str | None = None) -> Lock | None:
 
 def is_lock(root: Node) -> bool:
     """Return whether a file declares itself a lock."""
-    version = root.entries.get("version") if isinstance(root, MapNode) else None
-    return version is not None and to_python(version.value) == LOCK_VERSION
+    return text_at(root, "version") == LOCK_VERSION
 
 
 def parse_lock(root: Node, findings: list[Finding]) -> Lock | None:
@@ -148,20 +132,16 @@ def parse_lock(root: Node, findings: list[Finding]) -> Lock | None:
         return None
 
 
-def lock_text(lock: Lock, spec: Path) -> str:
-    """Return the file's text, without unset fields."""
-    head = f"# What the names in {spec.name} stand for. Made by `runspec lock`; keep it in git.\n"
-    return head + to_yaml(lock.model_dump(mode="json", exclude_defaults=True))
-
-
 def write_lock(lock: Lock, spec: Path, profile: str | None = None) -> Path:
-    """Write the lock beside the spec.
+    """Write the lock beside the spec, without unset fields.
 
     Raises:
         UserError: it cannot be written.
     """
     path = lock_path(spec, profile)
-    write_atomic(path, lock_text(lock, spec).encode())
+    head = f"# What the names in {spec.name} stand for. Made by `runspec lock`; keep it in git.\n"
+    text = head + to_yaml(lock.model_dump(mode="json", exclude_defaults=True))
+    write_atomic(path, text.encode())
     return path
 
 
@@ -191,10 +171,11 @@ def pin_data(path: Path) -> dict[str, FilePin]:
     """
     if path.is_file():
         return {path.name: pin_file(path)}
-    files = sorted(_files_below(path))
+    names = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
+    files = sorted(name for name in names if not any(part.startswith(".") for part in name.parts))
     if len(files) > MAX_FILES:
         raise UserError(f"more than {MAX_FILES} files", place=str(path))
-    return {str(file.relative_to(path)): pin_file(file) for file in files}
+    return {str(name): pin_file(path / name) for name in files}
 
 
 def pin_file(path: Path) -> FilePin:
@@ -215,10 +196,3 @@ def pin_header(path: Path) -> FilePin:
     if not header or len(header) != length:
         raise UserError("no safetensors file: its header is cut short", place=str(path))
     return FilePin(size=path.stat().st_size, header=digest_bytes(header))
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    for path in folder.rglob("*"):
-        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.is_file() and not hidden:
-            yield path

@@ -18,7 +18,15 @@ from runspec.core.spec.schema_fields import (
     named_item,
     schema_fields,
 )
-from runspec.core.spec.yaml_nodes import Entry, ListNode, MapNode, Node, ScalarNode, object_name
+from runspec.core.spec.yaml_nodes import (
+    Entry,
+    ListNode,
+    MapNode,
+    Node,
+    object_name,
+    text_at,
+    value_at,
+)
 
 KIND = "Placement"
 SCOPE = "placement-scope"
@@ -28,7 +36,7 @@ HEADER = ("version", "kind", "name")
 
 def is_placement(layer: MapNode) -> bool:
     """Return whether a file declares the kind Placement."""
-    return _text(layer, "kind") == KIND
+    return text_at(layer, "kind") == KIND
 
 
 def site_layers(
@@ -52,10 +60,10 @@ def _header_is_right(own: MapNode, findings: list[Finding]) -> bool:
     if not is_placement(own):
         key, message = "kind", f"a file of kind {KIND} was expected"
         hint = "a spec goes first on the command line, and what it builds on under `extends`"
-    elif _text(own, "version") != VERSION:
+    elif text_at(own, "version") != VERSION:
         key, message = "version", f"version {VERSION} was expected"
     if message:
-        place = own.entries[key].value.place if key in own.entries else own.place
+        place = (value_at(own, key) or own).place
         code = SCOPE if key == "kind" else "bad-value"
         findings.append(Finding(place, code, message, path=key, suggestion=hint, blocking=True))
     return not message
@@ -64,11 +72,6 @@ def _header_is_right(own: MapNode, findings: list[Finding]) -> bool:
 def _without_header(layer: MapNode) -> MapNode:
     entries = {key: entry for key, entry in layer.entries.items() if key not in HEADER}
     return replace(layer, entries=entries)
-
-
-def _text(layer: MapNode, key: str) -> str:
-    node = layer.entries[key].value if key in layer.entries else None
-    return node.value if isinstance(node, ScalarNode) and isinstance(node.value, str) else ""
 
 
 class _Scope:
@@ -99,7 +102,7 @@ class _Scope:
         if field is None or field.site or (key == "name" and schema.endswith("<name>.")):
             return entry  # unknown keys are found when layers merge
         value, is_named = entry.value, named_item(field.annotation) is not None
-        there = _value(below, key)
+        there = value_at(below, key)
         if block_in(field.annotation) and isinstance(value, MapNode):
             kept: Node = self.map(value, f"{field.path}.", f"{path}.", there)
         elif is_named and isinstance(value, MapNode):
@@ -167,8 +170,3 @@ class _Scope:
         # The field is removed in any case, so a suppression would have no effect.
         finding = Finding(place, SCOPE, message, path=path, suggestion=suggestion, blocking=True)
         self._findings.append(finding)
-
-
-def _value(node: Node | None, key: str) -> Node | None:
-    entry = node.entries.get(key) if isinstance(node, MapNode) else None
-    return entry.value if entry else None

@@ -1,7 +1,7 @@
 """Resolved spec: canonical JSON that every role of a run reads, and its digest.
 
 It contains the signed profiles that the spec names. So a validator on another machine receives them
-with the spec that the coordinator signs, and nobody can exchange one later. `verify.calibration`
+with the spec that the coordinator signs, and nobody can exchange one later. `verify.profile`
 checks their signatures.
 """
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
 from functools import lru_cache
 from glob import has_magic
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -157,7 +156,7 @@ def _named(uri: str, place: str) -> tuple[Path, list[str]]:
         raise _elsewhere(uri, place)
     path = Path(uri)
     if path.is_dir():
-        return path, list(_walk(path, place))
+        return path, _walk(path, place)
     if path.exists() or not has_magic(uri):
         return path.parent, [path.name]
     fixed = next(i for i, part in enumerate(path.parts) if has_magic(part))
@@ -175,7 +174,7 @@ def _named(uri: str, place: str) -> tuple[Path, list[str]]:
     return root, _bounded(sorted(seen), uri, place)
 
 
-def _walk(folder: Path, place: str) -> Iterator[str]:
+def _walk(folder: Path, place: str) -> list[str]:
     """Return the names of all files below a folder, without hidden ones and linked folders."""
     names = []
     for parent, folders, files in os.walk(folder):
@@ -184,7 +183,7 @@ def _walk(folder: Path, place: str) -> Iterator[str]:
         names += [(below / name).as_posix() for name in files if not name.startswith(".")]
         if len(names) > MAX_FILES:
             break
-    return iter(_bounded(sorted(names), str(folder), place))
+    return _bounded(sorted(names), str(folder), place)
 
 
 def _bounded(names: list[str], what: str, place: str) -> list[str]:

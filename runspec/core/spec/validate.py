@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
@@ -111,6 +112,7 @@ def schema_finding(root: MapNode, error: Any) -> Finding:
     """Return one of pydantic's errors as a finding at the place that wrote the value."""
     location, kind = error["loc"], error["type"]
     place, path, node, found = locate(root, location)
+    finding = partial(Finding, place, blocking=True)
     if kind == "missing":
         key = str(location[-1])
         deleted = node.deleted.get(key) if isinstance(node, MapNode) else None
@@ -118,40 +120,26 @@ def schema_finding(root: MapNode, error: Any) -> Finding:
         message = f"{what} is missing" + (", deleted by this null" if deleted else "")
         path = f"{path}.{key}" if path else key
         code = "no-seed" if path == "seed" else "missing-key"
-        return Finding(deleted or place, code, message, path=path, blocking=True)
+        return Finding(deleted or place, code, message, path, blocking=True)
     got = _shown(node)
     if not found:
-        message = f"a single value was expected, got {got}"
-        return Finding(place, "wrong-type", message, path=path, blocking=True)
+        return finding("wrong-type", f"a single value was expected, got {got}", path)
     if kind in _EXPECTED:
-        return _ambiguous_type(node, kind, path) or Finding(
-            place,
-            "wrong-type",
-            f"{_EXPECTED[kind]} was expected, got {got}",
-            path=path,
-            blocking=True,
-        )
+        message = f"{_EXPECTED[kind]} was expected, got {got}"
+        return _ambiguous_type(node, kind, path) or finding("wrong-type", message, path)
     context = error.get("ctx", {})
     if kind == "literal_error":
         match = close_match(str(to_python(node)), re.findall(r"'([^']*)'", context["expected"]))
         hint = f"did you mean {match}?" if match else ""
         message = f"{context['expected']} was expected, got {got}"
-        return Finding(place, "bad-value", message, path=path, suggestion=hint, blocking=True)
+        return finding("bad-value", message, path, hint)
     message = error["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     if context.get("pattern") == NAME_PATTERN:
         message = f"a name was expected: {NAME_WORDS}"
     code = "unit" if isinstance(context.get("error"), UnitError) else "bad-value"
     numbers, requires = _bound(path.rpartition(".")[2], to_python(node), context)
-    return Finding(
-        place,
-        code,
-        f"{message}, got {got}",
-        path=path,
-        numbers=numbers,
-        requires=requires,
-        blocking=True,
-    )
+    return finding(code, f"{message}, got {got}", path, numbers=numbers, requires=requires)
 
 
 def _bound(name: str, value: Any, context: dict[str, Any]) -> tuple[dict[str, Number], str]:

@@ -69,13 +69,21 @@ class MapNode:
 Node = ScalarNode | ListNode | MapNode
 
 
+def value_at(node: Node | None, key: str) -> Node | None:
+    """Return the value of a map's key; None if `node` is not a map or lacks the key."""
+    entry = node.entries.get(key) if isinstance(node, MapNode) else None
+    return entry.value if entry else None
+
+
+def text_at(node: Node | None, key: str) -> str:
+    """Return the text of a map's key; empty if it has none."""
+    value = value_at(node, key)
+    return value.value if isinstance(value, ScalarNode) and isinstance(value.value, str) else ""
+
+
 def object_name(node: Node) -> str:
     """Return the `name` of a named object; empty if it has no name that is text."""
-    if isinstance(node, MapNode) and "name" in node.entries:
-        value = node.entries["name"].value
-        if isinstance(value, ScalarNode) and isinstance(value.value, str):
-            return value.value
-    return ""
+    return text_at(node, "name")
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from runspec.core.models.config import ModelConfig
 from runspec.estimate.assumed import changed_share
 from runspec.estimate.broadcast import arrivals, version_size
 from runspec.estimate.speed import step_seconds
-from runspec.lint.registry import Context, Violation, rule
+from runspec.lint.registry import Context, Violation, model_rule, rule
 from runspec.lint.rules.relays import graph_is_sound
 
 
@@ -43,10 +44,8 @@ def lease_outlasts_step(context: Context) -> Iterator[Violation]:
     vanishes holds its place until its lease expires, if no other waits for its groups. Where that
     takes as long as the step may fill, one lost worker is enough for a step to close short.
     """
-    timeout, deadline = (
-        context.spec.verify.lease_timeout,
-        context.spec.algorithm.fill.deadline,
-    )
+    spec = context.spec
+    timeout, deadline = spec.verify.lease_timeout, spec.algorithm.fill.deadline
     if timeout >= deadline:
         yield Violation(
             ("verify", "lease_timeout"),
@@ -57,8 +56,8 @@ def lease_outlasts_step(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("broadcast-time", "asynchrony")
-def broadcast_time(context: Context) -> Iterator[Violation]:
+@model_rule("broadcast-time", "asynchrony")
+def broadcast_time(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """A version must reach its slowest worker within the lag that is allowed.
 
         broadcast_s <= async_level x step_s
@@ -73,9 +72,8 @@ def broadcast_time(context: Context) -> Iterator[Violation]:
     (arXiv 2505.07291): 14 minutes for 62 GB, steps of 22, async level 2. Silent where no link is
     declared, a speed is not known, or async_level is 0 and every step waits by intent.
     """
-    spec, config = context.spec, context.config
-    level = spec.algorithm.async_level
-    if config is None or level == 0 or not graph_is_sound(spec):
+    spec, level = context.spec, context.spec.algorithm.async_level
+    if level == 0 or not graph_is_sound(spec):
         return
     size = version_size(spec, config)
     reached = arrivals(spec, size.follower)
@@ -100,8 +98,8 @@ def broadcast_time(context: Context) -> Iterator[Violation]:
     )
 
 
-@rule("delta-gain", "asynchrony", "warning")
-def delta_gain(context: Context) -> Iterator[Violation]:
+@model_rule("delta-gain", "asynchrony", "warning")
+def delta_gain(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """Deltas should be at most half of a version, or whole versions be sent.
 
         delta_bytes <= version_bytes / 2        delta = n (H(s) / 8 + s b)
@@ -113,8 +111,8 @@ def delta_gain(context: Context) -> Iterator[Violation]:
     compares versions spends its time for nothing: what is not smaller goes out whole.
     `estimate.changed_share` takes the place of s where somebody measured it.
     """
-    spec, config = context.spec, context.config
-    if spec.broadcast.format != "delta" or config is None:
+    spec = context.spec
+    if spec.broadcast.format != "delta":
         return
     size, share = version_size(spec, config), changed_share(spec, config).value
     if size.delta > size.whole / 2:
@@ -133,8 +131,8 @@ def delta_gain(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("anchor-distance", "asynchrony", "warning")
-def anchor_distance(context: Context) -> Iterator[Violation]:
+@model_rule("anchor-distance", "asynchrony", "warning")
+def anchor_distance(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """The deltas after an anchor should be no more than the anchor itself.
 
         (anchor_every - 1) x delta_bytes <= version_bytes
@@ -144,8 +142,8 @@ def anchor_distance(context: Context) -> Iterator[Violation]:
     it has to, origin and relays keep as much for nothing, and an anchor sooner costs followers
     nothing: it carries a delta for them. Silent where `delta-gain` speaks.
     """
-    spec, config = context.spec, context.config
-    if spec.broadcast.format != "delta" or config is None:
+    spec = context.spec
+    if spec.broadcast.format != "delta":
         return
     size = version_size(spec, config)
     if size.delta > size.whole / 2 or size.joiner <= 2 * size.whole:
@@ -165,8 +163,8 @@ def anchor_distance(context: Context) -> Iterator[Violation]:
     )
 
 
-@rule("whole-versions", "asynchrony", "warning")
-def whole_versions(context: Context) -> Iterator[Violation]:
+@model_rule("whole-versions", "asynchrony", "warning")
+def whole_versions(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """Where links carry a delta within a step but no whole version, deltas should be sent.
 
         broadcast_s <= step_s        or not delta_s <= step_s
@@ -177,8 +175,8 @@ def whole_versions(context: Context) -> Iterator[Violation]:
     (`runspec.estimate.broadcast`). Samplers rebuild a version from what they hold, and check
     every tensor of it. Silent where `broadcast-time` speaks.
     """
-    spec, config = context.spec, context.config
-    if spec.broadcast.format != "full" or config is None or not graph_is_sound(spec):
+    spec = context.spec
+    if spec.broadcast.format != "full" or not graph_is_sound(spec):
         return
     size = version_size(spec, config)
     reached, with_deltas = arrivals(spec, size.whole), arrivals(spec, size.delta)

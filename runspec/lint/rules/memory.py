@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil, sqrt
 
+from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import DEVICES, device_count, device_of
-from runspec.core.models.memory import MAX_LOGITS, logits_chunk, prefill_bytes
+from runspec.core.models.memory import MAX_LOGITS, MEMORY_UTILIZATION, logits_chunk, prefill_bytes
 from runspec.core.spec.schema import Hardware, RunSpec
 from runspec.core.spec.schema_fields import close_match
 from runspec.estimate.assumed import weight_move
 from runspec.estimate.broadcast import version_size
 from runspec.estimate.learner import learner_memory
-from runspec.estimate.sampler import MEMORY_UTILIZATION, sampler_memory
-from runspec.lint.registry import Context, Violation, rule
+from runspec.estimate.sampler import sampler_memory
+from runspec.lint.registry import Context, Violation, model_rule, rule
 
 STATE_SHARE = 0.9
 """Of a device's memory that the train state may take."""
@@ -56,8 +57,8 @@ def unknown_hardware(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("train-state-fits", "memory")
-def train_state_fits(context: Context) -> Iterator[Violation]:
+@model_rule("train-state-fits", "memory")
+def train_state_fits(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """Weights and optimizer moments must leave a tenth of the device's memory.
 
         masters + moments <= 0.9 x memory
@@ -68,8 +69,9 @@ def train_state_fits(context: Context) -> Iterator[Violation]:
     muon, 0 on the device with `optimizer.offload`. Gradients, activations and the compiler's own
     buffers must fit beside them.
     """
-    spec, config, memory = context.spec, context.config, _learner_device(context)
-    if config is None or memory is None:
+    spec = context.spec
+    memory = device_of(spec.learner.hardware).memory
+    if memory is None:
         return
     needs = learner_memory(spec, config)
     if needs.state > STATE_SHARE * memory:
@@ -86,8 +88,8 @@ def train_state_fits(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("step-fits", "memory")
-def step_fits(context: Context) -> Iterator[Violation]:
+@model_rule("step-fits", "memory")
+def step_fits(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """A whole training step must fit into the device's memory.
 
         masters + moments + gradients + published + reference
@@ -97,8 +99,9 @@ def step_fits(context: Context) -> Iterator[Violation]:
     which pi_old is recomputed; `reference` is version 0's, or the base under adapters. `runspec
     plan` shows the parts, and `runspec plan --aot` asks the compiler itself.
     """
-    spec, config, memory = context.spec, context.config, _learner_device(context)
-    if config is None or memory is None:
+    spec = context.spec
+    memory = device_of(spec.learner.hardware).memory
+    if memory is None:
         return
     needs = learner_memory(spec, config)
     if needs.state > STATE_SHARE * memory or needs.total <= memory:
@@ -132,12 +135,8 @@ def _relief(spec: RunSpec, largest: str) -> str:
     return "more fsdp or tensor, optimizer: {offload: true}, or learner.lora"
 
 
-def _learner_device(context: Context) -> float | None:
-    return device_of(context.spec.learner.hardware).memory
-
-
-@rule("logits-chunk", "memory")
-def logits_chunk_fits(context: Context) -> Iterator[Violation]:
+@model_rule("logits-chunk", "memory")
+def logits_chunk_fits(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """The logits that exist at a time must be a chunk, not those of every position.
 
         n x V <= 2^29,   n = min(logits_chunk, positions of a device)
@@ -147,8 +146,8 @@ def logits_chunk_fits(context: Context) -> Iterator[Violation]:
     GB with all logits at once, 2.7 GB in chunks of 256. Null chooses 512 to 2048 positions, within
     this bound.
     """
-    config, learner = context.config, context.spec.learner
-    if config is None or learner.logits_chunk is None:
+    learner = context.spec.learner
+    if learner.logits_chunk is None:
         return
     positions = logits_chunk(learner, config.vocab_size)
     if positions * config.vocab_size > MAX_LOGITS:
@@ -196,8 +195,8 @@ def bf16_master(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("sampler-weights-fit", "memory")
-def sampler_weights_fit(context: Context) -> Iterator[Violation]:
+@model_rule("sampler-weights-fit", "memory")
+def sampler_weights_fit(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """A replica's share of the weights must fit into its devices.
 
         weights / tensor + activations < 0.92 x memory
@@ -206,9 +205,8 @@ def sampler_weights_fit(context: Context) -> Iterator[Violation]:
     activations are the largest temporary arrays, of a prefill or of the logits. What is left is
     room for keys and values.
     """
-    spec, config = context.spec, context.config
-    for pool in spec.samplers if config else []:
-        assert config is not None
+    spec = context.spec
+    for pool in spec.samplers:
         needs = sampler_memory(pool, spec, config)
         if needs.room is None or needs.memory is None or needs.room > 0:
             continue
@@ -226,8 +224,8 @@ def sampler_weights_fit(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("validator-weights-fit", "memory")
-def validator_weights_fit(context: Context) -> Iterator[Violation]:
+@model_rule("validator-weights-fit", "memory")
+def validator_weights_fit(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """A validator's share of a version must fit into its devices, with room to work.
 
         1.5 x version / devices <= memory
@@ -236,8 +234,8 @@ def validator_weights_fit(context: Context) -> Iterator[Violation]:
     by layers. The half beside it is for activations and logits. Silent where `verify.hardware` is
     null.
     """
-    spec, config, hardware = context.spec, context.config, context.spec.verify.hardware
-    if config is None or hardware is None or not spec.verify.validators:
+    spec, hardware = context.spec, context.spec.verify.hardware
+    if hardware is None or not spec.verify.validators:
         return
     memory, count = device_of(hardware).memory, device_count(hardware)
     version = version_size(spec, config).whole
@@ -252,8 +250,8 @@ def validator_weights_fit(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("kv-cache-fits", "memory")
-def kv_cache_fits(context: Context) -> Iterator[Violation]:
+@model_rule("kv-cache-fits", "memory")
+def kv_cache_fits(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """The keys and values of one sequence of full length must fit beside the weights.
 
         max_model_len x 2 L ceil(K / t) h b <= room
@@ -262,9 +260,8 @@ def kv_cache_fits(context: Context) -> Iterator[Violation]:
     what weights and activations leave (`explain sampler-weights-fit`). vLLM refuses to start
     otherwise. One sequence is the least; how many fit at a time is in `runspec plan`.
     """
-    spec, config = context.spec, context.config
-    for pool in spec.samplers if config else []:
-        assert config is not None
+    spec = context.spec
+    for pool in spec.samplers:
         needs = sampler_memory(pool, spec, config)
         sequence = pool.max_model_len * needs.kv_token
         if needs.room is None or needs.room <= 0 or sequence <= needs.room:

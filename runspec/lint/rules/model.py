@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig
 from runspec.core.models.parameters import matrix_shapes
 from runspec.core.models.spec_model import model_names, named_model
-from runspec.lint.registry import Context, Violation, divisors, rule
+from runspec.lint.registry import Context, Violation, divisors, model_rule, rule
 from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.lock.cache import is_on_hub, require_files
 
@@ -130,8 +131,8 @@ def lora_targets(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("lora-rank", "model")
-def lora_rank(context: Context) -> Iterator[Violation]:
+@model_rule("lora-rank", "model")
+def lora_rank(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """The rank of adapters must be below that of the matrices that they adapt.
 
         rank < min(in, out)  of every target
@@ -139,8 +140,8 @@ def lora_rank(context: Context) -> Iterator[Violation]:
     A B of that rank or more can be any matrix, and A and B together hold more numbers than W: full
     fine-tuning at a higher price.
     """
-    config, lora = context.config, context.spec.learner.lora
-    if config is None or lora is None:
+    lora = context.spec.learner.lora
+    if lora is None:
         return
     shapes = matrix_shapes(config)
     ranks = sorted((min(shapes[name]), name) for name in lora.targets if name in shapes)
@@ -154,8 +155,8 @@ def lora_rank(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("tokenizer-vocabulary", "model")
-def tokenizer_vocabulary(context: Context) -> Iterator[Violation]:
+@model_rule("tokenizer-vocabulary", "model")
+def tokenizer_vocabulary(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """Every token of the tokenizer must be a row of the model's embedding.
 
         largest token id < vocab_size
@@ -165,9 +166,9 @@ def tokenizer_vocabulary(context: Context) -> Iterator[Violation]:
     Fewer tokens than rows are usual: vocabularies are padded. Looked at where `model.tokenizer.hf`
     or `model.hf` is a local directory.
     """
-    files, config = context.tokenizer, context.config
+    files = context.tokenizer
     largest = files.largest_id if files else None
-    if files is None or config is None or largest is None or largest < config.vocab_size:
+    if files is None or largest is None or largest < config.vocab_size:
         return
     yield Violation(
         _tokenizer_key(context),

@@ -97,10 +97,8 @@ def unknown_role(context: Context) -> Iterator[Violation]:
         )
     cluster = spec.placement.kubernetes
     groups = {"trunk", *startable}
-    named = [] if cluster is None else [("images", name) for name in cluster.images]
-    named += (
-        [] if cluster is None else [("node_selectors", name) for name in cluster.node_selectors]
-    )
+    named = [("images", name) for name in cluster.images] if cluster else []
+    named += [("node_selectors", name) for name in cluster.node_selectors] if cluster else []
     for field, name in named:
         if name not in groups:
             yield Violation(

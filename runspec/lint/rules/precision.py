@@ -11,7 +11,7 @@ from runspec.lint.registry import Context, Violation, rule
 from verify.thresholds import CALIBRATED, precision_of
 
 if TYPE_CHECKING:
-    from verify.calibration.profile import Profile
+    from verify.profile import Profile
 
 
 @rule("uncalibrated-precision", "verification")
@@ -114,7 +114,7 @@ def _profiles(context: Context) -> dict[str, Profile | str]:
         return {}
     # Imported where there is a profile: keys and classes take time.
     from runspec.core.signed import BadSignature
-    from verify.calibration.profile import open_profile
+    from verify.profile import open_profile
 
     root = context.spec.identity.root_public_key
     found: dict[str, Profile | str] = {}

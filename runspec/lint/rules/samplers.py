@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_count
 from runspec.core.models.rope_scaling import Dynamic, Linear, Yarn
-from runspec.lint.registry import Context, Violation, divisors, rule
+from runspec.lint.registry import Context, Violation, divisors, model_rule, rule
 
 
 @rule("context-fits", "samplers")
@@ -56,8 +56,8 @@ def model_len(context: Context) -> Iterator[Violation]:
             )
 
 
-@rule("model-positions", "samplers")
-def model_positions(context: Context) -> Iterator[Violation]:
+@model_rule("model-positions", "samplers")
+def model_positions(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """max_context must not exceed what the model's own config.json covers.
 
         model.max_context <= max_position_embeddings     x factor under linear or dynamic RoPE,
@@ -66,16 +66,13 @@ def model_positions(context: Context) -> Iterator[Violation]:
     `max_context` is what the run believes; the config says for which positions the model was
     trained. vLLM refuses a longer `max_model_len` when it starts.
     """
-    spec, config = context.spec, context.config
-    if config is None or spec.model.shape is not None:
-        return
-    covered = _positions(config)
-    if spec.model.max_context > covered:
+    model, covered = context.spec.model, _positions(config)
+    if model.shape is None and model.max_context > covered:
         yield Violation(
             ("model", "max_context"),
-            f"{spec.model.max_context} is more than the {covered} positions that the model's "
+            f"{model.max_context} is more than the {covered} positions that the model's "
             "config.json covers",
-            numbers={"max_context": spec.model.max_context, "positions": covered},
+            numbers={"max_context": model.max_context, "positions": covered},
             suggestion=f"at most {covered}",
         )
 
@@ -115,8 +112,8 @@ def packing_holds(context: Context) -> Iterator[Violation]:
             )
 
 
-@rule("attention-window", "samplers")
-def attention_window(context: Context) -> Iterator[Violation]:
+@model_rule("attention-window", "samplers")
+def attention_window(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """A packed row must not be longer than the model is exact for.
 
         learner.packing.tokens <= sliding window, or the length where dynamic RoPE begins to stretch
@@ -125,8 +122,7 @@ def attention_window(context: Context) -> Iterator[Violation]:
     window, or where dynamic RoPE changes every key, that would be another model than the sampler's,
     so it is refused.
     """
-    config, packed = context.config, context.spec.learner.packing.tokens
-    limit = None if config is None else config.exact_length
+    limit, packed = config.exact_length, context.spec.learner.packing.tokens
     if limit is not None and packed > limit:
         yield Violation(
             ("learner", "packing", "tokens"),
@@ -196,8 +192,8 @@ def pool_devices(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("pool-heads", "samplers")
-def pool_heads(context: Context) -> Iterator[Violation]:
+@model_rule("pool-heads", "samplers")
+def pool_heads(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """Tensor parallelism of a pool must divide the model's heads.
 
         num_attention_heads mod tensor = 0
@@ -206,9 +202,6 @@ def pool_heads(context: Context) -> Iterator[Violation]:
     vLLM gives each rank whole query heads and refuses to start else. Of key/value heads each rank
     holds an equal share, or several ranks hold copies of one.
     """
-    config = context.config
-    if config is None:
-        return
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     for pool in context.spec.samplers:
         ranks = pool.parallel.tensor

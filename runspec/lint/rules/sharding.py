@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm
 
+from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import DEVICES
 from runspec.core.spec.schema import RunSpec
-from runspec.lint.registry import Context, Violation, divisors, rule
+from runspec.lint.registry import Context, Violation, divisors, model_rule, rule
 
 
 def longest_sequence(spec: RunSpec) -> int:
@@ -136,8 +137,8 @@ def _rows_that_divide(sequences: int, shards: int, limit: int) -> str:
     return f"{fitting[-1]} rows divide evenly" if fitting else "change group_size or the mesh"
 
 
-@rule("tensor-heads", "mesh")
-def tensor_heads(context: Context) -> Iterator[Violation]:
+@model_rule("tensor-heads", "mesh")
+def tensor_heads(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """The tensor axis must divide the model's query heads.
 
         num_attention_heads = n x tensor,  n whole
@@ -145,10 +146,9 @@ def tensor_heads(context: Context) -> Iterator[Violation]:
     Heads are what the tensor axis cuts in attention. Heads that it does not divide stay whole: each
     of `tensor` devices holds all of q and o and computes all of attention.
     """
-    config, tensor = context.config, context.spec.learner.mesh.tensor
-    if config is None or config.num_attention_heads % tensor == 0:
+    heads, tensor = config.num_attention_heads, context.spec.learner.mesh.tensor
+    if heads % tensor == 0:
         return
-    heads = config.num_attention_heads
     yield Violation(
         ("learner", "mesh", "tensor"),
         f"{tensor} does not divide {heads} heads: attention would be computed {tensor} times over",
@@ -157,8 +157,8 @@ def tensor_heads(context: Context) -> Iterator[Violation]:
     )
 
 
-@rule("tensor-kv-heads", "mesh", "warning")
-def tensor_kv_heads(context: Context) -> Iterator[Violation]:
+@model_rule("tensor-kv-heads", "mesh", "warning")
+def tensor_kv_heads(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """The tensor axis ought to divide the model's key/value heads.
 
         num_key_value_heads = n x tensor,  n whole
@@ -167,12 +167,9 @@ def tensor_kv_heads(context: Context) -> Iterator[Violation]:
     values are repeated to lcm(kv heads, tensor) heads before attention, which costs memory in each
     layer. The result is the same: a warning.
     """
-    config, tensor = context.config, context.spec.learner.mesh.tensor
-    if config is None or config.num_attention_heads % tensor:
-        return
-    kv_heads = config.num_key_value_heads
-    if kv_heads % tensor == 0:
-        return
+    kv_heads, tensor = config.num_key_value_heads, context.spec.learner.mesh.tensor
+    if config.num_attention_heads % tensor or kv_heads % tensor == 0:
+        return  # `tensor-heads` says so, or all is well
     repeated = lcm(kv_heads, tensor)
     yield Violation(
         ("learner", "mesh", "tensor"),
@@ -183,8 +180,8 @@ def tensor_kv_heads(context: Context) -> Iterator[Violation]:
     )
 
 
-@rule("sharded-widths", "mesh", "warning")
-def sharded_widths(context: Context) -> Iterator[Violation]:
+@model_rule("sharded-widths", "mesh", "warning")
+def sharded_widths(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """fsdp ought to divide the hidden size, and tensor the MLP's width and the vocabulary.
 
         hidden_size mod fsdp = 0,   intermediate_size mod tensor = 0,   vocab_size mod tensor = 0
@@ -192,9 +189,7 @@ def sharded_widths(context: Context) -> Iterator[Violation]:
     A dimension that its axis does not divide is whole on every device: with fsdp every parameter
     and both of its moments, so that more devices save no memory at all.
     """
-    config, mesh = context.config, context.spec.learner.mesh
-    if config is None:
-        return
+    mesh = context.spec.learner.mesh
     for axis, cut, name, size in (
         ("fsdp", mesh.fsdp, "hidden_size", config.hidden_size),
         ("tensor", mesh.tensor, "intermediate_size", config.intermediate_size),

@@ -1,6 +1,6 @@
-"""What runs between the parent and the isolated program: as few imports as it can do with.
+"""Processes between the parent and the isolated program.
 
-Started as `python -I -S`, once for each program, so that every module counts: no `re`, no
-`dataclasses`, no `json`. Modules import each other relatively, because the launcher knows this
-package as `inside`.
+They start as `python -I -S`, once for each program, so their modules import as little as possible:
+no `re`, no `dataclasses`, no `json`. Modules import each other relatively, because the launcher
+knows this package as `inside`.
 """

@@ -1,4 +1,4 @@
-"""The two processes around the isolated program: its init process, and what becomes the program.
+"""Init process of the isolated program, and the child of it that becomes the program.
 
 The init process is the first process of the PID namespace or, without one, the process that adopts
 every orphan of the program. It collects the processes that end, and once the program has ended it
@@ -25,10 +25,10 @@ def run_init(order: Order, user: int, tasks: int, ready: int, failures: int, rep
 
     Args:
         order: what to start.
-        user: whose id the program gets outside of namespaces.
+        user: id that the program gets outside of namespaces.
         tasks: limit on that user's processes and threads.
-        ready: descriptor on which a byte says that the ids are mapped; its end says that the
-            launcher is gone.
+        ready: descriptor that receives a byte once the ids are mapped; its end means that the
+            launcher has ended.
         failures: receives the reason if the program cannot be started; its start closes it.
         report: receives the message on how it ended.
     """
@@ -39,7 +39,7 @@ def run_init(order: Order, user: int, tasks: int, ready: int, failures: int, rep
         os.umask(0o022)
         limits.die_first()
         place = order.scratch
-        contained = order.isolates(NAMESPACES)
+        contained = NAMESPACES in order.mechanisms
         if contained:
             namespaces.build(order.readable, order.links, order.file_bytes)
             place = namespaces.SCRATCH
@@ -55,7 +55,7 @@ def run_init(order: Order, user: int, tasks: int, ready: int, failures: int, rep
         os.write(failures, str(error).encode())
         os._exit(1)
     os.close(failures)
-    _detach_streams()
+    detach_streams()
     _wait(program, report, b"" if contained else order.scratch)
 
 
@@ -79,7 +79,7 @@ def _become(order: Order, place: bytes, user: int, tasks: int, failures: int) ->
     """Give up every right and become the program. Never returns."""
     try:
         os.setsid()
-        contained = order.isolates(NAMESPACES)
+        contained = NAMESPACES in order.mechanisms
         kernel.forget_keys()
         os.chdir(place)
         cpu = int(order.cpu_s) + 1 if order.cpu_s else 0
@@ -88,9 +88,9 @@ def _become(order: Order, place: bytes, user: int, tasks: int, failures: int) ->
             os.geteuid() if contained else user, read_all=order.read_all and not contained
         )
         _end_with_parent(kernel.SIGKILL)
-        if order.isolates(LANDLOCK):
+        if LANDLOCK in order.mechanisms:
             limits.restrict_files(order.readable, [place], namespaces.DEVICES)
-        if order.isolates(SECCOMP):
+        if SECCOMP in order.mechanisms:
             kernel.install_filter(order.filter)
         environment = dict(order.environment)
         environment.update(dict.fromkeys((b"HOME", b"TMPDIR"), place))
@@ -102,7 +102,7 @@ def _become(order: Order, place: bytes, user: int, tasks: int, failures: int) ->
     os._exit(1)
 
 
-def _detach_streams() -> None:
+def detach_streams() -> None:
     """Close the program's pipes here, so that they end when the program ends."""
     silent = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     for stream in (0, 1, 2):
@@ -131,7 +131,7 @@ def _wait(program: int, report: int, directory: bytes) -> None:
 
 
 def _end_on_signal(program: int, directory: bytes) -> None:
-    import signal  # only here: it costs milliseconds, and namespaces do without
+    import signal  # here, because its import takes milliseconds and namespaces do not need it
 
     def end(_number: int, _frame: object) -> None:
         _end_group(program)
@@ -144,8 +144,8 @@ def _end_on_signal(program: int, directory: bytes) -> None:
 def _end_group(program: int) -> None:
     """Kill the program's process group until nothing is left below the init process.
 
-    A signal to a group also reaches what is being forked. A process can leave the group only where
-    no filter holds.
+    A signal to a group also reaches processes that are being forked. A process can leave the group
+    only if no filter applies.
     """
     try:
         while True:
@@ -195,7 +195,7 @@ def _empty(top: int) -> None:
                     if not _is_directory(inner, child):
                         os.unlink(inner, dir_fd=child)
                         continue
-                    os.chmod(inner, 0o700, dir_fd=child)  # moving one writes its `..`
+                    os.chmod(inner, 0o700, dir_fd=child)  # moving a directory writes its `..`
                     moved += 1
                     target = f".moved-{moved}"
                     while _exists(target, top):

@@ -1,4 +1,4 @@
-"""System calls that Python has no function for."""
+"""System calls without a function in Python."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ NR_PIVOT_ROOT = 155 if X86 else 41
 NR_CAPSET = 126 if X86 else 91
 NR_KEYCTL = 250 if X86 else 219
 NR_SECCOMP = 317 if X86 else 277
+NR_SETHOSTNAME = 170 if X86 else 161
 NR_OPEN_TREE, NR_MOVE_MOUNT, NR_MOUNT_SETATTR = 428, 429, 442
 NR_LANDLOCK_CREATE, NR_LANDLOCK_ADD, NR_LANDLOCK_RESTRICT = 444, 445, 446
 
@@ -26,7 +27,7 @@ _CAPABILITIES = 64
 
 
 class CallFailed(OSError):
-    """A system call failed; `what` says what it was for."""
+    """A system call failed; `what` names its purpose."""
 
     def __init__(self, what: str, number: int) -> None:
         self.what = what
@@ -34,77 +35,76 @@ class CallFailed(OSError):
 
 
 def call(what: str, number: int, *arguments: object) -> int:
-    """A system call by its number.
+    """Make a system call by its number.
 
     Raises:
         CallFailed: it returned an error.
     """
-    result: int = _libc.syscall(ctypes.c_long(number), *map(_argument, arguments))
+    # A whole register for a number: the upper half of a plain int is undefined.
+    registers = (ctypes.c_long(a) if isinstance(a, int) else a for a in arguments)
+    return _checked(what, _libc.syscall(ctypes.c_long(number), *registers))
+
+
+def _checked(what: str, result: int) -> int:
+    """Return the result of a call; raise CallFailed if it is an error."""
     if result < 0:
         raise CallFailed(what, ctypes.get_errno())
     return result
 
 
-def _argument(value: object) -> object:
-    """A whole register for a number: the upper half of a plain int's is undefined."""
-    return ctypes.c_long(value) if isinstance(value, int) else value
-
-
 def prctl(what: str, option: int, argument: int = 0, second: int = 0) -> None:
-    """Raises CallFailed where the kernel refuses."""
+    """Call `prctl`. Raises CallFailed if the kernel refuses."""
     values = [ctypes.c_ulong(value) for value in (argument, second, 0, 0)]
-    if _libc.prctl(option, *values) < 0:
-        raise CallFailed(what, ctypes.get_errno())
+    _checked(what, _libc.prctl(option, *values))
 
 
 def mount(source: bytes | None, target: bytes, kind: bytes | None, flags: int, data: bytes) -> None:
-    """Raises CallFailed where the kernel refuses."""
-    if _libc.mount(source, target, kind, ctypes.c_ulong(flags), data) < 0:
-        raise CallFailed(f"mount on {target.decode()}", ctypes.get_errno())
+    """Call `mount`. Raises CallFailed if the kernel refuses."""
+    result = _libc.mount(source, target, kind, ctypes.c_ulong(flags), data)
+    _checked(f"mount on {target.decode()}", result)
 
 
 def detach(target: bytes) -> None:
-    """Takes a mount away, with all that is mounted below it."""
-    if _libc.umount2(target, 2) < 0:
-        raise CallFailed("taking the old root away", ctypes.get_errno())
+    """Detach a mount with all that is mounted below it."""
+    _checked("taking the old root away", _libc.umount2(target, 2))
 
 
 def clone(flags: int) -> int:
-    """fork() into new namespaces: 0 in the child, the child's process id in the parent."""
+    """Fork into new namespaces; return 0 in the child and the child's process id in the parent."""
     return call("new namespaces", NR_CLONE, flags | SIGCHLD, 0, 0, 0, 0)
 
 
 def set_capabilities(mask: int) -> None:
-    """Permitted, effective and inheritable capabilities become `mask` (bits 0 to 31)."""
+    """Set permitted, effective and inheritable capabilities to `mask` (bits 0 to 31)."""
     head = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     data = (ctypes.c_uint32 * 6)(mask, mask, mask, 0, 0, 0)
     call("giving up capabilities", NR_CAPSET, ctypes.byref(head), ctypes.byref(data))
 
 
 def drop_bounding_set(keep: int) -> None:
-    """No program that is started later can gain a capability but those of `keep`."""
+    """Prevent later programs from gaining any capability except those of `keep`."""
     for capability in range(_CAPABILITIES):
         if keep >> capability & 1:
             continue
         try:
             prctl("bounding set", PR_CAPBSET_DROP, capability)
         except CallFailed:
-            return  # above the last one; or no right to, and then no_new_privs has to do
+            return  # no further capability; or not permitted, then no_new_privs protects alone
 
 
 def forget_keys() -> None:
-    """A session keyring of its own: the parent's keys are out of reach."""
+    """Start a session keyring of its own, so that the parent's keys are out of reach."""
     try:
         call("a new session keyring", NR_KEYCTL, 1, None)
     except CallFailed:
-        return  # a kernel without keys, or a filter around this machine that refuses the call
+        return  # a kernel without keys, or an outer filter that refuses the call
 
 
 def install_filter(program: bytes) -> None:
-    """Puts a seccomp filter (see `sampler.sandbox.filter`) on this process, for good.
+    """Install a seccomp filter (see `sampler.sandbox.filter`) on this process for good.
 
     Raises:
-        CallFailed: no filters here.
+        CallFailed: the kernel has no filters.
     """
 
     class Program(ctypes.Structure):

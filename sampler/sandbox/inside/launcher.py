@@ -1,8 +1,8 @@
-"""The launcher: one process for each isolated program, which supervises it until the end.
+"""Launcher: one process for each isolated program, which supervises the program until its end.
 
-It reads its order from a socket that stays open as long as the parent wants the program. The end of
-the socket, for whatever reason, ends the program. The launcher answers with what it started, or why
-it could not, and at last with how the program ended.
+It reads its order from a socket that the parent keeps open as long as the program may run. When the
+socket closes, for whatever reason, the launcher ends the program. It answers first whether the
+program started, or why not, and later how the program ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(control: int) -> None:
     ready, go = os.pipe()
     failures, failures_in = os.pipe()
     report, report_in = os.pipe()
-    contained = order.isolates(NAMESPACES)
+    contained = NAMESPACES in order.mechanisms
     try:
         user = limits.spare_user() if order.mechanisms else os.geteuid()
         tasks = limits.tasks_allowed(order.processes, user, contained=contained)
@@ -57,7 +57,7 @@ def main(control: int) -> None:
 def _let_go(order: Order, child: int, user: int, go: int) -> str:
     """Map the child's ids and let it continue; return what went wrong, or nothing."""
     try:
-        if order.isolates(NAMESPACES):
+        if NAMESPACES in order.mechanisms:
             namespaces.map_ids(child, user, user if os.geteuid() == 0 else os.getegid())
         elif order.scratch and user != os.geteuid():
             os.chown(order.scratch, user, user)
@@ -82,11 +82,9 @@ def _supervise(
     order: Order, control: int, child: int, report: int, program: int, started: float
 ) -> None:
     """Wait until the program ends, the parent closes the socket, or a limit is passed."""
-    import select  # only now: the program starts meanwhile
+    import select  # here, so that the program starts meanwhile
 
-    silent = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-    for stream in (0, 1, 2):
-        os.dup2(silent, stream, inheritable=False)
+    init_process.detach_streams()
     watchdog = Watchdog(order, child, started)
     poll = select.poll()
     poll.register(control, select.POLLIN | select.POLLHUP)
@@ -98,7 +96,7 @@ def _supervise(
             break
         verdict = "killed" if control in events else watchdog.check()
     ending = {} if verdict else messages.read_answer(report)
-    _end(child, contained=order.isolates(NAMESPACES), program=program)
+    _end(child, contained=NAMESPACES in order.mechanisms, program=program)
     wall = time.monotonic() - started
     try:
         seen = {"wall_s": wall, "seen": watchdog.peak, "cpu_seen": watchdog.cpu}

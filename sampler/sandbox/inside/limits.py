@@ -1,9 +1,10 @@
 """Limits and rights of a process: its user, resource limits, capabilities, and Landlock.
 
-Landlock says which files a process and its descendants may open, whatever their owner may. Rights
-that a kernel does not know yet are left out: `landlock_abi` says what there is (1: Linux 5.13,
-2: moving between directories 5.19, 3: truncating 6.2, 4: TCP 6.7, 5: ioctl on devices 6.10,
-6: abstract sockets and signals 6.12).
+Landlock restricts which files a process and its descendants may open, beyond their user's rights.
+Rights that the kernel does not know are left out. `landlock_abi` returns the kernel's version:
+
+1: Linux 5.13. 2: moving between directories, 5.19. 3: truncating, 6.2. 4: TCP, 6.7. 5: ioctl on
+devices, 6.10. 6: abstract sockets and signals, 6.12.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from . import kernel
 OPEN_FILES = 256
 _STACK_BYTES = 8 << 20
 _NO_CORE = 1
-"""A limit of 1 byte and not of 0: only that also keeps a core handler from being started."""
+"""A limit of 1 byte, because a limit of 0 still starts a core handler."""
 READ_ALL = 1 << 2
-"""CAP_DAC_READ_SEARCH: reading what permissions would forbid (Landlock still says what opens)."""
+"""CAP_DAC_READ_SEARCH: reading despite permissions. Landlock still applies."""
 _CHANGE_USER = 1 << 0 | 1 << 6 | 1 << 7
 """CAP_CHOWN, CAP_SETGID, CAP_SETUID."""
 ROOT_STAYS_ROOT = "this is root, and may not become another user"
@@ -42,8 +43,8 @@ def spare_user() -> int:
     With a user of its own the process has its own count of processes and owns no file.
 
     Raises:
-        PermissionError: root, for whom the kernel counts no processes, and not allowed to become
-            another user.
+        PermissionError: this is root, whose processes the kernel does not count, and it may not
+            become another user.
     """
     if os.geteuid() != 0:
         return os.geteuid()
@@ -138,8 +139,8 @@ def apply(memory: int, file: int, cpu: int, tasks: int) -> None:
 def give_up_rights(user: int, *, read_all: bool) -> None:
     """Become `user` without capabilities, if this is root outside of namespaces.
 
-    With `read_all` the capability to read what only root may stays: an interpreter below /root. No
-    started program can gain another one.
+    With `read_all` the capability to read files of root remains, for example for an interpreter
+    below /root. No started program can gain another capability.
 
     Raises:
         CallFailed: the kernel refuses.
@@ -168,9 +169,9 @@ def landlock_abi() -> int:
 def restrict_files(readable: list[bytes], writable: list[bytes], devices: list[bytes]) -> None:
     """Restrict this process by Landlock, for good; needs no_new_privs.
 
-    Only these paths open: `readable` to read and execute, `writable` to change as well, `devices`
-    to read and write. TCP, abstract sockets of outside and signals to outside are refused, as far
-    as the kernel knows those.
+    Only these paths can be opened: `readable` to read and execute, `writable` to change as well,
+    `devices` to read and write. TCP, and abstract sockets and signals to processes outside, are
+    refused if the kernel's Landlock covers them.
 
     Raises:
         CallFailed, OSError: no Landlock here, or a missing path.

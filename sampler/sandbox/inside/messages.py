@@ -1,8 +1,8 @@
 """Messages between the parent, the launcher and the init process, each with its length in front.
 
-The parent's order, one isolated program, is written by `marshal`, which only trusted processes may
-write: nobody else holds the parent's end. The answers, from processes nearer to the program, are
-bounded text.
+The parent's order describes one isolated program. It is written by `marshal`, which is safe only
+for data of a trusted process, and only the parent holds the sending end. The answers come from
+processes nearer to the program and are bounded text.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _LENGTH_BYTES = 8
 
 
 class Order:
-    """What the parent orders, as typed fields that `marshal` writes.
+    """Order of the parent for one isolated program, as typed fields that `marshal` writes.
 
     Attributes:
         command: the program and its arguments.
-        files: (path below the scratch directory, content) of what lies there at the start.
+        files: (path below the scratch directory, content) of files that exist at the start.
         readable: real paths that it may read, none below another.
         links: (path, target) of the symbolic links on the way to them.
-        mechanisms: which of NAMESPACES, LANDLOCK, SECCOMP apply; with none only the limits do.
+        mechanisms: which of NAMESPACES, LANDLOCK, SECCOMP apply; if none, only the limits do.
         filter: the seccomp program.
         scratch: the scratch directory outside of namespaces; empty inside.
-        read_all: root has to keep the right to read what other users may not (see `limits`).
+        read_all: whether root keeps the right to read files of others (see `limits`).
         wall_s, cpu_s: seconds; 0 is no limit. CPU time of all its processes together.
         memory: bytes, of each process and of all together.
         processes: processes and threads at a time.
@@ -54,10 +54,6 @@ class Order:
         self.processes = 1
         self.file_bytes = 0
 
-    def isolates(self, mechanism: str) -> bool:
-        """Whether a mechanism applies."""
-        return mechanism in self.mechanisms
-
 
 def unpack(fields: dict[str, object]) -> Order:
     """Return the order whose `vars` crossed as a message."""
@@ -75,8 +71,8 @@ def read_order(source: Any, receive: Callable[[Any, int], bytes] = os.read) -> d
     """Read the parent's order; empty if the parent closed before it was complete.
 
     Args:
-        source: a descriptor, or what `receive` takes in its place.
-        receive: returns at most so many bytes of the source, none at its end.
+        source: a descriptor, or another argument for `receive`.
+        receive: returns at most a number of bytes of the source, none at its end.
     """
     body = _body(source, receive, None)
     return marshal.loads(body) if body else {}  # noqa: S302 - only the parent writes it

@@ -1,8 +1,9 @@
-"""A machine of one's own: namespaces, and a root file system of read-only mounts.
+"""Namespaces, and a root file system of read-only mounts.
 
-The child is cloned into new user, PID, network, mount, IPC and UTS namespaces and builds its root
-on a small tmpfs: the readable trees mounted read-only at their own places, /scratch as a second
-tmpfs with a limit, a few harmless devices, no /proc, no /sys. Mounts need Linux 5.12.
+The child is cloned into new user, PID, network, mount, IPC and UTS namespaces. It builds its root
+on a small tmpfs. The readable trees are mounted read-only at their own paths, /scratch is a second
+tmpfs with a limit, and there are a few harmless devices, but no /proc and no /sys. Mounts need
+Linux 5.12.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ FLAGS = 0x10000000 | 0x20000000 | 0x40000000 | 0x00020000 | 0x08000000 | 0x04000
 INSIDE_ID = 1000
 """User and group of the isolated program, as it sees them."""
 SCRATCH = b"/scratch"
+_NAME = b"sandbox"
 DEVICES = [b"/dev/null", b"/dev/zero", b"/dev/full", b"/dev/random", b"/dev/urandom"]
 _BUILD_AT = b"/proc"
-"""Where the new root is mounted until it is the root: a directory that every Linux has."""
+"""Mount point of the new root until it becomes the root; every Linux has this directory."""
 _MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 2, 4, 1 << 14, 1 << 18
 _RDONLY, _NOSUID, _NODEV, _NOEXEC = 1, 2, 4, 8
 _AT_EMPTY_PATH, _AT_RECURSIVE, _AT_FDCWD = 0x1000, 0x8000, -100
@@ -28,8 +30,8 @@ _MAX_FILES = 4096
 
 
 def map_ids(child: int, outside: int, group: int) -> None:
-    """Gives the child's one user and group their meaning outside; called by its parent."""
-    if os.geteuid() != 0:  # an ordinary user may map its group only so
+    """Map the child's user and group to ids outside of the namespace; the parent calls this."""
+    if os.geteuid() != 0:  # required of an ordinary user to map its group
         with open(f"/proc/{child}/setgroups", "w") as file:
             file.write("deny")
     for name, number in (("uid_map", outside), ("gid_map", group)):
@@ -38,18 +40,18 @@ def map_ids(child: int, outside: int, group: int) -> None:
 
 
 def build(readable: list[bytes], links: list[tuple[bytes, bytes]], scratch_bytes: int) -> None:
-    """Turns the freshly cloned process into INSIDE_ID with a root of its own.
+    """Turn the newly cloned process into user INSIDE_ID with a root file system of its own.
 
     Args:
         readable: real paths of files and directories, none below another.
-        links: (path, target) of symbolic links to have besides them.
-        scratch_bytes: most that /scratch holds.
+        links: (path, target) of symbolic links to create besides them.
+        scratch_bytes: capacity of /scratch.
 
     Raises:
         OSError: a path cannot be read here, or the kernel refuses a mount.
     """
     kernel.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, b"")
-    # Before the change of user: what only the old one could reach may be among them.
+    # Before the change of user, because only the old user may reach some of these paths.
     trees = [(path, _tree(path, _RDONLY | _NOSUID | _NODEV)) for path in readable]
     trees += [(path, _tree(path, _NOSUID | _NOEXEC)) for path in DEVICES if os.path.exists(path)]
     with open("/proc/self/setgroups") as file:
@@ -75,11 +77,11 @@ def build(readable: list[bytes], links: list[tuple[bytes, bytes]], scratch_bytes
     kernel.detach(b".")
     os.chdir(b"/")
     _set_attributes(os.open(b"/", os.O_PATH | os.O_CLOEXEC), _RDONLY, 0)
-    _name_machine()
+    kernel.call("naming the machine", kernel.NR_SETHOSTNAME, _NAME, len(_NAME))
 
 
 def _tree(path: bytes, attributes: int) -> int:
-    """A copy of the mount of a path, on its own so far, with these attributes throughout."""
+    """Return a detached copy of the mount of a path, with these attributes throughout."""
     flags = _OPEN_TREE_CLONE | _AT_RECURSIVE | os.O_CLOEXEC
     what = f"mounting {os.fsdecode(path)}"
     tree = kernel.call(what, kernel.NR_OPEN_TREE, _AT_FDCWD, path, flags)
@@ -112,14 +114,9 @@ def _place(tree: int, at: bytes) -> None:
 
 
 def _no_more_namespaces() -> None:
-    """No user namespace inside this one, where the capabilities just given up would be back."""
+    """Forbid nested user namespaces, which would give the dropped capabilities back."""
     try:
         with open("/proc/sys/user/max_user_namespaces", "w") as file:
             file.write("0")
     except OSError:
-        return  # /proc/sys is read-only in some containers; the filter refuses them as well
-
-
-def _name_machine() -> None:
-    name = b"sandbox"
-    kernel.call("naming the machine", 170 if kernel.X86 else 161, name, len(name))
+        return  # /proc/sys is read-only in some containers; the filter refuses namespaces too

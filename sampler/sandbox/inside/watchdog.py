@@ -1,6 +1,6 @@
-"""Watchdog over the sums of all processes of a program, which the kernel's limits do not bound.
+"""Watchdog over the total use of all processes of a program, which the kernel does not limit.
 
-Between two checks a program can exceed a sum; the limits of each process hold all the while.
+Between two checks a program can exceed a total. The limits of each process always hold.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # without the import of `typing`
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _TICK_S, _IDLE_S = 0.05, 0.4
-"""Seconds between two checks of a program that works, and of one that waits."""
+"""Seconds between two checks of a program that computes, and of one that waits."""
 _MAX_ENTRIES = 4096
 """Files and directories in a scratch directory that is not a file system of its own."""
 
@@ -49,12 +49,12 @@ class Watchdog:
         return max(0, int(1e3 * left) + 1)
 
     def check(self) -> str:
-        """Return the limit that was exceeded (time, cpu, memory, processes, files) or nothing."""
+        """Return the exceeded limit (time, cpu, memory, processes, files), or an empty string."""
         if time.monotonic() >= self._end:
             return "time"
         cpu, memory, tasks, pids = self._sums()
         self.peak = max(self.peak, memory)
-        # A program that waits is checked less and less often, and often again once it works.
+        # A waiting program is checked at growing intervals, and often again once it computes.
         self._tick_s = _TICK_S if cpu > self.cpu else min(2 * self._tick_s, _IDLE_S)
         self.cpu = max(cpu, self.cpu)
         if self._order.cpu_s and cpu > self._order.cpu_s:
@@ -63,7 +63,7 @@ class Watchdog:
             return "memory"
         if tasks > self._order.processes:
             return "processes"
-        if not self._order.isolates(NAMESPACES) and self._scratch_is_full(pids):
+        if NAMESPACES not in self._order.mechanisms and self._scratch_is_full(pids):
             return "files"
         return ""
 
@@ -127,7 +127,7 @@ class Watchdog:
             except FileNotFoundError:
                 continue  # it is gone
             except OSError:
-                return True  # too deep to look into, or made unreadable
+                return True  # too deep to scan, or made unreadable
         return total + self._removed_bytes(pids) > self._order.file_bytes
 
     def _removed_bytes(self, pids: list[int]) -> int:

@@ -15,23 +15,23 @@ _KEPT_DATASETS = 64
 
 
 class GymReward(TaskTerm):
-    """The scorer of the problem's own generator, made binary: full credit or none.
+    """Scorer of the problem's own generator, made binary: full credit or none.
 
-    Partial credit would pay for guesses: a word that ends in the right letters, say. The
+    Partial credit would reward guesses, for example a word that ends in the right letters. The
     verification names the generator (`dataset`, `params`, `seed`, `size`) and the problem's
     `index`; the problem is made again from them.
     """
 
     def prepare(self) -> None:
-        """Imports reasoning-gym."""
+        """Import reasoning-gym."""
         importlib.import_module("reasoning_gym")
 
     def score(self, problem: Problem, answer: str) -> float:
-        """1.0 for the generator's full credit, else 0.0; what is not a number is passed on, for
-        the caller to refuse.
+        """Return 1.0 for the generator's full credit, else 0.0; a value that is no number is
+        returned for the caller to refuse.
 
-        Full credit is exactly 1: scorers that add up shares reach 1.0000000000000002 for a long
-        answer that only begins right.
+        Full credit is exactly 1. Scorers that add up shares reach 1.0000000000000002 for a long
+        answer of which only the start is right.
 
         Raises:
             ValueError: the verification names none of the generators that may score.
@@ -49,7 +49,7 @@ class GymReward(TaskTerm):
 
 @lru_cache(_KEPT_DATASETS)
 def _dataset(name: str, params: str, seed: int, size: int) -> Any:
-    import reasoning_gym  # seconds, and only what grades needs it
+    import reasoning_gym  # takes seconds, and only graders need it
 
     from sampler.tasks.sources.gym import REFUSED
 

@@ -1,7 +1,7 @@
-"""Mathematics: the answer against one or several truths, by numbers first, else by math-verify.
+"""Reward for mathematics: compares the answer with the truths, as numbers or by math-verify.
 
-math-verify hands some of what it reads to sympy's parser: `score` belongs into a grader process,
-and `isolated` says so.
+math-verify passes parts of its input to sympy's parser, which evaluates code. So `score` must run
+in a grader process (`isolated`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_TRUTHS = 64
 MAX_EXPRESSION_CHARS = 1024
 """Longest boxed answer that is read."""
 MAX_TAIL_CHARS = 2048
-"""How much of the end of an answer is searched where nothing is boxed."""
+"""Characters at the end of an answer that are searched if nothing is boxed."""
 MAX_EXPONENT = 100_000
 STEP_S = 3
 """Longest time for one parse and for one comparison inside math-verify, in whole seconds."""
@@ -53,22 +53,22 @@ class MathReward(TaskTerm):
     """1 for an answer that equals one of the truths, else 0.
 
     The verification is `{"ground_truth": truth}`, a text, a number or a list of them, of which one
-    must be met; `#### 42` at the end of a worked solution (GSM8K) is read as 42. What counts is the
-    last `\\boxed{}` of the answer, else what follows its last `####`, else the letter or the words
-    with which its last line ends after "answer is", else its last number or formula.
+    must be met; `#### 42` at the end of a worked solution (GSM8K) is read as 42. The result of an
+    answer is its last `\\boxed{}`, else the text after its last `####`, else the letter or the
+    words at the end of its last line after "answer is", else its last number or formula.
     """
 
     repeatable: ClassVar[bool] = False
     limits_blame_answer: ClassVar[bool] = True
 
     def prepare(self) -> None:
-        """Imports math-verify and sympy."""
+        """Import math-verify and sympy."""
         import math_verify
 
         logging.getLogger(math_verify.__name__).setLevel(logging.CRITICAL)
 
     def score(self, problem: Problem, answer: str) -> Score:
-        """Grades the text after `</think>`.
+        """Grade the text after `</think>`.
 
         Raises:
             ValueError: the verification names no truth, or one that is over the limits.
@@ -93,10 +93,10 @@ class MathReward(TaskTerm):
 
 
 def truths_of(verification: Mapping[str, Any]) -> list[str]:
-    """The truths of a problem, each bounded.
+    """Return the truths of a problem, each within the limits.
 
     Raises:
-        ValueError: there is none, or not of the form that is read; the message names the field.
+        ValueError: there is none, or it is malformed; the message names the field.
     """
     key = next((key for key in _TRUTH_KEYS if key in verification), None)
     if key is None:
@@ -120,7 +120,7 @@ def truths_of(verification: Mapping[str, Any]) -> list[str]:
 
 
 def candidates(answer: str) -> list[str]:
-    """What an answer may mean: one reading, or two where several results are boxed."""
+    """Return the possible results of an answer: one, or two if several are boxed."""
     boxes = [content.strip() for content in boxed(answer)]
     if boxes:
         together = [", ".join(boxes)] if 1 < len(boxes) <= 8 else []
@@ -139,7 +139,8 @@ def candidates(answer: str) -> list[str]:
 
 
 def boxed(text: str) -> list[str]:
-    """Contents of `\\boxed{...}` and `\\fbox{...}`, braces balanced, outermost ones in order."""
+    """Return the contents of `\\boxed{...}` and `\\fbox{...}` with balanced braces, outermost ones
+    in order."""
     found = []
     position = 0
     while match := re.compile(r"\\f?boxed?\s*\{").search(text, position):
@@ -155,8 +156,8 @@ def boxed(text: str) -> list[str]:
 
 
 def same_text(answer: str, truth: str) -> bool:
-    """Whether two formulas are the same but for blanks and dollar signs, or two words but for
-    capitals and the command they are set in."""
+    """Whether two formulas differ only by blanks and dollar signs, or two words only by case and
+    font."""
     return _bare(answer) == _bare(truth) != "" or _word(answer) == _word(truth) != ""
 
 
@@ -172,12 +173,13 @@ def too_large(text: str) -> bool:
 
 
 def exact(text: str) -> str:
-    """A text with its repeating decimals as fractions: `0.1\\overline{6}` as `\\frac{1}{6}`."""
+    """Write repeating decimals in a text as fractions: `0.1\\overline{6}` as `\\frac{1}{6}`."""
     return _REPEATING.sub(_as_fraction, text)
 
 
 def improper(text: str) -> str:
-    """A mixed number as one fraction, `1\\frac{1}{2}` and `1 1/2` as 3/2; else the text itself."""
+    """Write a mixed number as one fraction, `1\\frac{1}{2}` and `1 1/2` as 3/2; leave other
+    texts."""
     match = _MIXED.fullmatch(_undecorated(text))
     if match is None or not 0 < int(match[3]) < int(match[4]):
         return text
@@ -185,7 +187,8 @@ def improper(text: str) -> str:
 
 
 def number(text: str) -> tuple[Fraction, bool] | None:
-    """A plain number, and whether it is a percentage: `-1,234.5`, `3/4`, `$18`, `18\\%`, `2e-3`."""
+    """Parse a plain number, and whether it is a percentage: `-1,234.5`, `3/4`, `$18`, `18\\%`,
+    `2e-3`."""
     bare = _undecorated(text)
     match = _NUMBER.fullmatch(re.sub(r"(?<=[-+])\s+|\s+(?=%)", "", bare))
     if match is None or not (match["whole"] or (match["decimals"] or ".") != "."):
@@ -216,7 +219,7 @@ def same_value(answer: str, truth: str) -> bool:
 
 @lru_cache(256)
 def _parsed(text: str) -> tuple[Any, ...]:
-    """A formula, or the last one of a text, as sympy has it; empty where there is none."""
+    """Parse a formula, or the last one of a text, with sympy; empty if there is none."""
     from math_verify import parse
 
     if _is_formula(text):

@@ -1,4 +1,4 @@
-"""The length term: the prompt names a target, the reward says how well it was met."""
+"""Length term: the prompt asks for a target length, and the reward depends on the difference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TargetLengthReward(LengthTerm):
         self._alpha = reward.alpha or 0.0
 
     def penalty(self, task_reward: float, target: int, length: int) -> float:
-        """P, in units of reward; `target` and `length` in tokens."""
+        """Return P in units of reward; `target` and `length` are in tokens."""
         if self._form == "exact":
             return -self._alpha * abs(target - length)
         if self._form == "max":

@@ -116,7 +116,7 @@ def _scan(source: Source, table: Table, rows: RowReader, keep: Keep) -> Selected
                 types.add(problem.task_type)
         if time.monotonic() - said > _PROGRESS_S:
             said = time.monotonic()
-            _log.info("source %s: %d of %d rows looked at", source.name, looked_at, len(table))
+            _log.info("source %s: %d of %d rows scanned", source.name, looked_at, len(table))
     summary = ", ".join(f"{counts[part]} {_SAID[part]}" for part in keep.known)
     if bounds is not None:
         summary += (
@@ -163,7 +163,7 @@ def _write_cache(path: Path, kept: SelectedRows) -> None:
     try:
         write_atomic(path, file.getvalue())
     except UserError as error:
-        _log.warning("which problems are kept is not remembered: %s", error)
+        _log.warning("the selected rows are not cached: %s", error)
 
 
 def _read_cache(path: Path, rows: int) -> SelectedRows | None:
@@ -177,10 +177,10 @@ def _read_cache(path: Path, rows: int) -> SelectedRows | None:
             kept = SelectedRows(file["rows"], file["task_types"].tolist(), str(file["summary"]))
         if len(kept.rows) and kept.rows[-1] < rows:
             return kept
-        damage = "rows that the files have not"
+        damage = "row numbers beyond the end of the files"
     except (ValueError, KeyError, EOFError, RuntimeError, BadZipFile) as error:
         damage = str(error)
-    _log.warning("%s is damaged (%s): the rows are looked through again", path, damage)
+    _log.warning("%s is damaged (%s): scanning the rows again", path, damage)
     return None
 
 
@@ -239,9 +239,7 @@ class Pieces(ABC):
     def row(self, number: int) -> Mapping[str, Any]:
         """See `Table`."""
         at = bisect_right(self._starts, number) - 1
-        rows = self.piece(at).slice(number - self._starts[at], 1).to_pylist()
-        found: Mapping[str, Any] = rows[0]
-        return found
+        return self.piece(at).slice(number - self._starts[at], 1).to_pylist()[0]
 
     def place(self, number: int) -> str:
         """See `Table`."""
@@ -272,12 +270,14 @@ class FileSource:
 
     Attributes:
         table: makes the `Table` of files by relative name; the columns are those that are read.
+        reader: makes the reader that turns rows into problems.
 
     Raises:
         UserError: a missing file, a malformed row, two equal ids, or no row is selected.
     """
 
     table: ClassVar[type[Any]]
+    reader: ClassVar[type[Any]] = ProblemRows
 
     def __init__(self, source: Source, seed: int, keep: Keep) -> None:
         if source.uri is None:
@@ -286,15 +286,11 @@ class FileSource:
                 place=f"data.sources.{source.name}",
                 remedy="name the file or the folder with the rows",
             )
-        self._rows = self.reader(source)
+        self._rows: RowReader = self.reader(source)
         files = row_files(source, source_files(source))
         self._table: Table = self.table(files, self._rows.columns)
         self._kept: SelectedRows = select_rows(source, files, self._table, self._rows, keep)
         self.task_types = frozenset(self._kept.task_types)
-
-    def reader(self, source: Source) -> RowReader:
-        """Return the reader that makes problems of rows."""
-        return ProblemRows(source)
 
     @property
     def summary(self) -> str:

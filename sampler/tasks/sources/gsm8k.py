@@ -42,6 +42,4 @@ class Gsm8kRows(RowReader):
 class Gsm8kSource(JsonlSource):
     """`kind: gsm8k`: GSM8K's JSON Lines files."""
 
-    def reader(self, source: Source) -> Gsm8kRows:
-        """See `FileSource`."""
-        return Gsm8kRows(source)
+    reader = Gsm8kRows

@@ -27,17 +27,17 @@ REFUSED = frozenset(
     }
 )
 """Generators whose scorers hand the answer to `eval` or to sympy's parser, which is `eval` too: a
-model's output would run as code in the validator. `composite` can hold any of them."""
+model's output would run as code in the validator. `composite` can contain any of them."""
 
 
 class GymSource:
-    """A generator of reasoning-gym: problem i is made when it is asked for.
+    """Source around a generator of reasoning-gym; a problem is generated when it is requested.
 
     A problem that `keep` refuses is replaced by one at an index hashed from (seed, i, attempt).
 
     Raises:
-        UserError: no such generator, one whose scorer runs what it reads, or it refuses its
-            parameters.
+        UserError: no such generator, one whose scorer evaluates answers as code, or one that
+            refuses its parameters.
     """
 
     task_types = frozenset({TASK_TYPE})
@@ -77,7 +77,7 @@ class GymSource:
         return self._size
 
     def problem(self, index: int) -> Problem:
-        """Problem `index`.
+        """Return the problem at an index.
 
         Raises:
             UserError: `keep` refused a thousand candidates.

@@ -23,10 +23,10 @@ from sampler.tasks.sources.rows import BATCH_ROWS
 
 
 class ArrowRows(Pieces):
-    """A `Table` of Arrow IPC streams, whose record batches stay where they lie in the files.
+    """A `Table` of Arrow IPC streams, whose record batches stay in the mapped files.
 
     Raises:
-        UserError: no Arrow stream, or a column is missing.
+        UserError: a file is not an Arrow stream, or lacks a column.
     """
 
     def __init__(self, files: Mapping[str, Path], columns: list[str]) -> None:
@@ -50,7 +50,7 @@ class ArrowRows(Pieces):
 
 def _read(name: str, path: Path, columns: list[str]) -> list[pa.RecordBatch]:
     try:
-        # Closed by nobody: the batches lie in it, and a mapping needs no open file.
+        # Not closed, because the batches are in this mapping, which needs no open file.
         reader = pa.ipc.open_stream(pa.memory_map(str(path)))
         require_columns(columns, reader.schema.names, name)
         batches = [batch.select(columns) for batch in reader]

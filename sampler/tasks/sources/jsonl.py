@@ -19,7 +19,7 @@ _BLOCK_BYTES = 16 * 1024 * 1024
 
 
 class JsonLines:
-    """A `Table` of JSON Lines files; it holds where each line ends, 8 bytes a row.
+    """A `Table` of JSON Lines files; it stores the offset of each line, 8 bytes a row.
 
     Raises:
         UserError: a line of more than 64 MiB.
@@ -76,7 +76,7 @@ class JsonLines:
 
 
 def _line_ends(path: Path, name: str) -> np.ndarray:
-    """i64 [lines]: the offset behind each line; the last one may lack its line break."""
+    """Return i64 [lines]: the offset after each line; the last line may lack its line break."""
     found, size = [np.zeros(0, dtype=np.int64)], 0
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK_BYTES):

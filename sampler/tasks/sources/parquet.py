@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,16 +22,16 @@ from sampler.tasks.sources.file_source import (
 from sampler.tasks.sources.rows import BATCH_ROWS
 
 MAX_GROUP_BYTES = 1024**3
-"""Of the columns that are read of a row group, unpacked."""
+"""Most uncompressed bytes of a row group, of the columns that are read."""
 CACHED_BYTES = 512 * 1024**2
-"""Of row groups that are held; the one read last always is."""
+"""Most bytes of cached row groups; the one read last is always cached."""
 
 
 class ParquetRows(Pieces):
-    """A `Table` of Parquet files; it holds the row groups that were read last.
+    """A `Table` of Parquet files; it caches the row groups that were read last.
 
     Raises:
-        UserError: no Parquet, a column is missing, or a row group is over 1 GiB.
+        UserError: a file is not Parquet, lacks a column, or has a row group over 1 GiB.
     """
 
     def __init__(self, files: Mapping[str, Path], columns: list[str]) -> None:
@@ -44,29 +45,38 @@ class ParquetRows(Pieces):
 
     def batches(self) -> Iterator[list[Mapping[str, Any]]]:
         """See `Table`."""
-        for file, stamp in enumerate(self._stamps):
-            with stamp.open() as stream:
-                try:
-                    reader = _reader(stream)
-                    for group in range(reader.num_row_groups):  # all at once, it holds them all
-                        for batch in reader.iter_batches(
-                            BATCH_ROWS,
-                            row_groups=[group],
-                            columns=self._columns,
-                            use_threads=False,
-                        ):
-                            yield batch.to_pylist()
-                except (pa.ArrowException, OSError) as error:
-                    raise _unreadable(self._names[file], error) from error
+        for file, name in enumerate(self._names):
+            with self._open(file, name) as reader:
+                for group in range(reader.num_row_groups):  # limits memory to one
+                    for batch in reader.iter_batches(
+                        BATCH_ROWS,
+                        row_groups=[group],
+                        columns=self._columns,
+                        use_threads=False,
+                    ):
+                        yield batch.to_pylist()
 
-    def _group_sizes(self, file: int, name: str) -> list[int]:
-        """Rows of each row group of a file, whose columns are all there."""
+    @contextmanager
+    def _open(self, file: int, name: str) -> Iterator[pq.ParquetFile]:
+        """Open a file with a reader that uses only the caller's thread.
+
+        Its methods have to be called with `use_threads=False`. A thread of Arrow's might release
+        the Python file while Python ends, which aborts the process.
+        """
         try:
             with self._stamps[file].open() as stream:
-                reader = _reader(stream)
-                metadata, there = reader.metadata, reader.schema_arrow.names
+                yield pq.ParquetFile(stream, pre_buffer=False)
         except (pa.ArrowException, OSError) as error:
-            raise _unreadable(name, error) from error
+            raise UserError(
+                f"cannot be read as Parquet: {error}",
+                place=name,
+                remedy="fetch the file again, or name the folder with the .parquet files in uri",
+            ) from error
+
+    def _group_sizes(self, file: int, name: str) -> list[int]:
+        """Return the number of rows of each row group of a file, after checking its columns."""
+        with self._open(file, name) as reader:
+            metadata, there = reader.metadata, reader.schema_arrow.names
         require_columns(self._columns, there, name)
         sizes = []
         for number in range(metadata.num_row_groups):
@@ -92,35 +102,14 @@ class ParquetRows(Pieces):
                 self._held.move_to_end(number)
                 return self._held[number]
             file = self._file_of[number]
-            try:
-                with self._stamps[file].open() as stream:
-                    reader = _reader(stream)
-                    table = reader.read_row_group(
-                        self._groups[number], columns=self._columns, use_threads=False
-                    )
-            except (pa.ArrowException, OSError) as error:
-                raise _unreadable(self._names[file], error) from error
+            with self._open(file, self._names[file]) as reader:
+                table = reader.read_row_group(
+                    self._groups[number], columns=self._columns, use_threads=False
+                )
             self._held[number] = table
             while len(self._held) > 1 and sum(t.nbytes for t in self._held.values()) > CACHED_BYTES:
                 self._held.popitem(last=False)
             return table
-
-
-def _reader(stream: BinaryIO) -> pq.ParquetFile:
-    """Reads in the caller's thread alone, as long as its methods are told to use no threads.
-
-    A thread of Arrow's may still let go of Python's file when Python ends, which aborts the
-    process.
-    """
-    return pq.ParquetFile(stream, pre_buffer=False)
-
-
-def _unreadable(name: str, error: Exception) -> UserError:
-    return UserError(
-        f"cannot be read as Parquet: {error}",
-        place=name,
-        remedy="fetch the file again, or name the folder with the .parquet files in uri",
-    )
 
 
 class ParquetSource(FileSource):

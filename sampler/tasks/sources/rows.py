@@ -1,4 +1,4 @@
-"""From a row of a file to a problem, strictly: what is malformed is named with its file and row."""
+"""Strict parser from a row of a file to a problem; errors name the file and the row."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from runspec.core.spec.schema import Source
 from verify.plugins import Problem
 
 BATCH_ROWS = 256
-"""Rows that are held while files are looked through."""
+"""Rows in memory while files are scanned."""
 COLUMNS = ("problem_id", "task_type", "prompt", "verification_info")
 MAX_ID_CHARS = 512
-_REMEDY = "mend the row, or name the columns under params (docs/tasks.md)"
+_REMEDY = "fix the row, or name the columns under params (docs/tasks.md)"
 
 
 class Table(Protocol):
-    """The rows of files, behind each other; several threads may read at once.
+    """Rows of several files in order; several threads may read at once.
 
-    It holds where rows are, never all of them.
+    It stores where the rows are, never all rows.
     """
 
     def __len__(self) -> int: ...
 
     def row(self, number: int) -> Mapping[str, Any]:
-        """The row at 0 <= number < len(self)."""
+        """Return the row at 0 <= number < len(self)."""
 
     def batches(self) -> Iterator[list[Mapping[str, Any]]]:
-        """All rows in order, up to `BATCH_ROWS` at a time."""
+        """Yield all rows in order, up to `BATCH_ROWS` at a time."""
 
     def place(self, number: int) -> str:
-        """File and row, for messages; rows count from 1."""
+        """Return file and row, for messages; rows count from 1."""
 
 
 class RowReader(ABC):
-    """What a row means.
+    """Parser of rows.
 
     Args:
         source: names the solve rate's column.
         columns: the file's columns that are read beside it.
-        params: that the kind of source knows.
+        params: names of the params that the kind of source has.
 
     Raises:
-        UserError: the source has another param.
+        UserError: the source has an unknown param.
     """
 
     def __init__(self, source: Source, columns: Iterable[str], params: Collection[str]) -> None:
@@ -62,10 +62,10 @@ class RowReader(ABC):
 
     @abstractmethod
     def problem(self, row: Mapping[str, Any], number: int, place: str) -> Problem:
-        """The problem of a row.
+        """Return the problem of a row.
 
         Args:
-            row: the columns that are there.
+            row: the columns of the row.
             number: of the row, from 0, over all files.
             place: file and row, for messages.
 
@@ -74,10 +74,10 @@ class RowReader(ABC):
         """
 
     def rate(self, row: Mapping[str, Any], place: str) -> float | None:
-        """The recorded solve rate, a share from 0 to 1; None where it is null or none is asked for.
+        """Return the recorded solve rate, a share from 0 to 1; None if it is null or not requested.
 
         Raises:
-            UserError: there is no such column, or it is no share.
+            UserError: there is no such column, or its value is no share.
         """
         name = self._rate
         if name is None:
@@ -124,10 +124,10 @@ class ProblemRows(RowReader):
 
 
 def text(row: Mapping[str, Any], name: str, place: str) -> str:
-    """A column that is text and not empty.
+    """Return a column that is text and not empty.
 
     Raises:
-        UserError: it is not there, or something else.
+        UserError: it is missing or has another type.
     """
     value = row.get(name)
     if not isinstance(value, str) or not value:
@@ -140,17 +140,17 @@ def text(row: Mapping[str, Any], name: str, place: str) -> str:
 
 
 def verification(row: Mapping[str, Any], name: str, place: str) -> dict[str, Any]:
-    """A column that is an object, or JSON text of one.
+    """Return a column that is an object, or JSON text of one.
 
     Raises:
-        UserError: it is not there, or something else.
+        UserError: it is missing or has another type.
     """
     value = row.get(name)
     try:
         if isinstance(value, str):
             value = json.loads(value, parse_constant=_refuse_constant)
         else:
-            json.dumps(value, allow_nan=False)  # graders get it over a pipe
+            json.dumps(value, allow_nan=False)  # graders receive it as JSON
     except (ValueError, TypeError, RecursionError) as error:
         _malformed(f"{name} is no JSON: {error}", place)
     if not isinstance(value, dict):

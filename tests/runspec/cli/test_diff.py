@@ -13,7 +13,7 @@ from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.resolved import with_profiles
 from tests.harness import TARGET_SHORT
 from tests.runspec.local.fake_run import prepared, small_spec
-from tests.verify.calibration.profiles import document, made_profile
+from tests.verify.profiles import document, made_profile
 
 
 def diff(runs_dir: Path, *overrides: str) -> int:

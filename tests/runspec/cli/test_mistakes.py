@@ -15,7 +15,7 @@ import pytest
 
 from runspec.cli.init import initial_files
 from tests.runspec.cli.in_process import runspec
-from tests.sampler.grading.plugin import install
+from tests.sampler.tasks.grading.plugin import install
 
 ROWS = [
     {

@@ -163,7 +163,7 @@ def test_an_address_that_cannot_be_had_ends_a_server(site: Path, tmp_path: Path)
             (taken, (f"{taken}: the port is taken", "remedy: end the process that holds it")),
             (
                 "192.0.2.1:80",
-                ("192.0.2.1:80: cannot listen", "--listen an address of this machine"),
+                ("192.0.2.1:80: cannot listen", "an address of this machine with --listen"),
             ),
         ):
             done = subprocess.run(

@@ -21,8 +21,8 @@ from runspec.core.spec.resolved import dump_resolved
 from runspec.local.endpoints import Endpoints, save_endpoints
 from runspec.local.run_dir import hold
 from tests.verify.coordinator.deployment import Site, tiny_spec
+from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import BanLifted, KeyBanned, StepClosed
-from verify.ledger import Ledger
 
 
 @pytest.fixture

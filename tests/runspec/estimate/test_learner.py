@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from runspec.core.models.config import ModelConfig, parse_config
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.family import parse_config
 from runspec.core.models.flops import forward_flops, step_flops, useful_flops
 from runspec.core.models.parameters import parameter_count, trained_count
 from runspec.core.models.spec_model import named_model

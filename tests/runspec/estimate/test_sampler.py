@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from runspec.estimate.sampler import MEMORY_UTILIZATION, sampler_memory, weight_bytes
+from runspec.core.models.memory import MEMORY_UTILIZATION
+from runspec.estimate.sampler import sampler_memory, weight_bytes
 from tests.runspec.estimate.shipped import shipped
 
 

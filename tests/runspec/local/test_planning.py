@@ -26,8 +26,8 @@ from tests.runspec.local.fake_apply import fake_roles
 from tests.runspec.local.fake_run import prepared, small_spec
 from tests.runspec.local.test_rollback import Killed
 from tests.waiting import DEADLINE_S, eventually
+from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import CoordinatorStarted, NonceDrawn, StepClosed
-from verify.ledger import Ledger
 
 pytestmark = pytest.mark.slow
 

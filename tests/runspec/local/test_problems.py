@@ -14,7 +14,7 @@ from runspec.local.planning import make_plan
 from runspec.local.preflight import Missing
 from runspec.local.problems import CheckedProblems, check_problems, with_problems
 from tests.runspec.local.fake_run import small_spec
-from tests.sampler.grading.plugin import install
+from tests.sampler.tasks.grading.plugin import install
 
 PLUGIN = "print('hello')\nimport time\n{}\n"
 

@@ -28,6 +28,7 @@ from runspec.local.state import RunState
 from tests.object_store import BUCKET, s3_server
 from tests.runspec.local.fake_run import prepared, small_spec
 from verify.coordinator.journal import Journal
+from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import (
     NonceDrawn,
     StepClosed,
@@ -35,7 +36,6 @@ from verify.coordinator.machine.events import (
     WorkerRegistered,
 )
 from verify.coordinator.machine.state import Policy
-from verify.ledger import Ledger
 
 STEPS = 6
 

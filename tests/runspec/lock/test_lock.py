@@ -45,7 +45,7 @@ def stale(path: Path, *overrides: str, env: Mapping[str, str] | None = None) -> 
 def test_a_directory_is_pinned_file_by_file(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "policy")
     made = lock(small_spec(tmp_path, LOCAL))
-    pin = made.model
+    pin = made.pins.get("model")
     assert pin is not None and (pin.source, pin.commit) == ("policy", None)
     assert {name: file.blake3 for name, file in pin.files.items()} == {
         name: digest_bytes((folder / name).read_bytes())
@@ -82,8 +82,8 @@ def test_large_weights_are_pinned_by_their_header(
     folder = write_model(tmp_path / "policy")
     path = small_spec(tmp_path, LOCAL)
     made = lock(path)
-    assert made.model is not None
-    pin = made.model.files["model.safetensors"]
+    assert "model" in made.pins
+    pin = made.pins["model"].files["model.safetensors"]
     assert pin.blake3 is None and pin.header is not None
     # then a value may change unseen, a tensor's name may not
     write_weights(folder / "model.safetensors", b"4321")
@@ -105,9 +105,9 @@ def test_the_model_beside_the_spec_is_pinned_as_the_run_takes_it(
     made = lock(path)
     # then the run's own is in the lock, from wherever it is checked
     assert located(resolved(path), path.parent).model.hf == str(tmp_path / "specs/policy")
-    assert made.model is not None
+    assert "model" in made.pins
     own = digest_bytes((tmp_path / "specs/policy/config.json").read_bytes())
-    assert made.model.files["config.json"].blake3 == own
+    assert made.pins["model"].files["config.json"].blake3 == own
     monkeypatch.chdir(tmp_path / "specs")
     assert stale(path) == []
 
@@ -117,8 +117,8 @@ def test_a_repository_is_pinned_by_the_commit_in_the_cache(tmp_path: Path) -> No
     write_model(cache(tmp_path / "home"))
     path = small_spec(tmp_path, ON_HUB)
     made = lock(path, env=env)
-    assert made.model is not None and made.model.commit == COMMIT
-    assert "config.json" in made.model.files
+    assert made.pins["model"].commit == COMMIT
+    assert "config.json" in made.pins["model"].files
     # when main has moved on in the cache
     write_model(cache(tmp_path / "home", commit=OTHER))
     assert stale(path, env=env) == [f"model: commit {OTHER}, and {COMMIT} in the lock"]
@@ -137,8 +137,8 @@ def test_another_tokenizer_has_a_pin_of_its_own(tmp_path: Path) -> None:
     write_model(tmp_path / "words", template="other")
     path = small_spec(tmp_path, "model: {hf: policy, tokenizer: {hf: words}}")
     made = lock(path)
-    assert made.tokenizer is not None
-    assert set(made.tokenizer.files) == {"tokenizer.json", "tokenizer_config.json"}
+    assert "model.tokenizer" in made.pins
+    assert set(made.pins["model.tokenizer"].files) == {"tokenizer.json", "tokenizer_config.json"}
     (tmp_path / "words" / "tokenizer.json").write_text("{}")
     assert "model.tokenizer: tokenizer.json is not the file" in stale(path)[0]
 
@@ -146,7 +146,7 @@ def test_another_tokenizer_has_a_pin_of_its_own(tmp_path: Path) -> None:
 def test_generators_are_pinned_by_package(tmp_path: Path) -> None:
     write_model(tmp_path / "policy")
     path = small_spec(tmp_path, LOCAL)
-    pin = lock(path).data["words"]
+    pin = lock(path).pins["data.sources.words"]
     assert pin.package is not None and pin.package.startswith("reasoning-gym ")
     # given another version of the package when it was locked
     text = lock_path(path).read_text().replace(pin.package, "reasoning-gym 0.0.1")
@@ -162,7 +162,7 @@ def test_local_data_is_pinned_file_by_file(tmp_path: Path) -> None:
     write(tmp_path / "rows" / ".hidden", "x")
     source = "data.sources=[{name: rows, kind: parquet, uri: rows}]"
     path = small_spec(tmp_path, LOCAL)
-    assert set(lock(path, source).data["rows"].files) == {"part/a.parquet"}
+    assert set(lock(path, source).pins["data.sources.rows"].files) == {"part/a.parquet"}
     rows.write_text("other rows")
     assert stale(path, source) == [
         "data.sources.rows: part/a.parquet is not the file of the lock: 10 bytes, 4 in the lock"
@@ -177,7 +177,7 @@ def test_data_on_the_hub_is_pinned_by_its_commit(tmp_path: Path) -> None:
     cache(tmp_path / "home", "datasets--some--data")
     source = "data.sources=[{name: rows, kind: parquet, uri: 'hf://datasets/some/data/train'}]"
     path = small_spec(tmp_path, LOCAL)
-    assert lock(path, source, env=env).data["rows"].commit == COMMIT
+    assert lock(path, source, env=env).pins["data.sources.rows"].commit == COMMIT
     cache(tmp_path / "home", "datasets--some--data", OTHER)
     assert stale(path, source, env=env) == [
         f"data.sources.rows: commit {OTHER}, and {COMMIT} in the lock"

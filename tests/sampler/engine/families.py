@@ -19,8 +19,8 @@ from learner_jax.model import init_params
 from learner_jax.prefill import Policy, prefill
 from learner_jax.sharding import make_mesh
 from learner_jax.versions import build_probe
-from runspec.core.models.config import parse_config
 from runspec.core.models.decoder import hf_config
+from runspec.core.models.family import parse_config
 from runspec.core.run_files import PARAMS_NAME
 from runspec.core.spec import schema
 from tests.learner_jax.conftest import tiny_spec

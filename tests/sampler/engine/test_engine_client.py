@@ -16,7 +16,7 @@ from sampler.engine.engine_client import EngineClient, Slots, Submission
 from sampler.engine.engine_process import EngineDied
 from sampler.engine.requests import GenerationAborted, Recorded
 from tests.sampler.engine.requests import batch
-from verify.toploc import TOP_K
+from verify.toploc.selection import TOP_K
 
 pytestmark = pytest.mark.slow  # vLLM's import
 TOKEN = 7

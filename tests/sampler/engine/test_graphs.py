@@ -22,7 +22,7 @@ from sampler.engine.recorder import TokenRecorder
 from sampler.engine.requests import split_recorded
 from sampler.engine.seeded import SeededSampler
 from tests.sampler.engine.test_seeded import VOCABULARY, changed, logits, ours
-from verify.toploc import build_proofs, build_proofs_of
+from verify.toploc.codec import build_proofs, build_proofs_of
 
 CUDA = torch.device("cuda", 0)
 HIDDEN = 16

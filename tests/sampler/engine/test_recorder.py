@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from runspec.estimate.sampler import RECORDED_ROWS
 from sampler.engine.recorder import Selected, by_partition, by_topk, select_largest
 from sampler.engine.requests import split_recorded
-from verify.toploc import build_proofs, build_proofs_of
+from verify.toploc.codec import build_proofs, build_proofs_of
 from verify.toploc.selection import CHUNK_ROWS, TOP_K, select
 
 SLOTS, LONGEST, HIDDEN = 4, 100, 8

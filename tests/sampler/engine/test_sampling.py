@@ -14,7 +14,8 @@ from sampler.engine.requests import Sampled, SampleRequest
 from tests.sampler.engine.models import END_TOKEN, MAX_NEW_TOKENS, VOCABULARY, Reference
 from tests.sampler.engine.requests import WAIT_S, batch
 from verify.noise import gumbel
-from verify.toploc import ChunkStatistics, build_proofs_of, verify_proofs
+from verify.toploc.codec import build_proofs_of
+from verify.toploc.statistics import ChunkStatistics, verify_proofs
 from verify.truncation import Truncation, kept_from
 
 pytestmark = pytest.mark.slow

@@ -71,7 +71,7 @@ def test_a_measurement_killed_anywhere_goes_on_where_it_was(model: Path, tmp_pat
     assert again.wait(DEADLINE_S) == 0, log.read_text()
 
     # Then it goes on behind those, there is a row for each, and no progress is left
-    assert f"going on behind {len(kept) - 1} problems" in log.read_text()
+    assert f"continuing after {len(kept) - 1} problems" in log.read_text()
     assert f"{limit} of {limit} problems" in log.read_text()
     table = pq.read_table(out)
     assert table.column_names == [
@@ -84,7 +84,7 @@ def test_a_measurement_killed_anywhere_goes_on_where_it_was(model: Path, tmp_pat
 
     # And the file is not written over
     assert start(log, *arguments(model, out, "--limit", "6")).wait(DEADLINE_S) == 1
-    assert "is there already" in log.read_text()
+    assert "the file exists" in log.read_text()
 
 
 def test_what_cannot_be_measured_says_why(

@@ -140,7 +140,7 @@ def test_a_killed_measurement_goes_on_behind_its_last_whole_line(tmp_path: Path)
 def test_a_progress_of_another_measurement_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "progress", Engine(), problems=2)
     with (
-        pytest.raises(UserError, match="another model, other data or other settings"),
+        pytest.raises(UserError, match="another model, data or settings"),
         open_progress(tmp_path / "progress", {**ABOUT, "samples": 8}),
     ):
         pass

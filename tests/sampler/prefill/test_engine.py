@@ -33,7 +33,8 @@ from verify.plugins import (
 )
 from verify.thresholds import BFLOAT16, FLOAT32
 from verify.token_facts import TokenFacts, Wanted, token_facts
-from verify.toploc import build_proofs, verify_proofs
+from verify.toploc.codec import build_proofs
+from verify.toploc.statistics import verify_proofs
 from verify.truncation import Truncation
 
 CPU = [torch.device("cpu")]

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from sampler.sandbox import SET_B, Finished, Limits, probe, run
+from sampler.sandbox import Limits, probe, run
 from sampler.sandbox import process as parent_side
 from sampler.sandbox.inside import limits, watchdog
+from sampler.sandbox.limits import Finished
+from sampler.sandbox.process import SET_B
 
 SANDBOX = Path(parent_side.__file__).parent
 LIMITS = Limits(wall_s=30.0, processes=8)

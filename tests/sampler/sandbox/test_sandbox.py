@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from runspec.core.errors import UserError
-from sampler.sandbox import PYTHON, Finished, Limits, NotIsolated, probe, require, run, start
+from sampler.sandbox import PYTHON, Limits, NotIsolated, probe, require, run, start
 from sampler.sandbox import probe as probe_function
 from sampler.sandbox.__main__ import main
 from sampler.sandbox.inside import messages
 from sampler.sandbox.inside.init_process import remove_scratch
 from sampler.sandbox.inside.messages import Order, unpack
-from sampler.sandbox.limits import judge
+from sampler.sandbox.limits import Finished, judge
 from sampler.sandbox.process import resolve_paths
 from tests.processes import alive
 

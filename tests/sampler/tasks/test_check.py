@@ -17,8 +17,8 @@ from sampler.tasks.check import check
 from sampler.tasks.sources import file_source
 from sampler.tasks.task_set import build_task_set
 from sampler.tasks.traces import build_warm_start_data
-from tests.sampler.grading.plugin import install
 from tests.sampler.tasks.conftest import laptop_spec
+from tests.sampler.tasks.grading.plugin import install
 from tests.sampler.tasks.row_files import Row, make_rows, write_jsonl
 
 

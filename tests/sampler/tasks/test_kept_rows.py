@@ -179,4 +179,4 @@ def test_without_a_place_to_remember_it_works_and_says_so(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     path = write_jsonl(tmp_path / "rows.jsonl", make_rows(3))
     assert len(kept(source("jsonl", path), KeepAll())) == 3
-    assert "which problems are kept is not remembered" in caplog.text
+    assert "the selected rows are not cached" in caplog.text

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Reward
-from sampler.grading.answers import Answer
-from sampler.grading.command import answer_of
-from sampler.grading.graders import Graders
+from sampler.tasks.grading.answers import Answer
+from sampler.tasks.grading.command import answer_of
+from sampler.tasks.grading.graders import Graders
 from sampler.tasks.interfaces import Score
 from sampler.tasks.prompts import PromptCodec, PromptForm, answer_in
 from sampler.tasks.task_set import RunTask
@@ -159,7 +159,7 @@ def test_of_several_templates_the_default_is_taken(directory: Path) -> None:
     configure(directory, chat_template=named)
     assert read(directory).prompt_text("abc", None) == "d"
     configure(directory, chat_template=named[:1])
-    with pytest.raises(UserError, match="of the chat templates tool_use none is the default"):
+    with pytest.raises(UserError, match="none of the chat templates tool_use is called default"):
         read(directory)
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Reward
-from sampler.grading.answers import Answer, TermRules
-from sampler.grading.graders import Graders
+from sampler.tasks.grading.answers import Answer, TermRules
+from sampler.tasks.grading.graders import Graders
 from sampler.tasks.interfaces import Score
 from sampler.tasks.rewards.target_length import TargetLengthReward
-from tests.sampler.grading.plugin import install
+from tests.sampler.tasks.grading.plugin import install
 from verify.plugins import Problem
 
 PACKAGE = """\

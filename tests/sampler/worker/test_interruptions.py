@@ -19,10 +19,10 @@ from runspec.core.run_files import STATE_FILE
 from tests.sampler.worker.works import free_port, site_of, working
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from tests.waiting import eventually
+from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import LeaseGranted, SubmissionReceived
 from verify.formats.lease import MAX_OPEN_LEASES
 from verify.formats.submission import decode_rollouts
-from verify.ledger import Ledger
 
 KILLS = 4
 

@@ -16,8 +16,9 @@ from verify.formats.lease import Lease, assignments
 from verify.formats.submission import decode_rollouts, encode_rollouts
 from verify.noise import noise_key
 from verify.plugins import Graded, GradeItem, GraderFault
-from verify.toploc import build_proofs_of, verify_proofs
+from verify.toploc.codec import build_proofs_of
 from verify.toploc.selection import select, split
+from verify.toploc.statistics import verify_proofs
 
 GROUPS, SIZE = 3, 2
 

@@ -31,10 +31,10 @@ from tests.preloaded import SAMPLER, Program
 from tests.sampler.engine.models import END_TOKEN, Reference, save_version
 from tests.sampler.worker.works import free_port
 from tests.waiting import eventually
+from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import LeaseExpired, LeaseGranted, LeaseReleased
 from verify.formats.submission import Rollout, decode_rollouts, open_submission
-from verify.ledger import Ledger
-from verify.toploc import verify_proofs
+from verify.toploc.statistics import verify_proofs
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preload_server")]
 

@@ -16,8 +16,8 @@ from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, ve
 from verify.audit.findings import Report
 from verify.audit.replay import audit
 from verify.client import CoordinatorClient
+from verify.coordinator.ledger.ledger import FIRST_CHAIN
 from verify.formats.lease import open_lease
-from verify.ledger import FIRST_CHAIN
 
 
 def work(

@@ -26,10 +26,10 @@ from verify.audit import replay
 from verify.audit.findings import Credit
 from verify.audit.replay import audit
 from verify.audit.signers import read_roles
+from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import RolledBack
 from verify.formats.batch import open_batch, sign_batch
 from verify.formats.lease import Lease, open_lease, sign_lease
-from verify.ledger import Ledger
 
 
 def whats(run: Copy) -> set[str]:

@@ -17,7 +17,8 @@ from runspec.local.snapshot import look_at
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.filled import digest, key
 from tests.verify.postgres import postgres_server
-from verify.audit.snapshot import Dropped, read_dropped
+from verify.coordinator.ledger.ledger import open_ledger
+from verify.coordinator.ledger.snapshot import Dropped, read_dropped
 from verify.coordinator.machine.events import (
     CoordinatorStarted,
     Event,
@@ -25,7 +26,6 @@ from verify.coordinator.machine.events import (
     SubmissionSetAside,
     WorkerRegistered,
 )
-from verify.ledger import open_ledger
 
 ATTEMPTS = (FailedAttempt(1.0, "ab" * 32, "the validator's process ended"),)
 

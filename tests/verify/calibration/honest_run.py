@@ -14,10 +14,10 @@ from runspec.core.run_files import STATE_FILE, submission_files, weights_folder
 from runspec.core.spec.resolved import FILE_NAME, dump_resolved
 from runspec.core.spec.schema import RunSpec
 from tests.verify.small_model import fixed_key
+from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import LeaseGranted, SubmissionReceived
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission
-from verify.ledger import Ledger
 
 COORDINATOR, PUBLISHER, WORKER = fixed_key(2), fixed_key(3), fixed_key(1)
 

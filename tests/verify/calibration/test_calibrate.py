@@ -20,7 +20,7 @@ from verify import plugins
 from verify.__main__ import main
 from verify.calibration import run
 from verify.calibration.prefills import noise
-from verify.calibration.profile import Profile, open_profile
+from verify.profile import Profile, open_profile
 from verify.thresholds import BFLOAT16
 
 MODEL = SmallModel.random(seed=3)

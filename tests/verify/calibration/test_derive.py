@@ -7,11 +7,11 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from tests.verify.calibration.profiles import made_profile
+from tests.verify.profiles import made_profile
 from verify.calibration.derive import FLOOR, derive
 from verify.calibration.measure import Measurements
-from verify.calibration.profile import looser_than_published
 from verify.checks.prefill import judge_gaps
+from verify.profile import looser_than_published
 from verify.thresholds import BFLOAT16, Limits
 
 ROLLOUTS = 400

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.verify.bench import MODEL, lease_for, packed
-from tests.verify.calibration.profiles import document, made_profile
-from tests.verify.calibration.test_profile import with_profile
+from tests.verify.profiles import document, made_profile
 from tests.verify.small_model import NumpyEngine, ParityTask, Worker, small_spec
+from tests.verify.test_profile import with_profile
 from tests.verify.test_validator import COORDINATOR, VALIDATOR, WORKER, QueueCoordinator
 from verify import validator
 from verify.coordinator.machine.gap_history import excess_of

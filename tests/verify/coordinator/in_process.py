@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from runspec.core.keys import SigningKey
@@ -12,13 +12,21 @@ from runspec.core.spec.schema import Backlog as BacklogLimits
 from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import RUN
 from tests.verify.coordinator.filled import Filled
-from verify.coordinator.edge import Edge
 from verify.coordinator.edge.backlog import Backlog
+from verify.coordinator.edge.limits import Limiter, NewKeys
 from verify.coordinator.journal import Journal
+from verify.coordinator.ledger.store import SqliteStore, StoredRow, StoreError
 from verify.coordinator.services.leasing import Admission, Leasing
-from verify.ledger_store import SqliteStore, StoredRow, StoreError
 
 NOBODY = frozenset[str]()
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What limits the services of a run."""
+
+    new_keys: NewKeys
+    backlog: Backlog
 
 
 def roles_of(*, coordinator: Iterable[str] = (), validator: Iterable[str] = ()) -> Roles:
@@ -37,24 +45,22 @@ def journal_of(run: Filled, folder: Path, clock: Callable[[], float] | None = No
 def edge_of(
     journal: Journal,
     spec: RunSpec,
-    roles: Roles | None = None,
     *,
     limits: BacklogLimits | None = None,
     free_bytes: Callable[[], int] = lambda: 1 << 50,
 ) -> Edge:
-    """The edge of a run, on a disk of this size."""
-    waiting = lambda: journal.state.to_judge  # noqa: E731
-    edge = Edge.of(journal, spec, roles or roles_of(), waiting)
+    """The limits of a run, on a disk of this size."""
     limits = limits or spec.verify.backlog
-    backlog = Backlog(journal, waiting, limits, free_bytes=lambda _: free_bytes())
-    return replace(edge, backlog=backlog)
+    backlog = Backlog(journal, limits, free_bytes=lambda _: free_bytes())
+    return Edge(NewKeys(Limiter()), backlog)
 
 
 def leasing_of(
     journal: Journal, spec: RunSpec, key: SigningKey, roles: Roles, edge: Edge
 ) -> Leasing:
     """The workers' service of a run without workers of its own."""
-    return Leasing(journal, spec, key, roles, Admission(spec, roles, (), edge.new_keys), edge)
+    admission = Admission(spec, roles, (), edge.new_keys)
+    return Leasing(journal, spec, key, roles, admission, edge.backlog)
 
 
 async def chunks(body: bytes) -> AsyncIterator[bytes]:

@@ -27,6 +27,7 @@ from tests.verify.coordinator.in_process import (
 from verify.audit.replay import audit
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Finished, Journal
+from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
 from verify.coordinator.services.activity import Activity
@@ -36,7 +37,6 @@ from verify.coordinator.services.operator import OperatorService
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
-from verify.ledger import Ledger
 
 ACTS = 500
 
@@ -70,7 +70,7 @@ class Coordinator:
             site.run_dir, Policy.of(spec), ledger=Ledger(self.store), clock=self._tick
         )
         self.judging = Judging(self.journal, RUN)
-        edge = edge_of(self.journal, spec, roles)
+        edge = edge_of(self.journal, spec)
         self.leasing = leasing_of(self.journal, spec, site.coordinator, roles, edge)
         self.closing = Closing(self.journal, RUN, site.coordinator, Activity())
         self.operator = OperatorService(self.journal, roles)

@@ -33,12 +33,12 @@ from verify.audit.replay import audit
 from verify.client import SubmissionRefused
 from verify.coordinator.edge import backlog as backlog_module
 from verify.coordinator.intake import Refusal
+from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import SubmissionDeferred, SubmissionReceived
 from verify.coordinator.machine.state import LeaseRecord
 from verify.coordinator.machine.transitions import IllegalTransition, apply
 from verify.formats.lease import lease_digest
 from verify.formats.submission import SubmissionEnvelope
-from verify.ledger import Ledger
 from verify.request_auth import ENVELOPE, sign_request
 
 

@@ -21,9 +21,9 @@ from tests.verify.coordinator.filled import Filled, started
 from tests.verify.coordinator.in_process import journal_of
 from tests.verify.coordinator.over_http import granted, post
 from tests.waiting import eventually
-from verify import ledger_store
 from verify.audit.replay import audit
 from verify.coordinator.journal import Journal
+from verify.coordinator.ledger import store as ledger_store
 from verify.coordinator.machine.events import CoordinatorStarted, StepClosed
 from verify.coordinator.services import closing as closing_module
 from verify.coordinator.services.activity import Activity

@@ -14,10 +14,11 @@ from runspec.core.files import write_atomic
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import CalibrationProfile, RunSpec
 from tests.verify.audit.tampering import Copy
-from tests.verify.calibration.profiles import document as signed
-from tests.verify.calibration.profiles import made_profile
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from tests.verify.coordinator.over_http import check, sample
+from tests.verify.profiles import document as signed
+from tests.verify.profiles import made_profile
+from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import SubmissionJudged, WorkerQuarantined
 from verify.coordinator.machine.gap_history import (
     AnotherCalibration,
@@ -29,7 +30,6 @@ from verify.coordinator.machine.gap_history import (
 from verify.coordinator.machine.state import Worker
 from verify.coordinator.machine.verdicts import Seen, repeated_submission
 from verify.formats.verdict import RolloutVerdict
-from verify.ledger import Ledger
 from verify.thresholds import FLOAT32, GapNoise
 
 NOISE = GapNoise(cap=1e-3, mean=1e-4, probability=1e-3)

@@ -15,6 +15,7 @@ from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import Site
 from tests.verify.coordinator.filled import Filled, key, started
 from tests.verify.coordinator.over_http import check, granted, post, sample, status
+from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import (
     BanLifted,
     KeyBanned,
@@ -30,7 +31,6 @@ from verify.coordinator.machine.reputation import (
     prefill_share,
     reputation,
 )
-from verify.ledger import Ledger
 
 NOISY, EXACT = "logprobs: row 0: 0.2 > 0.1", "assignment: row 0: 1 > 0"
 

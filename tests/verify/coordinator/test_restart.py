@@ -26,9 +26,9 @@ from tests.verify.coordinator.filled import POLICY, started
 from tests.verify.coordinator.in_process import journal_of
 from tests.verify.coordinator.over_http import check, sample
 from verify.coordinator.journal import Journal
+from verify.coordinator.ledger.store import SqliteStore, StoredRow
 from verify.coordinator.machine.events import RolledBack, StepClosed
 from verify.formats.lease import open_lease
-from verify.ledger_store import SqliteStore, StoredRow
 
 START_S = 120.0
 """A process may take to start on a busy machine, and to end by itself."""

@@ -12,12 +12,12 @@ from tests.verify.coordinator.deployment import DEADLINE_S, Site
 from tests.verify.coordinator.filled import Filled, digest, key
 from tests.verify.coordinator.over_http import check, sample, status
 from verify.audit.replay import audit
-from verify.audit.snapshot import read_dropped
+from verify.coordinator.ledger.ledger import Ledger
+from verify.coordinator.ledger.snapshot import read_dropped
 from verify.coordinator.machine.events import FailedAttempt, KeyBanned, SubmissionSetAside
 from verify.coordinator.machine.reputation import BAN_AFTER
 from verify.coordinator.machine.state import LeaseRecord
 from verify.coordinator.services.claims import ATTEMPTS
-from verify.ledger import Ledger
 
 DIED = (FailedAttempt(1.0, "ab" * 32, "the validator's process ended"),)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ class Backlog:
 
     Args:
         journal: journal of the run.
-        waiting: returns the submissions that wait for a verdict.
         limits: `verify.backlog` of the spec.
         free_bytes: free space of the disk that holds the run directory.
     """
@@ -48,15 +47,13 @@ class Backlog:
     def __init__(
         self,
         journal: Journal,
-        waiting: Callable[[], Sequence[LeaseRecord]],
         limits: BacklogLimits,
         *,
         free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
     ) -> None:
-        self._journal, self._waiting, self._limits = journal, waiting, limits
-        self._free_bytes = free_bytes
-        self._uploading: dict[str, int] = {}
-        """Bytes announced by uploads under way, by lease."""
+        self._journal, self._limits, self._free_bytes = journal, limits, free_bytes
+        self.uploading: dict[str, SubmissionEnvelope] = {}
+        """Submissions that are being uploaded, by lease."""
         self._deferred: dict[str, float] = {}
         """Time until which the retry of a deferred submission is expected, by lease."""
 
@@ -73,19 +70,22 @@ class Backlog:
                 ended, and a lease cannot be deferred after its end.
 
         Raises:
-            Refusal: 429, there is no room.
+            Refusal: 429, there is no room; 503, the submission is being uploaded already.
         """
+        digests = [upload.digest for upload in self.uploading.values()]
+        if record.digest in self.uploading or envelope.digest in digests:
+            raise Refusal(503, "this submission is being uploaded already")
         reason = self.full(envelope.bytes)
         if reason is not None:
             retry_after_s = self._retry_after_s(now)
             self._defer(record, envelope.digest, retry_after_s, now)
             raise Refusal(429, reason, retry_after_s=retry_after_s)
         self._deferred.pop(record.digest, None)
-        self._uploading[record.digest] = envelope.bytes
+        self.uploading[record.digest] = envelope
         try:
             yield
         finally:
-            del self._uploading[record.digest]
+            del self.uploading[record.digest]
 
     def full(self, more: int = 1) -> str | None:
         """Return why there is no room; None if there is room.
@@ -102,7 +102,7 @@ class Backlog:
         if count and size + more > self._limits.bytes:
             return f"{size} bytes wait for a verdict, verify.backlog.bytes is {self._limits.bytes}"
         free = self._free_bytes(self._journal.run_dir)
-        if free - sum(self._uploading.values()) - more < self._limits.disk_reserve:
+        if free - self._uploading_bytes() - more < self._limits.disk_reserve:
             return (
                 f"{free} bytes of the coordinator's disk are free, verify.backlog.disk_reserve is "
                 f"{self._limits.disk_reserve}"
@@ -121,9 +121,12 @@ class Backlog:
         }
 
     def _held(self) -> tuple[int, int]:
-        waiting = self._waiting()
+        waiting = self._journal.state.to_judge
         size = sum(self._journal.history.bytes_of(record.digest) for record in waiting)
-        return len(waiting) + len(self._uploading), size + sum(self._uploading.values())
+        return len(waiting) + len(self.uploading), size + self._uploading_bytes()
+
+    def _uploading_bytes(self) -> int:
+        return sum(upload.bytes for upload in self.uploading.values())
 
     def _retry_after_s(self, now: float) -> int:
         """Seconds until it is this worker's turn, by the rate of verdicts so far."""

@@ -20,7 +20,7 @@ from runspec.core.roles import Roles
 from runspec.core.run_files import SubmissionFiles, submission_files
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
-from verify.coordinator.edge import Edge
+from verify.coordinator.edge.backlog import Backlog
 from verify.coordinator.edge.limits import NewKeys
 from verify.coordinator.intake import Refusal, received, refusing, to_the_end, write_small
 from verify.coordinator.journal import Finished, Journal
@@ -45,13 +45,9 @@ class Admission:
     def __init__(
         self, spec: RunSpec, roles: Roles, own: Collection[str], new_keys: NewKeys
     ) -> None:
-        self._spec, self._roles, self._own = spec, roles, frozenset(own)
-        self._new_keys = new_keys
+        self._spec, self._roles, self._new_keys = spec, roles, new_keys
+        self.own = frozenset(own)
         self._trusted = frozenset(pool.name for pool in spec.samplers if pool.trust == "trusted")
-
-    def is_own(self, key: str) -> bool:
-        """Return whether a key is one of the run's own workers'."""
-        return key in self._own
 
     def admit(
         self, state: State, key: str, pool: str, used: object, now: float, *, address: str
@@ -70,7 +66,7 @@ class Admission:
             Refusal: 403 with the reason, or 429.
         """
         if used is None:
-            if key in self._own:
+            if key in self.own:
                 return None
             if pool in self._trusted:
                 raise Refusal(
@@ -119,7 +115,7 @@ class Leasing:
         key: signs the leases.
         roles: its keys cannot be workers'.
         admission: decides who may register.
-        edge: limits the waiting submissions.
+        backlog: limits the waiting submissions.
     """
 
     def __init__(
@@ -129,13 +125,12 @@ class Leasing:
         key: SigningKey,
         roles: Roles,
         admission: Admission,
-        edge: Edge,
+        backlog: Backlog,
     ) -> None:
         self._journal, self._spec, self._key = journal, spec, key
-        self._admission, self._backlog = admission, edge.backlog
+        self._admission, self._backlog = admission, backlog
         self._staff = roles.publisher | roles.coordinator | roles.validator
         self._pools = {pool.name: pool for pool in spec.samplers}
-        self._uploading: set[str] = set()
         self._waiting: list[_Question] = []
         """Questions that wait for a lease."""
         self._settled: State | None = None
@@ -167,7 +162,7 @@ class Leasing:
             now = self._journal.clock()
             state = self._journal.state
             by = self._admission.admit(state, key, pool, invite, now, address=address)
-            own = by is None and self._admission.is_own(key)
+            own = by is None and key in self._admission.own
             self._journal.record(events.WorkerRegistered(now, key, pool, by, own))
             _log.info("worker %s of pool %s registered", key[:16], pool)
 
@@ -268,7 +263,7 @@ class Leasing:
         for digest in digests:
             record = self._journal.state.leases.get(digest)
             held = record is not None and record.lease.worker == key and record.status == "open"
-            if held and digest not in self._uploading:
+            if held and digest not in self._backlog.uploading:
                 self._journal.record(events.LeaseReleased(self._journal.clock(), digest))
 
     async def submit(
@@ -293,22 +288,11 @@ class Leasing:
         limit = max_submission_bytes(self._spec, self._pools[record.lease.pool])
         if envelope.bytes > limit:
             raise Refusal(413, f"{envelope.bytes} bytes, more than the {limit} allowed")
-        names = {record.digest, envelope.digest}
-        if names & self._uploading:
-            raise Refusal(503, "this submission is being uploaded already")
-        self._uploading |= names
-        try:
-            with self._backlog.reserve(record, envelope, now):
-                await self._take_in(record, envelope, signed, chunks)
-        finally:
-            self._uploading -= names
+        with self._backlog.reserve(record, envelope, now):
+            await self._take_in(envelope, signed, chunks)
 
     async def _take_in(
-        self,
-        record: LeaseRecord,
-        envelope: SubmissionEnvelope,
-        signed: bytes,
-        chunks: AsyncIterator[bytes],
+        self, envelope: SubmissionEnvelope, signed: bytes, chunks: AsyncIterator[bytes]
     ) -> None:
         files = submission_files(self._journal.run_dir, envelope.step, envelope.digest)
         async with received(
@@ -319,7 +303,7 @@ class Leasing:
                 now = self._journal.clock()
                 self._must_be_open(self._lease_of(envelope), envelope, now)
                 self._journal.record(
-                    events.SubmissionReceived(now, record.digest, envelope.digest, envelope.bytes)
+                    events.SubmissionReceived(now, envelope.lease, envelope.digest, envelope.bytes)
                 )
 
     def _lease_of(self, envelope: SubmissionEnvelope) -> LeaseRecord:

@@ -18,6 +18,7 @@ from runspec.core.roles import Roles
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.intake import Refusal
 from verify.coordinator.journal import Journal
+from verify.coordinator.ledger.ledger import open_ledger
 from verify.coordinator.machine.events import (
     BY_OPERATOR,
     BanLifted,
@@ -27,7 +28,6 @@ from verify.coordinator.machine.events import (
 )
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
-from verify.ledger import open_ledger
 
 MAX_REASON = 500
 """Largest number of characters of a reason."""
@@ -43,15 +43,6 @@ class OperatorService:
 
     def __init__(self, journal: Journal, roles: Roles) -> None:
         self._journal, self._roles = journal, roles
-
-    def must_be_operator(self, key: str) -> None:
-        """Require the coordinator's own key.
-
-        Raises:
-            Refusal: it is another key.
-        """
-        if key not in self._roles.coordinator:
-            raise Refusal(403, "only the coordinator's own key may do this")
 
     def ban(self, body: dict[str, Any]) -> None:
         """Ban a key: its requests are refused, and its open leases end."""

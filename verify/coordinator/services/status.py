@@ -20,12 +20,12 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from runspec.core.spec.schema import RunSpec
-from verify.audit.snapshot import NoLedger, damaged, read_events
-from verify.coordinator.edge import Edge
+from verify.coordinator.edge.backlog import Backlog
 from verify.coordinator.journal import Journal
+from verify.coordinator.ledger.snapshot import damaged, read_events
+from verify.coordinator.ledger.store import NoLedger
 from verify.coordinator.machine.events import Event
 from verify.coordinator.machine.filling import needed_groups, tried_groups
-from verify.coordinator.machine.history import History
 from verify.coordinator.machine.reputation import reputation
 from verify.coordinator.machine.stalls import waited_for
 from verify.coordinator.machine.state import LeaseRecord, Policy, State
@@ -71,23 +71,23 @@ class Cache(Generic[T]):
         return value
 
 
-class Status:
+class Status(Collector):
     """Status of the coordinator; it reads the other services and changes nothing."""
 
     def __init__(
-        self, run: str, journal: Journal, judging: Judging, edge: Edge, peers: Peers
+        self, run: str, journal: Journal, judging: Judging, backlog: Backlog, peers: Peers
     ) -> None:
-        self._run, self._journal, self._judging, self._edge = run, journal, judging, edge
+        self._run, self._journal, self._judging, self._backlog = run, journal, judging, backlog
         self._workers, self._validators = peers.workers, peers.validators
-        self._registry = CollectorRegistry()
-        self._registry.register(_Prometheus(self, journal.history))
+        registry = CollectorRegistry()
         self.report = Cache(self._of_now).get
         """Returns the status; times are seconds since the epoch, ages seconds. With thousands of
         workers all three are some seconds old."""
         self.document = Cache(lambda: json.dumps(self.report()).encode()).get
         """Returns the answer of `GET /v1/status`: the report as JSON."""
-        self.metrics = Cache(lambda: generate_latest(self._registry)).get
+        self.metrics = Cache(lambda: generate_latest(registry)).get
         """Returns the answer of `GET /metrics`."""
+        registry.register(self)
 
     def _of_now(self) -> dict[str, Any]:
         state, now = self._journal.state, self._journal.clock()
@@ -111,13 +111,53 @@ class Status:
             },
             "dropped_by_grader": {"groups": state.dropped_groups, "newest": state.last_fault},
             "set_aside": [_set_aside(r) for r in state.leases.values() if r.attempts],
-            "backlog": self._edge.backlog.report(),
+            "backlog": self._backlog.report(),
             "latency": {
                 "verdict": self._journal.history.to_verdict.report(),
                 "manifest": self._journal.history.to_manifest.report(),
             },
             "rejected_submissions": sum(w.standing.rejected for w in state.workers.values()),
         }
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield gauges, counters and histograms made from the report, at each scrape."""
+        report = self.report()
+        workers, validators = report["workers"], report["validators"]
+        gauges = {
+            "newest_version": ("Newest published policy version.", report["newest_version"]),
+            "open_steps": ("Steps that are being filled.", len(report["open_steps"])),
+            "workers_alive": ("Live workers.", sum(w["alive"] for w in workers)),
+            "validators_alive": (
+                "Live validators.",
+                sum(v["alive"] for v in validators),
+            ),
+            "to_judge": ("Submissions without a verdict.", report["queue"]["to_judge"]),
+            "suspects": ("Suspects: validators failed at them.", report["queue"]["suspects"]),
+            "backlog_bytes": ("Bytes without a verdict.", report["backlog"]["bytes"]),
+            "deferred": ("Deferred submissions.", report["backlog"]["deferred"]),
+            "intake_open": ("1, or 0 if too much waits.", not report["backlog"]["withheld"]),
+        }
+        for name, (text, value) in gauges.items():
+            if value is not None:
+                yield GaugeMetricFamily(f"coordinator_{name}", text, value=value)
+        counters = {
+            "steps_closed": ("Batch manifests signed.", report["steps_closed"]),
+            "accepted_rollouts": ("Credits.", sum(w["accepted_rollouts"] for w in workers)),
+            "accepted_tokens": ("Credits.", sum(w["accepted_tokens"] for w in workers)),
+            "rejected_submissions": ("By a verdict.", report["rejected_submissions"]),
+            "withheld_leases": ("Expired leases.", sum(w["withheld_leases"] for w in workers)),
+        }
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(f"coordinator_{name}", text, value=value)
+        history = self._journal.history
+        for name, durations in (("verdict", history.to_verdict), ("manifest", history.to_manifest)):
+            buckets, total = durations.histogram()
+            yield HistogramMetricFamily(
+                f"coordinator_{name}_latency_seconds",
+                f"From a submission to its {name}.",
+                buckets=buckets,
+                sum_value=total,
+            )
 
 
 def _step(state: State, number: int, now: float) -> dict[str, Any]:
@@ -146,10 +186,6 @@ def _set_aside(record: LeaseRecord) -> dict[str, Any]:
     }
 
 
-def _invite(state: State, key: str) -> dict[str, Any]:
-    return {"key": key, "used": state.invited.get(key, 0), "revoked": state.revoked.get(key)}
-
-
 def workers_report(state: State, seen: Activity | None = None, now: float = 0.0) -> dict[str, Any]:
     """Return `workers` in the order of registration, `banned` (reasons by key), and `invites`.
 
@@ -164,11 +200,11 @@ def workers_report(state: State, seen: Activity | None = None, now: float = 0.0)
         {**_worker(state, key, open_leases[key]), **_peer(known.get(key), now)}
         for key in sorted(state.workers, key=lambda key: state.workers[key].number)
     ]
-    return {
-        "workers": workers,
-        "banned": dict(sorted(state.bans.items())),
-        "invites": [_invite(state, key) for key in sorted({*state.invited, *state.revoked})],
-    }
+    invites = [
+        {"key": key, "used": state.invited.get(key, 0), "revoked": state.revoked.get(key)}
+        for key in sorted({*state.invited, *state.revoked})
+    ]
+    return {"workers": workers, "banned": dict(sorted(state.bans.items())), "invites": invites}
 
 
 def _worker(state: State, key: str, open_leases: int) -> dict[str, Any]:
@@ -226,51 +262,3 @@ def read_workers(run_dir: Path, spec: RunSpec) -> dict[str, Any]:
         return workers_report(State(policy))
     except IllegalTransition as error:
         raise damaged(run_dir, f"it cannot be replayed: {error}") from error
-
-
-class _Prometheus(Collector):
-    """Makes gauges, counters and histograms from the report at each scrape."""
-
-    def __init__(self, status: Status, history: History) -> None:
-        self._status, self._history = status, history
-
-    def collect(self) -> Iterator[Metric]:
-        report = self._status.report()
-        workers, validators = report["workers"], report["validators"]
-        gauges = {
-            "newest_version": ("Newest published policy version.", report["newest_version"]),
-            "open_steps": ("Steps that are being filled.", len(report["open_steps"])),
-            "workers_alive": ("Live workers.", sum(w["alive"] for w in workers)),
-            "validators_alive": (
-                "Live validators.",
-                sum(v["alive"] for v in validators),
-            ),
-            "to_judge": ("Submissions without a verdict.", report["queue"]["to_judge"]),
-            "suspects": ("Suspects: validators failed at them.", report["queue"]["suspects"]),
-            "backlog_bytes": ("Bytes without a verdict.", report["backlog"]["bytes"]),
-            "deferred": ("Deferred submissions.", report["backlog"]["deferred"]),
-            "intake_open": ("1, or 0 if too much waits.", not report["backlog"]["withheld"]),
-        }
-        for name, (text, value) in gauges.items():
-            if value is not None:
-                yield GaugeMetricFamily(f"coordinator_{name}", text, value=value)
-        counters = {
-            "steps_closed": ("Batch manifests signed.", report["steps_closed"]),
-            "accepted_rollouts": ("Credits.", sum(w["accepted_rollouts"] for w in workers)),
-            "accepted_tokens": ("Credits.", sum(w["accepted_tokens"] for w in workers)),
-            "rejected_submissions": ("By a verdict.", report["rejected_submissions"]),
-            "withheld_leases": ("Expired leases.", sum(w["withheld_leases"] for w in workers)),
-        }
-        for name, (text, value) in counters.items():
-            yield CounterMetricFamily(f"coordinator_{name}", text, value=value)
-        for name, durations in (
-            ("verdict", self._history.to_verdict),
-            ("manifest", self._history.to_manifest),
-        ):
-            buckets, total = durations.histogram()
-            yield HistogramMetricFamily(
-                f"coordinator_{name}_latency_seconds",
-                f"From a submission to its {name}.",
-                buckets=buckets,
-                sum_value=total,
-            )

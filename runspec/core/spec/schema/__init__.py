@@ -33,16 +33,12 @@ from runspec.core.spec.schema.operations import (
     Storage,
 )
 from runspec.core.spec.schema.samplers import (
-    Backlog,
     Broadcast,
-    CalibrationProfile,
     Origin,
     Parallel,
     Relay,
     SamplerPool,
     Sampling,
-    Thresholds,
-    Verify,
 )
 from runspec.core.spec.schema.training import (
     Advantage,
@@ -61,15 +57,16 @@ from runspec.core.spec.schema.training import (
     Packing,
     Remat,
 )
+from runspec.core.spec.schema.verify import Backlog, CalibrationProfile, Thresholds, Verify
 
 VERSION = "runspec/v1"
 
 
 class RunSpec(Block):
-    """One run, said once. See `docs/spec.md`."""
+    """Description of one run. See `docs/spec.md`."""
 
     version: Annotated[Literal["runspec/v1"], RESTART]
-    """Of the schema; there is one."""
+    """Version of the schema; there is one."""
     kind: Literal["Run"] = "Run"
     """`Run`; a file of kind `Placement` holds the part that is a site's."""
     name: Name
@@ -99,17 +96,17 @@ class RunSpec(Block):
     verify: Verify = Verify()
     """Checks of what workers send."""
     identity: Identity = Identity()
-    """Whose signatures count."""
+    """Root key that vouches for all signatures of the run."""
     checkpoints: Annotated[Checkpoints, SITE] = Checkpoints()
     """Full states of the learner."""
     storage: Annotated[Storage, SITE] = Storage()
-    """Where runs lie."""
+    """Folders of runs."""
     placement: Annotated[Placement, SITE] = Placement()
-    """What is started where."""
+    """Backend that starts the roles, and the machines they run on."""
     secrets: Annotated[list[Secret], SITE] = []
     """Environment variables of the roles; merged by name."""
     budget: Annotated[Budget, SITE] = Budget()
-    """What the run may use."""
+    """Limits of time and cost."""
     estimate: Annotated[Estimate, SITE] = Estimate()
     """Measured figures for `runspec plan`."""
 

@@ -25,7 +25,7 @@ from runspec.core.spec.fields import (
 
 
 class Identity(Block):
-    """Whose signatures count."""
+    """Root key that vouches for all signatures of the run."""
 
     root_public_key: PublicKey | None = None
     """Pinned by everyone; the run's earlier files hold only under the root that they began with.
@@ -48,7 +48,7 @@ class Checkpoints(Block):
 
 
 class Storage(Block):
-    """Where runs lie."""
+    """Folders of runs."""
 
     CHANGE = "restart"
 
@@ -63,7 +63,7 @@ class Storage(Block):
 
 
 class Kubernetes(Block):
-    """What a Kubernetes cluster has to be told."""
+    """Settings of a Kubernetes cluster."""
 
     CHANGE = "restart"
 
@@ -88,20 +88,20 @@ class Kubernetes(Block):
 
 
 class Placement(Block):
-    """What is started where."""
+    """Backend that starts the roles, and the machines they run on."""
 
     CHANGE = "restart"
 
     backend: Name = "local"
-    """Who starts and watches the roles: `local` on this machine, `ray` and `kubernetes` on a
-    cluster, or what an installed package offers."""
+    """Program that starts and watches the roles: `local` on this machine, `ray` and `kubernetes` on
+    a cluster, or a backend that an installed package offers."""
     kubernetes: Kubernetes | None = None
     """The cluster of backend `kubernetes`."""
     address: str = "auto"
-    """Of the backend: of a Ray cluster as `ray.init` takes it."""
+    """Address of the Ray cluster, as `ray.init` takes it."""
     resources: dict[str, dict[str, Positive]] = {}
-    """What each process of a role group asks Ray for besides its accelerators, by group: `trunk`,
-    `learners`, `validators`, relay-<name>, pools."""
+    """Ray resources that each process of a role group asks for besides its accelerators, by group:
+    `trunk`, `learners`, `validators`, relay-<name>, pools."""
     host: str = "127.0.0.1"
     """Address that the trunk's servers bind to. On Ray that of the trunk's node, if it is
     loopback."""
@@ -115,9 +115,9 @@ class Placement(Block):
     """Numbers of the accelerators that a role sees, by the role's name in `status`; a role that is
     not named sees all."""
     roles: list[str] | None = None
-    """What is started here: `validators`, pools, relays as relay-<name>, and `learners`, the
-    learner's processes after the first; beside learner, publisher, origin and coordinator, which
-    always are. Null: everything. Others are started by whoever has the machines."""
+    """Groups that start here: `validators`, pools, relays as relay-<name>, and `learners`, the
+    learner's processes after the first. Learner, publisher, origin and coordinator always start
+    here. Null: every group. Whoever has the other machines starts the other groups."""
 
 
 class SecretSource(Block):
@@ -141,7 +141,7 @@ class Secret(Block):
 
 
 class Budget(Block):
-    """What the run may use; it stops, resumable, when one of them is spent."""
+    """Limits of time and cost; a run that reaches one stops and can be resumed."""
 
     CHANGE = "hot"
 

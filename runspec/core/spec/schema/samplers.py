@@ -1,4 +1,4 @@
-"""Who generates rollouts, how versions reach them, and how their work is checked."""
+"""Pools of samplers, and the broadcast of policy versions to them."""
 
 from __future__ import annotations
 
@@ -9,26 +9,17 @@ from pydantic import Field
 from runspec.core.spec.fields import (
     HOT,
     NEWRUN,
-    RESTART,
     ROLLING,
     SITE,
-    AddressRange,
     Block,
     Count,
-    DatabaseUrl,
     Devices,
-    Duration,
     FloatType,
     Groups,
     Name,
-    Nats,
-    NonNegative,
     Positive,
     Processes,
-    ProcessesOrNone,
     Rate,
-    Share,
-    Size,
     Tokens,
     Unit,
 )
@@ -47,7 +38,7 @@ class Parallel(Block):
 
     @property
     def devices(self) -> int:
-        """Of one replica."""
+        """Devices of one replica."""
         return self.tensor * self.data
 
 
@@ -72,7 +63,7 @@ class SamplerPool(Block):
     name: Name
     """Names the pool; its workers are <name>-<i>."""
     engine: Literal["vllm"] = "vllm"
-    """What generates."""
+    """Engine that generates."""
     trust: Literal["trusted", "untrusted"] = "untrusted"
     """Whether its rollouts are believed without proof. A trusted pool takes no keys but the run's
     own and those with an invite that names it, whatever `verify.admission` says."""
@@ -117,7 +108,7 @@ class Origin(Block):
     """Where it is reached. It listens at an http URL; an https URL is of a proxy before it, and the
     local backend chooses where it listens, as when null."""
     upload: Annotated[Rate | None, HOT] = None
-    """What it can send, to all together, for the estimate."""
+    """Bandwidth of its uplink, shared by all that fetch from it, for the estimate."""
 
 
 class Relay(Block):
@@ -135,7 +126,7 @@ class Relay(Block):
     download: Annotated[Rate | None, HOT] = None
     """Link from its upstream, for the estimate."""
     upload: Annotated[Rate | None, HOT] = None
-    """What it can send, to all together, for the estimate."""
+    """Bandwidth of its uplink, shared by all that fetch from it, for the estimate."""
 
 
 class Broadcast(Block):
@@ -146,124 +137,17 @@ class Broadcast(Block):
     dtype: Annotated[FloatType, NEWRUN] = "bfloat16"
     """Type of the published weights: a policy version is these bits."""
     format: Annotated[Literal["full", "delta"], ROLLING, SITE] = "full"
-    """What is published of a version: `full`, all of it; `delta`, the elements that changed since
-    the one before, and all of it where that is not smaller or an anchor is due."""
+    """Published form of a version: `full` has all elements, `delta` those that changed since the
+    version before. A due anchor, or a delta that is not smaller, is published in full."""
     keep_versions: Annotated[Count, Unit("versions")] = 5
     """Newest versions that origin and relays keep."""
     anchor_every: Annotated[int, Field(gt=0, le=128), Unit("versions"), ROLLING, SITE] = 20
-    """Of format `delta`: versions from one full copy (anchor) to the next; the latest, and all
-    deltas after it, are kept for those who join, and apply 256 at most."""
+    """For format `delta`: versions from one full copy (anchor) to the next. The latest anchor and
+    all deltas after it are kept for workers that join; a worker applies at most 256 deltas."""
     chunk_bytes: Annotated[Count, Unit("bytes"), NEWRUN] = 16 * 1024 * 1024
-    """Of an object; each is hashed by itself. A version that was published in other pieces would
-    be another version."""
+    """Size of an object; each is hashed by itself. A version in pieces of another size would be
+    another version."""
     origin: Annotated[Origin, SITE] = Origin()
     """The publisher's server."""
     relays: Annotated[list[Relay], SITE] = []
     """Servers between origin and workers; merged by name."""
-
-
-class Thresholds(Block):
-    """Limits of the checks for samplers of one precision, over those that were calibrated here."""
-
-    CHANGE = "rolling"
-
-    name: Literal["float32", "bfloat16", "fp8"]
-    """The precision: a pool's quantization, or its dtype."""
-    logprob_submission: Nats
-    """Mean |claimed - recomputed| log-prob over a submission."""
-    logprob_rollout: Nats
-    """The same over one rollout."""
-    gap: Nats
-    """tau: how far below the recomputed maximum a seeded choice may lie."""
-    gap_share: Share
-    """Share of a rollout's tokens that may exceed `gap`."""
-    gap_max: Nats
-    """What no token may exceed."""
-    gap_mean: Nats
-    """Mean gap over a submission, beyond what one token at `gap` adds."""
-    mismatch_share: Share
-    """TOPLOC: share of the k positions that may differ in exponent or sign."""
-    mantissa_mean: Annotated[NonNegative, Unit("of 128")]
-    """TOPLOC: mean mantissa error."""
-    mantissa_median: Annotated[NonNegative, Unit("of 128")]
-    """TOPLOC: median mantissa error."""
-
-
-class CalibrationProfile(Block):
-    """Limits that were measured for a pool's sampler and its validators (`verify calibrate`)."""
-
-    CHANGE = "rolling"
-
-    name: Name
-    """Names the profile."""
-    file: str | None = None
-    """The signed file, on this machine; a relative path starts from the spec's folder."""
-    document: str | None = None
-    """Its contents. They are filled in when a run is applied, so that validators elsewhere have
-    them and nobody can exchange them."""
-
-
-class Backlog(Block):
-    """What may wait for a verdict before the coordinator takes no more in and leases no more."""
-
-    CHANGE = "rolling"
-
-    submissions: Annotated[Count, Unit("submissions")] = 4096
-    """Waiting for a verdict, or being uploaded."""
-    bytes: Size = 64.0 * 1024**3
-    """Of these."""
-    disk_reserve: Annotated[Size, SITE] = 1.0 * 1024**3
-    """Kept free on the coordinator's disk, for verdicts and the ledger."""
-
-
-class Verify(Block):
-    """Checks of what workers send."""
-
-    CHANGE = "rolling"
-
-    validators: Annotated[ProcessesOrNone, RESTART, SITE] = 1
-    """Processes that check submissions and grade them."""
-    hardware: Annotated[Hardware | None, SITE, RESTART] = None
-    """Accelerators of one validator, over which it divides the model. Null: those of the machine it
-    is on; not where the learner has accelerators."""
-    engine: Annotated[str, SITE] = "jax"
-    """Prefill engine: `jax`, `torch`, or another package's entry point of `runspec.prefill`."""
-    admission: Literal["open", "invite"] = "open"
-    """Whose keys may work in untrusted pools: everybody's, or those that come with an invite
-    (`runspec invite`). The keys of the run's own workers, in its directory, need none."""
-    prefill_share: Share = 1.0
-    """Share of a new worker's submissions whose log-probs, noise and proofs are recomputed."""
-    prefill_floor: Share | None = None
-    """What that share falls to as a worker's reputation grows; null: it stays as it is. Of a
-    worker in quarantine all is recomputed."""
-    newcomer_share: Share = 0.5
-    """Share of a step's groups that strangers without a record may be leased together, as trials
-    that the step does not wait for; at least one group."""
-    logprob_alarm: Annotated[Nats | None, RESTART] = None
-    """Mean |sampler's - learner's| log-prob of a step, on the same tokens under the same version,
-    above which `status` and the learner's log raise the alarm; null: 0.001 for pools in float32,
-    0.02 in bfloat16, 0.15 in fp8, the largest of the run's."""
-    lease_timeout: Duration = 1800.0
-    """Time from a lease to its submission; after it the lease counts as withheld. A silent worker's
-    groups may be leased to others earlier."""
-    tokens_per_s: Annotated[Positive | None, Unit("tokens/s of a validator"), HOT, SITE] = None
-    """Measured prefill rate, for the estimate; null: computed from the hardware."""
-    ledger: Annotated[DatabaseUrl | None, NEWRUN, SITE] = None
-    """PostgreSQL database that holds the coordinator's ledger, like postgresql://host/name; the
-    password comes from PGPASSWORD or a pgpass file. null: state.db of the run directory."""
-    backlog: Backlog = Backlog()
-    """When workers are told to come again later."""
-    proxies: Annotated[list[AddressRange], SITE] = []
-    """Addresses of reverse proxies before the coordinator, like 10.0.0.7 or 10.0.0.0/24. Of these
-    alone it believes `X-Forwarded-For`, by which it bounds the requests of each address; without
-    them all that come through a proxy share the bounds of the proxy's."""
-    profiles: list[CalibrationProfile] = []
-    """Signed profiles of calibrated limits, each for the pools of its engine, precision and
-    hardware; pools that none covers have the published limits; merged by name."""
-    thresholds: list[Thresholds] = []
-    """Limits for precisions that were not calibrated here, over any profile; merged by name."""
-
-    @property
-    def lowest_prefill_share(self) -> float:
-        """The share of a worker with the best reputation."""
-        return self.prefill_share if self.prefill_floor is None else self.prefill_floor

@@ -178,9 +178,9 @@ class Hardware(Block):
     peak_flops: Annotated[Speed | None, Unit("bfloat16 FLOP/s"), HOT] = None
     """Dense peak of one device; null: as its kind has it."""
     memory_bandwidth: Annotated[Speed | None, Unit("bytes/s"), HOT] = None
-    """Of one device's memory; null: as its kind has it."""
+    """Memory bandwidth of one device; null: as its kind has it."""
     price_per_hour: Annotated[NonNegative | None, Unit("currency an hour, a device"), HOT] = None
-    """What one device costs an hour; null: nothing is paid for it."""
+    """Price of one device for an hour; null: it costs nothing."""
 
 
 class Mesh(Block):
@@ -203,7 +203,7 @@ class Mesh(Block):
 
     @property
     def devices(self) -> int:
-        """Of the learner."""
+        """Devices of the learner."""
         return self.data * self.fsdp * self.context * self.tensor
 
 
@@ -249,9 +249,9 @@ class Learner(Block):
     packing: Annotated[Packing, SITE]
     """The fixed shape of a microbatch; the loss does not depend on it."""
     remat: Annotated[Remat, SITE] = "full"
-    """What a layer keeps for the backward pass: `none` everything, `dots` its matrix products,
-    `attention` its input and what attention gave, `full` its input, `offload` its input, in the
-    host's memory. The rest is computed again."""
+    """Values that a layer keeps for the backward pass: with `none` all, with `dots` its matrix
+    products, with `attention` its input and the result of attention, with `full` its input, with
+    `offload` its input in the host's memory. The others are computed again."""
     attention: Annotated[Attention, SITE] = "auto"
     """The kernel: `splash` on TPU, `cudnn` on GPU, `xla` everywhere; `auto` goes by platform."""
     compute_dtype: Annotated[FloatType, NEWRUN] = "bfloat16"

@@ -1,4 +1,4 @@
-"""verification_info of programming problems, in the forms that data sets have."""
+"""Parser of the verification_info of programming problems, in the forms of several data sets."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class CheckTests:
     prompt: str
     """Code that the program completes; empty where there is none."""
     entry_point: str | None
-    """Given to the `check` that `before` defines."""
+    """Name of the function that is passed to the `check` that `before` defines."""
     before: list[tuple[str, str]]
-    """(field, source) of what is run first."""
+    """(field, source) of code that runs first."""
     asserts: list[tuple[str, str]]
     """(field, source) of statements that must not raise."""
 
@@ -61,10 +61,10 @@ class Tests:
 
 
 def read_tests(info: Mapping[str, Any]) -> Tests:
-    """The tests of a problem.
+    """Parse the tests of a problem.
 
     Raises:
-        Malformed: a field is missing or not what it has to be.
+        Malformed: a field is missing or has a wrong value.
     """
     language = info.get("language", "python")
     if str(language).lower() not in ("python", "python3", "py"):
@@ -86,7 +86,7 @@ def read_tests(info: Mapping[str, Any]) -> Tests:
 
 
 def _test_cases(cases: Any) -> tuple[list[StdioTest], list[CallTest]]:
-    """SYNTHETIC-1 and INTELLECT-2."""
+    """Parse the tests of SYNTHETIC-1 and INTELLECT-2."""
     stdio, calls = [], []
     for place, case in _each(cases, "test_cases"):
         if not isinstance(case, Mapping):
@@ -105,7 +105,7 @@ def _test_cases(cases: Any) -> tuple[list[StdioTest], list[CallTest]]:
 
 
 def _inputs_outputs(info: Mapping[str, Any]) -> tuple[list[StdioTest], list[CallTest]]:
-    """APPS and LiveCodeBench."""
+    """Parse the tests of APPS and LiveCodeBench."""
     inputs = [item for _, item in _each(_unpacked(info.get("inputs"), "inputs"), "inputs")]
     outputs = [item for _, item in _each(_unpacked(info.get("outputs"), "outputs"), "outputs")]
     if len(inputs) != len(outputs):
@@ -161,7 +161,7 @@ def _json(text: Any, place: str, *, else_text: bool = False) -> Any:
 
 
 def _lines(value: Any, place: str) -> str:
-    """Text of a standard stream; APPS has some as lists of lines."""
+    """Return the text of a standard stream, which APPS may store as a list of lines."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -178,7 +178,7 @@ def _text(value: Any, place: str) -> str:
 
 
 def _unpacked(value: Any, place: str) -> Any:
-    """A field that may be JSON in a string."""
+    """Return a field that may be JSON in a string."""
     return _json(value, place) if isinstance(value, str) else value
 
 

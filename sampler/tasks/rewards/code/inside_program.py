@@ -1,6 +1,7 @@
-"""Runs in the sandbox with the model's program, and calls its functions when it is told to.
+"""Process in the sandbox that loads the model's program and calls its functions on request.
 
-Nothing here is believed: the program can edit all of it, and gains only values to return.
+The judge does not trust this process: the program can change everything in it, and gains by that
+only the values that it returns.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def main() -> None:
 
 
 def chosen(candidates: list[str], entry_point: str | None) -> types.CodeType:
-    """Code of the first candidate that compiles and defines the entry point with a body."""
+    """Return the code of the first candidate that compiles and defines the entry point with a
+    body."""
     failure: Exception | None = None
     for source in candidates:
         try:
@@ -79,7 +81,7 @@ def defines(tree: ast.Module, name: str) -> bool:
 
 
 def public(module: types.ModuleType) -> list[str]:
-    """Names of the functions that the program defines."""
+    """Return the names of the functions that the program defines."""
     return [
         name
         for name, value in list(vars(module).items())
@@ -91,7 +93,7 @@ def public(module: types.ModuleType) -> list[str]:
 
 
 def found(module: types.ModuleType, name: str) -> Any:
-    """A top-level function, or a method of the class Solution."""
+    """Return a top-level function, or a method of the class Solution."""
     if hasattr(module, name):
         return getattr(module, name)
     if hasattr(module, "Solution") and hasattr(module.Solution, name):

@@ -1,4 +1,4 @@
-"""Runs in a sandbox of its own with the data set's tests; the program is called by messages."""
+"""Process in its own sandbox that runs the data set's tests; it calls the program by messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Broken(BaseException):
-    """The tests cannot be run: no doing of the program."""
+    """The tests cannot be run, which is not the program's fault."""
 
 
 def main() -> None:
@@ -57,28 +57,28 @@ def main() -> None:
 
 
 def raised(kind: str, text: str) -> Exception:
-    """The built-in exception of a name, as the program is said to have raised it, but for those
-    that would end a loop of the tests as if it were done."""
+    """Return the built-in exception that the program raised, by its name. Exceptions that would end
+    a loop of the tests become a plain `Exception`."""
     made = getattr(builtins, kind, None)
     ends_loops = made in (StopIteration, StopAsyncIteration)
     if isinstance(made, type) and issubclass(made, Exception) and not ends_loops:
         try:
             return made(text)
-        except TypeError:  # UnicodeDecodeError and others that want more
+        except TypeError:  # UnicodeDecodeError and others need more arguments
             pass
     return Exception(text)
 
 
 def run(setup: dict[str, Any], functions: dict[str, Callable[..., Any]]) -> None:
-    """Runs the tests; what they raise is the program's failure, but for Broken."""
+    """Run the tests. Whatever they raise except `Broken` is a failure of the program."""
     names: dict[str, Any] = {"__name__": "tests", **functions}
     entry_point = setup["entry_point"]
-    if is_code(setup["prompt"]):  # its helpers and imports belong to the tests too
+    if is_code(setup["prompt"]):  # the tests may use its helpers and imports
         prepare(setup["prompt"], "prompt", names)
     for field, source in setup["before"]:
         prepare(source, field, names)
     if entry_point is not None:
-        # The data set's own helpers stay; what is tested is the program's.
+        # The tests keep the data set's helpers, but test the program's function.
         names[entry_point] = functions[entry_point]
         if "check" not in names:
             raise Broken("verification_info.test defines no check")

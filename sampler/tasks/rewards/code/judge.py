@@ -1,6 +1,6 @@
-"""Judges a program by its tests: takes it from the answer, runs it, compares outputs and values.
+"""Judge of programs: takes the program from the answer, runs it, compares outputs and values.
 
-The program never sees the tests and returns nothing but values: the judgement is made outside its
+The program never sees the tests and returns only values. The comparison is made outside its
 sandbox.
 """
 
@@ -15,8 +15,8 @@ from decimal import Decimal, InvalidOperation
 from textwrap import dedent, indent, shorten
 from typing import Any
 
-from sampler.grading.channel import ChannelClosed, Overdue
 from sampler.sandbox import PYTHON, Limits, run
+from sampler.tasks.grading.channel import ChannelClosed, Overdue
 from sampler.tasks.rewards.code.formats import CallTest, CheckTests, StdioTest, Tests
 from sampler.tasks.rewards.code.plain import decode, encode
 from sampler.tasks.rewards.code.sessions import Program, ProgramFailed, Session
@@ -27,8 +27,8 @@ MAX_PROGRAM_CHARS = 256 * 1024
 MAX_CALLS = 200_000
 """Most calls of one program that its tests may make."""
 TESTS_S = 10.0
-"""Seconds that tests which are code have after the program's time is over: a program that uses
-up its time must not look like a fault of the tests."""
+"""Seconds that tests which are code have beyond the program's time, so that a program that uses up
+its time does not look like a fault of the tests."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Judge:
 def _right(returned: Any, expected: Any, tolerance: float) -> bool:
     try:
         return same_value(returned, expected, tolerance)
-    except (ValueError, OverflowError):  # keys or numbers beyond what Python prints
+    except (ValueError, OverflowError):  # keys or numbers that are too large for Python to print
         return False
 
 
@@ -152,7 +152,7 @@ def _answer_calls(
         try:
             checker.send(answer)
             message = checker.receive()
-        except (ChannelClosed, Overdue) as error:  # on what the program returned
+        except (ChannelClosed, Overdue) as error:  # caused by what the program returned
             raise ProgramFailed("the tests did not end in time, or met a limit") from error
     raise ProgramFailed(f"more than {MAX_CALLS} calls")
 
@@ -259,7 +259,7 @@ def program_of(answer: str) -> str:
 def completions(prompt: str, text: str) -> list[str]:
     """Return the programs that a completion of a prompt may stand for, in the order to try them.
 
-    It is the whole function, or only its body, whose first line may have lost its indentation.
+    The completion is the whole function or only its body, whose first line may lack indentation.
     """
     body = dedent(text).strip("\n")
     return [

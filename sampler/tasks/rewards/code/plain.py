@@ -1,7 +1,7 @@
-"""Plain data between processes that do not trust each other: no object of one side ever acts in
-the other, so equality is Python's own.
+"""Plain data between processes that do not trust each other.
 
-Only the standard library: this file also runs in the sandbox.
+No object with code of one side reaches the other, so comparisons use only built-in types. This file
+also runs in the sandbox, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 MAX_DEPTH = 64
 MAX_COLLISIONS = 64
-"""Keys of one hash in a set or dictionary; numbers can be chosen to have the same, and each then
-costs a comparison with all the others."""
+"""Most keys of equal hash in a set or dictionary. An attacker can choose such numbers, and each is
+then compared with all the others."""
 _SMALL = 1 << 53
 
 
@@ -21,7 +21,7 @@ class NotPlain(Exception):
 
 
 def encode(value: Any, depth: int = 0) -> Any:
-    """Python data as JSON data; subclasses become the types that they extend."""
+    """Return Python data as JSON data; an instance of a subclass is stored as its built-in type."""
     if depth > MAX_DEPTH:
         raise NotPlain("nested too deep")
     if value is None or isinstance(value, (bool, str)):
@@ -54,10 +54,10 @@ def encode(value: Any, depth: int = 0) -> Any:
 
 
 def decode(data: Any, depth: int = 0) -> Any:
-    """The inverse of `encode`, of data that may come from anybody.
+    """Invert `encode`, for data from an untrusted process.
 
     Raises:
-        NotPlain: not what `encode` writes.
+        NotPlain: `encode` does not write such data.
     """
     if depth > MAX_DEPTH:
         raise NotPlain("nested too deep")

@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from sampler.grading.channel import Channel, ChannelClosed, NoMessage, Overdue
 from sampler.sandbox import PYTHON, Limits, start
+from sampler.tasks.grading.channel import Channel, ChannelClosed, NoMessage, Overdue
 from sampler.tasks.rewards.code.plain import NotPlain, decode, encode
 
 MAX_REPLY_BYTES = 2 * 1024 * 1024
@@ -18,7 +18,7 @@ RECURSION = 20_000
 
 
 class ProgramFailed(Exception):
-    """The program did not do what was asked; the message says how."""
+    """The program failed; the message says how."""
 
 
 class Session:
@@ -27,7 +27,7 @@ class Session:
     Args:
         side: `inside_program` or `inside_tests`.
         setup: its first message.
-        mechanisms: isolate it.
+        mechanisms: mechanisms that isolate it.
         limits: of the process.
         deadline: of all messages (`time.monotonic`).
     """
@@ -57,18 +57,18 @@ class Session:
         self._process.kill()
 
     def set_up(self, **more: Any) -> None:
-        """Sends the first message, with what was not known when the process was started."""
+        """Send the first message, with fields that were not known at the start of the process."""
         self.send({**self._setup, **more})
 
     def send(self, message: dict[str, Any]) -> None:
         self._channel.send(message, self._deadline)
 
     def receive(self) -> dict[str, Any]:
-        """The next message.
+        """Return the next message.
 
         Raises:
-            ChannelClosed: none comes, or one that is none.
-            Overdue: not in time.
+            ChannelClosed: the process ended, or sent something that is not a message.
+            Overdue: none arrived in time.
         """
         message = self._channel.receive(self._deadline)
         if not isinstance(message, dict):
@@ -76,20 +76,20 @@ class Session:
         return message
 
     def exit_reason(self) -> str:
-        """How the process ended, in words."""
+        """Describe how the process ended."""
         return f"the program: {self._process.exit_reason()}"
 
 
 class Program:
-    """The model's program, whose functions can be called. What it says is data to judge."""
+    """The model's program, whose functions can be called. Its replies are not trusted."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._calls = 0
 
     def load(self) -> list[str]:
-        """Runs the program; names of its functions, the public ones: among the others are names
-        that mean something to the interpreter, as `__builtins__`.
+        """Run the program; return the names of its public functions. Other names, such as
+        `__builtins__`, may mean something to the interpreter.
 
         Raises:
             ProgramFailed: it raised, ended or broke the protocol.
@@ -109,8 +109,8 @@ class Program:
         ]
 
     def call(self, name: str, arguments: Any, named: Any) -> dict[str, Any]:
-        """Calls a function with encoded arguments: `{"value": encoded}` or
-        `{"raised": kind, "text": text}`, all of it of bounded depth.
+        """Call a function with encoded arguments; return `{"value": encoded}` or `{"raised": kind,
+        "text": text}`, whose depth is limited.
 
         Raises:
             ProgramFailed: the process ended or broke the protocol.
@@ -131,7 +131,7 @@ class Program:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Makes what goes wrong in a conversation a failure of the program."""
+        """Turn errors of a conversation into a failure of the program."""
         try:
             yield
         except NoMessage as error:
@@ -144,7 +144,7 @@ class Program:
 
 @lru_cache
 def source_of(name: str) -> str:
-    """Text of one of the files that run in the sandbox."""
+    """Return the text of a file that runs in the sandbox."""
     return (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import ClassVar
 
 from runspec.core.spec.schema import Reward
-from sampler.grading.launch import mechanisms
 from sampler.sandbox import Limits
+from sampler.tasks.grading.launch import mechanisms
 from sampler.tasks.interfaces import Score, TaskTerm
 from sampler.tasks.rewards.code.formats import read_tests
 from sampler.tasks.rewards.code.judge import Judge, program_of
@@ -30,7 +30,7 @@ class CodeReward(TaskTerm):
     own, and so do tests that are code; docs/rewards.md lists the forms of verification_info.
 
     Raises:
-        UserError: no sandbox works on this machine, and the spec does not say `sandboxed: false`.
+        UserError: no sandbox works on this machine, and the reward needs one (`sandboxed`).
     """
 
     isolated: ClassVar[bool] = False
@@ -44,7 +44,7 @@ class CodeReward(TaskTerm):
         self._timeout_s = TIMEOUT_S if reward.timeout is None else float(reward.timeout)
 
     def score(self, problem: Problem, answer: str) -> Score:
-        """Runs the answer's program against the problem's tests.
+        """Run the answer's program against the problem's tests.
 
         Raises:
             ValueError: verification_info cannot be read, or its tests cannot be run.

@@ -11,8 +11,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from bridge.weight_map import hf_shapes
 from runspec.core.errors import UserError
-from runspec.core.models.config import ModelConfig, parse_config
+from runspec.core.models.config import ModelConfig
 from runspec.core.models.decoder import hf_config
+from runspec.core.models.family import parse_config
 from runspec.core.models.parameters import parameter_count
 from runspec.core.models.rope_scaling import Dynamic, Linear, Llama3, Scaling, Yarn
 from runspec.core.models.spec_model import model_names, named_model

@@ -15,9 +15,9 @@ from runspec.core.keys import SigningKey
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import MAX_PROFILE_BYTES
 from tests.runspec.core.spec.spec_files import EXAMPLES, find
-from tests.verify.calibration.profiles import ROOT, document, made_profile
-from verify.calibration.lookup import limits_by_pool
-from verify.calibration.profile import Profile
+from tests.verify.profiles import ROOT, document, made_profile
+from verify.pool_limits import limits_by_pool
+from verify.profile import Profile
 from verify.thresholds import FLOAT32
 
 SPEC = f"""\

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from sampler.grading.graders import Graders
-from tests.sampler.grading.plugin import reward
+from sampler.tasks.grading.graders import Graders
+from tests.sampler.tasks.grading.plugin import reward
 
 
 @pytest.fixture(scope="module")

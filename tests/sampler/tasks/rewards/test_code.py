@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sampler.grading.answers import Answer, Result
-from sampler.grading.graders import Graders
+from sampler.tasks.grading.answers import Answer, Result
+from sampler.tasks.grading.graders import Graders
 from sampler.tasks.interfaces import Score
 from sampler.tasks.rewards.code.formats import Malformed, read_tests
 from sampler.tasks.rewards.code.judge import program_of, same_output, same_value
 from sampler.tasks.rewards.code.plain import NotPlain, decode, encode
-from tests.sampler.grading.plugin import reward
+from tests.sampler.tasks.grading.plugin import reward
 from verify.plugins import GraderFault, Problem
 
 ADD = "def add(a, b):\n    return a + b\n"

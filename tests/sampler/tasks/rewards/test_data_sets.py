@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sampler.grading.graders import Graders
+from sampler.tasks.grading.graders import Graders
 from tests.campaigns.sampler import (
     COMPLETIONS,
     NEAR_MISSES,

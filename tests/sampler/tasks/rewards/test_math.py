@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from sampler.grading.answers import Answer, Result
-from sampler.grading.graders import Graders
+from sampler.tasks.grading.answers import Answer, Result
+from sampler.tasks.grading.graders import Graders
 from sampler.tasks.interfaces import Score
 from sampler.tasks.rewards.math import MAX_EXPRESSION_CHARS, truths_of
 from verify.plugins import GraderFault, Problem

@@ -28,7 +28,7 @@ def told(folder: Path, run: Filled) -> Iterator[tuple[Status, Activity]]:
     """The status of a coordinator at a time of the test's choice, and what it knows of workers."""
     with closing(journal_of(run, folder)) as journal:
         peers, edge = Peers(), edge_of(journal, tiny_spec())
-        yield Status("run", journal, Judging(journal, "run"), edge, peers), peers.workers
+        yield Status("run", journal, Judging(journal, "run"), edge.backlog, peers), peers.workers
 
 
 def the_most(letter: str) -> dict:

@@ -1,0 +1,1 @@
+"""Corpora of documents: files of text or of nucleotide sequences, and tokenizers made from them."""

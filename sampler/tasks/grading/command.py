@@ -1,0 +1,260 @@
+"""`python -m sampler grade` and `rewards`: grades a JSON Lines file of answers, lists plug-ins."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from runspec.core.errors import UserError
+from runspec.core.spec.plugins import REWARD_GROUP
+from runspec.core.spec.schema import Reward
+from sampler.tasks.grading.answers import Answer, Result
+from sampler.tasks.grading.graders import Graders
+from sampler.tasks.interfaces import completed, find_kind
+from sampler.tasks.prompts import answer_in
+from verify.plugins import GraderFault, Problem
+
+MAX_LINE_BYTES = 64 * 1024 * 1024
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 3600.0
+NAMES = ("grade", "rewards")
+LINES_AT_ONCE = 256
+BAD_USAGE = 2
+INTERRUPTED, NOBODY_READS = 130, 141
+"""Exit codes that a shell has for SIGINT and SIGPIPE."""
+
+
+def add_commands(commands: Any) -> None:
+    """Add `grade` and `rewards` to what `add_subparsers` returned."""
+    grade = commands.add_parser(
+        "grade",
+        help="grade a file of answers",
+        description="Grades each line of a JSON Lines file: an object with task_type, completion, "
+        "verification_info (an object, or one as a JSON string) and, if wanted, id and timeout "
+        "(seconds). The text after the first </think> is graded, or the whole completion "
+        "if there is none. Exit code: 0 all lines were graded, 1 some are errors, 2 bad usage.",
+    )
+    grade.add_argument("file", type=Path, metavar="FILE.jsonl", help="`-` reads standard input")
+    grade.add_argument("--json", action="store_true", help="one JSON object a line")
+    commands.add_parser("rewards", help="list the plug-ins that grade")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run `grade` or `rewards`; return the exit code."""
+    try:
+        if options.command == "rewards":
+            return list_rewards(sys.stdout)
+        if str(options.file) == "-":
+            return _grade(read_lines(sys.stdin.buffer), sys.stdout, as_json=options.json)
+        with options.file.open("rb") as file:
+            return _grade(read_lines(file), sys.stdout, as_json=options.json)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `head` has read what it wanted
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - for what is left at the end
+        return NOBODY_READS
+    except OSError as error:
+        print(f"{options.file}: {error.strerror}", file=sys.stderr)
+    except UserError as error:
+        print(error, file=sys.stderr)
+    return BAD_USAGE
+
+
+def list_rewards(out: TextIO) -> int:
+    """Print every installed kind of reward with its properties."""
+    rows = [("kind", "role", "runs in", "repeatable", "offered by")]
+    points = {point.name: point for point in entry_points(group=REWARD_GROUP)}
+    rows += [_about(points[name]) for name in sorted(points)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip(), file=out, flush=True)
+    return 0
+
+
+def _about(point: EntryPoint) -> tuple[str, str, str, str, str]:
+    source = f"{point.dist.name} {point.dist.version}" if point.dist else "unknown"
+    try:
+        kind = completed(point.load())
+    except Exception as error:  # noqa: BLE001 - a package may break in any way at its import
+        return point.name, "broken", f"{type(error).__name__}: {error}"[:80], "", source
+    if kind.role == "length":
+        return point.name, kind.role, "the caller", "yes", source
+    where = "grader process" if kind.isolated else "sandbox of its own"
+    return point.name, kind.role, where, "yes" if kind.repeatable else "no", source
+
+
+def _grade(lines: Iterator[Line], out: TextIO, *, as_json: bool) -> int:
+    errors = graded = 0
+    with closing(_Kinds()) as kinds:
+        while portion := list(islice(lines, LINES_AT_ONCE)):
+            for line, result in zip(portion, kinds.score(portion), strict=True):
+                errors += isinstance(result, GraderFault)
+                graded += 1
+                print(_shown(line, result, as_json=as_json), file=out, flush=True)
+    if not as_json:
+        print(f"{graded - errors} graded, {errors} errors", file=out)
+    return 1 if errors else 0
+
+
+class _Kinds:
+    """Graders of each kind in a file, made when the kind first occurs."""
+
+    def __init__(self) -> None:
+        self._graders: dict[str, Graders] = {}
+
+    def score(self, lines: list[Line]) -> list[Result]:
+        """Grade a portion of lines; an error of a line or its kind is its result."""
+        results: dict[int, Result] = {}
+        alike: dict[tuple[str, float | None], list[tuple[int, Answer]]] = {}
+        for line in lines:
+            if line.answer is None:
+                results[line.number] = GraderFault(line.error)
+            else:
+                key = (line.answer.problem.task_type, line.timeout_s)
+                alike.setdefault(key, []).append((line.number, line.answer))
+        for (kind, timeout), numbered in alike.items():
+            scored = self._score(kind, timeout, [answer for _, answer in numbered])
+            results.update(zip((number for number, _ in numbered), scored, strict=True))
+        return [results[line.number] for line in lines]
+
+    def close(self) -> None:
+        for graders in self._graders.values():
+            graders.close()
+
+    def _score(self, kind: str, timeout: float | None, answers: list[Answer]) -> list[Result]:
+        try:
+            if find_kind(kind).role != "task":
+                raise UserError(f"task_type: kind {kind} grades lengths, not answers")
+            if timeout is not None:
+                with closing(_graders(kind, timeout)) as own:
+                    return own.score(answers)
+            if kind not in self._graders:
+                self._graders[kind] = _graders(kind, None)
+            return self._graders[kind].score(answers)
+        except UserError as error:
+            return [GraderFault(error.thing)] * len(answers)
+
+
+def _graders(kind: str, timeout: float | None) -> Graders:
+    given = {} if timeout is None else {"timeout": f"{timeout:.3f}s"}
+    return Graders([Reward.model_validate({"name": "grade", "kind": kind, **given})])
+
+
+def _shown(line: Line, result: Result, *, as_json: bool) -> str:
+    said = str(result) if isinstance(result, GraderFault) else result.reason
+    said = said.removeprefix(f"line {line.number}: ")
+    if as_json:
+        row: dict[str, Any] = {"line": line.number}
+        if line.identity is not None:
+            row["id"] = line.identity
+        if isinstance(result, GraderFault):
+            return json.dumps({**row, "error": said})
+        return json.dumps({**row, "reward": result.value, "reason": said})
+    label = f"{line.number:>6}" + (f"  {line.identity}" if line.identity is not None else "")
+    value = "error" if isinstance(result, GraderFault) else f"{result.value:.4g}"
+    return _printable(f"{label}  {value:<6} {' '.join(said.split())}".rstrip())
+
+
+def _printable(text: str) -> str:
+    """Return a text as one line without control characters for the terminal."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a file: an answer, or an error."""
+
+    number: int
+    """Counted from 1, blank lines included."""
+    answer: Answer | None
+    error: str = ""
+    identity: Any = None
+    """Its `id`."""
+    timeout_s: float | None = None
+
+
+class BadLine(Exception):
+    """Error of a line; names the field."""
+
+
+def read_lines(file: BinaryIO) -> Iterator[Line]:
+    """Yield the lines of a file without blank ones; at most one is in memory."""
+    number = 0
+    while data := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(data) > MAX_LINE_BYTES:
+            while data and not data.endswith(b"\n"):
+                data = file.readline(MAX_LINE_BYTES)
+            yield Line(number, None, f"longer than {MAX_LINE_BYTES} bytes")
+        elif data.strip():
+            yield _line(number, data)
+
+
+def answer_of(completion: str) -> str:
+    """Return the answer of a completion as in training; all of it if no thinking ends in it."""
+    answer = answer_in(completion)
+    return completion.strip() if answer is None else answer
+
+
+def _line(number: int, data: bytes) -> Line:
+    identity = None
+    try:
+        row = _object(data, "the line")
+        identity = row.get("id")
+        problem = Problem(
+            problem_id=f"line {number}",
+            task_type=_text(row, "task_type"),
+            prompt="",
+            verification=_verification(row),
+        )
+        answer = Answer(problem, answer_of(_text(row, "completion")))
+        return Line(number, answer, "", identity, _timeout(row))
+    except BadLine as error:
+        return Line(number, None, str(error), identity)
+
+
+def _verification(row: dict[str, Any]) -> dict[str, Any]:
+    value = row.get("verification_info")
+    if isinstance(value, str):
+        return _object(value.encode(errors="surrogatepass"), "verification_info")
+    if not isinstance(value, dict):
+        raise BadLine("verification_info: neither an object nor one as a JSON string")
+    return value
+
+
+def _timeout(row: dict[str, Any]) -> float | None:
+    value = row.get("timeout")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise BadLine("timeout: not a number of seconds")
+    if not MIN_TIMEOUT_S <= value <= MAX_TIMEOUT_S:
+        raise BadLine(f"timeout: {value} is not in {MIN_TIMEOUT_S:g} to {MAX_TIMEOUT_S:g} s")
+    return float(value)
+
+
+def _text(row: dict[str, Any], field: str) -> str:
+    value = row.get(field)
+    if not isinstance(value, str):
+        raise BadLine(f"{field}: {'missing' if value is None else 'not a text'}")
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _object(data: bytes, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadLine(f"{what}: no JSON: {str(error)[:100]}") from error
+    if not isinstance(value, dict):
+        raise BadLine(f"{what}: no JSON object")
+    return value

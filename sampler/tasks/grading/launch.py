@@ -1,0 +1,225 @@
+"""Grader processes: started in the sandbox, or without it if none works; they answer over pipes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+from runspec.core.errors import UserError
+from runspec.core.process import not_retried
+from runspec.core.spec.schema import Reward, RunSpec
+from sampler import sandbox
+from sampler.sandbox import PYTHON, Limits, NotIsolated, start
+from sampler.tasks.grading.channel import Channel, ChannelClosed, NoMessage, Overdue
+from sampler.tasks.interfaces import find_kind, reward_entry_point
+
+_WARNING = threading.Lock()
+START_S = 60.0
+"""Seconds from the start of a grader to its first message; it imports its terms meanwhile."""
+SEND_S = 30.0
+LIMITS = Limits(
+    wall_s=None,  # the pool limits the time of each answer
+    cpu_s=None,
+    memory_bytes=4 << 30,
+    processes=32,
+    file_bytes=64 << 20,
+)
+MAX_REPLY_BYTES = 64 * 1024
+_BOOT = """\
+import json, sys
+from importlib.util import spec_from_file_location
+paths, packages = json.loads(sys.argv[1])
+class Packages:
+    def find_spec(name, path=None, target=None):
+        if name in packages:
+            return spec_from_file_location(name, packages[name])
+sys.path[:] = paths
+sys.meta_path.insert(0, Packages)
+from sampler.tasks.grading.server import main
+main()
+"""
+"""Imports our packages and those of the plug-ins by their files, because the folders around them,
+which may hold keys, are not readable in the sandbox."""
+
+
+def mechanisms(*, required: bool, place: str) -> tuple[str, ...]:
+    """Return the mechanisms that isolate a grader process; empty if only its limits can hold.
+
+    Args:
+        required: whether a sandbox is needed; else its absence is logged as a warning, once.
+        place: the part of the spec that needs it, for messages.
+
+    Raises:
+        UserError: it is required, and none works.
+    """
+    if required:
+        sandbox.require(place)
+    report = sandbox.probe()
+    if report.isolates:
+        return report.working
+    with _WARNING:  # several graders start at once, and each would warn
+        _warn(place)
+    return ()
+
+
+def require_graders(spec: RunSpec) -> None:
+    """Check that this machine may grade for a run: rewards that execute answers have a sandbox.
+
+    Raises:
+        UserError: no sandbox works; or `sandboxed: false` with an untrusted pool, or a kind of
+            reward that no package offers.
+    """
+    untrusted = [pool.name for pool in spec.samplers if pool.trust == "untrusted"]
+    for reward in spec.reward:
+        kind = find_kind(reward.kind)
+        if kind.role == "length" or not kind.executes_answers:
+            continue
+        if untrusted and not reward.sandboxed:
+            raise UserError(
+                f"kind {reward.kind} would run, unconfined, what whoever runs the untrusted pool "
+                f"{untrusted[0]} wrote",
+                place=f"reward.{reward.name}.sandboxed",
+                remedy="set it to true; docs/sandbox.md says what a machine needs",
+            )
+        if reward.sandboxed:
+            sandbox.require(f"reward.{reward.name}")
+
+
+@cache
+def _warn(place: str) -> None:
+    logging.getLogger(__name__).warning(
+        "%s: no sandbox works on this machine; answers are graded in processes without one. "
+        "`python -m sampler.sandbox` names what to switch on (docs/sandbox.md, Making it work)",
+        place,
+    )
+
+
+class GraderLost(Exception):
+    """A grader process can no longer be used: it died, hangs, or breaks the protocol."""
+
+    def __init__(self, reason: str, *, overdue: bool = False) -> None:
+        super().__init__(reason)
+        self.overdue = overdue
+
+
+class GraderProcess:
+    """A grader process in the sandbox, with the terms of one run.
+
+    Raises:
+        UserError: it does not start.
+        RunStopped: a term cannot be made in it.
+    """
+
+    def __init__(self, rewards: Sequence[Reward]) -> None:
+        points = {reward.kind: reward_entry_point(reward) for reward in rewards}
+        settings = {reward.kind: reward.model_dump(mode="json") for reward in rewards}
+        packages, readable = _packages(points.values())
+        paths = [path for path in sys.path if _installed(path)]
+        command = [*PYTHON, "-c", _BOOT, json.dumps([paths, packages])]
+        try:
+            self._isolated = start(
+                command,
+                limits=LIMITS,
+                readable=[*readable, *map(Path, paths)],
+                mechanisms=mechanisms(required=False, place="reward"),
+            )
+        except NotIsolated as error:
+            raise _no_start(str(error)) from error
+        self._channel = Channel(
+            self._isolated.stdout.fileno(),
+            self._isolated.stdin.fileno(),
+            max_bytes=MAX_REPLY_BYTES,
+        )
+        terms = {kind: (point.module, point.attr, settings[kind]) for kind, point in points.items()}
+        try:
+            self._guard(lambda: self._channel.send({"terms": terms}, time.monotonic() + START_S))
+            failure = self.answer(START_S).get("failed")
+        except GraderLost as error:
+            self.kill()
+            raise _no_start(str(error)) from error
+        if failure is not None:
+            self.kill()
+            with not_retried():
+                raise _no_start(str(failure))
+
+    def ask(self, items: list[str]) -> None:
+        """Send answers to grade, each as JSON.
+
+        Raises:
+            GraderLost: it does not receive them in time.
+        """
+        line = f"[{','.join(items)}]"
+        self._guard(lambda: self._channel.send_line(line, time.monotonic() + SEND_S))
+
+    def answer(self, timeout_s: float) -> dict[str, Any]:
+        """Return the reply for the next of the answers sent.
+
+        Raises:
+            GraderLost: it died, broke the protocol, or took longer.
+        """
+        reply: Any = self._guard(lambda: self._channel.receive(time.monotonic() + timeout_s))
+        if not isinstance(reply, dict):
+            raise GraderLost("the grader does not speak the protocol")
+        return reply
+
+    def stop(self) -> None:
+        """Let the process end without waiting for it; may be called by another thread."""
+        self._isolated.stop()
+
+    def kill(self) -> None:
+        """Kill the process and all that it started."""
+        self._isolated.kill()
+
+    def _guard(self, step: Callable[[], Any]) -> Any:
+        try:
+            return step()
+        except Overdue as error:
+            raise GraderLost("nothing heard in time", overdue=True) from error
+        except NoMessage as error:
+            raise GraderLost(f"the grader sent {error}") from error
+        except ChannelClosed as error:
+            raise GraderLost(
+                f"the grader process was lost: {self._isolated.exit_reason()}"
+            ) from error
+
+
+def _no_start(reason: str) -> UserError:
+    return UserError(
+        f"a grader process does not start: {reason}",
+        place="reward",
+        remedy="`python -m sampler rewards` lists the plug-ins; docs/sandbox.md says what a "
+        "process in the sandbox can reach",
+    )
+
+
+def _packages(points: Iterable[EntryPoint]) -> tuple[dict[str, str], list[Path]]:
+    """Return import name -> file of our packages and of the terms', and the paths to read."""
+    files: dict[str, str] = {}
+    readable = []
+    for name in ("runspec", "sampler", "verify", *map(_top, points)):
+        found = sys.modules[name].__file__
+        if found is None:  # a namespace package, importable from site-packages
+            continue
+        file = Path(found).resolve()
+        files[name] = str(file)
+        readable.append(file.parent if file.name == "__init__.py" else file)
+    return files, readable
+
+
+def _top(entry_point: EntryPoint) -> str:
+    entry_point.load()
+    return entry_point.module.partition(".")[0]
+
+
+def _installed(path: str) -> bool:
+    """Whether an entry of sys.path is the interpreter's own or a folder of installed packages."""
+    own = Path(path).is_relative_to(sys.base_prefix)
+    return Path(path).exists() and (own or Path(path).name in ("site-packages", "dist-packages"))

@@ -1,0 +1,62 @@
+"""Profiles made by hand: what they say was measured nowhere."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from runspec.core.keys import SigningKey
+from runspec.core.signed import sign_document
+from tests.verify.small_model import fixed_key
+from verify import profile as form
+from verify.calibration.derive import as_table
+from verify.thresholds import Limits, limits_for
+
+ROOT = fixed_key(9)
+DAY_S = 86400.0
+SAMPLING = {"temperature": 0.8, "top_p": 1.0, "top_k": -1}
+"""Of the small spec's pool."""
+
+
+def made_profile(limits: Limits | None = None, **changes: Any) -> form.Profile:
+    """A profile of the small spec's pool; keyword arguments replace fields of it."""
+    sampler = changes.pop("sampler", {})
+    side = {"engine": "vllm", "precision": "float32", "hardware": "cpu", "sampling": SAMPLING}
+    side |= sampler
+    validator = {"engine": "jax", "precision": "float32", "hardware": "cpu", "releases": {}}
+    validator |= changes.pop("validator", {})
+    limits = limits or limits_for(side["precision"], validator["precision"])
+    now = time.time()
+    fields: dict[str, Any] = {
+        "version": 1,
+        "formula": form.FORMULA,
+        "issued": now,
+        "expires": now + DAY_S,
+        "rate": 1e-6,
+        "sampler": side,
+        "validator": validator,
+        "model": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 192},
+        "measured": {
+            "run": "made-up",
+            "oldest_version": 0,
+            "newest_version": 0,
+            "submissions": 0,
+            "rollouts": 0,
+            "tokens": 0,
+            "chunks": 0,
+            "seeded": True,
+        },
+        "numbers": {},
+        "looser": [],
+        "limits": as_table(limits),
+    }
+    return form.Profile.model_validate({**fields, **changes})
+
+
+def document(profile: form.Profile, key: SigningKey = ROOT) -> str:
+    return form.sign_profile(profile, key).decode()
+
+
+def tampered(profile: form.Profile, key: SigningKey = ROOT, **payload: Any) -> bytes:
+    """Signed, with other values in the payload than a profile may have."""
+    return sign_document(form.KIND, {**profile.model_dump(mode="json"), **payload}, key)

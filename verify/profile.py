@@ -1,0 +1,267 @@
+"""A profile: the limits measured for one pair of sampler and validator, signed by the root key.
+
+A profile is untrusted input: its size is limited, its form is exact, the root must have signed it,
+and it must not have expired. It must name the limits that are looser than the published ones.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from runspec.core.keys import SigningKey
+from runspec.core.signed import CLOCK_SKEW_S, BadSignature, sign_document
+from runspec.core.spec.resolved import MAX_PROFILE_BYTES
+from runspec.core.spec.schema import FloatType, RunSpec, SamplerPool
+from verify.formats.payload import open_payload
+from verify.thresholds import ChunkLimits, GapNoise, Limits, Precision, limits_for, precision_of
+
+KIND = "calibration"
+FORMULA: Literal["exponential-tail/2"] = "exponential-tail/2"
+"""Name of the formula from measurements to limits (`verify.calibration.tails`, `.derive`)."""
+MAX_SHORT = 8
+
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Natural = Annotated[int, Field(ge=0, le=2**53)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Time = Annotated[float, Field(ge=0.0, lt=2.0**37)]
+"""Seconds since the epoch, up to the year 6325, which calendars can represent."""
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True
+    )
+
+
+class SamplingSide(_Part):
+    """Sampling of tokens. Log-probs and gaps depend on it, and so do the edges of top-k and
+    top-p."""
+
+    temperature: Annotated[float, Field(gt=0.0)]
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)]
+    top_k: int
+
+
+class SamplerSide(_Part):
+    """The sampler, as the spec describes the pool."""
+
+    engine: Name
+    precision: Precision
+    hardware: Name
+    sampling: SamplingSide
+
+
+class ValidatorSide(_Part):
+    """The validator that recomputed."""
+
+    engine: Name
+    """An entry point of `runspec.prefill`."""
+    precision: FloatType
+    hardware: Name
+    """Kind of `verify.hardware`, else of `learner.hardware`."""
+    releases: Annotated[dict[Name, Name], Field(max_length=16)]
+    """Releases of the engine and of its loaded libraries, for people."""
+
+
+class ModelSide(_Part):
+    """The model's size, from its config.json."""
+
+    hidden_size: Natural
+    num_hidden_layers: Natural
+    vocab_size: Natural
+
+
+class Measured(_Part):
+    """The run and the samples that the numbers were measured on."""
+
+    run: Name
+    oldest_version: Natural
+    newest_version: Natural
+    submissions: Natural
+    rollouts: Natural
+    tokens: Natural
+    chunks: Natural
+    seeded: bool
+    """Whether there were gaps to measure."""
+
+
+class Number(_Part):
+    """One measured number that has a limit; null: there is none, or it is not judged."""
+
+    samples: Natural
+    quantiles: Annotated[dict[Name, float], Field(max_length=8)]
+    """Keys `0.5`, `0.9`, `0.99` and `1`, the largest."""
+    bound: NonNegative | None
+    """Bound that the tail formula gives."""
+    published: NonNegative | None
+    limit: NonNegative | None
+    """The limit that the checks use."""
+    note: Annotated[str, Field(max_length=200)]
+    """Why the limit is not the bound."""
+
+
+class ShortTable(_Part):
+    """See `verify.thresholds.ChunkLimits`."""
+
+    below: Annotated[int, Field(gt=0, le=65536)]
+    mismatch_share: Share
+    miss_share: Share
+    mantissa_mean: NonNegative | None
+    """Null if it is not judged."""
+    mantissa_median: NonNegative
+
+
+class GapTable(_Part):
+    """See `verify.thresholds.GapNoise`."""
+
+    cap: Annotated[float, Field(gt=0.0)]
+    mean: Annotated[float, Field(gt=0.0)]
+    probability: Annotated[float, Field(gt=0.0, lt=1.0)]
+
+
+class LimitTable(_Part):
+    """See `verify.thresholds.Limits`. `constant_ratio` is the published one, because it depends on
+    forgers and not on rounding."""
+
+    logprob_submission: NonNegative
+    logprob_rollout: NonNegative
+    gap: NonNegative
+    gap_share: Share
+    gap_max: NonNegative
+    gap_mean: NonNegative
+    mismatch_share: Share
+    miss_share: Share
+    mantissa_mean: NonNegative
+    mantissa_median: NonNegative
+    gap_noise: GapTable | None
+    """Null if the pool does not sample with a seed."""
+    short: Annotated[list[ShortTable], Field(max_length=MAX_SHORT)]
+
+
+class Profile(_Part):
+    """Payload of a profile; times are seconds since the epoch."""
+
+    version: Literal[1]
+    formula: Literal["exponential-tail/2"]
+    issued: Time
+    expires: Time
+    rate: Annotated[float, Field(gt=0.0, lt=1.0)]
+    """Largest share of honest rollouts that may be rejected by all numbers together, except numbers
+    whose limit is below their bound."""
+    sampler: SamplerSide
+    validator: ValidatorSide
+    model: ModelSide
+    measured: Measured
+    numbers: Annotated[dict[Name, Number], Field(max_length=64)]
+    looser: Annotated[list[Name], Field(max_length=64)]
+    """Numbers whose limit is looser than the published one, on purpose."""
+    limits: LimitTable
+
+    def as_limits(self) -> Limits:
+        """Return the limits, with the published `constant_ratio`."""
+        published = limits_for(self.sampler.precision, self.validator.precision)
+        table = self.limits.model_dump(exclude={"short", "gap_noise"})
+        gaps = self.limits.gap_noise
+        short = tuple(
+            ChunkLimits(**({"mantissa_mean": math.inf} | row.model_dump(exclude_none=True)))
+            for row in self.limits.short
+        )
+        return Limits(
+            **table,
+            constant_ratio=published.constant_ratio,
+            gap_noise=None if gaps is None else GapNoise(**gaps.model_dump()),
+            short=short,
+        )
+
+    def differences(self, spec: RunSpec, pool: SamplerPool) -> list[str]:
+        """Return how a pool and its validators differ from those measured; empty if they do not."""
+        here: dict[str, tuple[object, object]] = {
+            "sampler engine": (self.sampler.engine, pool.engine),
+            "sampler precision": (self.sampler.precision, precision_of(pool)),
+            "sampler hardware": (self.sampler.hardware, pool.hardware.kind),
+            "validator engine": (self.validator.engine, spec.verify.engine),
+            "validator precision": (self.validator.precision, spec.learner.compute_dtype),
+            "validator hardware": (self.validator.hardware, validator_hardware(spec)),
+        }
+        here |= {what: (n, getattr(pool.sampling, what)) for what, n in self.sampler.sampling}
+        return [f"{what} {then}, not {now}" for what, (then, now) in here.items() if then != now]
+
+
+def validator_hardware(spec: RunSpec) -> str:
+    """Return the kind of accelerator of the validators."""
+    return (spec.verify.hardware or spec.learner.hardware).kind
+
+
+def sign_profile(profile: Profile, key: SigningKey) -> bytes:
+    return sign_document(KIND, profile.model_dump(mode="json"), key)
+
+
+def open_profile(
+    data: bytes, *, root_public_key: str | None, now: float | None = None, dated: bool = True
+) -> Profile:
+    """Check a profile and return it.
+
+    Args:
+        data: the signed document.
+        root_public_key: the only key that may have signed it; None: any key, for a profile that the
+            caller signs again.
+        now: seconds since the epoch; the clock if None.
+        dated: whether the profile must be valid now.
+
+    Raises:
+        BadSignature: another key has signed it, it has expired, or a field is not valid.
+    """
+    keys = None if root_public_key is None else {root_public_key}
+    codec = TypeAdapter(Profile)
+    profile, _ = open_payload(codec, data, kind=KIND, keys=keys, max_bytes=MAX_PROFILE_BYTES)
+    if dated:
+        _require_valid(profile, time.time() if now is None else now)
+    if problem := _inconsistent(profile):
+        raise BadSignature(f"{KIND}: {problem}")
+    return profile
+
+
+def _require_valid(profile: Profile, now: float) -> None:
+    if now > profile.expires + CLOCK_SKEW_S:
+        days = (now - profile.expires) / 86400.0
+        raise BadSignature(f"{KIND}: expired {days:.1f} days ago")
+    if profile.issued > now + CLOCK_SKEW_S:
+        raise BadSignature(f"{KIND}: issued {profile.issued - now:.0f} s in the future")
+
+
+_OF_THEIR_OWN = ("short", "gap_noise")
+"""Fields without a published limit: short chunks, and the budget of gaps."""
+
+
+def looser_than_published(limits: Limits, published: Limits) -> list[str]:
+    """Return the names of the looser limits; of short chunks in the form `mismatch_share < 128`."""
+    found = [
+        name
+        for name in LimitTable.model_fields
+        if name not in _OF_THEIR_OWN and getattr(limits, name) > getattr(published, name)
+    ]
+    for row in limits.short:
+        there = published.for_chunk(row.below - 1)
+        found += [
+            f"{name} < {row.below}"
+            for name in ("mismatch_share", "miss_share", "mantissa_mean", "mantissa_median")
+            if getattr(row, name) > getattr(there, name)
+        ]
+    return found
+
+
+def _inconsistent(profile: Profile) -> str:
+    limits = profile.as_limits()
+    belows = [row.below for row in limits.short]
+    if belows != sorted(set(belows)):
+        return "limits of short chunks are not in ascending order"
+    published = limits_for(profile.sampler.precision, profile.validator.precision)
+    hidden = set(looser_than_published(limits, published)) - set(profile.looser)
+    if hidden:
+        return f"{min(hidden)} is looser than the published limit, and `looser` does not name it"
+    return ""
