@@ -44,7 +44,7 @@ def command(*words: str | Path) -> Result:
 def rows(site: Site) -> list[dict[str, object]]:
     result = command("workers", site.run_dir, "--json")
     assert result.exit_code == 0, result.output
-    found: list[dict[str, object]] = json.loads(result.output)
+    found: list[dict[str, object]] = json.loads(result.stdout)
     return found
 
 

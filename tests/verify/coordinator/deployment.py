@@ -139,7 +139,7 @@ class Site:
     def origin(self) -> Iterator[None]:
         """Serves the store."""
         handler = functools.partial(_QuietHandler, directory=str(self.store))
-        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        with _QuietServer(("127.0.0.1", 0), handler) as server:
             thread = threading.Thread(target=server.serve_forever, args=(0.05,))
             thread.start()
             self.weights = f"http://127.0.0.1:{server.server_port}"
@@ -195,6 +195,11 @@ class Site:
             stderr=subprocess.PIPE,
             text=True,
         )
+
+
+class _QuietServer(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """The client has gone. The default's traceback would end up in a command's captured output."""
 
 
 class _QuietHandler(SimpleHTTPRequestHandler):

@@ -164,7 +164,7 @@ def test_a_revoked_invite_admits_nobody_and_who_came_with_it_stays(site: Site):
         with pytest.raises(UserError, match="403, the invite was revoked: it was published"):
             site.client(late).register("near", {}, invite=invites[0])
         site.client(first).register("near", {})
-        rows = json.loads(told("invite", site.run_dir, "--list", "--json").output)
+        rows = json.loads(told("invite", site.run_dir, "--list", "--json").stdout)
         assert [(row["uses"], row["used"], row["revoked"]) for row in rows] == [
             (3, 1, "it was published"),
             (3, 0, "the link is no longer valid"),
