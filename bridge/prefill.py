@@ -113,7 +113,7 @@ class VersionedPrefill(Generic[Policy]):
             root_public_key=weights.root_public_key,
             cache_dir=weights.cache_dir,
         )
-        count = spec.algorithm.async_level + 1
+        count = spec.grpo.async_level + 1
         self._versions = LoadedVersions(client, weights.cache_dir, count, load, has_room)
         self._compute = compute
 

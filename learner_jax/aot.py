@@ -119,7 +119,7 @@ def analyse(
     mesh = learner_mesh(spec, devices)
     programs = build_programs(spec, config, mesh)
     arguments = abstract_arguments(programs)
-    weights, algorithm = _device_bytes(arguments["score"][0]), spec.algorithm
+    weights, algorithm = _device_bytes(arguments["score"][0]), spec.grpo
     frozen = bool(algorithm.kl.coef) or programs.abstract_base is not None
     resident = {
         "state": _device_bytes(programs.abstract_state),

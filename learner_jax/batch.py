@@ -165,11 +165,11 @@ class BatchReader:
         except (OSError, BadSignature) as error:
             raise UserError(str(error), place=str(path), remedy=_REMEDY) from error
         for group in manifest.groups:
-            if not 0 <= step - group.version <= self._spec.algorithm.async_level:
+            if not 0 <= step - group.version <= self._spec.grpo.async_level:
                 raise UserError(
                     f"a group of version {group.version} in step {step}: lag "
                     f"{step - group.version}, algorithm.async_level is "
-                    f"{self._spec.algorithm.async_level}",
+                    f"{self._spec.grpo.async_level}",
                     place=str(path),
                     remedy="the coordinator is at fault: report this with its log",
                 )
@@ -287,11 +287,11 @@ class BatchReader:
     def _check_group(self, named: BatchGroup, rows: list[_Row]) -> None:
         """A whole group: every sample once, each of the version named, verdict beside rollout."""
         samples = sorted(row.rollout.sample for row in rows)
-        whole = samples == list(range(self._spec.algorithm.group_size))
+        whole = samples == list(range(self._spec.grpo.group_size))
         if not whole or not all(row.belongs_to(named) for row in rows):
             raise UserError(
                 f"group {named.group} is not whole: samples {samples} with verdicts, "
-                f"{self._spec.algorithm.group_size} expected, all of version {named.version}",
+                f"{self._spec.grpo.group_size} expected, all of version {named.version}",
                 place=str(submission_files(self._run_dir, named.step, named.submission).submission),
                 remedy=_REMEDY,
             )
@@ -302,7 +302,7 @@ class BatchReader:
             reward=np.array([row.verdict.reward for row in rows]),
             task_reward=np.array([row.verdict.task_reward for row in rows]),
             length_penalty=np.array([row.verdict.length_penalty for row in rows]),
-            normalize=self._spec.algorithm.advantage.normalize,
+            normalize=self._spec.grpo.advantage.normalize,
         )
         return [
             TrainingRollout(

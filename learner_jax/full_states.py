@@ -83,7 +83,7 @@ def find_start(run: LearnerRun, programs: Programs, reader: BatchReader | None) 
     found = run.peers.json_from_first(newest)
     _require_one_folder(run, states)
     info = StateInfo(**found["info"]) if "info" in found else None
-    compared, adapted = spec.algorithm.kl.coef > 0, spec.learner.lora is not None
+    compared, adapted = spec.grpo.kl.coef > 0, spec.learner.lora is not None
     needed = info is None or compared or adapted
     initial = load_params(model_dir, run.config, run.mesh, run.peers) if needed else None
     frozen = programs.freeze(initial) if compared or adapted else None
@@ -210,7 +210,7 @@ class StateWriter:
             write()
             if run.peers.first:
                 # A step trains rollouts leased up to `async_level` steps before it.
-                _drop_rollouts(run.folder, state_steps(folder)[0] - spec.algorithm.async_level)
+                _drop_rollouts(run.folder, state_steps(folder)[0] - spec.grpo.async_level)
 
         return finish
 

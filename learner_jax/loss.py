@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from learner_jax.loss_metrics import MAX_LOG_RATIO, LossMetrics, log_ratio_counts
 from learner_jax.packing import LossInputs
-from runspec.core.spec.schema import Algorithm, Clip
+from runspec.core.spec.schema import Clip, Grpo
 
 
 def token_weights(
@@ -99,7 +99,7 @@ def grpo_loss(
     entropy: Float[Array, "B T"],
     segment_ids: Int[Array, "B T"],
     inputs: LossInputs,
-    algorithm: Algorithm,
+    algorithm: Grpo,
 ) -> tuple[Float[Array, ""], LossMetrics]:
     """- (1/N) sum_t mask_t w_t surrogate_t + beta KL - c_H H, this microbatch's share of it.
 
@@ -175,9 +175,7 @@ def grpo_loss(
     return loss, jax.lax.stop_gradient(metrics)
 
 
-def _acting_bounds(
-    ratio: Array, advantages: Array, algorithm: Algorithm
-) -> tuple[Array, Array, Array]:
+def _acting_bounds(ratio: Array, advantages: Array, algorithm: Grpo) -> tuple[Array, Array, Array]:
     """Where the lower, the upper and the second-side bound act, as `LossMetrics` counts them."""
     clip = algorithm.clip
     below, above = ratio < 1.0 - clip.eps_low, ratio > 1.0 + clip.eps_high

@@ -143,7 +143,7 @@ def sampling_temperature(spec: RunSpec) -> float:
 
 def microbatch_bound(spec: RunSpec) -> int:
     """M: the microbatches that no optimizer batch of the run needs more of."""
-    algorithm, packing = spec.algorithm, spec.learner.packing
+    algorithm, packing = spec.grpo, spec.learner.packing
     groups = -(-algorithm.prompts_per_step // algorithm.updates_per_step)
     longest = min(packing.tokens, max(pool.max_model_len for pool in spec.samplers))
     return -(-row_bound(groups * algorithm.group_size, longest, packing.tokens) // packing.rows)
@@ -279,7 +279,7 @@ class _Run:
         lora = self.spec.learner.lora
         trees = (params,) if lora is None else (base, params)
         logprobs, entropy = self._logprobs(bind(self.config, *trees, lora=lora), batch)
-        loss, metrics = grpo_loss(logprobs, entropy, batch.segment_ids, inputs, self.spec.algorithm)
+        loss, metrics = grpo_loss(logprobs, entropy, batch.segment_ids, inputs, self.spec.grpo)
         return loss, (metrics, logprobs)
 
 
@@ -323,7 +323,7 @@ def _abstract_batch(spec: RunSpec, mesh: Mesh) -> tuple[TokenBatch, LossInputs]:
     token, value = (
         jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype in (jnp.int32, jnp.float32)
     )
-    reference = value if spec.algorithm.kl.coef else None
+    reference = value if spec.grpo.kl.coef else None
     return TokenBatch(*[token] * 4), LossInputs(value, value, value, value, reference)
 
 

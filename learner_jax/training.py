@@ -144,7 +144,7 @@ def train_step(
     # All of pi_old before the first update: that is what makes it the version's.
     shares = [
         _share(spec, mesh, programs, published, reference, rollouts)
-        for rollouts in _split(batch, spec.algorithm.updates_per_step)
+        for rollouts in _split(batch, spec.grpo.updates_per_step)
     ]
     jax.block_until_ready([share.inputs for share in shares])
     scored = time.perf_counter()
@@ -238,7 +238,7 @@ def _share(
     )
     weights = token_weights(
         [len(rollout.output_tokens) for rollout in rollouts],
-        spec.algorithm.loss_normalizer,
+        spec.grpo.loss_normalizer,
         max_new_tokens=max(pool.max_new_tokens for pool in spec.samplers),
     )
     scattered = [
@@ -246,7 +246,7 @@ def _share(
         for values in (weights, [r.advantage for r in rollouts], [r.mu for r in rollouts])
     ]
     tokens, (on_mesh, advantages, mu) = shard_batch((packed.batch, scattered), mesh)
-    recompute = spec.algorithm.old_logprobs == "recompute"
+    recompute = spec.grpo.old_logprobs == "recompute"
     inputs = LossInputs(
         weights=on_mesh,
         advantages=advantages,

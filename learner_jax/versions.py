@@ -63,7 +63,7 @@ class VersionWriter:
         made_on = run.folder / "checkpoints" / FINGERPRINTS_FILE
         self._made_on = MadeOn(made_on, run.fingerprint, run.peers)
         self._exact = True
-        self._recompute = run.spec.algorithm.old_logprobs == "recompute"
+        self._recompute = run.spec.grpo.old_logprobs == "recompute"
         self.newest = run.peers.json_from_first(self._newest)
         """The newest version that was ever written; -1 for none."""
         self.difference: float | None = None

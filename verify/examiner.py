@@ -173,7 +173,7 @@ class Examiner:
             file.table,
             lease=lease,
             lease_digest=file.lease_digest,
-            max_rows=lease.groups * spec.algorithm.group_size,
+            max_rows=lease.groups * spec.grpo.group_size,
             max_bytes=max_submission_bytes(spec, pool),
         )
         return Subject(
@@ -182,7 +182,7 @@ class Examiner:
             lease=lease,
             lease_digest=file.lease_digest,
             pool=pool,
-            group_size=spec.algorithm.group_size,
+            group_size=spec.grpo.group_size,
             vocab_size=self._vocab_size,
             task_set=self._task_set,
             assignments=assignments(

@@ -170,7 +170,7 @@ def _spec(seen: Snapshot) -> Iterator[tuple[str, str]]:
         shape = spec.model.shape
         layers, width = shape.num_hidden_layers, shape.hidden_size
         yield "model", f"a {shape.model_type} of {layers} layers, {width} wide, made by the run"
-    algorithm = spec.algorithm
+    algorithm = spec.grpo
     yield "a step", f"{algorithm.prompts_per_step} x {algorithm.group_size} rollouts"
     yield "async level", str(algorithm.async_level)
     for pool in spec.samplers:

@@ -65,7 +65,7 @@ def sampler_bandwidth(spec: RunSpec) -> Assumed:
 
 def filtered_share(spec: RunSpec) -> Assumed:
     """Return the filtered share: 0 without a filter, or if the spec gives none."""
-    if not spec.algorithm.filters.zero_variance:
+    if not spec.grpo.filters.zero_variance:
         return Assumed("filtered share", 0.0, "share", "algorithm.filters: none is on")
     return _figure(spec, "filtered_share", 0.0, OURS)
 

@@ -94,7 +94,7 @@ def learner_memory(spec: RunSpec, config: ModelConfig) -> LearnerMemory:
         spec: spec of the run.
         config: shape of the model.
     """
-    learner, algorithm, sizes = spec.learner, spec.algorithm, _sizes(spec, config)
+    learner, algorithm, sizes = spec.learner, spec.grpo, _sizes(spec, config)
     published = WIDTH[spec.broadcast.dtype]
     moments = _WIDE * sizes.moments
     offload = spec.optimizer.offload
@@ -239,7 +239,7 @@ def _kept(spec: RunSpec, config: ModelConfig, sizes: _Sizes) -> float:
 def _batch(spec: RunSpec, sizes: _Sizes) -> float:
     """Bytes of an update's tokens and loss inputs: nine numbers of 4 bytes a position, eight
     without a reference, of as many positions as its rollouts have at their longest."""
-    algorithm, packing = spec.algorithm, spec.learner.packing
+    algorithm, packing = spec.grpo, spec.learner.packing
     longest = min(packing.tokens, max(pool.max_model_len for pool in spec.samplers))
     rollouts = -(-algorithm.prompts_per_step // algorithm.updates_per_step) * algorithm.group_size
     microbatches = -(-rollouts * longest // (packing.tokens * packing.rows))

@@ -124,7 +124,7 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
         validator_tokens_per_s=check.value if check else None,
         timeline=settled,
         steps=spec.steps,
-        fill_deadline_s=spec.algorithm.fill.deadline,
+        fill_deadline_s=spec.grpo.fill.deadline,
         run_s=run_s,
         cost=cost(spec, run_s),
         assumed=inputs(spec, config),
@@ -162,7 +162,7 @@ def run_model(spec: RunSpec, config: ModelConfig | None, size: VersionSize) -> M
 
     lengths, filtered = draws(
         seed=spec.seed,
-        group_size=spec.algorithm.group_size,
+        group_size=spec.grpo.group_size,
         mean=assumed.mean_new_tokens(spec).value,
         spread=assumed.LENGTH_SPREAD,
         longest=max(pool.max_new_tokens for pool in spec.samplers),
@@ -170,8 +170,8 @@ def run_model(spec: RunSpec, config: ModelConfig | None, size: VersionSize) -> M
     )
     return Model(
         steps=spec.steps,
-        groups=spec.algorithm.prompts_per_step,
-        async_level=spec.algorithm.async_level,
+        groups=spec.grpo.prompts_per_step,
+        async_level=spec.grpo.async_level,
         train_s=train_s,
         publish_s=size.whole / assumed.PUBLISH_BYTES_S
         + (size.whole / assumed.DIFF_BYTES_S if deltas else 0.0),
@@ -180,7 +180,7 @@ def run_model(spec: RunSpec, config: ModelConfig | None, size: VersionSize) -> M
         check_s=check_s,
         lengths=lengths,
         filtered=filtered,
-        max_groups=spec.algorithm.fill.max_groups,
+        max_groups=spec.grpo.fill.max_groups,
     )
 
 
@@ -242,7 +242,7 @@ def rebuild_seconds(size: VersionSize) -> float:
 
 def _pool(pool: SamplerPool, spec: RunSpec, config: ModelConfig | None) -> PoolEstimate:
     speed = decode_speed(pool, spec, config)
-    rollouts = lease_groups(pool, spec) * spec.algorithm.group_size
+    rollouts = lease_groups(pool, spec) * spec.grpo.group_size
     lengths = [assumed.mean_new_tokens(spec).value] * rollouts
     prompt = assumed.mean_prompt_tokens(spec).value
     return PoolEstimate(

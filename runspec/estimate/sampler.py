@@ -94,7 +94,7 @@ def sampler_memory(pool: SamplerPool, spec: RunSpec, config: ModelConfig) -> Sam
 
 def lease_groups(pool: SamplerPool, spec: RunSpec) -> int:
     """Return the groups of one lease, at most those of a step."""
-    return min(pool.groups_per_submission, spec.algorithm.prompts_per_step)
+    return min(pool.groups_per_submission, spec.grpo.prompts_per_step)
 
 
 def weight_bytes(pool: SamplerPool, config: ModelConfig) -> float:

@@ -161,7 +161,7 @@ def sampling_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
         speed = decode_speed(pool, spec, config)
         if speed is None:
             return None
-        lease = lease_groups(pool, spec) * spec.algorithm.group_size
+        lease = lease_groups(pool, spec) * spec.grpo.group_size
         together = [mean] * min(lease, speed.sequences)
         seconds = speed.lease_seconds(together, prompt)
         if seconds <= 0.0:
@@ -172,9 +172,9 @@ def sampling_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
 
 def rollouts_per_step(spec: RunSpec) -> float:
     """Return the rollouts sampled and checked for a step, those of filtered groups included."""
-    trained = spec.algorithm.prompts_per_step * spec.algorithm.group_size
+    trained = spec.grpo.prompts_per_step * spec.grpo.group_size
     kept = 1.0 - assumed.filtered_share(spec).value
-    most = trained * spec.algorithm.fill.max_groups
+    most = trained * spec.grpo.fill.max_groups
     return min(trained / kept, most) if kept > 0.0 else most
 
 

@@ -52,7 +52,7 @@ def late_after_s(seen: Snapshot) -> float:
     times = [row["time"] for row in seen.rows[-_LAST - 1 :] if isinstance(row.get("time"), float)]
     gaps = [later - earlier for earlier, later in pairwise(times)]
     if not gaps:
-        return max(SOON_S, seen.spec.algorithm.fill.deadline)
+        return max(SOON_S, seen.spec.grpo.fill.deadline)
     return max(SOON_S, SLOW * sum(gaps) / len(gaps))
 
 

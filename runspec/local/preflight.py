@@ -374,7 +374,7 @@ def disk_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
     stores = round(store) * (1 + len(set(relay_names(spec)) - away))
     samplers = len(set(worker_names(spec)) - away)
     validators = len(set(validator_names(spec)) - away)
-    read = (3 * samplers + (spec.algorithm.async_level + 3) * validators) * size.whole
+    read = (3 * samplers + (spec.grpo.async_level + 3) * validators) * size.whole
     return directories + stores + read + states_bytes(spec, config) + _ROOM_BYTES
 
 

@@ -224,7 +224,7 @@ class Worker:
                     remedy=f"this worker serves {self._pool.name!r}: check --pool and --key",
                 )
             self._versions.get(lease.version, lease.manifest_digest)
-            size = self._spec.algorithm.group_size
+            size = self._spec.grpo.group_size
             plan = plan_rollouts(lease, self._tasks, self._pool, group_size=size)
             return Granted(lease, lease_digest(data), plan)
         except BaseException as error:  # noqa: BLE001 - raised again by the loop

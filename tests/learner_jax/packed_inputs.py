@@ -6,11 +6,11 @@ import numpy as np
 
 from learner_jax.loss import token_weights
 from learner_jax.packing import LossInputs, Packed
-from runspec.core.spec.schema import Algorithm
+from runspec.core.spec.schema import Grpo
 from tests.learner_jax.reference import MAX_NEW_TOKENS, Rollout
 
 
-def inputs_of(packed: Packed, rollouts: list[Rollout], algorithm: Algorithm) -> LossInputs:
+def inputs_of(packed: Packed, rollouts: list[Rollout], algorithm: Grpo) -> LossInputs:
     """The inputs of all microbatches, float64."""
     lengths = [len(rollout.output) for rollout in rollouts]
     weights = token_weights(lengths, algorithm.loss_normalizer, max_new_tokens=MAX_NEW_TOKENS)

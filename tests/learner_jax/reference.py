@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.schema import Algorithm, Clip
+from runspec.core.spec.schema import Clip, Grpo
 
 MAX_NEW_TOKENS = 16
 """Of `tiny_spec`'s pool."""
@@ -107,7 +107,7 @@ def loss_of(
     params: Any,
     config: ModelConfig,
     rollouts: list[Rollout],
-    algorithm: Algorithm,
+    algorithm: Grpo,
     *,
     temperature: float,
     max_new_tokens: int,
@@ -125,7 +125,7 @@ def loss_of_logprobs(
     logprobs: list[jax.Array],
     entropies: list[jax.Array],
     rollouts: list[Rollout],
-    algorithm: Algorithm,
+    algorithm: Grpo,
     *,
     max_new_tokens: int,
 ) -> jax.Array:
@@ -147,7 +147,7 @@ def loss_of_logprobs(
     return total
 
 
-def surrogate_of(rollout: Rollout, current: jax.Array, algorithm: Algorithm) -> jax.Array:
+def surrogate_of(rollout: Rollout, current: jax.Array, algorithm: Grpo) -> jax.Array:
     """[n]: what each token of one sample gains, by the switches `ratio` and `surrogate`."""
     clip, a = algorithm.clip, rollout.advantage
     if algorithm.ratio == "token":

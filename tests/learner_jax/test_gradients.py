@@ -17,7 +17,7 @@ from learner_jax.packing import Sample, TokenBatch, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
 from learner_jax.step import build_programs, policy_logprobs
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.schema import Algorithm, Mesh, Packing, RunSpec
+from runspec.core.spec.schema import Grpo, Mesh, Packing, RunSpec
 from tests.learner_jax.conftest import changed, tiny_spec
 from tests.learner_jax.packed_inputs import inputs_of
 from tests.learner_jax.reference import (
@@ -66,7 +66,7 @@ def logprobs64(params: Any, batch: TokenBatch, mesh: jax.sharding.Mesh | None) -
 
 def packed_gradient64(
     rollouts: list[Rollout],
-    algorithm: Algorithm,
+    algorithm: Grpo,
     *,
     tokens: int,
     rows: int = 1,
@@ -92,7 +92,7 @@ def packed_gradient64(
     return jax.grad(objective)(params)
 
 
-def true_gradient(rollouts: list[Rollout], algorithm: Algorithm) -> Any:
+def true_gradient(rollouts: list[Rollout], algorithm: Grpo) -> Any:
     return jax.grad(loss_of)(
         params_of(jnp.float64),
         CONFIG,
@@ -106,7 +106,7 @@ def true_gradient(rollouts: list[Rollout], algorithm: Algorithm) -> Any:
 @pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES.keys())
 def test_gradient_is_that_of_the_formula(switches: dict[str, Any]) -> None:
     # given one optimizer batch and an algorithm
-    rollouts, algorithm = rollouts_of(count=5), Algorithm.model_validate(switches)
+    rollouts, algorithm = rollouts_of(count=5), Grpo.model_validate(switches)
     with jax.enable_x64(True):
         # when the gradient is computed packed, over microbatches, and by the plain formula
         found = packed_gradient64(rollouts, algorithm, tokens=48)
@@ -116,7 +116,7 @@ def test_gradient_is_that_of_the_formula(switches: dict[str, Any]) -> None:
 
 
 def test_gradient_does_not_depend_on_the_packing_in_float64() -> None:
-    rollouts, algorithm = rollouts_of(), Algorithm()
+    rollouts, algorithm = rollouts_of(), Grpo()
     with jax.enable_x64(True):
         short, long = (packed_gradient64(rollouts, algorithm, tokens=t) for t in (32, 100))
     assert max(relative_errors(short, long).values()) < 1e-10
@@ -128,7 +128,7 @@ def spec_of(mesh: dict[str, int], tokens: int, rows: int, remat: str = "full") -
     spec = changed(tiny_spec(), learner=learner)
     sampling = spec.samplers[0].sampling.model_copy(update={"temperature": TEMPERATURE})
     pool = spec.samplers[0].model_copy(update={"sampling": sampling})
-    return spec.model_copy(update={"samplers": [pool], "algorithm": Algorithm(kl={"coef": 0.1})})
+    return spec.model_copy(update={"samplers": [pool], "algorithm": Grpo(kl={"coef": 0.1})})
 
 
 def program_gradient(spec: RunSpec, rollouts: list[Rollout]) -> tuple[Any, dict[str, float]]:
@@ -179,7 +179,7 @@ def test_gradient_is_the_same_on_every_mesh_and_packing(
 
 def test_gradient_in_float32_is_near_the_truth(expected: tuple[Any, dict[str, float]]) -> None:
     with jax.enable_x64(True):
-        truth = true_gradient(rollouts_of(), Algorithm(kl={"coef": 0.1}))
+        truth = true_gradient(rollouts_of(), Grpo(kl={"coef": 0.1}))
     assert max(relative_errors(expected[0], truth).values()) < 1e-4
 
 
@@ -190,7 +190,7 @@ def test_gradient_in_float32_is_near_the_truth(expected: tuple[Any, dict[str, fl
 )
 def test_gradient_in_float64_is_the_same_on_every_mesh(mesh: dict[str, int]) -> None:
     # given one optimizer batch, when its rows, their columns and the weights are cut in two
-    rollouts, algorithm = rollouts_of(count=6), Algorithm(kl={"coef": 0.1})
+    rollouts, algorithm = rollouts_of(count=6), Grpo(kl={"coef": 0.1})
     with jax.enable_x64(True):
         one = packed_gradient64(rollouts, algorithm, tokens=48)
         many = packed_gradient64(

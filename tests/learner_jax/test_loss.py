@@ -13,7 +13,7 @@ import pytest
 from learner_jax.loss import clip_surrogate, grpo_loss, k3, token_weights
 from learner_jax.loss_metrics import LossMetrics, log_ratio_counts, log_ratio_quantile
 from learner_jax.packing import LossInputs
-from runspec.core.spec.schema import Algorithm, Clip
+from runspec.core.spec.schema import Clip, Grpo
 
 CLIP = Clip()
 
@@ -85,7 +85,7 @@ def batch_of(seed: int = 0) -> tuple[dict[str, Any], jax.Array, jax.Array]:
 def test_positions_without_an_output_token_carry_nothing() -> None:
     # given infinities and NaN where no output token is predicted
     fields, logprobs, entropy = batch_of()
-    algorithm = Algorithm(importance={"cap": 2.0}, kl={"coef": 0.1})
+    algorithm = Grpo(importance={"cap": 2.0}, kl={"coef": 0.1})
 
     def value(logprobs: jax.Array, entropy: jax.Array) -> Any:
         return grpo_loss(logprobs, entropy, SEGMENTS, LossInputs(**fields), algorithm)
@@ -110,7 +110,7 @@ def test_truncated_weights_scale_the_surrogate_alone() -> None:
         ref_logprobs=np.array([[-1.0, -1.5]]),
     )
     logprobs, entropy = jnp.array([[-1.0, -2.0]]), jnp.array([[0.4, 0.6]])
-    algorithm = Algorithm(importance={"cap": 3.0}, kl={"coef": 0.1}, entropy_coef=0.01)
+    algorithm = Grpo(importance={"cap": 3.0}, kl={"coef": 0.1}, entropy_coef=0.01)
     # when, then
     loss, metrics = grpo_loss(logprobs, entropy, SEGMENTS, inputs, algorithm)
     kl = math.exp(0.5) - 0.5 - 1
@@ -130,9 +130,7 @@ def test_clip_fractions_count_where_the_gradient_stops() -> None:
     zeros = np.zeros_like(ratios)
     inputs = LossInputs(np.full_like(ratios, 1 / 8), signs, zeros, zeros, zeros)
     # when, then
-    metrics = grpo_loss(jnp.log(ratios), jnp.zeros((1, 8)), SEGMENTS, inputs, Algorithm())[
-        1
-    ].means()
+    metrics = grpo_loss(jnp.log(ratios), jnp.zeros((1, 8)), SEGMENTS, inputs, Grpo())[1].means()
     assert metrics["clip_fraction_low"] == 1 / 8  # A < 0, r = 0.5
     assert metrics["clip_fraction_high"] == 2 / 8  # A > 0, r = 1.5 and 9
     assert metrics["clip_fraction_delta"] == 1 / 8  # A < 0, r = 9
@@ -160,7 +158,7 @@ def test_ratio_quantiles_are_known_to_a_bin(spread: float) -> None:
 def test_tokens_whose_loss_is_not_finite_are_counted() -> None:
     # given a NaN among what the sampler, the advantage and the policy say of three output tokens
     fields, logprobs, entropy = batch_of()
-    algorithm = Algorithm(importance={"cap": 2.0}, ratio="sequence")
+    algorithm = Grpo(importance={"cap": 2.0}, ratio="sequence")
     on = np.argwhere(fields["weights"] > 0)
     fields["sampler_logprobs"][tuple(on[0])] = np.nan
     fields["advantages"][tuple(on[1])] = np.inf
@@ -181,7 +179,7 @@ def test_distances_to_the_sampler_are_those_of_their_formulas() -> None:
     ones = np.ones((1, 3))
     inputs = LossInputs(ones / 3, ones, old, mu, old)
     # when
-    numbers = grpo_loss(jnp.asarray(current), jnp.asarray(ones), SEGMENTS, inputs, Algorithm())[
+    numbers = grpo_loss(jnp.asarray(current), jnp.asarray(ones), SEGMENTS, inputs, Grpo())[
         1
     ].means()
     # then KL(mu || .) is estimated on mu's tokens, without bias: E_mu[x / mu - 1 - log(x / mu)]
@@ -194,7 +192,7 @@ def test_distances_to_the_sampler_are_those_of_their_formulas() -> None:
 
 def test_metrics_of_microbatches_merge_to_those_of_the_batch() -> None:
     fields, logprobs, entropy = batch_of()
-    algorithm = Algorithm()
+    algorithm = Grpo()
 
     def metrics_of(rows: slice) -> LossMetrics:
         inputs = LossInputs(**{name: value[rows] for name, value in fields.items()})
@@ -208,6 +206,6 @@ def test_a_kl_term_without_a_reference_is_refused() -> None:
     fields, logprobs, entropy = batch_of()
     inputs = LossInputs(**{**fields, "ref_logprobs": None})
     with pytest.raises(ValueError, match="reference"):
-        grpo_loss(logprobs, entropy, SEGMENTS, inputs, Algorithm())
+        grpo_loss(logprobs, entropy, SEGMENTS, inputs, Grpo())
     # and without the term none is needed
-    assert grpo_loss(logprobs, entropy, SEGMENTS, inputs, Algorithm(kl={"coef": 0.0}))[1].kl == 0
+    assert grpo_loss(logprobs, entropy, SEGMENTS, inputs, Grpo(kl={"coef": 0.0}))[1].kl == 0

@@ -105,7 +105,7 @@ def test_updates_are_those_of_adamw_after_the_clip() -> None:
     # when applied
     trees = [{"w": jnp.asarray(g)} for g in gradients]
     params, _ = updated(spec_of("adamw"), {"w": jnp.array([1.0, -2.0])}, trees)
-    # then they are Algorithm 2 of arXiv 1711.05101 on clipped gradients
+    # then they are Grpo 2 of arXiv 1711.05101 on clipped gradients
     theta, m, v = np.array([1.0, -2.0]), np.zeros(2), np.zeros(2)
     for t, gradient in enumerate(gradients, start=1):
         g = gradient / max(1.0, np.linalg.norm(gradient))

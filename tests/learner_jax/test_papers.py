@@ -14,7 +14,7 @@ import pytest
 from learner_jax.advantage import group_advantages
 from learner_jax.loss import grpo_loss, token_weights
 from learner_jax.packing import LossInputs, Sample, pack
-from runspec.core.spec.schema import Algorithm
+from runspec.core.spec.schema import Grpo
 from tests.runspec.core.spec.spec_files import load, small_spec
 
 PAGE = (Path(__file__).parents[2] / "docs" / "learner_jax.md").read_text(encoding="utf-8")
@@ -104,7 +104,7 @@ def test_every_configuration_of_the_page_has_its_formula() -> None:
     assert CONFIGURATIONS.keys() == PAPERS.keys()
 
 
-def group(algorithm: Algorithm) -> tuple[Values, Values, Values, Values, np.ndarray]:
+def group(algorithm: Grpo) -> tuple[Values, Values, Values, Values, np.ndarray]:
     """One group of four, its ratios within and beyond the bounds of the algorithm."""
     rng = np.random.default_rng(7)
     spread = 6 * algorithm.clip.eps_high if algorithm.ratio == "sequence" else 0.5

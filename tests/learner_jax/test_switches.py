@@ -13,7 +13,7 @@ import pytest
 from learner_jax.loss import clip_surrogate, grpo_loss
 from learner_jax.packing import LossInputs, Packed, Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch
-from runspec.core.spec.schema import Algorithm, Clip, Mesh
+from runspec.core.spec.schema import Clip, Grpo, Mesh
 from tests.learner_jax.packed_inputs import inputs_of
 from tests.learner_jax.reference import (
     MAX_NEW_TOKENS,
@@ -83,14 +83,14 @@ def packed_of(rollouts: list[Rollout]) -> Packed:
     return packed
 
 
-def first_inputs(packed: Packed, rollouts: list[Rollout], algorithm: Algorithm) -> LossInputs:
+def first_inputs(packed: Packed, rollouts: list[Rollout], algorithm: Grpo) -> LossInputs:
     """Those of the one microbatch."""
     return jax.tree.map(lambda x: x[0], inputs_of(packed, rollouts, algorithm))
 
 
 @partial(jax.jit, static_argnames="algorithm")
 def gradient(
-    logprobs: Any, entropy: Any, segment_ids: Any, inputs: LossInputs, algorithm: Algorithm
+    logprobs: Any, entropy: Any, segment_ids: Any, inputs: LossInputs, algorithm: Grpo
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """The loss of one microbatch and its gradient in log-probs and entropies."""
 
@@ -103,7 +103,7 @@ def gradient(
 @pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES.keys())
 def test_gradient_is_that_of_the_formula(switches: dict[str, Any], rollouts: list[Rollout]) -> None:
     # given one optimizer batch, packed, and an algorithm
-    algorithm, packed = Algorithm.model_validate(switches), packed_of(rollouts)
+    algorithm, packed = Grpo.model_validate(switches), packed_of(rollouts)
     logprobs, entropies = current_of(rollouts)
     segments = packed.token_batch(0).segment_ids
     inputs = first_inputs(packed, rollouts, algorithm)
@@ -133,7 +133,7 @@ def test_the_batch_reaches_every_bound(rollouts: list[Rollout]) -> None:
     second_side = SWITCHES["sequence ratio, second side"]
     metrics_of = jax.jit(grpo_loss, static_argnames="algorithm")
     for switches in ({"clip": {"delta": 1.5}}, SEQUENCE, second_side, CISPO):
-        algorithm = Algorithm.model_validate(switches)
+        algorithm = Grpo.model_validate(switches)
         inputs = first_inputs(packed, rollouts, algorithm)
         numbers = metrics_of(*arrays, segments, inputs, algorithm=algorithm)[1].means()
         for side in ["low", "high"] + ["delta"] * (algorithm.clip.delta is not None):
@@ -164,7 +164,7 @@ def test_the_sequence_ratio_is_the_same_on_every_mesh(
     mesh: dict[str, int], rollouts: list[Rollout]
 ) -> None:
     # given rows cut over devices in the middle of samples
-    algorithm, packed = Algorithm.model_validate(SEQUENCE), packed_of(rollouts)
+    algorithm, packed = Grpo.model_validate(SEQUENCE), packed_of(rollouts)
     segments = packed.token_batch(0).segment_ids
     with jax.enable_x64(True):
         batch = (
@@ -188,13 +188,13 @@ def test_the_sequence_ratio_needs_no_scatter_and_memory_of_its_rows_alone() -> N
 
     @partial(jax.jit, static_argnames="algorithm")
     def with_metrics(
-        logprobs: Any, entropy: Any, ids: Any, inputs: LossInputs, algorithm: Algorithm
+        logprobs: Any, entropy: Any, ids: Any, inputs: LossInputs, algorithm: Grpo
     ) -> Any:
         return jax.grad(grpo_loss, (0, 1), has_aux=True)(logprobs, entropy, ids, inputs, algorithm)
 
     # when the gradient and all metrics are compiled
     lowered = with_metrics.lower(
-        one, one, ids, LossInputs(one, one, one, one, one), algorithm=Algorithm(ratio="sequence")
+        one, one, ids, LossInputs(one, one, one, one, one), algorithm=Grpo(ratio="sequence")
     )
     # then there is neither scatter nor gather, and 100 numbers a token are enough
     assert "scatter" not in lowered.as_text() and "gather" not in lowered.as_text()

@@ -160,9 +160,7 @@ def open_submission(data: bytes) -> SubmissionEnvelope:
 
 def max_submission_rows(spec: RunSpec, pool: SamplerPool) -> int:
     """Return the rows of the largest submission from `pool`."""
-    return min(pool.groups_per_submission, spec.algorithm.prompts_per_step) * (
-        spec.algorithm.group_size
-    )
+    return min(pool.groups_per_submission, spec.grpo.prompts_per_step) * (spec.grpo.group_size)
 
 
 def max_submission_bytes(spec: RunSpec, pool: SamplerPool) -> int:
@@ -187,7 +185,7 @@ def largest_accepted_bytes(spec: RunSpec) -> int:
     judged. No submission has more groups than a step, and no prompt is longer than the model's
     context.
     """
-    rows = spec.algorithm.prompts_per_step * spec.algorithm.group_size
+    rows = spec.grpo.prompts_per_step * spec.grpo.group_size
     context = spec.model.max_context
     return max(_bytes_of(rows, max(context, p.max_model_len), p) for p in spec.samplers)
 

@@ -99,7 +99,7 @@ def step_flops(spec: RunSpec, config: ModelConfig, mean_tokens: float) -> StepFl
         config: shape of the model.
         mean_tokens: of a sample, prompt and output.
     """
-    algorithm, lora = spec.algorithm, spec.learner.lora
+    algorithm, lora = spec.grpo, spec.learner.lora
     samples, one = algorithm.prompts_per_step * algorithm.group_size, [mean_tokens]
     plain = samples * forward_flops(config, one)
     return StepFlops(

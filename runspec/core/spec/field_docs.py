@@ -30,8 +30,11 @@ _NAMES = {"integer": "whole number", "number": "number", "boolean": "true or fal
 
 
 def field_doc(block: type[Block], attribute: str) -> str:
-    """Return the docstring under a field of a block as one paragraph; empty if it has none."""
-    return _documented(block.__module__).get((block.__qualname__, attribute), "")
+    """Return the docstring under a field of a block, or of a base of it, as one paragraph; empty if
+    it has none."""
+    bases = (base for base in block.__mro__ if issubclass(base, Block))
+    docs = (_documented(base.__module__).get((base.__qualname__, attribute), "") for base in bases)
+    return next(filter(None, docs), "")
 
 
 def block_doc(block: type[Block]) -> str:

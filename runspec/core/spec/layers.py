@@ -64,9 +64,10 @@ class LayerReader:
         return self._file(path, (), self._parsed.read(path))
 
     def profile(self, path: Path, name: str) -> list[MapNode]:
-        """Return the layers of `profiles/NAME.yaml` beside the spec."""
+        """Return the layers of a profile beside the spec (`profile_path`)."""
         folder = (path.parent / "profiles").absolute()
-        there = sorted(p.stem for p in folder.glob("*.yaml"))
+        found = (p.stem.rpartition(".") for p in folder.glob("*.yaml"))
+        there = sorted({end for start, _, end in found if start in ("", path.stem)})
         if name not in there:
             close = close_match(name, there)
             raise UserError(
@@ -172,8 +173,9 @@ class LayerReader:
 
 
 def profile_path(path: Path, name: str) -> Path:
-    """Return the file of a spec's profile."""
-    return path.parent / "profiles" / f"{name}.yaml"
+    """Return the file of a spec's profile: `profiles/SPEC.NAME.yaml`, else `profiles/NAME.yaml`."""
+    own = path.parent / "profiles" / f"{path.stem}.{name}.yaml"
+    return own if own.exists() else own.with_name(f"{name}.yaml")
 
 
 def _real(path: Path) -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 from runspec.core.spec.findings import Finding, Place, replacing
 from runspec.core.spec.schema import Block, RunSpec
 from runspec.core.spec.schema_fields import (
-    block_in,
+    blocks_in,
     close_match,
     is_nullable,
     keys_of,
@@ -48,7 +48,7 @@ def merge_layers(
     merger = _Merger(findings, [] if new_names is None else new_names)
     merged = EMPTY
     for layer in layers:
-        merged = merger.maps(merged, layer, RunSpec, "")
+        merged = merger.maps(merged, layer, (RunSpec,), "")
     return merged
 
 
@@ -65,19 +65,19 @@ class _Merger:
             return self._named_list(base, overlay, item, path)
         if isinstance(overlay, MapNode):
             below = base if isinstance(base, MapNode) else EMPTY
-            return self.maps(below, overlay, block_in(annotation), path)
+            return self.maps(below, overlay, blocks_in(annotation), path)
         return overlay
 
     def maps(
-        self, base: MapNode, overlay: MapNode, block: type[Block] | None, path: str
+        self, base: MapNode, overlay: MapNode, blocks: tuple[type[Block], ...], path: str
     ) -> MapNode:
-        """Merge two maps; `block` is None for maps whose keys are free."""
+        """Merge two maps; `blocks` are alternatives, none for maps whose keys are free."""
         entries, deleted = dict(base.entries), dict(base.deleted)
-        known = keys_of(block) if block else {}
+        known = keys_of(*blocks)
         for key, entry in overlay.entries.items():
             inner = _join(path, key)
-            if block and key not in known:
-                self._unknown(key, entry.key_place, overlay, block, inner)
+            if blocks and key not in known:
+                self._unknown(key, entry.key_place, overlay, blocks, inner)
                 continue
             below = entries[key].value if key in entries else None
             merged = self.value(below, entry.value, known.get(key), inner)
@@ -89,13 +89,13 @@ class _Merger:
         return MapNode(entries, overlay.place, deleted=deleted)
 
     def _unknown(
-        self, key: str, place: Place, overlay: MapNode, block: type[Block], path: str
+        self, key: str, place: Place, overlay: MapNode, blocks: tuple[type[Block], ...], path: str
     ) -> None:
-        match, fix = close_match(key, keys_of(block)), None
+        match, fix = close_match(key, keys_of(*blocks)), None
         if match is not None and match not in overlay.entries:
             quote = place.written[:1] if place.written[:1] in ("'", '"') else ""
             fix = replacing(place, f"{quote}{match}{quote}")
-        hint = suggest_key(key, block)
+        hint = suggest_key(key, *blocks)
         self._findings.append(
             Finding(place, "unknown-key", "unknown key", path=path, suggestion=hint, fix=fix)
         )
@@ -121,9 +121,8 @@ class _Merger:
                 if known and name and old is None:
                     self._new_names.append(NewName(place, path, name, known))
                 inner = _join(path, name or "?")
-                items[key] = self.maps(
-                    old if isinstance(old, MapNode) else EMPTY, item, block, inner
-                )
+                below_it = old if isinstance(old, MapNode) else EMPTY
+                items[key] = self.maps(below_it, item, (block,), inner)
             else:
                 items[key] = item  # not an object: validation reports it
         return ListNode(tuple(items.values()), overlay.place)

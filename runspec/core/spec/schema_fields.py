@@ -15,17 +15,31 @@ from runspec.core.spec.schema import Block, RunSpec
 
 
 @cache
-def keys_of(block: type[Block]) -> dict[str, Any]:
-    """Return the annotations of a block's fields by key, as YAML writes it."""
-    return {field.alias or name: field.annotation for name, field in block.model_fields.items()}
+def keys_of(*blocks: type[Block]) -> dict[str, Any]:
+    """Return the annotations of the fields of blocks by key, as YAML writes it.
+
+    Of blocks that are alternatives, a field that several have may be of any of their types.
+    """
+    found: dict[str, Any] = {}
+    for block in blocks:
+        for name, field in block.model_fields.items():
+            key, annotation = field.alias or name, field.annotation
+            found[key] = annotation if key not in found else found[key] | annotation
+    return found
+
+
+def blocks_in(annotation: Any) -> tuple[type[Block], ...]:
+    """Return the blocks of the annotation `Block` or `Block | None`, and all of a union of blocks;
+    empty for any other."""
+    if get_origin(annotation) is list:
+        return ()
+    bare = (getattr(part, "__origin__", part) for part in (annotation, *get_args(annotation)))
+    return tuple(part for part in bare if isinstance(part, type) and issubclass(part, Block))
 
 
 def block_in(annotation: Any) -> type[Block] | None:
-    """Return the block of the annotation `Block` or `Block | None`; None for any other."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, Block):
-            return candidate if get_origin(annotation) is not list else None
-    return None
+    """Return the first of `blocks_in`; None if there is none."""
+    return next(iter(blocks_in(annotation)), None)
 
 
 def named_item(annotation: Any) -> type[Block] | None:
@@ -53,13 +67,13 @@ def close_match(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | N
     return matches[0] if matches else None
 
 
-def suggest_key(key: str, block: type[Block]) -> str:
+def suggest_key(key: str, *blocks: type[Block]) -> str:
     """Return a hint for an unknown key: a similar key, its path elsewhere, or all known keys."""
-    if match := close_match(key, keys_of(block)):
+    if match := close_match(key, keys_of(*blocks)):
         return f"did you mean {match}?"
     if homes := [path for path in schema_fields() if path.rpartition(".")[2] == key]:
         return f"did you mean {homes[0]}?"
-    return f"known here: {', '.join(keys_of(block))}"
+    return f"known here: {', '.join(keys_of(*blocks))}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +113,7 @@ class SchemaField:
 @cache
 def schema_fields() -> dict[str, SchemaField]:
     """Return every field by its path, in the order of the schema."""
-    return {field.path: field for field in _fields(RunSpec, "", site=False)}
+    return {field.path: field for field in _fields((RunSpec,), "", site=False)}
 
 
 def fields_in(path: str) -> list[SchemaField]:
@@ -138,18 +152,25 @@ def _holds_more(field: SchemaField) -> bool:
     return get_origin(field.annotation) is dict
 
 
-def _fields(block: type[Block], prefix: str, *, site: bool) -> Iterator[SchemaField]:
-    for attribute, info in block.model_fields.items():
-        path = f"{prefix}{info.alias or attribute}"
-        marks = [*_marks(info.annotation), *info.metadata]
-        inner = block_in(info.annotation) or named_item(info.annotation)
-        own = (inner or block).CHANGE
+def _fields(blocks: tuple[type[Block], ...], prefix: str, *, site: bool) -> Iterator[SchemaField]:
+    """Yield the fields of a block, or of alternatives; the first that has a field describes it."""
+    annotations, owners = keys_of(*blocks), dict[str, tuple[type[Block], str]]()
+    for block in blocks:
+        for attribute, info in block.model_fields.items():
+            owners.setdefault(info.alias or attribute, (block, attribute))
+    for key, annotation in annotations.items():
+        block, attribute = owners[key]
+        path, info = f"{prefix}{key}", block.model_fields[attribute]
+        marks = [*_marks(annotation), *info.metadata]
+        named = named_item(annotation)
+        inner = blocks_in(annotation) or ((named,) if named else ())
+        own = (*inner, block)[0].CHANGE
         change = next((m.kind for m in reversed(marks) if isinstance(m, Change)), own)
         own_site = site or any(isinstance(m, Site) for m in marks)
         unit = next((m.name for m in reversed(marks) if isinstance(m, Unit)), "")
-        yield SchemaField(path, block, attribute, info.annotation, unit, change, own_site)
-        if inner is not None:
-            below = f"{path}." if block_in(info.annotation) else f"{path}.<name>."
+        yield SchemaField(path, block, attribute, annotation, unit, change, own_site)
+        if inner:
+            below = f"{path}.<name>." if named else f"{path}."
             yield from _fields(inner, below, site=own_site)
 
 

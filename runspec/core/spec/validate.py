@@ -16,7 +16,8 @@ from pydantic import ValidationError
 
 from runspec.core.spec.fields import NAME_PATTERN, NAME_WORDS, UnitError
 from runspec.core.spec.findings import Edit, Finding, Number, Place, replacing
-from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.schema import SUPERVISED, RunSpec
+from runspec.core.spec.schema.training import DEFAULT_KIND
 from runspec.core.spec.schema_fields import close_match, field_at
 from runspec.core.spec.yaml_nodes import (
     ListNode,
@@ -25,6 +26,7 @@ from runspec.core.spec.yaml_nodes import (
     ScalarNode,
     object_name,
     resolve_scalar,
+    value_at,
 )
 from runspec.core.spec.yaml_text import Reading, other_reading
 
@@ -42,6 +44,21 @@ _EXPECTED = {
 }
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _AMBIGUOUS = "ambiguous-scalar"
+_SAMPLED = (
+    "warm_start",
+    "reward",
+    "samplers",
+    "verify",
+    *(
+        f"data.{key}"
+        for key in ("max_prompt_tokens", "length_prompt", "length_prompt_role", "system_prompt")
+    ),
+    "data.think_prefill",
+    *(f"data.sources.*.{key}" for key in ("dataset", "task_types", "size", "solve_rate")),
+)
+"""What only runs that sample have; `*` stands for the items of a list."""
+_OTHERS = {**dict.fromkeys(SUPERVISED, _SAMPLED), DEFAULT_KIND: ("data.sources.*.weight",)}
+"""Paths that runs of a kind have no use for."""
 _WANTED: dict[str, tuple[type, ...]] = {
     "bool_type": (bool,),
     "int_type": (int,),
@@ -58,7 +75,64 @@ def validate(root: MapNode, findings: list[Finding]) -> RunSpec | None:
     except ValidationError as error:
         _extend(findings, (schema_finding(root, item) for item in error.errors(include_url=False)))
     _extend(findings, _ambiguous_scalars(root))
-    return spec
+    found = [*_misplaced(root), *_lacking(root)]
+    _extend(findings, found)
+    return None if found else spec
+
+
+def _misplaced(root: MapNode) -> Iterator[Finding]:
+    """Find the values that runs of this `algorithm.kind` have no use for."""
+    kind = _algorithm_kind(root)
+    for path in _OTHERS.get(kind, ()):
+        for place, shown in _places(root, tuple(path.split(".")), ""):
+            yield _not_of(kind, place, shown)
+
+
+def _lacking(root: MapNode) -> Iterator[Finding]:
+    """Find the parts that a run that samples needs and no other has."""
+    if _algorithm_kind(root) != DEFAULT_KIND:
+        return
+    for key in ("reward", "samplers"):
+        node = value_at(root, key)
+        if node is None or (isinstance(node, ListNode) and not node.items):
+            deleted = root.deleted.get(key)
+            message = "a required key is missing" + (", deleted by this null" if deleted else "")
+            if node is not None:
+                message, deleted = "at least one is needed", node.place
+            yield Finding(deleted or root.place, "missing-key", message, path=key, blocking=True)
+
+
+def _algorithm_kind(root: MapNode) -> str:
+    node = value_at(value_at(root, "algorithm"), "kind")
+    return str(node.value) if isinstance(node, ScalarNode) else DEFAULT_KIND
+
+
+def _places(node: Node | None, steps: tuple[str, ...], shown: str) -> Iterator[tuple[Place, str]]:
+    """Yield where a path is set; `*` stands for all items of a list."""
+    if not steps:
+        return
+    if steps[0] == "*" and isinstance(node, ListNode):
+        for index, item in enumerate(node.items):
+            name = object_name(item) or str(index)
+            yield from _places(item, steps[1:], f"{shown}.{name}")
+    elif isinstance(node, MapNode) and (entry := node.entries.get(steps[0])) is not None:
+        path = f"{shown}.{steps[0]}" if shown else steps[0]
+        null = isinstance(entry.value, ScalarNode) and entry.value.value is None
+        if len(steps) == 1 and not null:
+            yield entry.key_place, path
+        yield from _places(entry.value, steps[1:], path)
+
+
+def _not_of(kind: str, place: Place, path: str) -> Finding:
+    message = f"does not belong in a run of algorithm.kind {kind}"
+    return Finding(
+        place,
+        "wrong-kind",
+        message,
+        path=path,
+        suggestion="remove it, or a null in a higher layer deletes it",
+        blocking=True,
+    )
 
 
 def _extend(findings: list[Finding], more: Iterable[Finding]) -> None:
@@ -111,6 +185,15 @@ def _item(node: ListNode, step: int | str) -> Node | None:
 def schema_finding(root: MapNode, error: Any) -> Finding:
     """Return one of pydantic's errors as a finding at the place that wrote the value."""
     location, kind = error["loc"], error["type"]
+    if (
+        location[:1] == ("algorithm",)
+        and location[1:2]
+        and location[1] in (*SUPERVISED, DEFAULT_KIND)
+    ):
+        location = (location[0], *location[2:])  # pydantic names the chosen kind, the tree does not
+    if kind == "union_tag_invalid":
+        location, kind = (*location, "kind"), "literal_error"
+        error = {**error, "ctx": {"expected": error["ctx"]["expected_tags"]}}
     place, path, node, found = locate(root, location)
     finding = partial(Finding, place, blocking=True)
     if kind == "missing":
@@ -121,6 +204,8 @@ def schema_finding(root: MapNode, error: Any) -> Finding:
         path = f"{path}.{key}" if path else key
         code = "no-seed" if path == "seed" else "missing-key"
         return Finding(deleted or place, code, message, path, blocking=True)
+    if kind == "extra_forbidden":
+        return _not_of(_algorithm_kind(root), place, path)
     got = _shown(node)
     if not found:
         return finding("wrong-type", f"a single value was expected, got {got}", path)

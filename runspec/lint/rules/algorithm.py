@@ -17,7 +17,7 @@ def updates_divide_batch(context: Context) -> Iterator[Violation]:
     batches differ in size, and with them the noise of the gradient and the weight of a rollout.
     INTELLECT-2 (arXiv 2505.07291): 256 x 16 = 8 x 512.
     """
-    algorithm = context.spec.algorithm
+    algorithm = context.spec.grpo
     rollouts = algorithm.prompts_per_step * algorithm.group_size
     if rollouts % algorithm.updates_per_step:
         yield Violation(
@@ -44,7 +44,7 @@ def whole_groups(context: Context) -> Iterator[Violation]:
     round((i + 1) P / U). Where U does not divide the P groups, some updates train one group more
     than others. An error where U > P: there are updates without any rollout, which are not made.
     """
-    algorithm = context.spec.algorithm
+    algorithm = context.spec.grpo
     groups, updates = algorithm.prompts_per_step, algorithm.updates_per_step
     if groups % updates == 0 or groups * algorithm.group_size % updates:
         return  # fine, or `updates-divide-batch` says so
@@ -70,7 +70,7 @@ def group_size(context: Context) -> Iterator[Violation]:
     With a single rollout R - mean R is 0 and std R is 0 / 0: no advantage. The reference system
     trained such groups to NaN, which passes every filter; the learner here refuses them.
     """
-    size = context.spec.algorithm.group_size
+    size = context.spec.grpo.group_size
     if size < 2:
         yield Violation(
             ("algorithm", "group_size"),
@@ -94,7 +94,7 @@ def clip_bounds(context: Context) -> Iterator[Violation]:
     wrecks an update. A delta inside the clip range would cut the gradient of tokens that the clip
     means to keep. The paper's values: eps 0.2, delta 4.
     """
-    algorithm = context.spec.algorithm
+    algorithm = context.spec.grpo
     clip = algorithm.clip
     if algorithm.surrogate == "cispo" or clip.delta is None or clip.delta > 1 + clip.eps_high:
         return
@@ -116,7 +116,7 @@ def clip_lower(context: Context) -> Iterator[Violation]:
     the one that was meant. CISPO (arXiv 2506.13585) may go without a lower bound, as its authors
     do, so the rule does not look there.
     """
-    algorithm = context.spec.algorithm
+    algorithm = context.spec.grpo
     if algorithm.surrogate == "clip" and algorithm.clip.eps_low >= 1:
         yield Violation(
             ("algorithm", "clip", "eps_low"),
@@ -135,7 +135,7 @@ def cispo(context: Context) -> Iterator[Violation]:
     (arXiv 2506.13585, section 3.1). The weight is each token's own and bounded by 1 + eps_high:
     `ratio: sequence` would make it another method, and `clip.delta` would be read by nobody.
     """
-    algorithm = context.spec.algorithm
+    algorithm = context.spec.grpo
     if algorithm.surrogate != "cispo":
         return
     if algorithm.ratio != "token":
@@ -166,7 +166,7 @@ def stale_pi_old(context: Context) -> Iterator[Violation]:
     it is inside the ratio, where the clip bounds it. With several updates the clip sees at least
     the drift inside the step.
     """
-    algorithm = context.spec.algorithm
+    algorithm = context.spec.grpo
     recomputed = algorithm.old_logprobs == "recompute" and algorithm.importance.cap is None
     if recomputed and algorithm.updates_per_step == 1 and algorithm.async_level > 0:
         yield Violation(
@@ -187,7 +187,7 @@ def importance_cap(context: Context) -> Iterator[Violation]:
     mu is the sampler's policy. With `old_logprobs: sampler` pi_old is mu, w is 1 everywhere, and
     a cap in the spec claims a correction that nobody makes.
     """
-    algorithm = context.spec.algorithm
+    algorithm = context.spec.grpo
     if algorithm.importance.cap is not None and algorithm.old_logprobs == "sampler":
         yield Violation(
             ("algorithm", "importance", "cap"),
@@ -230,7 +230,7 @@ def kl_reference(context: Context) -> Iterator[Violation]:
     `kl.reference: none` takes pi_ref away, and with it what beta weighs. The reference is version
     0, whose weights in `broadcast.dtype` lie beside the learner's.
     """
-    kl = context.spec.algorithm.kl
+    kl = context.spec.grpo.kl
     if kl.coef > 0 and kl.reference == "none":
         yield Violation(
             ("algorithm", "kl", "reference"),
@@ -248,7 +248,7 @@ def kl_unused(context: Context) -> Iterator[Violation]:
     scores with it (a forward pass over every batch). A spec that names `reference: initial` then
     says of the run what is not so.
     """
-    kl = context.spec.algorithm.kl
+    kl = context.spec.grpo.kl
     if kl.coef == 0 and kl.reference == "initial":
         yield Violation(
             ("algorithm", "kl", "reference"),
@@ -269,7 +269,7 @@ def std_without_filter(context: Context) -> Iterator[Violation]:
     system filtered by advantages of exactly zero, which almost never fires beside a length term.)
     Without a length term the advantages are 0 and the groups only cost: a warning then.
     """
-    algorithm = context.spec.algorithm
+    algorithm = context.spec.grpo
     if algorithm.advantage.normalize != "std" or algorithm.filters.zero_variance:
         return
     has_length = any(term.kind == "target_length" for term in context.spec.reward)

@@ -22,14 +22,14 @@ def versions_kept(context: Context) -> Iterator[Violation]:
     async_level + 1 versions that workers fetch and validators recompute with. One more is being
     published meanwhile. With fewer a version is removed under those who need it.
     """
-    needed = context.spec.algorithm.async_level + 2
+    needed = context.spec.grpo.async_level + 2
     kept = context.spec.broadcast.keep_versions
     if kept < needed:
         yield Violation(
             ("broadcast", "keep_versions"),
             f"{kept} is less than async_level + 2 = {needed}: a version would be removed while "
             "rollouts of it are sampled and checked",
-            numbers={"keep_versions": kept, "async_level": context.spec.algorithm.async_level},
+            numbers={"keep_versions": kept, "async_level": context.spec.grpo.async_level},
             suggestion=f"keep_versions: {needed}",
         )
 
@@ -45,7 +45,7 @@ def lease_outlasts_step(context: Context) -> Iterator[Violation]:
     takes as long as the step may fill, one lost worker is enough for a step to close short.
     """
     spec = context.spec
-    timeout, deadline = spec.verify.lease_timeout, spec.algorithm.fill.deadline
+    timeout, deadline = spec.verify.lease_timeout, spec.grpo.fill.deadline
     if timeout >= deadline:
         yield Violation(
             ("verify", "lease_timeout"),
@@ -72,7 +72,7 @@ def broadcast_time(context: Context, config: ModelConfig) -> Iterator[Violation]
     (arXiv 2505.07291): 14 minutes for 62 GB, steps of 22, async level 2. Silent where no link is
     declared, a speed is not known, or async_level is 0 and every step waits by intent.
     """
-    spec, level = context.spec, context.spec.algorithm.async_level
+    spec, level = context.spec, context.spec.grpo.async_level
     if level == 0 or not graph_is_sound(spec):
         return
     size = version_size(spec, config)
@@ -183,7 +183,7 @@ def whole_versions(context: Context, config: ModelConfig) -> Iterator[Violation]
     step_s = step_seconds(spec, config) if reached else None
     if step_s is None or not with_deltas[-1].seconds <= step_s < reached[-1].seconds:
         return
-    slowest, level = reached[-1], spec.algorithm.async_level
+    slowest, level = reached[-1], spec.grpo.async_level
     if 0 < level * step_s < slowest.seconds:
         return
     yield Violation(

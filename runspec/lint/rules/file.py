@@ -80,6 +80,16 @@ def missing_key() -> None:
     """
 
 
+@found_by_loader("wrong-kind")
+def wrong_kind() -> None:
+    """Every value belongs to the run's `algorithm.kind`.
+
+    Runs of kind `pretrain` and `sft` train on documents: they have no rewards, samplers or
+    verification, and their own fields of `algorithm` mean nothing to a run of kind `grpo`. A value
+    that nothing reads would be believed to have an effect.
+    """
+
+
 @found_by_loader("wrong-type", "`runspec explain {path}` says what belongs there")
 def wrong_type() -> None:
     """Every value has the type of its key.

@@ -24,7 +24,7 @@ def task_advantage(context: Context) -> Iterator[Violation]:
     """
     spec = context.spec
     term = length_reward(spec)
-    if spec.algorithm.advantage.normalize != "task" or term is None or term.form == "exact":
+    if spec.grpo.advantage.normalize != "task" or term is None or term.form == "exact":
         return
     yield Violation(
         ("algorithm", "advantage", "normalize"),

@@ -22,7 +22,7 @@ def longest_sequence(spec: RunSpec) -> int:
 
 def update_sequences(spec: RunSpec) -> int:
     """Sequences of an optimizer update; of the larger ones where they differ."""
-    algorithm = spec.algorithm
+    algorithm = spec.grpo
     groups = -(-algorithm.prompts_per_step // algorithm.updates_per_step)
     return groups * algorithm.group_size
 

@@ -29,7 +29,7 @@ from learner_jax.advantage import group_advantages
 from learner_jax.logprobs import token_logprobs
 from learner_jax.loss import grpo_loss, k3, token_weights
 from learner_jax.packing import LossInputs
-from runspec.core.spec.schema import Algorithm
+from runspec.core.spec.schema import Grpo
 
 RECORDED = json.loads(VECTORS.read_text())
 GIVEN = RECORDED["given"]
@@ -66,7 +66,7 @@ ANOTHER_FORMULA = {"sequence, k3 times r"}
 def loss_and_gradients(name: str) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Ours on the given arrays, in float64, each sequence in a row of its own."""
     settings = {"clip": CLIP, "kl": {"coef": 0.0}, "entropy_coef": 0.0, **OURS[name]}
-    algorithm = Algorithm.model_validate(settings)
+    algorithm = Grpo.model_validate(settings)
     mask = np.array(GIVEN["mask"])
     per_token = token_weights(
         mask.sum(-1).tolist(), algorithm.loss_normalizer, max_new_tokens=GIVEN["max_new_tokens"]

@@ -199,7 +199,7 @@ class Site:
 
 class _QuietServer(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
-        """The client has gone. The default's traceback would end up in a command's captured output."""
+        """A client has gone; the default writes a traceback into commands' captured output."""
 
 
 class _QuietHandler(SimpleHTTPRequestHandler):

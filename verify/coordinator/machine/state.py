@@ -55,7 +55,7 @@ class Policy:
 
     @classmethod
     def of(cls, spec: RunSpec) -> Policy:
-        algorithm, fill = spec.algorithm, spec.algorithm.fill
+        algorithm, fill = spec.grpo, spec.grpo.fill
         groups = algorithm.prompts_per_step
         return cls(
             run=spec.name,

@@ -6,9 +6,9 @@ spec from YAML layers.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from runspec.core.spec.fields import RESTART, SITE, Block, FloatType, Name, Steps
 from runspec.core.spec.schema.model import (
@@ -43,11 +43,14 @@ from runspec.core.spec.schema.samplers import (
 from runspec.core.spec.schema.training import (
     Advantage,
     Algorithm,
+    AnyAlgorithm,
     Attention,
     Clip,
     Fill,
     Filters,
+    Grpo,
     Hardware,
+    HeldOut,
     Importance,
     Kl,
     Learner,
@@ -55,11 +58,17 @@ from runspec.core.spec.schema.training import (
     Mesh,
     Optimizer,
     Packing,
+    Pretrain,
     Remat,
+    Sft,
+    Supervised,
+    ZLoss,
 )
 from runspec.core.spec.schema.verify import Backlog, CalibrationProfile, Thresholds, Verify
 
 VERSION = "runspec/v1"
+SUPERVISED = ("pretrain", "sft")
+"""Kinds of `algorithm` that train on documents."""
 
 
 class RunSpec(Block):
@@ -74,27 +83,27 @@ class RunSpec(Block):
     seed: Annotated[int, Field(ge=0, lt=2**63)]
     """Every draw follows from it."""
     steps: Annotated[Steps, RESTART]
-    """Rollout steps; step s trains policy version s into s + 1. It may only be raised."""
+    """Steps; step s trains policy version s into s + 1. It may only be raised."""
     model: Model
     """The policy."""
     warm_start: WarmStart | None = None
-    """Supervised steps that make version 0 of a `model.shape`."""
+    """For `grpo`: supervised steps that make version 0 of a `model.shape`."""
     data: Data
-    """Problems."""
-    algorithm: Algorithm = Algorithm()
-    """The policy-gradient step."""
+    """Problems, or documents."""
+    algorithm: AnyAlgorithm = Grpo()
+    """What a step trains on, and by which loss."""
     optimizer: Optimizer
     """The update rule."""
-    reward: list[Reward] = Field(min_length=1)
-    """Terms, added up; merged by name over the layers."""
+    reward: list[Reward] = []
+    """For `grpo`: terms, added up; merged by name over the layers."""
     learner: Learner
     """The process, or processes, that train."""
-    samplers: list[SamplerPool] = Field(min_length=1)
-    """Pools of workers, merged by name over the layers."""
+    samplers: list[SamplerPool] = []
+    """For `grpo`: pools of workers, merged by name over the layers."""
     broadcast: Broadcast = Broadcast()
     """How policy versions travel."""
     verify: Verify = Verify()
-    """Checks of what workers send."""
+    """For `grpo`: checks of what workers send."""
     identity: Identity = Identity()
     """Root key that vouches for all signatures of the run."""
     checkpoints: Annotated[Checkpoints, SITE] = Checkpoints()
@@ -109,6 +118,28 @@ class RunSpec(Block):
     """Limits of time and cost."""
     estimate: Annotated[Estimate, SITE] = Estimate()
     """Measured figures for `runspec plan`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_validators(cls, value: Any) -> Any:
+        """Let a run without workers have no validators by default."""
+        if not isinstance(value, dict) or "verify" in value:
+            return value
+        algorithm = value.get("algorithm")
+        kind = algorithm.get("kind") if isinstance(algorithm, dict) else algorithm
+        supervised = kind in SUPERVISED or isinstance(kind, Supervised)
+        return value | {"verify": {"validators": 0}} if supervised else value
+
+    @property
+    def grpo(self) -> Grpo:
+        """The algorithm of a run that samples; only what such a run reaches may ask for it."""
+        assert isinstance(self.algorithm, Grpo), f"{self.algorithm.kind} has no samplers"
+        return self.algorithm
+
+    @property
+    def supervised(self) -> Supervised | None:
+        """The algorithm of a run that trains on documents; None for `grpo`."""
+        return self.algorithm if isinstance(self.algorithm, Supervised) else None
 
 
 RunSpec.model_rebuild()

@@ -111,13 +111,14 @@ class SolveRate(Block):
 
 
 class Source(Block):
-    """Where problems come from."""
+    """Where problems or documents come from."""
 
     name: Name
     """Names the source in findings and overlays."""
     kind: str
-    """`jsonl`, `parquet`, `hf_dataset`, `gsm8k`, `reasoning_gym`, or a source that an installed
-    package offers."""
+    """Problems: `jsonl`, `parquet`, `hf_dataset`, `gsm8k`, `reasoning_gym`, or a source that an
+    installed package offers. Documents: `text`, `jsonl`, `parquet`, `fasta` or `fastq`, each plain
+    or compressed by gzip."""
     uri: str | None = None
     """Where the rows lie, for kinds that read files: a file, a folder or a pattern such as
     `train-*.parquet`; relative to the spec."""
@@ -128,19 +129,22 @@ class Source(Block):
     params: dict[str, int | float | str | bool] = {}
     """The generator's parameters; of kinds that read rows the columns `problem_id`, `task_type`,
     `prompt` and `verification_info`, where they have other names, and the `split` of a
-    `hf_dataset`."""
+    `hf_dataset`. Of documents: the columns `text`, `messages` or `tokens`; the `id_offset` that is
+    added to `tokens`; `whole: true` where a text file is one document."""
     task_types: dict[str, str] = {}
     """Reward kinds by the task types that the rows say, where the two differ."""
     size: Annotated[Count, Unit("problems")] | None = None
     """How many problems a generator makes."""
     solve_rate: SolveRate | None = None
     """Offline filter by recorded solve rate."""
+    weight: Positive = 1.0
+    """For `pretrain` and `sft`: weight of each of its tokens in the loss."""
 
 
 class Data(Block):
-    """Problems, and how they are put to the policy."""
+    """Problems, and how they are put to the policy; or documents."""
 
-    max_prompt_tokens: Tokens
+    max_prompt_tokens: Tokens = 2048
     """Longer prompts are left out, everywhere the same."""
     length_prompt: str = "Think for {target} tokens before giving a response."
     """Appended to the problem; `{target}` is the target length in tokens."""

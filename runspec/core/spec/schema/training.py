@@ -1,13 +1,13 @@
-"""Settings of training: GRPO, the optimizer and the learner's devices.
+"""Settings of training: the algorithms, the optimizer and the learner's devices.
 
 docs/architecture.md explains the symbols.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from runspec.core.spec.fields import (
     HOT,
@@ -89,16 +89,23 @@ class Fill(Block):
 
 
 class Algorithm(Block):
-    """The policy-gradient step."""
+    """What a step of a run trains on, and by which loss; `kind` says which of them it is."""
+
+    updates_per_step: Annotated[Count, Unit("optimizer updates")] = 8
+    """Optimizer updates of a step. For `grpo`: a step's rollouts are cut into so many batches."""
+
+
+class Grpo(Algorithm):
+    """Policy gradient on graded samples of the policy."""
 
     kind: Literal["grpo"] = "grpo"
-    """Group-relative policy optimisation; GSPO, CISPO, DAPO and Dr. GRPO are settings of it."""
+    """`grpo`: group-relative policy optimisation, of which GSPO, CISPO, DAPO and Dr. GRPO are
+    settings. `pretrain`: cross entropy on all tokens of documents. `sft`: cross entropy on what
+    the assistant says in conversations."""
     prompts_per_step: Annotated[Count, Unit("groups")] = 256
     """Problems a rollout step."""
     group_size: Rollouts = 16
     """Samples of each problem, compared with one another."""
-    updates_per_step: Annotated[Count, Unit("optimizer updates")] = 8
-    """A step's rollouts are cut into so many batches."""
     async_level: Annotated[CountOrZero, Unit("steps")] = 2
     """Largest lag: training step minus the policy version that sampled."""
     ratio: Literal["token", "sequence"] = "token"
@@ -123,6 +130,74 @@ class Algorithm(Block):
     """Which groups are not trained on."""
     fill: Fill = Fill()
     """When a step is full."""
+
+
+class ZLoss(Block):
+    """Penalty that keeps the logits near zero."""
+
+    kind: Literal["max_logit", "logsumexp"] = "logsumexp"
+    """`logsumexp`: coef (log sum_v exp z_v)^2 at each trained token (PaLM). `max_logit`: coef
+    (max_v z_v)^2 (METAGENE-1)."""
+    coef: NonNegative = 0.0
+    """Weight of the penalty; 0 is off."""
+
+
+class HeldOut(Block):
+    """Documents that a supervised run never trains on."""
+
+    tokens: Annotated[CountOrZero, Unit("tokens")] = 65536
+    """Tokens in these documents, about; the seed chooses them. 0: none."""
+    every: Annotated[Count, Unit("steps"), RESTART] = 10
+    """Steps between two measurements of their loss; the last step has one too."""
+
+
+class Supervised(Algorithm):
+    """Cross entropy over packed documents."""
+
+    updates_per_step: Annotated[Count, Unit("optimizer updates")] = 1
+    """Optimizer updates of a step."""
+    tokens_per_update: Tokens
+    """For `pretrain` and `sft`: positions of an update, padding included; a multiple of
+    `learner.packing.tokens` x `learner.packing.rows`."""
+    publish_every: Annotated[Count, Unit("steps"), RESTART] = 1
+    """For `pretrain` and `sft`: steps between two published versions; the last step has one too."""
+    z_loss: ZLoss = ZLoss()
+    """For `pretrain` and `sft`: penalty that keeps the logits near zero."""
+    held_out: HeldOut = HeldOut()
+    """For `pretrain` and `sft`: documents that are never trained on."""
+
+
+class Pretrain(Supervised):
+    """Cross entropy on all tokens of documents."""
+
+    kind: Literal["pretrain"] = "pretrain"
+    """See `grpo`."""
+
+
+class Sft(Supervised):
+    """Cross entropy on what the assistant says in conversations."""
+
+    kind: Literal["sft"] = "sft"
+    """See `grpo`."""
+
+
+DEFAULT_KIND = "grpo"
+
+
+def _kind(value: Any) -> Any:
+    """Return the kind that a map names, or that an algorithm has."""
+    if isinstance(value, dict):
+        return value.get("kind", DEFAULT_KIND)
+    return getattr(value, "kind", DEFAULT_KIND)
+
+
+AnyAlgorithm = Annotated[
+    Annotated[Grpo, Tag("grpo")]
+    | Annotated[Pretrain, Tag("pretrain")]
+    | Annotated[Sft, Tag("sft")],
+    Discriminator(_kind),
+]
+"""One of the algorithms, chosen by `kind`."""
 
 
 class Optimizer(Block):
