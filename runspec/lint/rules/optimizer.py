@@ -43,9 +43,9 @@ def learning_rate(context: Context) -> Iterator[Violation]:
     Inside: INTELLECT-2 3e-7 at D = 5120 (1.5e-3), DeepSeekMath 1e-6 at 4096 (4e-3, arXiv
     2402.03300), DAPO 1e-6 at 5120 (arXiv 2503.14476), the laptop profile 5e-4 at 64 (0.03).
     Random weights hold nothing that an update could replace: Llama 7B 3e-4 at 4096 (1.2, arXiv
-    2302.13971), METAGENE-1 6e-4 at 4096 (2.5, arXiv 2501.02045). Adapters want about ten times the rate ("LoRA Without Regret", Thinking Machines, 2025). Of a
-    model whose shape is not known D is taken as 64 for the upper bound and 16384 for the lower,
-    and sgd is not looked at.
+    2302.13971), METAGENE-1 6e-4 at 4096 (2.5, arXiv 2501.02045). Adapters want about ten times the
+    rate ("LoRA Without Regret", Thinking Machines, 2025). Of a model whose shape is not known D is
+    taken as 64 for the upper bound and 16384 for the lower, and sgd is not looked at.
     """
     spec, config = context.spec, context.config
     optimizer, lr, gain = spec.optimizer, spec.optimizer.lr, LORA_GAIN if spec.learner.lora else 1.0
