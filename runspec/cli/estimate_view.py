@@ -210,12 +210,12 @@ def _supervised(estimate: RunEstimate, run: SupervisedEstimate, console: Console
     _say(
         console, f"{_counted(run.updates, 'update')} of {_counted(run.microbatches, 'microbatch')}"
     )
-    columns = ("", ">tokens", ">FLOPs", ">time")
-    table = _table(*columns)
-    flops, step_s, run_s = estimate.learner.flops, estimate.learner.step_s, estimate.run_s
+    table = _table("", ">tokens", ">FLOPs", ">time")
+    flops, step_s = estimate.learner.flops, estimate.learner.step_s
+    step_flops = None if flops is None else flops.total
     for name, tokens, work, seconds in (
-        ("a step", run.step_tokens, flops and flops.total, step_s),
-        (f"{estimate.steps:,} steps", run.run_tokens, run.run_flops, run_s),
+        ("a step", run.step_tokens, step_flops, step_s),
+        (f"{estimate.steps:,} steps", run.run_tokens, run.run_flops, estimate.run_s),
     ):
         times = ("-" if work is None else _count(work), "-" if seconds is None else _time(seconds))
         table.add_row("", name, _count(tokens), *times)
