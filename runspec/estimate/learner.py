@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.memory import KEPT_LOGITS, device_positions, logits_chunk
+from runspec.core.models.memory import KEPT_LOGITS, device_positions, held_weights, logits_chunk
 from runspec.core.models.parameters import (
     WIDTH,
     Tree,
@@ -97,9 +97,7 @@ def learner_memory(spec: RunSpec, config: ModelConfig) -> LearnerMemory:
         config: shape of the model.
     """
     learner, sizes = spec.learner, _sizes(spec, config)
-    grpo = None if spec.supervised is not None else spec.grpo
-    recomputes = grpo is not None and grpo.old_logprobs == "recompute"
-    refers = learner.lora is not None or (grpo is not None and grpo.kl.coef > 0)
+    holds_version, holds_reference = held_weights(spec)
     published = WIDTH[spec.broadcast.dtype]
     moments = _WIDE * sizes.moments
     offload = spec.optimizer.offload
@@ -109,8 +107,8 @@ def learner_memory(spec: RunSpec, config: ModelConfig) -> LearnerMemory:
         masters=WIDTH[learner.master_dtype] * sizes.trained,
         moments=0.0 if offload else moments,
         gradients=_WIDE * sizes.trained,
-        published=published * sizes.model if recomputes else 0.0,
-        reference=published * sizes.model if refers else 0.0,
+        published=published * sizes.model if holds_version else 0.0,
+        reference=published * sizes.model if holds_reference else 0.0,
         activations=activations,
         logits=logits,
         temporaries=temporaries + _batch(spec, sizes) + CODE,
