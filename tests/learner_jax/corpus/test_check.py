@@ -9,12 +9,12 @@ import pytest
 
 from learner_jax.corpus.check import check_documents
 from runspec.core.spec.schema import RunSpec
-from tests.runspec.core.spec.spec_files import EXAMPLES, load
+from tests.runspec.core.spec.spec_files import DOCUMENTS, load
 
 
 def spec_of(source: str) -> RunSpec:
     """The example's run with another source."""
-    checked = load(EXAMPLES / "documents.yaml", f"data.sources={{reads: null, mine: {source}}}")
+    checked = load(DOCUMENTS, f"data.sources={{reads: null, mine: {source}}}")
     return checked.require()
 
 
@@ -50,5 +50,5 @@ def test_a_file_whose_first_document_cannot_be_read_is_named(
 def test_a_missing_file_and_generated_reads(tmp_path: Path) -> None:
     gone = spec_of("{kind: text, uri: https://example.org/a.txt}")
     assert [fault.place for fault in check_documents(gone)[0]] == ["data.sources.mine.uri"]
-    faults, notes = check_documents(load(EXAMPLES / "documents.yaml").require())
+    faults, notes = check_documents(load(DOCUMENTS).require())
     assert (faults, notes) == ([], ["source reads: 4,000 generated reads of 100 bases"])

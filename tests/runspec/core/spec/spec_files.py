@@ -17,6 +17,8 @@ EXAMPLES = SPECS.parent / "runspec" / "lint" / "examples"
 """Of the rules, a folder each."""
 BASE, FLEET = EXAMPLES / "base.yaml", EXAMPLES / "fleet.yaml"
 """What the examples extend."""
+DOCUMENTS = EXAMPLES / "documents.yaml"
+"""What examples of runs that train on documents extend."""
 
 SMALL = """\
 version: runspec/v1
