@@ -167,7 +167,8 @@ def group_page(group: str) -> Page:
 
 def rule_page(rule: Rule) -> Page:
     """A rule: what must hold and why, how to accept it, and a file of each kind."""
-    lines = [f"{rule.code}  ({rule.severity}, group {rule.group})"]
+    runs = {"all": "", "grpo": ", runs of grpo", "supervised": ", runs of pretrain and sft"}
+    lines = [f"{rule.code}  ({rule.severity}, group {rule.group}{runs[rule.runs]})"]
     lines += _joined(_paragraph(paragraph) for paragraph in rule.page.split("\n\n"))
     if rule.check is not None:  # much of what the loader finds is in the way of everything else
         accept = f'# runspec: ignore[{rule.code}] reason="..."'
