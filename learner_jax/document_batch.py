@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from verify.formats.ranges import RangeManifest, RowRange
 
 from learner_jax.batch import RangeReader, StopSignal, manifest_digest
 from learner_jax.corpus.packed import Corpus, open_corpus
@@ -15,7 +16,6 @@ from learner_jax.distributed import LearnerRun
 from learner_jax.packing import TokenBatch
 from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.run_files import corpus_cache, initial_model
-from verify.formats.ranges import RangeManifest, RowRange
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
 
 _COLUMNS = ("tokens", "targets", "segment_ids", "positions")

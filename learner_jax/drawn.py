@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from runspec.core.tokenizer_files import TokenizerFiles
 
 from learner_jax.execution import full_float32
 from learner_jax.leaves import save_weights
@@ -20,7 +21,6 @@ from runspec.core.models.parameters import parameter_count
 from runspec.core.process import not_retried
 from runspec.core.run_files import initial_model
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.tokenizer_files import TokenizerFiles
 
 
 def draw_initial_model(run_dir: Path, log: logging.Logger) -> None:

@@ -24,6 +24,7 @@ from verify.formats.batch import BatchGroup, BatchManifest
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
 
 B = TypeVar("B")
+Read = TypeVar("Read", covariant=True)
 SCHEMA = Schema(
     "runspec batch 1",
     (
@@ -73,13 +74,13 @@ def decode_batch(data: bytes) -> Batch:
     )
 
 
-class Reader(Protocol[B]):
+class Reader(Protocol[Read]):
     """Reads the batches of a run from its files, in process 0."""
 
     def wait(self, step: int, stop: StopSignal, log: logging.Logger) -> Any | None:
         """Wait for the manifest of a step; None when `stop` was set meanwhile."""
 
-    def read(self, manifest: Any) -> B:
+    def read(self, manifest: Any) -> Read:
         """Read what a manifest names."""
 
 
