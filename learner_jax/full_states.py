@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from learner_jax.batch import BatchReader, manifest_digest
+from learner_jax.batch import BatchReader
 from learner_jax.checkpoint import StateInfo, check_state, load_state, save_state, state_steps
 from learner_jax.distributed import LearnerRun
 from learner_jax.fingerprint import differences
 from learner_jax.leaves import load_params
+from learner_jax.manifests import manifest_digest
 from learner_jax.saver import Finish, Saver
 from learner_jax.step import Programs, TrainState
 from learner_jax.versions import VersionWriter
