@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from verify.formats.ranges import RangeManifest, RowRange
 
-from learner_jax.batch import RangeReader, StopSignal, manifest_digest
 from learner_jax.corpus.packed import Corpus, open_corpus
 from learner_jax.corpus.rows import CorpusRows
 from learner_jax.distributed import LearnerRun
+from learner_jax.manifests import RangeReader, manifest_digest
 from learner_jax.packing import TokenBatch
 from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.run_files import corpus_cache, initial_model
+from verify.formats.ranges import RangeManifest, RowRange
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
 
 _COLUMNS = ("tokens", "targets", "segment_ids", "positions")
@@ -44,7 +43,7 @@ class DocumentBatch:
         return manifest_digest(self.manifest)
 
 
-class DocumentReader:
+class DocumentReader(RangeReader):
     """Waits for the manifests of a run, and reads the rows that they number.
 
     While a step is trained, the rows of the next one are read: a manifest names the rows that
@@ -59,27 +58,11 @@ class DocumentReader:
     """
 
     def __init__(self, run: LearnerRun, root_public_key: str) -> None:
-        self._ranges = RangeReader(run.folder, run.spec, root_public_key)
+        super().__init__(run.folder, run.spec, root_public_key)
         cache = corpus_cache(run.folder)
         self.corpus: Corpus = open_corpus(run.spec, initial_model(run.folder), cache, run.log)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
         self._ahead: tuple[RowRange, Future[CorpusRows]] | None = None
-
-    def wait(self, step: int, stop: StopSignal, log: logging.Logger) -> RangeManifest | None:
-        """Wait for the manifest of a step; None when `stop` was set meanwhile.
-
-        Raises:
-            UserError: it is not to be believed.
-        """
-        return self._ranges.wait(step, stop, log)
-
-    def manifest(self, step: int, *, signed: bool = True) -> RangeManifest:
-        """Read and check the manifest of a step.
-
-        Raises:
-            UserError: it is not the coordinator's, or names other rows than the spec asks for.
-        """
-        return self._ranges.manifest(step, signed=signed)
 
     def read(self, manifest: RangeManifest) -> DocumentBatch:
         """Read the rows that a manifest numbers."""

@@ -16,8 +16,9 @@ from dataclasses import asdict, fields
 from itertools import groupby
 from typing import Any, Generic, Protocol, TypeVar
 
-from learner_jax.batch import Batch, StopSignal, TrainingRollout
+from learner_jax.batch import Batch, TrainingRollout
 from learner_jax.distributed import MAX_MESSAGE_BYTES, PeerFailed, Peers, Word
+from learner_jax.manifests import StopSignal
 from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.errors import UserError
 from verify.formats.batch import BatchGroup, BatchManifest

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from learner_jax.batch import manifest_digest
 from learner_jax.checkpoint import StateInfo, check_state, load_state, save_state, state_steps
 from learner_jax.distributed import LearnerRun
 from learner_jax.fingerprint import differences
 from learner_jax.leaves import load_params
+from learner_jax.manifests import ManifestReader, manifest_digest
 from learner_jax.saver import Finish, Saver
 from learner_jax.step import Programs, TrainState
 from learner_jax.versions import VersionWriter
@@ -55,15 +55,8 @@ class Start:
     """Whether the masters should give version `step` its published bits."""
 
 
-class ManifestReader(Protocol):
-    """Reads the manifests of a run."""
-
-    def manifest(self, step: int, *, signed: bool = True) -> Any:
-        """Read the manifest of a step; `signed`: whether the coordinator must have signed it."""
-
-
 def find_start(
-    run: LearnerRun, programs: Programs, reader: ManifestReader | None, corpus: str | None
+    run: LearnerRun, programs: Programs, reader: ManifestReader[Any] | None, corpus: str | None
 ) -> Start:
     """Collective: reads the newest full state, or version 0; removes what was never finished.
 
@@ -165,7 +158,7 @@ def _check_corpus(info: StateInfo, corpus: str | None, states: Folder) -> None:
         )
 
 
-def _check_position(info: StateInfo, run_dir: Path, reader: ManifestReader) -> None:
+def _check_position(info: StateInfo, run_dir: Path, reader: ManifestReader[Any]) -> None:
     """The batch that the state was trained on last is still the one that lies there."""
     path = step_folder(run_dir, info.step - 1) / BATCH_FILE
     if info.batch is None or not path.exists():

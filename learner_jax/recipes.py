@@ -19,7 +19,8 @@ from learner_jax.document_batch import (
 )
 from learner_jax.document_records import DocumentRecords
 from learner_jax.feed import BatchFeed, decode_batch, encode_batch
-from learner_jax.full_states import ManifestReader, Start
+from learner_jax.full_states import Start
+from learner_jax.manifests import ManifestReader
 from learner_jax.report import Records
 from learner_jax.step import Programs, TrainState
 from learner_jax.supervised import (
@@ -49,7 +50,7 @@ class Recipe(Protocol):
     """One kind of run; every method is collective over the learner's processes."""
 
     @property
-    def reader(self) -> ManifestReader | None:
+    def reader(self) -> ManifestReader[Any] | None:
         """Reads the run's manifests, in process 0."""
 
     @property

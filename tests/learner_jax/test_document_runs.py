@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from verify.formats.ranges import RangeManifest, RowRange, sign_ranges
 
 from learner_jax.document_batch import (
     DocumentBatch,
@@ -28,6 +27,7 @@ from runspec.core.run_files import corpus_cache, params_folder, state_folder, ve
 from runspec.core.spec.schema import RunSpec
 from tests.learner_jax.conftest import Run, tiny_spec
 from tests.learner_jax.test_runner import assert_same_weights, lines, train_to_the_end, weights
+from verify.formats.ranges import RangeManifest, RowRange, sign_ranges
 
 STEPS, ROWS = 6, 8
 WORDS = ("red", "green", "blue", "one", "two", "three", "sun", "moon")
