@@ -1,4 +1,4 @@
-"""A pretraining run as a user starts it: its learner is killed, it goes on, and its record holds."""
+"""A pretraining run as a user starts it: its learner is killed, and the run goes on."""
 
 from __future__ import annotations
 

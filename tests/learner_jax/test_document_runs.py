@@ -79,11 +79,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "words.txt").write_text("".join(f"{text}\n" for text in documents))
     from learner_jax.__main__ import main
 
-    trained = main(
-        ["tokenizer", "train", str(folder / "words.txt"), "--vocab", "300"]
-        + ["-o", str(folder / "tokenizer")]
-    )
-    assert trained == 0
+    words, tokenizer = str(folder / "words.txt"), str(folder / "tokenizer")
+    assert main(["tokenizer", "train", words, "--vocab", "280", "-o", tokenizer]) == 0
     return folder
 
 
