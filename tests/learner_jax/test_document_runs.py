@@ -125,7 +125,10 @@ def test_stopped_anywhere_it_ends_with_the_same_bits(
     if stopped == 3:
         shutil.rmtree(newest)
     train_to_the_end(run)
-    assert_same_weights(weights(run, STEPS, tmp_path), weights(straight, STEPS, tmp_path))
+    resumed, whole = (
+        weights(each, STEPS, tmp_path / name) for each, name in ((run, "a"), (straight, "b"))
+    )
+    assert_same_weights(resumed, whole)
     assert [row["step"] for row in lines(run, "metrics")] == list(range(STEPS))
 
 
