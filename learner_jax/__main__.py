@@ -50,7 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     aot.add_argument("--topology", help="TPU slice, like v5p:4x4x4; else learner.hardware")
     aot.add_argument("--model-config", type=Path, help="config.json, in place of the spec's model")
     names = ("publish", "score", "accumulate", "apply")
-    aot.add_argument("--programs", nargs="+", choices=names, default=names, help="all by default")
+    used = "by default those that the run uses"
+    aot.add_argument("--programs", nargs="+", choices=names, help=used)
     score = commands.add_parser(
         "score", help="print the log-probs of given tokens under a Hugging Face model"
     )

@@ -123,12 +123,13 @@ class RunSpec(Block):
     @classmethod
     def _without_validators(cls, value: Any) -> Any:
         """Let a run without workers have no validators by default."""
-        if not isinstance(value, dict) or "verify" in value:
+        verify = value.get("verify", {}) if isinstance(value, dict) else None
+        if not isinstance(value, dict) or not isinstance(verify, dict):
             return value
         algorithm = value.get("algorithm")
         kind = algorithm.get("kind") if isinstance(algorithm, dict) else algorithm
         supervised = kind in SUPERVISED or isinstance(kind, Supervised)
-        return value | {"verify": {"validators": 0}} if supervised else value
+        return value | {"verify": {"validators": 0, **verify}} if supervised else value
 
     @property
     def grpo(self) -> Grpo:
