@@ -74,8 +74,7 @@ def train(
         )
 
         # What is written and read.
-        probe = build_probe(spec, config, mesh)
-        versions = VersionWriter(run, probe, saver)
+        versions = VersionWriter(run, build_probe(spec, config, mesh), saver)
         states = StateWriter(run, start, versions, saver)
         published = None
         if recipe.publishes(step):
