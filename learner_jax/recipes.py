@@ -57,9 +57,6 @@ class Recipe(Protocol):
     def corpus(self) -> str | None:
         """Digest of the documents; None for runs that train on rollouts."""
 
-    def publishes(self, version: int) -> bool:
-        """Whether the version after so many steps is published."""
-
     def compile(self, state: TrainState, start: Start, published: Any | None) -> None:
         """Compile the large programs, while nothing is there to train."""
 
@@ -98,9 +95,6 @@ class Rollouts:
         self.reader = BatchReader(run.folder, run.spec, _root_key(run)) if first else None
         self._feed = BatchFeed(self.reader, run.peers, stop, run.log, encode_batch, decode_batch)
         self._records = Records(run) if first else None
-
-    def publishes(self, version: int) -> bool:
-        return True
 
     def compile(self, state: TrainState, start: Start, published: Any | None) -> None:
         scored = start.reference if published is None else published
@@ -163,9 +157,6 @@ class Documents:
         )
         self._records = DocumentRecords(run, self.reader.corpus) if self.reader else None
         self._held_out_nll: float | None = None
-
-    def publishes(self, version: int) -> bool:
-        return version % self._algorithm.publish_every == 0 or version == self._run.spec.steps
 
     def compile(self, state: TrainState, start: Start, published: Any | None) -> None:
         compile_supervised(self._run.mesh, self._programs, state, start.base)

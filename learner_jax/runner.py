@@ -77,7 +77,7 @@ def train(
         versions = VersionWriter(run, build_probe(spec, config, mesh), saver)
         states = StateWriter(run, start, versions, saver)
         published = None
-        if recipe.publishes(step):
+        if spec.publishes(step):
             bits = programs.publish(state.params, base)
             published = versions.start(step, bits, start.published)
         if step < spec.steps:
@@ -97,7 +97,7 @@ def train(
             clock.trained()
             state, step, trained = result.state, step + 1, batch.digest
             weights = partial(programs.publish, state.params, base)
-            if recipe.publishes(step):
+            if spec.publishes(step):
                 peers.each(saver.wait)
                 clock.waited("checkpoint")
                 published = versions.write(step, weights())
