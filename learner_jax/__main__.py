@@ -83,6 +83,10 @@ def main(arguments: list[str] | None = None) -> int:
     adapter.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
     adapter.add_argument("out", type=Path, metavar="OUT", help="a new directory")
     adapter.add_argument("--step", type=int, help="of which full state; else the newest")
+    check = commands.add_parser(
+        "check", help="open the documents of DIR/spec.json; prints JSON for `runspec lint --data`"
+    )
+    check.add_argument("folder", type=Path, metavar="DIR", help="of a run, or with a spec.json")
     _add_tokenizer(commands)
     options = parser.parse_args(arguments)
     role = "learner" if options.command == "train" else options.command
@@ -154,6 +158,10 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
 
         step = export_adapter(options.run_dir, options.out, step=options.step)
         log.info("adapters after step %d are in %s", step, options.out)
+    elif options.command == "check":
+        from learner_jax.corpus.check import check_command
+
+        check_command(options.folder)
     elif options.command == "tokenizer":
         from learner_jax.corpus.tokenizer import tokenizer_command
 

@@ -6,7 +6,7 @@ distributions over A, C, G and T is drawn from a Dirichlet distribution.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,11 @@ class GeneratedReads:
     length: int = 100
     """Bases of a read."""
     seed: int = 0
+
+    @classmethod
+    def of(cls, params: Mapping[str, object]) -> GeneratedReads:
+        """Return what a source's `params` say, which the linter has checked."""
+        return cls(**{key: int(str(value)) for key, value in params.items()})
 
     def tables(self) -> np.ndarray:
         """Return p(base | three bases before it) of each organism: float64 [organisms, 64, 4].
