@@ -15,9 +15,10 @@ from learner_jax.corpus.sources import Messages, Row, read_rows
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
-from runspec.core.spec.schema import RunSpec, Source
+from runspec.core.spec.schema import SUPERVISED, RunSpec, Source
 from runspec.core.tokenizer_files import ASSISTANT, ChatTemplate, TokenizerFiles
 
+PRETRAIN, SFT = SUPERVISED
 _BATCH = 512
 """Documents that are tokenized together."""
 
@@ -58,7 +59,7 @@ class Encoder:
             UserError: a file is missing or malformed.
         """
         files = TokenizerFiles.read(model_dir)
-        masked = spec.algorithm.kind == "sft"
+        masked = spec.algorithm.kind == SFT
         longest = spec.learner.packing.tokens if masked else None
         template = ChatTemplate.of(files) if masked else None
         return cls(files, template, masked, vocabulary, longest)
@@ -91,7 +92,7 @@ class Encoder:
         Raises:
             UserError: a document cannot be read, or has a token that the model lacks.
         """
-        rows = read_rows(source, files, counts, conversations=self.masked)
+        rows = read_rows(source, files, counts, SFT if self.masked else PRETRAIN)
         while batch := list(islice(rows, _BATCH)):
             for row, each in zip(batch, self._batch(batch, counts), strict=True):
                 if each is None:

@@ -29,6 +29,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import locked, new_directory, remove_leftovers
 from runspec.core.hashing import digest_bytes
 from runspec.core.models.family import load_config
+from runspec.core.spec.documents import is_generated
 from runspec.core.spec.schema import RunSpec, Source
 from runspec.core.spec.source_files import file_digest, source_files
 
@@ -201,6 +202,9 @@ def open_corpus(spec: RunSpec, model_dir: Path, cache: Path, log: logging.Logger
 
 
 def _files(source: Source) -> list[Path]:
+    """The files of a source, in order; none of one that is generated."""
+    if is_generated(source):
+        return []
     files = list(source_files(source).values())
     if not files:
         raise UserError(

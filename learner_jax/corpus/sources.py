@@ -13,7 +13,6 @@ from learner_jax.corpus.documents import (
     READERS,
     Counts,
     Kind,
-    as_text,
     json_values,
     parquet_values,
     read_documents,
@@ -22,7 +21,9 @@ from learner_jax.corpus.documents import (
     text_lines,
     too_long,
 )
+from learner_jax.corpus.generated import GeneratedReads
 from runspec.core.errors import UserError
+from runspec.core.spec.documents import PARAMS, column_of, is_generated
 from runspec.core.spec.schema import Source
 
 Messages = list[dict[str, Any]]
@@ -38,50 +39,45 @@ class Row(NamedTuple):
 
 
 def read_rows(
-    source: Source, files: Sequence[Path], counts: Counts, *, conversations: bool
+    source: Source, files: Sequence[Path], counts: Counts, algorithm: str
 ) -> Iterator[Row]:
     """Yield the documents of a source, all of one type.
 
     Args:
-        source: of kind `text`, `jsonl`, `parquet`, `fasta` or `fastq`. Its `params` name the column
-            of JSON lines or Parquet that holds the documents: `text`, `messages` or `tokens`.
+        source: of documents, as the linter has checked it.
         files: its files, in order.
         counts: receives the numbers.
-        conversations: whether the column is one of messages where `params` names none.
+        algorithm: kind of the run's algorithm.
 
     Raises:
         UserError: a file cannot be read, is not of its kind, or holds no document.
     """
-    kind, named = _kind(source), {name for name in _CONVERT if name in source.params}
-    if len(named) > 1:
-        raise UserError(
-            f"names {' and '.join(sorted(named))}",
-            place=f"data.sources.{source.name}.params",
-            remedy="name one column",
-        )
-    what = named.pop() if named else ("messages" if conversations else "text")
-    column = str(source.params.get(what, what))
-    if what == "text" or kind not in ("jsonl", "parquet"):
-        if source.params.get("whole"):
-            yield from _whole_files(files, counts)
-            return
+    what, column = column_of(source, algorithm)
+    if is_generated(source):
+        for document in GeneratedReads.of(source.params).documents():
+            counts.documents += 1
+            counts.characters += len(document.text)
+            yield Row(f"data.sources.{source.name}, read {document.name}", document.text)
+    elif source.params.get("whole"):
+        yield from _whole_files(files, counts)
+    elif what == "text":
         for path in files:
-            for document in read_documents(path, counts, kind=kind, column=column):
+            for document in read_documents(path, counts, kind=_kind(source), column=column):
                 yield Row(f"{path}:{document.name}", document.text)
-        return
-    values = json_values if kind == "jsonl" else parquet_values
-    offset = int(source.params.get("id_offset", 0))
-    for path in files:
-        with readable(path, counts):
-            for _, place, value in values(path, column):
-                found = _CONVERT[what](value, column, place)
-                if not len(found):
-                    counts.empty += 1
-                    continue
-                counts.documents += 1
-                counts.by_file[str(path)] += 1
-                yield Row(place, found + offset if what == "tokens" else found)
-        require_some(path, counts)
+    else:
+        values = json_values if source.kind == "jsonl" else parquet_values
+        offset = int(source.params.get("id_offset", 0))
+        for path in files:
+            with readable(path, counts):
+                for _, place, value in values(path, column):
+                    found = _CONVERT[what](value, column, place)
+                    if not len(found):
+                        counts.empty += 1
+                        continue
+                    counts.documents += 1
+                    counts.by_file[str(path)] += 1
+                    yield Row(place, found + offset if what == "tokens" else found)
+            require_some(path, counts)
 
 
 def _kind(source: Source) -> Kind:
@@ -89,9 +85,9 @@ def _kind(source: Source) -> Kind:
         raise UserError(
             f"{source.kind!r} is no kind of documents",
             place=f"data.sources.{source.name}.kind",
-            remedy=f"name one of {', '.join(READERS)}",
+            remedy=f"name one of {', '.join(PARAMS)}",
         )
-    return source.kind
+    return cast(Kind, source.kind)
 
 
 def _whole_files(files: Sequence[Path], counts: Counts) -> Iterator[Row]:
@@ -134,7 +130,6 @@ def _messages(value: object, column: str, place: str) -> Messages:
 
 
 _CONVERT: dict[str, Callable[[object, str, str], Any]] = {
-    "text": as_text,
     "messages": _messages,
     "tokens": _token_ids,
 }
