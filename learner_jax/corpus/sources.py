@@ -87,7 +87,7 @@ def _kind(source: Source) -> Kind:
             place=f"data.sources.{source.name}.kind",
             remedy=f"name one of {', '.join(PARAMS)}",
         )
-    return cast(Kind, source.kind)
+    return source.kind
 
 
 def _whole_files(files: Sequence[Path], counts: Counts) -> Iterator[Row]:
