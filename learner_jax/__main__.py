@@ -20,6 +20,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     start.add_argument("run_dir", type=Path, help="run directory with spec.json")
     start.add_argument("--cache", type=Path, required=True, help="where finished starts are kept")
+    draw = commands.add_parser("draw", help="make version 0 of random weights, from the run's seed")
+    draw.add_argument("run_dir", type=Path, help="run directory with spec.json and a tokenizer")
     train = commands.add_parser("train", help="train every step that is left, then exit 0")
     train.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
     train.add_argument(
@@ -147,6 +149,10 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
 
         fields = ("run", "programs", "profile", "overrides", "topology", "model_config")
         aot_command(AotOptions(**{name: getattr(options, name) for name in fields}))
+    elif options.command == "draw":
+        from learner_jax.drawn import draw_initial_model
+
+        draw_initial_model(options.run_dir, log)
     elif options.command == "export-adapter":
         from learner_jax.export_adapter import export_adapter
 

@@ -222,7 +222,7 @@ def _supervised(estimate: RunEstimate, run: SupervisedEstimate, console: Console
     console.print(table)
     if run.tokens_per_s is not None:
         _say(console, f"{_count(run.tokens_per_s)} tokens/s")
-    if flops is not None and flops.held_out:
+    if flops is not None and flops.held_out > 0.005 * flops.total:
         _say(console, f"{flops.held_out / flops.total:.0%} of the FLOPs measure held-out loss")
     every = "every step" if run.publish_every == 1 else f"every {run.publish_every:,} steps"
     _say(console, f"a version {every}, {run.versions:,} in all")
@@ -289,7 +289,7 @@ def _assumptions(assumed: Sequence[Assumed], console: Console) -> None:
 
 def _count(value: float) -> str:
     """Like 866 k or 32.8 G."""
-    units = ["", " k", " M", " G", " T"]
+    units = ["", " k", " M", " G", " T", " P", " E", " Z"]
     while value >= 999.5 and len(units) > 1:
         value, units = value / 1000.0, units[1:]
     return f"{value:.3g}{units[0]}"

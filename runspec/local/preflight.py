@@ -244,9 +244,16 @@ def _not_here(
 
 def _tokenizer(spec: RunSpec, found: ModelFiles) -> Iterator[Missing]:
     asked = spec.model.tokenizer
+    drawn = spec.model.shape is not None and spec.supervised is not None
     if asked is None:
+        if drawn:
+            yield Missing(
+                "model.tokenizer",
+                "a model of random weights has no tokenizer of its own",
+                "name one; `python -m learner_jax tokenizer train` makes one",
+            )
         return
-    if spec.model.hf is None and spec.supervised is None:
+    if spec.model.hf is None and not drawn:
         yield Missing(
             "model.tokenizer",
             "a model that the run makes has the tokenizer of its warm start",

@@ -142,5 +142,10 @@ class RunSpec(Block):
         """The algorithm of a run that trains on documents; None for `grpo`."""
         return self.algorithm if isinstance(self.algorithm, Supervised) else None
 
+    def publishes(self, version: int) -> bool:
+        """Return whether the version after so many steps is published."""
+        every = 1 if self.supervised is None else self.supervised.publish_every
+        return version % every == 0 or version == self.steps
+
 
 RunSpec.model_rebuild()
