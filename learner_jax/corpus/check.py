@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
-from learner_jax.corpus.documents import Counts, Kind, read_documents
+from learner_jax.corpus.documents import Counts
 from learner_jax.corpus.generated import GeneratedReads
+from learner_jax.corpus.sources import read_rows
 from runspec.core.errors import UserError
-from runspec.core.spec.documents import column_of, is_generated
+from runspec.core.spec.documents import is_generated
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec, Source
 from runspec.core.spec.source_files import source_files
@@ -57,9 +57,7 @@ def _open(source: Source, kind: str) -> str:
         return f"{reads.reads:,} generated reads of {reads.length} bases"
     files = source_files(source)
     for path in _reported(list(files.values())):
-        form, column = column_of(source, kind)
-        if form == "text":
-            next(read_documents(path, Counts(), kind=cast(Kind, source.kind), column=column))
+        next(read_rows(source, [path], Counts(), kind))
     size = sum(path.stat().st_size for path in files.values())
     return f"{len(files)} file{'s' if len(files) > 1 else ''}, {size:,} bytes"
 

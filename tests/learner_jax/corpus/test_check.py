@@ -27,6 +27,7 @@ def spec_of(source: str) -> RunSpec:
         ("latin.txt", b"caf\xe9\n", "not UTF-8"),
         ("cut.txt.gz", gzip.compress(b"one\ntwo\n" * 9000)[:12], "damaged gzip"),
         ("other.jsonl", b'{"body": "one"}\n', "'text' holds NoneType"),
+        ("ids.jsonl", b'{"ids": [1, "2"]}\n', "'ids' holds no list of token ids"),
     ],
 )
 def test_a_file_whose_first_document_cannot_be_read_is_named(
@@ -36,7 +37,9 @@ def test_a_file_whose_first_document_cannot_be_read_is_named(
     (tmp_path / name).write_bytes(content)
     kind = {".fa": "fasta", ".fastq": "fastq", ".jsonl": "jsonl"}.get(Path(name).suffix, "text")
     # when the source is opened
-    faults, notes = check_documents(spec_of(f"{{kind: {kind}, uri: {tmp_path / name}}}"))
+    params = "{tokens: ids}" if name == "ids.jsonl" else "{}"
+    source = f"{{kind: {kind}, uri: {tmp_path / name}, params: {params}}}"
+    faults, notes = check_documents(spec_of(source))
     # then the fault has the source, the file and the reason; what comes later is not read
     if not said:
         assert (faults, len(notes)) == ([], 1)
