@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -40,6 +40,11 @@ Group = Literal[
     "security",
     "placement",
 ]
+
+Runs = Literal["all", "grpo", "supervised"]
+"""Kinds of `algorithm` that a rule is about; `supervised` are `pretrain` and `sft`."""
+_SAMPLED: tuple[Group, ...] = ("reward", "samplers", "verification")
+"""Groups whose rules are about `grpo` unless they say otherwise."""
 
 MAX_DIVISOR = 4096
 """Largest divisor: no mesh is larger, and a spec may say 10 ** 30."""
@@ -125,6 +130,11 @@ class Rule:
     """Check function; None if the loader makes the findings."""
     suggestion: str = ""
     """Suggestion for findings without one; `{path}` is the finding's."""
+    runs: Runs = "all"
+
+    def is_about(self, spec: RunSpec) -> bool:
+        """Return whether the rule is about runs of the spec's kind."""
+        return self.runs in ("all", "grpo" if spec.supervised is None else "supervised")
 
     @property
     def summary(self) -> str:
@@ -135,29 +145,42 @@ RULES: dict[str, Rule] = {}
 """Every rule by its code, in order of registration."""
 
 
-def rule(code: str, group: Group, severity: Severity = "error") -> Callable[[Check], Check]:
-    """Register a function as a rule; its docstring becomes the page."""
+def rule(
+    code: str, group: Group, severity: Severity = "error", runs: Runs | None = None
+) -> Callable[[Check], Check]:
+    """Register a function as a rule; its docstring becomes the page.
+
+    Args:
+        code, group, severity: of the rule.
+        runs: kinds of runs that it is about; None: as its group.
+    """
 
     def register(check: Check) -> Check:
-        add(Rule(code, group, severity, inspect.cleandoc(check.__doc__ or ""), check))
+        page = inspect.cleandoc(check.__doc__ or "")
+        add(Rule(code, group, severity, page, check, runs=runs or _runs_of(group)))
         return check
 
     return register
 
 
 def model_rule(
-    code: str, group: Group, severity: Severity = "error"
+    code: str, group: Group, severity: Severity = "error", runs: Runs | None = None
 ) -> Callable[[ModelCheck], ModelCheck]:
-    """Register a rule on the model's shape; it finds nothing if the shape is unknown."""
+    """Register a rule on the model's shape as `rule` does; it finds nothing if that is unknown."""
 
     def register(check: ModelCheck) -> ModelCheck:
+        @rule(code, group, severity, runs)
+        @wraps(check)
         def known(context: Context) -> Iterator[Violation]:
             return check(context, context.config) if context.config else iter(())
 
-        add(Rule(code, group, severity, inspect.cleandoc(check.__doc__ or ""), known))
         return check
 
     return register
+
+
+def _runs_of(group: Group) -> Runs:
+    return "grpo" if group in _SAMPLED else "all"
 
 
 def found_by_loader(
@@ -187,9 +210,9 @@ def add(new: Rule) -> None:
 
 
 def violations(context: Context) -> Iterator[tuple[Rule, Violation]]:
-    """Find every violation of every rule."""
+    """Find every violation of every rule that is about the spec's kind of run."""
     for one in RULES.values():
-        if one.check is not None:
+        if one.check is not None and one.is_about(context.spec):
             for violation in one.check(context):
                 yield one, violation
 

@@ -42,9 +42,10 @@ class MissingPlugin:
 
 
 def missing_plugins(spec: RunSpec) -> list[MissingPlugin]:
-    """Return the sources and rewards whose kind no installed package offers."""
+    """Return the sources of problems and the rewards whose kind no installed package offers."""
+    problems = spec.data.sources if spec.supervised is None else ()  # documents have no plug-ins
     asked: list[tuple[str, tuple[str, ...], str]] = [
-        *((SOURCE_GROUP, ("data", "sources", s.name), s.kind) for s in spec.data.sources),
+        *((SOURCE_GROUP, ("data", "sources", s.name), s.kind) for s in problems),
         *((REWARD_GROUP, ("reward", r.name), r.kind) for r in spec.reward),
     ]
     offered = {group: installed_kinds(group) for group in (SOURCE_GROUP, REWARD_GROUP)}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from runspec.lint.registry import Context, Violation, divisors, rule
 
 
-@rule("updates-divide-batch", "algorithm")
+@rule("updates-divide-batch", "algorithm", runs="grpo")
 def updates_divide_batch(context: Context) -> Iterator[Violation]:
     """The rollouts of a step must divide evenly into its optimizer updates.
 
@@ -34,7 +34,7 @@ def updates_divide_batch(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("whole-groups", "algorithm", "warning")
+@rule("whole-groups", "algorithm", "warning", runs="grpo")
 def whole_groups(context: Context) -> Iterator[Violation]:
     """Each optimizer update of a step must get the same number of whole groups.
 
@@ -61,7 +61,7 @@ def whole_groups(context: Context) -> Iterator[Violation]:
     )
 
 
-@rule("group-size", "algorithm")
+@rule("group-size", "algorithm", runs="grpo")
 def group_size(context: Context) -> Iterator[Violation]:
     """A group needs at least two rollouts: they are compared with one another.
 
@@ -80,7 +80,7 @@ def group_size(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("clip-bounds", "algorithm")
+@rule("clip-bounds", "algorithm", runs="grpo")
 def clip_bounds(context: Context) -> Iterator[Violation]:
     """The bound on ratios of bad tokens must lie above the ordinary clip.
 
@@ -106,7 +106,7 @@ def clip_bounds(context: Context) -> Iterator[Violation]:
     )
 
 
-@rule("clip-lower", "algorithm")
+@rule("clip-lower", "algorithm", runs="grpo")
 def clip_lower(context: Context) -> Iterator[Violation]:
     """The lower clip bound must be a ratio above 0.
 
@@ -126,7 +126,7 @@ def clip_lower(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("cispo", "algorithm")
+@rule("cispo", "algorithm", runs="grpo")
 def cispo(context: Context) -> Iterator[Violation]:
     """CISPO weighs tokens by their own clipped ratio: it takes no sequence ratio and no delta.
 
@@ -154,7 +154,7 @@ def cispo(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("stale-pi-old", "algorithm", "warning")
+@rule("stale-pi-old", "algorithm", "warning", runs="grpo")
 def stale_pi_old(context: Context) -> Iterator[Violation]:
     """A single update a step with recomputed pi_old needs something that acts against lag.
 
@@ -178,7 +178,7 @@ def stale_pi_old(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("importance-cap", "algorithm")
+@rule("importance-cap", "algorithm", runs="grpo")
 def importance_cap(context: Context) -> Iterator[Violation]:
     """An importance weight needs a recomputed pi_old.
 
@@ -197,7 +197,7 @@ def importance_cap(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("one-temperature", "algorithm")
+@rule("one-temperature", "algorithm", runs="grpo")
 def one_temperature(context: Context) -> Iterator[Violation]:
     """All pools must sample at one temperature, which the loss uses too.
 
@@ -221,7 +221,7 @@ def one_temperature(context: Context) -> Iterator[Violation]:
             )
 
 
-@rule("kl-reference", "algorithm")
+@rule("kl-reference", "algorithm", runs="grpo")
 def kl_reference(context: Context) -> Iterator[Violation]:
     """A KL penalty needs a reference policy.
 
@@ -239,7 +239,7 @@ def kl_reference(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("kl-unused", "algorithm", "warning")
+@rule("kl-unused", "algorithm", "warning", runs="grpo")
 def kl_unused(context: Context) -> Iterator[Violation]:
     """A reference policy needs a KL weight: without one nobody asks it.
 
@@ -257,7 +257,7 @@ def kl_unused(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("std-without-filter", "algorithm")
+@rule("std-without-filter", "algorithm", runs="grpo")
 def std_without_filter(context: Context) -> Iterator[Violation]:
     """Advantages divided by the group's std need the zero-variance filter.
 

@@ -12,7 +12,7 @@ from runspec.lint.registry import Context, Violation, model_rule, rule
 from runspec.lint.rules.relays import graph_is_sound
 
 
-@rule("versions-kept", "asynchrony")
+@rule("versions-kept", "asynchrony", runs="grpo")
 def versions_kept(context: Context) -> Iterator[Violation]:
     """Versions must be kept as long as rollouts of them are sampled and checked.
 
@@ -34,7 +34,7 @@ def versions_kept(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("lease-outlasts-step", "asynchrony", "warning")
+@rule("lease-outlasts-step", "asynchrony", "warning", runs="grpo")
 def lease_outlasts_step(context: Context) -> Iterator[Violation]:
     """A lease should expire before the step that waits for it gives up.
 
@@ -56,7 +56,7 @@ def lease_outlasts_step(context: Context) -> Iterator[Violation]:
         )
 
 
-@model_rule("broadcast-time", "asynchrony")
+@model_rule("broadcast-time", "asynchrony", runs="grpo")
 def broadcast_time(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """A version must reach its slowest worker within the lag that is allowed.
 
@@ -163,7 +163,7 @@ def anchor_distance(context: Context, config: ModelConfig) -> Iterator[Violation
     )
 
 
-@model_rule("whole-versions", "asynchrony", "warning")
+@model_rule("whole-versions", "asynchrony", "warning", runs="grpo")
 def whole_versions(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """Where links carry a delta within a step but no whole version, deltas should be sent.
 

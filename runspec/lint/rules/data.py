@@ -1,4 +1,4 @@
-"""Rules on problems: fields and rows of sources, and prompts that begin the thinking."""
+"""Rules on data: fields and rows of sources, and prompts that begin the thinking."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from runspec.core.errors import UserError
+from runspec.core.spec.documents import PARAMS
 from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.schema_fields import close_match
 from runspec.core.spec.source_files import ROW_KINDS, source_files, whole_uri
@@ -81,17 +82,18 @@ def source_columns(context: Context) -> Iterator[Violation]:
                 )
 
 
-@rule("source-files", "reward", "warning")
+@rule("source-files", "reward", "warning", runs="all")
 def found_files(context: Context) -> Iterator[Violation]:
     """The files that a source reads ought to be there where the spec is linted.
 
     A `uri` without `://` names a file, a folder, or files by a pattern; a relative one starts
     beside the spec or, where nothing is there, where the command runs. Sources fetch nothing: what
-    is not on the coordinator's machine stops the run before its first step. A warning, for a spec
-    may be linted elsewhere.
+    is not on the coordinator's machine, or of documents on the learner's, stops the run before its
+    first step. A warning, for a spec may be linted elsewhere.
     """
     for source in context.spec.data.sources:
-        if source.uri is None or "://" in source.uri or source.kind not in ROW_KINDS:
+        kinds = ROW_KINDS if context.spec.supervised is None else PARAMS
+        if source.uri is None or "://" in source.uri or source.kind not in kinds:
             continue
         local = source.model_copy(update={"uri": whole_uri(source.uri, context.folder)})
         try:

@@ -8,6 +8,7 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.parameters import matrix_shapes
 from runspec.core.models.spec_model import model_names, named_model
+from runspec.core.spec.documents import column_of
 from runspec.lint.registry import Context, Violation, divisors, model_rule, rule
 from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.lock.cache import is_on_hub, require_files
@@ -226,9 +227,10 @@ def end_token(context: Context) -> Iterator[Violation]:
         id of tokenizer_config.json's eos_token  in  eos_token_id of config.json,
                                                  and of generation_config.json
 
-    Rollouts end at the tokenizer's `eos_token` and at no other. Where the model was trained to end
-    with another one, outputs run on to the limit, and none has an answer. Looked at where the files
-    are in a local directory; files that name no end token disagree with nothing.
+    Rollouts end at the tokenizer's `eos_token` and at no other, and `sft` trains it as the end of
+    what the assistant says. Where the model was trained to end with another one, outputs run on to
+    the limit, and none has an answer. Looked at where the files are in a local directory; files
+    that name no end token disagree with nothing.
     """
     files = context.tokenizer
     if files is None or files.end_token is None or not files.ids:
@@ -259,16 +261,27 @@ def chat_template(context: Context) -> Iterator[Violation]:
 
     Prompts are put into the template of the policy version's tokenizer (`chat_template.jinja`, or
     `chat_template` in tokenizer_config.json), in every role alike. Without one the problem is
-    encoded as it is: right for a base model, and not what an instructed model was trained on.
-    Looked at where the tokenizer is in a local directory.
+    encoded as it is: right for a base model, and not what an instructed model was trained on. An
+    error in runs of `sft` that read conversations: the template says which tokens are the
+    assistant's. Runs of `pretrain` use none. Looked at where the tokenizer is in a local directory.
     """
-    files = context.tokenizer
-    if files is not None and not files.has_template:
-        yield Violation(
-            _tokenizer_key(context),
-            f"{files.folder}: no chat template; problems are put to the model as they are",
-            suggestion="chat_template.jinja of the model's repository",
-        )
+    files, spec = context.tokenizer, context.spec
+    conversations = spec.supervised is not None and any(
+        column_of(source, spec.algorithm.kind)[0] == "messages" for source in spec.data.sources
+    )
+    if files is None or files.has_template or not (spec.supervised is None or conversations):
+        return
+    yield Violation(
+        _tokenizer_key(context),
+        f"{files.folder}: no chat template; "
+        + (
+            "nothing says which tokens of a conversation are the assistant's"
+            if conversations
+            else "problems are put to the model as they are"
+        ),
+        suggestion="chat_template.jinja of the model's repository",
+        severity="error" if conversations else None,
+    )
 
 
 def _tokenizer_key(context: Context) -> tuple[str, ...]:
@@ -284,9 +297,10 @@ def _own_files(context: Context) -> TokenizerFiles | None:
 def one_model(context: Context) -> Iterator[Violation]:
     """Exactly one of `model.hf` and `model.shape` must be given.
 
-    The first names weights that exist, the second the shape of weights that the warm start makes.
-    With both it would be open which is version 0; with neither there is none. `model.revision` is
-    the commit of `model.hf`, and means nothing without it.
+    The first names weights that exist, the second the shape of weights that the run makes: by its
+    warm start, or at random where it trains on documents. With both it would be open which is
+    version 0; with neither there is none. `model.revision` is the commit of `model.hf`, and means
+    nothing without it.
     """
     model = context.spec.model
     given = [name for name in ("hf", "shape") if getattr(model, name) is not None]
@@ -305,7 +319,7 @@ def one_model(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("warm-start", "model")
+@rule("warm-start", "model", runs="grpo")
 def warm_start(context: Context) -> Iterator[Violation]:
     """A `model.shape` must have a warm start, and a model with weights must have none.
 

@@ -9,6 +9,8 @@ from runspec.lint.registry import Context, Violation, rule
 
 LEAST_MOVE, LARGEST_MOVE = 5e-5, 0.5
 """Move of a weight x hidden size between which fine-tuning is known to work."""
+FROM_NOTHING = 10.0
+"""How much larger both are where a model of random weights trains on documents."""
 NARROWEST, WIDEST = 64, 16384
 """Hidden sizes between which a model lies whose shape is not known."""
 USERS = {
@@ -23,9 +25,10 @@ USERS = {
 
 @rule("learning-rate", "algorithm", "warning")
 def learning_rate(context: Context) -> Iterator[Violation]:
-    """The learning rate must lie in the band in which fine-tuning is known to work.
+    """The learning rate must lie in the band in which training is known to work.
 
-        5e-5 <= move x D <= 0.5        D the hidden size
+        5e-5 <= move x D <= 0.5        D the hidden size; ten times that for `model.shape` under
+                                       `pretrain` and `sft`
         adamw   move = lr, as with muon, whose updates have the same size
         sgd     move = lr clip_norm / ((1 - momentum) sqrt(P)),  P trained parameters
 
@@ -39,9 +42,10 @@ def learning_rate(context: Context) -> Iterator[Violation]:
 
     Inside: INTELLECT-2 3e-7 at D = 5120 (1.5e-3), DeepSeekMath 1e-6 at 4096 (4e-3, arXiv
     2402.03300), DAPO 1e-6 at 5120 (arXiv 2503.14476), the laptop profile 5e-4 at 64 (0.03).
-    Adapters want about ten times the rate ("LoRA Without Regret", Thinking Machines, 2025). Of a
-    model whose shape is not known D is taken as 64 for the upper bound and 16384 for the lower,
-    and sgd is not looked at.
+    Random weights hold nothing that an update could replace: Llama 7B 3e-4 at 4096 (1.2, arXiv
+    2302.13971), METAGENE-1 6e-4 at 4096 (2.5, arXiv 2501.02045). Adapters want about ten times the
+    rate ("LoRA Without Regret", Thinking Machines, 2025). Of a model whose shape is not known D is
+    taken as 64 for the upper bound and 16384 for the lower, and sgd is not looked at.
     """
     spec, config = context.spec, context.config
     optimizer, lr, gain = spec.optimizer, spec.optimizer.lr, LORA_GAIN if spec.learner.lora else 1.0
@@ -50,6 +54,8 @@ def learning_rate(context: Context) -> Iterator[Violation]:
     width = None if config is None else config.hidden_size
     # The rate that moves a weight by 1.
     unit = gain if config is None else lr / weight_move(spec, config)
+    if spec.supervised is not None and spec.model.shape is not None:
+        unit *= FROM_NOTHING
     least = unit * LEAST_MOVE / (width or WIDEST)
     largest = unit * LARGEST_MOVE / (width or NARROWEST)
     if least <= lr <= largest:
@@ -60,7 +66,9 @@ def learning_rate(context: Context) -> Iterator[Violation]:
         f"{lr:g} is {'below' if lr < least else 'above'} what trains {of} with {optimizer.kind}"
         + (" and adapters" if spec.learner.lora else ""),
         numbers={"lr": lr, "least": least, "largest": largest},
-        suggestion="published runs of 7B to 32B use AdamW at 3e-7 to 1e-6, adapters 1e-5 to 2e-4",
+        suggestion="published runs of 7B to 32B use AdamW at 3e-7 to 1e-6, adapters 1e-5 to 2e-4"
+        if spec.supervised is None
+        else "published runs of 7B use AdamW at 1e-5 to tune and 3e-4 from random weights",
     )
 
 

@@ -56,7 +56,7 @@ def model_len(context: Context) -> Iterator[Violation]:
             )
 
 
-@model_rule("model-positions", "samplers")
+@model_rule("model-positions", "samplers", runs="all")
 def model_positions(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """max_context must not exceed what the model's own config.json covers.
 
@@ -112,7 +112,7 @@ def packing_holds(context: Context) -> Iterator[Violation]:
             )
 
 
-@model_rule("attention-window", "samplers")
+@model_rule("attention-window", "samplers", runs="all")
 def attention_window(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """A packed row must not be longer than the model is exact for.
 

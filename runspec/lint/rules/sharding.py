@@ -75,7 +75,7 @@ def context_divides(context: Context) -> Iterator[Violation]:
     )
 
 
-@rule("idle-shards", "mesh", "warning")
+@rule("idle-shards", "mesh", "warning", runs="grpo")
 def idle_shards(context: Context) -> Iterator[Violation]:
     """An optimizer update must have a sequence for every shard of the batch.
 
@@ -97,7 +97,7 @@ def idle_shards(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("padded-microbatch", "mesh", "warning")
+@rule("padded-microbatch", "mesh", "warning", runs="grpo")
 def padded_microbatch(context: Context) -> Iterator[Violation]:
     """The sequences of an update must divide by data x fsdp x microbatch, to fill its microbatches.
 

@@ -24,7 +24,7 @@ def test_nothing_finds_the_good_example(code: str) -> None:
     assert load(EXAMPLES / code / "good.yaml").findings == []
 
 
-@pytest.mark.parametrize("base", ["base", "fleet"])
+@pytest.mark.parametrize("base", ["base", "fleet", "documents"])
 def test_what_examples_extend_is_clean(base: str) -> None:
     assert load(EXAMPLES / f"{base}.yaml").findings == []
 
