@@ -57,7 +57,7 @@ def rows_of(
     Args:
         spec: of `supervised_spec`.
         documents: int32 [n], at least two tokens each.
-        weights: one of each document; 1 by default.
+        weights: one of each document, or more, which are left out; 1 by default.
     """
     packing = spec.learner.packing
     packed = pack(
@@ -66,8 +66,8 @@ def rows_of(
         rows=packing.rows,
         microbatches=microbatch_bound(spec),
     )
-    values = np.ones(len(documents)) if weights is None else np.array(weights)
-    laid = packed.scatter([np.array(value) for value in values])
+    each = [1.0] * len(documents) if weights is None else list(weights)
+    laid = packed.scatter(each[: len(documents)])
     batch = TokenBatch(*(x.reshape(-1, packing.tokens) for x in vars(packed.batch).values()))
     kind = spec.learner.master_dtype
     return CorpusRows(batch, laid.reshape(-1, packing.tokens).astype(kind))
