@@ -10,22 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from learner_jax.execution import Execution
 from learner_jax.leaves import load_params
-from learner_jax.model import bind
-from learner_jax.packing import TokenBatch
 from learner_jax.sharding import make_mesh
 from learner_jax.step import build_programs
 from learner_jax.supervised import supervised_step
 from runspec.core.models.family import load_config
 from runspec.core.spec.schema import Mesh, Optimizer, ZLoss
-from tests.learner_jax.document_rows import joined, rows_of, supervised_spec
+from tests.learner_jax.document_rows import rows_of, supervised_spec
 from tests.learner_jax.families import in_double
 
 UPDATES, VOCABULARY = 50, 40
