@@ -21,7 +21,11 @@ TEXT = "the sun and the moon are red, \u00e9tait; 12 + 34 = 46\n"
 
 
 def spec_of(
-    *sources: dict[str, Any], row: int = 16, held_out: int = 0, kind: str = "pretrain", seed: int = 7
+    *sources: dict[str, Any],
+    row: int = 16,
+    held_out: int = 0,
+    kind: str = "pretrain",
+    seed: int = 7,
 ) -> RunSpec:
     """A spec of such sources, named a, b, ...; `row` tokens make a row."""
     named = [{"name": name, **source} for name, source in zip("abcd", sources, strict=False)]
