@@ -60,7 +60,7 @@ def measure(case: Case, rounds: int, repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="runspec-bench-") as temporary:
         folder = Path(temporary)
         write_case(case, folder)
-        write_model(case, folder / "model")
+        write_model({"model_type": "qwen2", **case.model()}, "Qwen2ForCausalLM", folder / "model")
         for _ in range(rounds):
             for side, command in sides.items():
                 runs[side].append(run_side([*command, str(folder), str(repeats)]))
@@ -94,11 +94,11 @@ def measure(case: Case, rounds: int, repeats: int) -> dict[str, Any]:
     return report
 
 
-def write_model(case: Case, folder: Path) -> None:
+def write_model(model: dict[str, Any], architecture: str, folder: Path) -> None:
     """Random weights as a Hugging Face directory, by a process that ends: JAX holds its memory."""
     folder.mkdir()
-    config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "eos_token_id": 1}
-    config |= {"pad_token_id": 0, "torch_dtype": "float32", "hidden_act": "silu", **case.model()}
+    config = {"architectures": [architecture], "eos_token_id": 1, "pad_token_id": 0}
+    config |= {"torch_dtype": "float32", "hidden_act": "silu", **model}
     (folder / "config.json").write_text(json.dumps(config))
     code = (
         "import jax, sys, pathlib; from runspec.core.models.family import load_config;"
@@ -125,7 +125,8 @@ def run_side(command: list[str]) -> dict[str, Any]:
 
 def cpu() -> dict[str, str]:
     """The environment of every side: CPU only, as many threads as cores."""
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": str(CORES)}
+    threads = min(CORES, len(os.sched_getaffinity(0)))
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": str(threads)}
 
 
 def check_equal(case: Case, first: dict[str, dict[str, float]]) -> None:

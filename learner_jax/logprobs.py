@@ -172,11 +172,9 @@ def _forward(
         own = jnp.maximum(_take(targets, order[i]), 0)[..., None]
         chosen = jnp.take_along_axis(logits, own, axis=-1)
         log_total = jnp.log(total)
-        normaliser = log_total + top[..., 0]
-        parts: tuple[Array, ...] = (
-            *((chosen - top)[..., 0] - log_total, log_total - spread, normaliser),
-            *((top[..., 0],) if plan.level == "max_logit" else ()),
-        )
+        parts = [(chosen - top)[..., 0] - log_total, log_total - spread, log_total + top[..., 0]]
+        if plan.level == "max_logit":
+            parts.append(top[..., 0])
         results = tuple(_put(out, part, i) for out, part in zip(results, parts, strict=True))
         return results, None if kept is None else _put(kept, logits, i)
 

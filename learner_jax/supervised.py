@@ -66,7 +66,7 @@ def supervised_step(
     begun = time.perf_counter()
     shares = list(_shares(spec, rows))
     on_mesh = (
-        (*shard_batch((tokens, DocumentInputs(weights)), mesh), len(weights))
+        (*shard_batch((tokens, DocumentInputs(weights)), mesh), _real(weights))
         for tokens, weights in shares
     )
     state, outcomes, logprobs = make_updates(programs, state, on_mesh, base)
@@ -109,29 +109,43 @@ def held_out_loss(
         weights: parameters in `broadcast.dtype`, as they are published.
         rows: int32 [R, tokens], any number of them.
     """
+    scores = score_rows(spec, mesh, programs, weights, rows.batch)
+    return -float(scores[rows.weights > 0].sum(dtype=np.float64))
+
+
+def score_rows(
+    spec: RunSpec, mesh: Mesh, programs: Programs, weights: Any, batch: TokenBatch
+) -> np.ndarray:
+    """Log-probs of the targets of rows, float32 [R, tokens]; 0 where no target is.
+
+    Args:
+        spec, mesh, programs: of the run.
+        weights: parameters.
+        batch: numpy int32 [R, tokens], any number of rows.
+    """
     packing, bound = spec.learner.packing, microbatch_bound(spec)
-    at_once = bound * packing.rows
-    total = 0.0
-    for start in range(0, len(rows.weights), at_once):
-        part = jax.tree.map(lambda x, at=start: x[at : at + at_once], rows.batch)
-        trained = rows.weights[start : start + at_once] > 0
-        missing = at_once - len(trained)
-        real = -(-len(trained) // packing.rows)
-        filled = TokenBatch(
-            *(
-                np.pad(x, ((0, missing), (0, 0)), constant_values=fill)
-                for x, fill in zip(vars(part).values(), (0, -1, 0, 0), strict=True)
-            )
+    at_once, count = bound * packing.rows, len(batch.tokens)
+    missing = -count % at_once
+    filled = TokenBatch(
+        *(
+            np.pad(x, ((0, missing), (0, 0)), constant_values=fill)
+            for x, fill in zip(vars(batch).values(), (0, -1, 0, 0), strict=True)
         )
-        cut = jax.tree.map(lambda x: x.reshape(bound, packing.rows, -1), filled)
-        scores = programs.score(weights, shard_batch(cut, mesh), real)
-        found = multihost_utils.process_allgather(scores, tiled=True).reshape(at_once, -1)
-        total -= float(found[: len(trained)][trained].sum(dtype=np.float64))
-    return total
+    )
+    cut = jax.tree.map(lambda x: x.reshape(-1, bound, packing.rows, packing.tokens), filled)
+    found = []
+    for part in range(len(cut.tokens)):
+        real = min(bound, -(-(count - part * at_once) // packing.rows))
+        on_mesh = shard_batch(jax.tree.map(lambda x, at=part: x[at], cut), mesh)
+        scores = programs.score(weights, on_mesh, real)
+        found.append(multihost_utils.process_allgather(scores, tiled=True))
+    return np.concatenate(found).reshape(-1, packing.tokens)[:count]
 
 
 def _shares(spec: RunSpec, rows: CorpusRows) -> Iterator[tuple[TokenBatch, np.ndarray]]:
     """The microbatches of each update, [M, rows, tokens], and their weights, which sum to 1.
+
+    The last microbatches of an update may train no token: they are not computed.
 
     Raises:
         UserError: an update trains no token.
@@ -150,6 +164,11 @@ def _shares(spec: RunSpec, rows: CorpusRows) -> Iterator[tuple[TokenBatch, np.nd
             )
         share = (weights[update] / total).astype(weights.dtype)
         yield jax.tree.map(lambda x, at=update: x[at], batch), share
+
+
+def _real(weights: np.ndarray) -> int:
+    """How many microbatches there are up to the last one that trains a token."""
+    return int(np.flatnonzero(weights.any(axis=(1, 2)))[-1]) + 1
 
 
 def _skipped(update: int, logprobs: jax.Array, rows: int) -> SkippedUpdate:

@@ -12,7 +12,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -22,18 +22,18 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jax.sharding import Mesh
 
 from bridge.safetensors_io import SINGLE_NAME
-from learner_jax.execution import Execution, full_float32
+from learner_jax.corpus.rows import CorpusRows
+from learner_jax.execution import full_float32
 from learner_jax.leaves import save_weights
-from learner_jax.model import abstract_params, bind, init_params
-from learner_jax.optimizer import abstract_state, apply_gradients, build_optimizer, init_state
-from learner_jax.packing import Packed, Sample, TokenBatch, pack
+from learner_jax.model import abstract_params, init_params
+from learner_jax.packing import Packed, Sample, pack, row_bound
 from learner_jax.sampling import log_accuracy, sampled_right
-from learner_jax.sharding import make_mesh, shard_batch, shard_params
-from learner_jax.step import abstract_like, policy_logprobs, shardings
+from learner_jax.sharding import make_mesh, shard_params
+from learner_jax.step import Programs, build_programs, microbatch_bound
+from learner_jax.supervised import score_rows, supervised_step
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import locked, new_directory, read_bounded, remove_leftovers
@@ -44,10 +44,10 @@ from runspec.core.models.decoder import hf_config
 from runspec.core.process import RunStopped, not_retried
 from runspec.core.run_files import initial_model
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.schema import Optimizer, RunSpec, WarmStart
+from runspec.core.spec.schema import Optimizer, RunSpec, Sft, WarmStart
 from verify.plugins import Split, Trace, WarmStartData, load_warm_start_data
 
-FORMAT = 4
+FORMAT = 5
 """Part of the digest: a change of this file that changes what is kept raises it."""
 HELD_OUT_TRACES = 256
 CURVE_FILE = "warm_start.json"
@@ -203,6 +203,8 @@ def supervise(
 ) -> tuple[Any, list[CurvePoint]]:
     """Trains until the held-out probability of the answer reaches its mark.
 
+    The updates are those of a run of kind `sft` (`learner_jax.supervised`).
+
     Returns:
         The parameters, float32 on the mesh, and the curve.
 
@@ -212,11 +214,11 @@ def supervise(
     start_spec = spec.warm_start
     assert start_spec is not None, "the linter sees to it: a shape has a warm start"
     full_float32(jnp.float32)
-    mesh = make_mesh(spec.learner.mesh)
-    steps = _Steps(config, start_spec, mesh)
+    mesh, short = make_mesh(spec.learner.mesh), _short_run(spec, start_spec)
+    programs = build_programs(short, config, mesh)
     key = jax.random.key(spec.seed)
     params = shard_params(init_params(config, key), abstract_params(config), mesh)
-    opt_state = steps.init(params)
+    state = programs.init_state(params)
     held_out = data.traces(np.random.default_rng([spec.seed, 1]), HELD_OUT_TRACES, "held_out")
     training = np.random.default_rng([spec.seed, 2])
     curve: list[CurvePoint] = []
@@ -224,21 +226,20 @@ def supervise(
     log.info("warm start: compiling, then at most %d updates", start_spec.max_updates)
     for update in range(1, start_spec.max_updates + 1):
         traces = data.traces(training, start_spec.sequences, "train")
-        loss, gradients = steps.zeros(params)
-        for batch, weights in _microbatches(spec, traces, start_spec.answer_weight, mesh):
-            loss, gradients = steps.accumulate(params, (loss, gradients), batch, weights)
-        params, opt_state = steps.apply(params, opt_state, gradients)
+        rows = _rows(short, traces, start_spec.answer_weight)
+        result = supervised_step(short, mesh, programs, state, rows)
+        state = result.state
         if update % start_spec.evaluate_every and update != start_spec.max_updates:
             continue
-        probability = answer_probability(steps.score, params, spec, held_out, mesh)
-        seconds = time.monotonic() - began
-        curve.append(CurvePoint(update, float(loss), probability, round(seconds, 2)))
+        probability = answer_probability(programs, state.params, short, held_out, mesh)
+        seconds, loss = time.monotonic() - began, result.numbers["loss"]
+        curve.append(CurvePoint(update, loss, probability, round(seconds, 2)))
         log.info(
             "warm start: update %d, loss %.3f, P(answer) %.3f of %.3f, %.0f s",
             *(update, loss, probability, start_spec.stop_answer_probability, seconds),
         )
         if probability >= start_spec.stop_answer_probability:
-            return params, curve
+            return state.params, curve
     half, reached = (curve[i].answer_probability for i in ((len(curve) - 1) // 2, -1))
     lower = "lower stop_answer_probability below what was reached"
     raise RunStopped(
@@ -252,16 +253,20 @@ def supervise(
 
 
 def answer_probability(
-    score: Callable[[Any, TokenBatch], Array],
-    params: Any,
-    spec: RunSpec,
-    traces: Sequence[Trace],
-    mesh: Mesh,
+    programs: Programs, params: Any, spec: RunSpec, traces: Sequence[Trace], mesh: Mesh
 ) -> float:
-    """Mean over the traces of P(answer | prompt, thinking), the product over its tokens."""
+    """Mean over the traces of P(answer | prompt, thinking), the product over its tokens.
+
+    Args:
+        programs, spec: of the supervised run.
+        params: the weights.
+        traces: to score.
+        mesh: of the programs.
+    """
     packed = _pack(spec, traces)
-    batches = (shard_batch(packed.token_batch(i), mesh) for i in range(packed.microbatches))
-    logprobs = packed.gather(np.stack([np.asarray(score(params, batch)) for batch in batches]))
+    shape = packed.batch.tokens.shape
+    flat = jax.tree.map(lambda x: x.reshape(-1, shape[-1]), packed.batch)
+    logprobs = packed.gather(score_rows(spec, mesh, programs, params, flat).reshape(shape))
     answers = [
         np.exp(values[trace.answer_start :].sum())
         for trace, values in zip(traces, logprobs, strict=True)
@@ -269,64 +274,43 @@ def answer_probability(
     return float(np.mean(answers))
 
 
-class _Steps:
-    """Jitted programs of weighted cross-entropy, - sum_t w_t log p(o_t), in float32."""
-
-    def __init__(self, config: ModelConfig, start: WarmStart, mesh: Mesh) -> None:
-        settings = Optimizer(
-            lr=start.lr,
-            betas=(0.9, start.beta2),
-            clip_norm=start.clip_norm,
-            warmup_updates=start.warmup_updates,
-        )
-        optimizer = build_optimizer(settings, start.max_updates)
-
-        def score(params: Any, batch: TokenBatch) -> Array:
-            execution = Execution(jnp.float32, mesh=mesh)
-            return policy_logprobs(bind(config, params), batch, execution, temperature=1.0)[0]
-
-        def zeros(params: Any) -> tuple[Array, Any]:
-            return jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-
-        def accumulate(
-            params: Any, total: tuple[Array, Any], batch: TokenBatch, weights: Array
-        ) -> tuple[Array, Any]:
-            def loss(params: Any) -> Array:
-                return -jnp.sum(weights * score(params, batch))
-
-            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(params))
-
-        # Explicit shardings keep outputs laid out as inputs are: each program is compiled once.
-        masters = abstract_like(abstract_params(config), mesh, jnp.float32)
-        like, state = shardings((masters, abstract_state(optimizer, masters, offload=False)))
-        total = (NamedSharding(mesh, PartitionSpec()), like)
-        self.init = jax.jit(partial(init_state, optimizer), out_shardings=state)
-        self.zeros = jax.jit(zeros, out_shardings=total)
-        self.accumulate = jax.jit(accumulate, donate_argnums=1, out_shardings=total)
-        self.apply = jax.jit(
-            partial(apply_gradients, optimizer), donate_argnums=(0, 1), out_shardings=(like, state)
-        )
-        self.score = jax.jit(score)
+def _short_run(spec: RunSpec, start: WarmStart) -> RunSpec:
+    """The supervised run that a warm start is: its updates, in float32."""
+    packing = spec.learner.packing
+    longest = min(packing.tokens, max(pool.max_model_len for pool in spec.samplers))
+    microbatches = -(-row_bound(start.sequences, longest, packing.tokens) // packing.rows)
+    optimizer = Optimizer(
+        lr=start.lr,
+        betas=(0.9, start.beta2),
+        clip_norm=start.clip_norm,
+        warmup_updates=start.warmup_updates,
+    )
+    floats = {"compute_dtype": "float32", "master_dtype": "float32", "lora": None}
+    return spec.model_copy(
+        update={
+            "steps": start.max_updates,
+            "algorithm": Sft(tokens_per_update=microbatches * packing.rows * packing.tokens),
+            "optimizer": optimizer,
+            "learner": spec.learner.model_copy(update=floats),
+        }
+    )
 
 
-def _microbatches(
-    spec: RunSpec, traces: Sequence[Trace], answer_weight: float, mesh: Mesh
-) -> Iterator[tuple[TokenBatch, Array]]:
-    """Packed microbatches with the weights w_t, which sum to 1 over all of them."""
-    packed = _pack(spec, traces)
+def _rows(spec: RunSpec, traces: Sequence[Trace], answer_weight: float) -> CorpusRows:
+    """Packed rows of an update; an answer's tokens weigh `answer_weight`, the thinking's 1."""
+    packed = _pack(spec, traces, microbatch_bound(spec))
     weights = [np.ones(len(trace.output_tokens), np.float32) for trace in traces]
     for trace, weight in zip(traces, weights, strict=True):
         weight[trace.answer_start :] = answer_weight
-    total = sum(float(weight.sum()) for weight in weights)
-    scattered = packed.scatter([weight / np.float32(total) for weight in weights])
-    for index in range(packed.microbatches):
-        yield shard_batch(packed.token_batch(index), mesh), shard_batch(scattered[index], mesh)
+    length = spec.learner.packing.tokens
+    batch = jax.tree.map(lambda x: x.reshape(-1, length), packed.batch)
+    return CorpusRows(batch, packed.scatter(weights).reshape(-1, length))
 
 
-def _pack(spec: RunSpec, traces: Sequence[Trace]) -> Packed:
+def _pack(spec: RunSpec, traces: Sequence[Trace], microbatches: int | None = None) -> Packed:
     samples = [
         Sample(np.asarray(t.prompt_tokens, np.int32), np.asarray(t.output_tokens, np.int32))
         for t in traces
     ]
     packing = spec.learner.packing
-    return pack(samples, tokens=packing.tokens, rows=packing.rows)
+    return pack(samples, tokens=packing.tokens, rows=packing.rows, microbatches=microbatches)

@@ -170,7 +170,7 @@ def readable(path: Path, counts: Counts) -> Iterator[None]:
             place=str(path),
             remedy="copy the file again; `gzip -t` tests it",
         ) from error
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         raise UserError(
             f"not readable as Parquet: {error}", place=str(path), remedy="write the file again"
         ) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -72,6 +72,7 @@ class Encoder:
             "special": self.files.special_tokens,
             "template": None if self.template is None else self.template.source,
             "masked": self.masked,
+            "vocabulary": self.vocabulary,
             "longest": self.longest,
         }
         return digest_bytes(canonical_json(origins))
@@ -97,17 +98,12 @@ class Encoder:
             for row, each in zip(batch, self._batch(batch, counts), strict=True):
                 if each is None:
                     continue
-                if each.tokens.size and int(each.tokens.max()) >= self.vocabulary:
+                foreign = each.tokens[(each.tokens < 0) | (each.tokens >= self.vocabulary)]
+                if foreign.size:
                     raise UserError(
-                        f"token id {int(each.tokens.max())}, the model has {self.vocabulary}",
+                        f"token id {foreign[0]}; the model's are 0 to {self.vocabulary - 1}",
                         place=row.place,
                         remedy="name the tokenizer of this model, or another id_offset",
-                    )
-                if each.tokens.size and int(each.tokens.min()) < 0:
-                    raise UserError(
-                        f"token id {int(each.tokens.min())}",
-                        place=row.place,
-                        remedy="name another id_offset",
                     )
                 yield each
 
@@ -126,7 +122,10 @@ class Encoder:
             ids = found.ids
             if end is not None and not any(found.special_tokens_mask):
                 ids = [*ids, end]
-            yield self._all(np.array(ids, np.int64), len(text.encode()))
+            # The first token is not trained; one that the tokenizer adds has no text.
+            first = found.token_to_chars(0) if found.ids else None
+            trained = text if first is None else text[first[1] :]
+            yield self._all(np.array(ids, np.int64), len(trained.encode()))
 
     def _all(self, tokens: np.ndarray, text_bytes: int) -> Encoded:
         mask = None
@@ -137,8 +136,11 @@ class Encoder:
 
     def _of_ids(self, tokens: np.ndarray) -> Encoded:
         """Tokens as they are; their text is what the tokenizer makes of them."""
-        text = self.files.tokenizer.decode(tokens.clip(0).tolist())
-        return self._all(tokens, len(text.encode()))
+        return self._all(tokens, self._bytes(tokens[1:].clip(0, self.vocabulary)))
+
+    def _bytes(self, tokens: np.ndarray) -> int:
+        """Bytes of the text of some tokens; special ones have none."""
+        return len(self.files.tokenizer.decode(tokens.tolist()).encode())
 
     def _conversation(self, place: str, messages: Messages, counts: Counts) -> Encoded | None:
         """Tokens and mask of a conversation; None, and counted, if it is left out."""
@@ -148,7 +150,7 @@ class Encoder:
                 place=self.files.place,
                 remedy="add chat_template.jinja beside tokenizer.json",
             )
-        if not any(message["role"] == ASSISTANT for message in messages):
+        if not any(map(_answers, messages)):
             counts.without_assistant += 1
             return None
         try:
@@ -156,30 +158,38 @@ class Encoder:
         except UserError as error:
             both = f"{place}; {error.place or self.files.place}"
             raise UserError(error.thing, place=both, remedy=error.remedy) from error
-        if not any(begin < stop for begin, stop in spans):
-            raise UserError(
-                "the chat template does not render what the assistant says",
-                place=f"{place}; {self.files.place}",
-                remedy="mark the assistant's part in the template with {% generation %}",
-            )
         found = self.files.tokenizer.encode(text, add_special_tokens=False)
         if self.longest is not None and len(found.ids) > self.longest:
             counts.too_long += 1
             return None
-        mask = _mask(np.array(found.ids), found.offsets, spans, self.files.special_id("eos_token"))
+        ids = np.array(found.ids, np.int64)
+        mask = _mask(ids, found.offsets, spans, self.files.special_id("eos_token"))
         mask[:1] = False
-        trained = sum(len(text[begin:stop].encode()) for begin, stop in spans)
-        return Encoded(np.array(found.ids, np.int64), mask, trained)
+        if not mask.any():
+            raise UserError(
+                "the chat template does not render what the assistant says as tokens of its own",
+                place=f"{place}; {self.files.place}",
+                remedy="mark the assistant's part in the template with {% generation %}",
+            )
+        return Encoded(ids, mask, self._bytes(ids[mask]))
+
+
+def _answers(message: Mapping[str, Any]) -> bool:
+    """Whether the assistant says something in a message."""
+    return message["role"] == ASSISTANT and any(map(message.get, ("content", "tool_calls")))
 
 
 def _mask(
     ids: np.ndarray, offsets: Any, spans: Sequence[tuple[int, int]], end: int | None
 ) -> np.ndarray:
-    """Which tokens lie in a span; after the end token of a span, none."""
-    begins, stops = np.array(offsets).T
+    """Which tokens lie in a span; after the end token of a span, none.
+
+    A token of white space can have no characters: some tokenizers leave it out of the offsets.
+    """
+    begins, stops = np.array(offsets, np.int64).reshape(-1, 2).T
     mask = np.zeros(len(ids), bool)
     for begin, stop in spans:
-        inside = np.flatnonzero((begins >= begin) & (stops <= stop) & (stops > begins))
+        inside = np.flatnonzero((begins >= begin) & (stops <= stop) & (stops > begin))
         ended = inside[ids[inside] == end]
         mask[inside if not len(ended) else inside[inside <= ended[-1]]] = True
     return mask

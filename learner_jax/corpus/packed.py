@@ -33,7 +33,7 @@ from runspec.core.spec.documents import is_generated
 from runspec.core.spec.schema import RunSpec, Source
 from runspec.core.spec.source_files import file_digest, source_files
 
-FORMAT = 1
+FORMAT = 2
 """Part of the digest: a change of what a corpus holds raises it."""
 OTHERS_S = 24 * 3600.0
 """How long another process may take to make the same corpus."""
@@ -90,6 +90,13 @@ class Corpus:
         """Held-out tokens in the loss."""
         self.held_out_bytes = int(text_bytes[kept].sum())
         """Bytes of their text."""
+        if self.bytes_per_token == 0 or (len(kept) and self.held_out_bytes == 0):
+            raise UserError(
+                f"the tokenizer makes no text of the tokens of {len(trained)} documents, or of the "
+                f"{len(kept)} that are held out",
+                place="data.sources",
+                remedy="name the tokenizer that made the token ids",
+            )
 
     @property
     def rows(self) -> int:

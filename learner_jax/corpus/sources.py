@@ -27,6 +27,8 @@ from runspec.core.spec.documents import PARAMS, column_of, is_generated
 from runspec.core.spec.schema import Source
 
 Messages = list[dict[str, Any]]
+_LARGEST_ID = 1 << 32
+"""Of a token before the offset; no vocabulary has so many."""
 
 
 class Row(NamedTuple):
@@ -107,7 +109,9 @@ def _whole_files(files: Sequence[Path], counts: Counts) -> Iterator[Row]:
 
 
 def _token_ids(value: object, column: str, place: str) -> np.ndarray:
-    if isinstance(value, list) and all(type(each) is int for each in value):
+    if isinstance(value, list) and all(
+        type(each) is int and abs(each) <= _LARGEST_ID for each in value
+    ):
         return np.array(value, np.int64)
     raise UserError(
         f"{column!r} holds no list of token ids",
@@ -126,7 +130,11 @@ def _messages(value: object, column: str, place: str) -> Messages:
             place=place,
             remedy="name the field that holds them with params: {messages: NAME}",
         )
-    return cast(Messages, value)
+    # Parquet has null where a message lacks a field; templates ask whether it is there.
+    return [
+        {name: said for name, said in each.items() if said is not None or name == "content"}
+        for each in cast(Messages, value)
+    ]
 
 
 _CONVERT: dict[str, Callable[[object, str, str], Any]] = {

@@ -1,0 +1,1 @@
+"""Outside references for supervised training: a source of known entropy, an n-gram."""
