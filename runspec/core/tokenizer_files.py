@@ -155,6 +155,11 @@ class ChatTemplate:
             said = named[_DEFAULT]
         return None if said is None else cls(said, files.special_tokens, files.place)
 
+    @property
+    def marks_assistant(self) -> bool:
+        """Whether the template says by `{% generation %}` what the assistant says."""
+        return re.search(r"{%-?\s*generation\s*-?%}", self.source) is not None
+
     def render(self, messages: Sequence[Message]) -> str:
         """Render a conversation as text, up to the start of the model's turn.
 
@@ -177,7 +182,7 @@ class ChatTemplate:
             UserError: the template fails, or renders the beginning of a conversation otherwise
                 once more follows.
         """
-        if "generation" in self.source and re.search(r"{%-?\s*generation\s*-?%}", self.source):
+        if self.marks_assistant:
             return _unmarked(self._rendered(messages, mark=True))
         text, found = self._rendered(messages), []
         for number, message in enumerate(messages):
@@ -266,7 +271,10 @@ def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
             found.append((begin, length))
             begin = None
         elif part in (_BEGIN, _END):
-            raise UserError(f"a message holds the character U+{ord(part):04X}, which is reserved")
+            raise UserError(
+                f"a message holds the character U+{ord(part):04X}, which is reserved",
+                remedy="remove it from the message",
+            )
         else:
             parts.append(part)
             length += len(part)
