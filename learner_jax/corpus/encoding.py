@@ -184,7 +184,8 @@ class Encoder:
             text, spans = self.template.spans(messages)
         except UserError as error:
             both = f"{row.place}; {error.place or self.files.place}"
-            raise UserError(error.thing, place=both, remedy=error.remedy) from error
+            remedy = error.remedy or "mend the template, or remove the conversation"
+            raise UserError(error.thing, place=both, remedy=remedy) from error
         spans = [(begin, stop) for begin, stop in spans if begin < stop]
         if not spans and any(each["role"] == ASSISTANT and _says(each) for each in messages):
             raise UserError(
