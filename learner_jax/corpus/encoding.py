@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from learner_jax.corpus.documents import Counts
 from learner_jax.corpus.sources import Messages, Row, read_rows
@@ -19,19 +21,34 @@ from runspec.core.spec.schema import SUPERVISED, RunSpec, Source
 from runspec.core.tokenizer_files import ASSISTANT, ChatTemplate, TokenizerFiles
 
 PRETRAIN, SFT = SUPERVISED
-_BATCH = 512
-"""Documents that are tokenized together."""
+_BATCH, _BATCH_SIZE = 512, 1 << 22
+"""Documents that are tokenized together, and characters or ids after which there are no more."""
 
 
 class Encoded(NamedTuple):
-    """A document."""
+    """Documents of at least two tokens each, one after the other."""
 
     tokens: np.ndarray
+    """int64 [tokens]."""
+    mask: np.ndarray
+    """bool [tokens]: whether the token is trained; the first of a document never is."""
+    lengths: np.ndarray
+    """int64 [documents]: tokens."""
+    trained: np.ndarray
+    """int64 [documents]: trained tokens."""
+    text_bytes: np.ndarray
+    """int64 [documents]: bytes in UTF-8 of the text that the trained tokens stand for."""
+
+
+class Tokenized(NamedTuple):
+    """A document."""
+
+    place: str
+    """File and line or row."""
+    ids: np.ndarray
     """int64 [n]."""
     mask: np.ndarray | None
-    """bool [n]: whether the token is trained; None: all but the first."""
-    bytes: int
-    """Of the text that the trained tokens stand for, in UTF-8."""
+    """bool [n]: whether the token is what the assistant says; None where there is no assistant."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,10 @@ class Encoder:
     """Rows of the model's embedding."""
     longest: int | None
     """Tokens of the longest conversation that is kept; None: documents are cut."""
+    text_bytes: np.ndarray
+    """int64 [vocabulary]: see `token_bytes`."""
+    end: int | None
+    """Id of the end token."""
 
     @classmethod
     def of(cls, spec: RunSpec, model_dir: Path, vocabulary: int) -> Encoder:
@@ -59,10 +80,14 @@ class Encoder:
             UserError: a file is missing or malformed.
         """
         files = TokenizerFiles.read(model_dir)
+        # Some tokenizer.json carry the settings of the run that wrote them.
+        files.tokenizer.no_truncation()
+        files.tokenizer.no_padding()
         masked = spec.algorithm.kind == SFT
         longest = spec.learner.packing.tokens if masked else None
         template = ChatTemplate.of(files) if masked else None
-        return cls(files, template, masked, vocabulary, longest)
+        text_bytes, end = token_bytes(files.tokenizer, vocabulary), files.special_id("eos_token")
+        return cls(files, template, masked, vocabulary, longest, text_bytes, end)
 
     @property
     def digest(self) -> str:
@@ -72,8 +97,8 @@ class Encoder:
             "special": self.files.special_tokens,
             "template": None if self.template is None else self.template.source,
             "masked": self.masked,
-            "vocabulary": self.vocabulary,
             "longest": self.longest,
+            "vocabulary": self.vocabulary,
         }
         return digest_bytes(canonical_json(origins))
 
@@ -83,7 +108,7 @@ class Encoder:
         return "<u2" if self.vocabulary <= 1 << 16 else "<u4"
 
     def encoded(self, source: Source, files: Sequence[Path], counts: Counts) -> Iterator[Encoded]:
-        """Yield the documents of a source, in the order of its files.
+        """Yield the documents of a source, in the order of its files, some at a time.
 
         Args:
             source: of the spec.
@@ -93,103 +118,139 @@ class Encoder:
         Raises:
             UserError: a document cannot be read, or has a token that the model lacks.
         """
-        rows = read_rows(source, files, counts, SFT if self.masked else PRETRAIN)
-        while batch := list(islice(rows, _BATCH)):
-            for row, each in zip(batch, self._batch(batch, counts), strict=True):
-                if each is None:
-                    continue
-                foreign = each.tokens[(each.tokens < 0) | (each.tokens >= self.vocabulary)]
-                if foreign.size:
-                    raise UserError(
-                        f"token id {foreign[0]}; the model's are 0 to {self.vocabulary - 1}",
-                        place=row.place,
-                        remedy="name the tokenizer of this model, or another id_offset",
-                    )
-                yield each
+        for batch in _batches(read_rows(source, files, counts, SFT if self.masked else PRETRAIN)):
+            found = list(self._tokenized(batch, counts))
+            kept = [each for each in found if len(each.ids) > 1]
+            counts.too_short += len(found) - len(kept)
+            if kept:
+                yield self._joined(kept)
 
-    def _batch(self, rows: Sequence[Row], counts: Counts) -> Iterable[Encoded | None]:
-        texts = [row.value for row in rows if isinstance(row.value, str)]
-        if texts:  # a source has documents of one type
-            return self._texts(texts)
-        ids = [row.value for row in rows if isinstance(row.value, np.ndarray)]
-        if ids:
-            return [self._of_ids(tokens) for tokens in ids]
-        return [self._conversation(row.place, cast(Messages, row.value), counts) for row in rows]
+    def _joined(self, documents: Sequence[Tokenized]) -> Encoded:
+        lengths = np.array([len(each.ids) for each in documents])
+        ends = np.cumsum(lengths)
+        starts, tokens = ends - lengths, np.concatenate([each.ids for each in documents])
+        outside = np.flatnonzero((tokens < 0) | (tokens >= self.vocabulary))
+        if len(outside):
+            raise UserError(
+                f"token id {tokens[outside[0]]}, the model has {self.vocabulary}",
+                place=documents[np.searchsorted(ends, outside[0], "right")].place,
+                remedy="name the tokenizer of this model, or another id_offset",
+            )
+        masks = [each.mask for each in documents if each.mask is not None]
+        mask = np.concatenate(masks) if masks else np.ones(len(tokens), bool)
+        mask[starts] = False
+        trained = np.add.reduceat(mask, starts, dtype=np.int64)
+        text_bytes = np.add.reduceat(np.where(mask, self.text_bytes[tokens], 0), starts)
+        return Encoded(tokens, mask, lengths, trained, text_bytes)
 
-    def _texts(self, texts: Sequence[str]) -> Iterator[Encoded]:
-        end = self.files.special_id("eos_token")
-        for text, found in zip(texts, self.files.tokenizer.encode_batch(texts), strict=True):
-            ids = found.ids
-            if end is not None and not any(found.special_tokens_mask):
-                ids = [*ids, end]
-            # The first token is not trained; one that the tokenizer adds has no text.
-            first = found.token_to_chars(0) if found.ids else None
-            trained = text if first is None else text[first[1] :]
-            yield self._all(np.array(ids, np.int64), len(trained.encode()))
+    def _tokenized(self, rows: Sequence[Row], counts: Counts) -> Iterator[Tokenized]:
+        first = rows[0].value  # a source has documents of one type
+        if isinstance(first, str):
+            texts = [cast(str, row.value) for row in rows]
+            found = self.files.tokenizer.encode_batch_fast(texts)
+            for row, each in zip(rows, found, strict=True):
+                ids = each.ids
+                if self.end is not None and not any(each.special_tokens_mask):
+                    ids = [*ids, self.end]
+                yield Tokenized(row.place, np.array(ids, np.int64), None)
+        elif isinstance(first, np.ndarray):
+            yield from (Tokenized(row.place, cast(np.ndarray, row.value), None) for row in rows)
+        else:
+            yield from self._conversations(rows, counts)
 
-    def _all(self, tokens: np.ndarray, text_bytes: int) -> Encoded:
-        mask = None
-        if self.masked:
-            mask = np.ones(len(tokens), bool)
-            mask[:1] = False
-        return Encoded(tokens, mask, text_bytes)
+    def _conversations(self, rows: Sequence[Row], counts: Counts) -> Iterator[Tokenized]:
+        """Yield those that are kept; the others are counted."""
+        rendered = [(row, *self._rendered(row)) for row in rows]
+        spoken = [each for each in rendered if each[2]]
+        counts.without_assistant += len(rendered) - len(spoken)
+        texts = [text for _, text, _ in spoken]
+        encodings = self.files.tokenizer.encode_batch(texts, add_special_tokens=False)
+        for (row, _, spans), found in zip(spoken, encodings, strict=True):
+            if self.longest is not None and len(found.ids) > self.longest:
+                counts.too_long += 1
+                continue
+            yield Tokenized(row.place, np.array(found.ids, np.int64), self._mask(found, spans))
 
-    def _of_ids(self, tokens: np.ndarray) -> Encoded:
-        """Tokens as they are; their text is what the tokenizer makes of them."""
-        return self._all(tokens, self._bytes(tokens[1:].clip(0, self.vocabulary)))
-
-    def _bytes(self, tokens: np.ndarray) -> int:
-        """Bytes of the text of some tokens; special ones have none."""
-        return len(self.files.tokenizer.decode(tokens.tolist()).encode())
-
-    def _conversation(self, place: str, messages: Messages, counts: Counts) -> Encoded | None:
-        """Tokens and mask of a conversation; None, and counted, if it is left out."""
+    def _rendered(self, row: Row) -> tuple[str, list[tuple[int, int]]]:
+        """Return a conversation as text, and the spans of what the assistant says."""
+        messages = cast(Messages, row.value)
         if self.template is None:
             raise UserError(
                 "conversations need a chat template, and the tokenizer has none",
                 place=self.files.place,
                 remedy="add chat_template.jinja beside tokenizer.json",
             )
-        if not any(map(_answers, messages)):
-            counts.without_assistant += 1
-            return None
         try:
             text, spans = self.template.spans(messages)
         except UserError as error:
-            both = f"{place}; {error.place or self.files.place}"
-            raise UserError(error.thing, place=both, remedy=error.remedy) from error
-        found = self.files.tokenizer.encode(text, add_special_tokens=False)
-        if self.longest is not None and len(found.ids) > self.longest:
-            counts.too_long += 1
-            return None
-        ids = np.array(found.ids, np.int64)
-        mask = _mask(ids, found.offsets, spans, self.files.special_id("eos_token"))
-        mask[:1] = False
-        if not mask.any():
+            both = f"{row.place}; {error.place or self.files.place}"
+            remedy = error.remedy or "mend the template, or remove the conversation"
+            raise UserError(error.thing, place=both, remedy=remedy) from error
+        spans = [(begin, stop) for begin, stop in spans if begin < stop]
+        if not spans and any(each["role"] == ASSISTANT and _says(each) for each in messages):
             raise UserError(
-                "the chat template does not render what the assistant says as tokens of its own",
-                place=f"{place}; {self.files.place}",
+                "the chat template does not render what the assistant says",
+                place=f"{row.place}; {self.files.place}",
                 remedy="mark the assistant's part in the template with {% generation %}",
             )
-        return Encoded(ids, mask, self._bytes(ids[mask]))
+        return text, spans
+
+    def _mask(self, found: Any, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Return which tokens reach into a span, as transformers does: bool [n].
+
+        Where the template does not mark spans, they hold what follows the end token too, such as a
+        line feed; that is not trained.
+        """
+        ids, (begins, stops) = np.array(found.ids), np.array(found.offsets).reshape(-1, 2).T
+        mask = np.zeros(len(ids), bool)
+        for begin, stop in spans:
+            inside = np.flatnonzero((begins < stop) & (stops > begin) & (stops > begins))
+            if not len(inside):
+                continue
+            last = inside[-1]
+            if self.template is not None and not self.template.marks_assistant:
+                last = max(inside[ids[inside] == self.end], default=last)
+            mask[inside[0] : last + 1] = True
+        return mask
 
 
-def _answers(message: Mapping[str, Any]) -> bool:
-    """Whether the assistant says something in a message."""
-    return message["role"] == ASSISTANT and any(map(message.get, ("content", "tool_calls")))
+def token_bytes(tokenizer: Tokenizer, vocabulary: int) -> np.ndarray:
+    """Return the bytes of text that each token stands for; none for special tokens.
 
+    Args:
+        tokenizer: byte-level, SentencePiece with bytes, or of plain text.
+        vocabulary: rows of the model's embedding.
 
-def _mask(
-    ids: np.ndarray, offsets: Any, spans: Sequence[tuple[int, int]], end: int | None
-) -> np.ndarray:
-    """Which tokens lie in a span; after the end token of a span, none.
-
-    A token of white space can have no characters: some tokenizers leave it out of the offsets.
+    Returns:
+        int64 [vocabulary].
     """
-    begins, stops = np.array(offsets, np.int64).reshape(-1, 2).T
-    mask = np.zeros(len(ids), bool)
-    for begin, stop in spans:
-        inside = np.flatnonzero((begins >= begin) & (stops <= stop) & (stops > begin))
-        ended = inside[ids[inside] == end]
-        mask[inside if not len(ended) else inside[inside <= ended[-1]]] = True
-    return mask
+    byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str())["decoder"])
+    added = tokenizer.get_added_tokens_decoder()
+    found = np.zeros(vocabulary, np.int64)
+    for token, number in tokenizer.get_vocab(with_added_tokens=True).items():
+        if number >= vocabulary or (number in added and added[number].special):
+            continue
+        if byte_level and number not in added:
+            found[number] = len(token)  # a character stands for each byte
+        elif re.fullmatch("<0x[0-9A-F]{2}>", token):
+            found[number] = 1
+        else:
+            found[number] = len(token.replace("\u2581", " ").encode())
+    return found
+
+
+def _says(message: dict[str, Any]) -> bool:
+    return bool(message.get("content") or message.get("tool_calls"))
+
+
+def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    """Yield the rows in lists, none much larger than its last row."""
+    batch, size = list[Row](), 0
+    for row in rows:
+        batch.append(row)
+        size += row.size
+        if len(batch) == _BATCH or size > _BATCH_SIZE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -18,10 +19,10 @@ _DOCUMENTS, _ROWS = 0, 1
 class Rows:
     """The pieces of each row, in the order of the rows."""
 
-    row: np.ndarray
-    """int64 [pieces]: the row of each piece, ascending."""
+    first: np.ndarray
+    """int64 [rows + 1]: the first piece of each row, and the number of pieces."""
     start: np.ndarray
-    """int64 [pieces]: its first token in the corpus."""
+    """int64 [pieces]: first token of a piece in the corpus."""
     length: np.ndarray
     """int64 [pieces]: in tokens, at least 2."""
     document: np.ndarray
@@ -30,13 +31,30 @@ class Rows:
     @property
     def count(self) -> int:
         """Rows."""
-        return int(self.row[-1]) + 1 if len(self.row) else 0
+        return len(self.first) - 1
+
+    def save(self, folder: Path) -> None:
+        """Write the arrays into a new folder, a file each."""
+        folder.mkdir()
+        for name, array in vars(self).items():
+            np.save(folder / f"{name}.npy", array)
+
+    @classmethod
+    def load(cls, folder: Path) -> Rows:
+        """Map the arrays that `save` wrote.
+
+        Raises:
+            OSError: a file is missing.
+            ValueError: a file is damaged.
+        """
+        names = cls.__dataclass_fields__
+        return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in names))
 
 
-def split_documents(lengths: np.ndarray, held_out_tokens: int, seed: int) -> tuple[np.ndarray, ...]:
+def split_documents(
+    lengths: np.ndarray, held_out_tokens: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Draw an order of the documents; the first of them are held out.
-
-    Documents of one token are left out: nothing predicts them.
 
     Args:
         lengths: int64 [documents], in tokens.
@@ -46,8 +64,7 @@ def split_documents(lengths: np.ndarray, held_out_tokens: int, seed: int) -> tup
     Returns:
         the numbers of the documents to train on and of those held out, int64, in drawn order.
     """
-    order = np.random.default_rng([seed, _DOCUMENTS]).permutation(len(lengths))
-    order = order[lengths[order] > 1]
+    order = _permutation(len(lengths), seed, _DOCUMENTS)
     before = np.cumsum(lengths[order]) - lengths[order]
     held_out = before < held_out_tokens
     return order[~held_out], order[held_out]
@@ -60,9 +77,10 @@ def pack_documents(documents: np.ndarray, ends: np.ndarray, tokens: int) -> Rows
     exactly once. Pieces are packed by first-fit decreasing, a window of them at a time.
 
     Args:
-        documents: int64 [documents], numbers of documents in the order of packing.
+        documents: int64 [documents], numbers of documents in the order of packing; each has two
+            tokens or more.
         ends: int64 [all documents], where each ends among the tokens of the corpus.
-        tokens: length of a row.
+        tokens: length of a row, at least 2.
     """
     starts = np.concatenate([[0], ends[:-1]])[documents]
     lengths = ends[documents] - starts
@@ -83,9 +101,18 @@ def pack_documents(documents: np.ndarray, ends: np.ndarray, tokens: int) -> Rows
         row[begin : begin + WINDOW] = used + found
         used += int(found.max()) + 1
     by_row = np.argsort(row, kind="stable")
-    return Rows(row[by_row], start[by_row], length[by_row], document[by_row])
+    first = np.searchsorted(row[by_row], np.arange(used + 1))
+    return Rows(first, start[by_row], length[by_row], document[by_row])
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     """The order of the rows in an epoch, int64 [rows]."""
-    return np.random.default_rng([seed, _ROWS, epoch]).permutation(rows)
+    return _permutation(rows, seed, _ROWS, epoch)
+
+
+def _permutation(count: int, *key: int) -> np.ndarray:
+    """Draw a permutation, int64 [count]."""
+    # numpy promises the raw bits of a bit generator for ever, and those of `permutation` it does
+    # not: https://numpy.org/neps/nep-0019-rng-policy.html
+    draws = np.random.PCG64(list(key)).random_raw(count)
+    return np.argsort(draws, kind="stable")

@@ -2,7 +2,8 @@
 
 A folder of the cache holds the tokens of all documents, one after the other, and what is known of
 each document. The rows follow from these, from the seed and from the length of a row
-(`learner_jax.corpus.layout`), so that any process can read any row.
+(`learner_jax.corpus.layout`), so that any process can read any row. They are in a folder of their
+own: runs with another seed share the tokens.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import logging
 import os
 from array import array
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from learner_jax.corpus.documents import Counts, reported
-from learner_jax.corpus.encoding import Encoded, Encoder
+from learner_jax.corpus.encoding import Encoder
 from learner_jax.corpus.layout import Rows, epoch_order, pack_documents, split_documents
 from learner_jax.corpus.rows import CorpusRows
 from learner_jax.packing import TokenBatch
@@ -38,65 +39,89 @@ FORMAT = 2
 OTHERS_S = 24 * 3600.0
 """How long another process may take to make the same corpus."""
 _TOKENS, _MASK, _DOCUMENTS, _META = "tokens.bin", "mask.bin", "documents.npy", "meta.json"
+_TRAINED, _HELD_OUT = "trained", "held_out"
+_END, _TRAINED_TOKENS, _BYTES, _SOURCE = range(4)
+"""Columns of the documents: where the tokens end, trained tokens, their bytes, the source."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Numbers of some documents, and of the rows that they are packed into."""
+
+    documents: int
+    cut: int
+    """Documents that are longer than a row."""
+    tokens: int
+    trained_tokens: int
+    """Tokens in the loss."""
+    text_bytes: int
+    """Bytes of the text that these stand for, in UTF-8."""
+
+    @classmethod
+    def of(cls, documents: np.ndarray, numbers: np.ndarray, row: int) -> Totals:
+        """Add up documents by their numbers; a row has `row` tokens."""
+        lengths = np.diff(documents[:, _END], prepend=0)[numbers]
+        trained, text_bytes = (documents[numbers, each].sum() for each in (_TRAINED_TOKENS, _BYTES))
+        cut, tokens = int((lengths > row).sum()), int(lengths.sum())
+        # Special tokens stand for no bytes; nobody divides by 0.
+        return cls(len(numbers), cut, tokens, int(trained), max(int(text_bytes), 1))
 
 
 class Corpus:
     """The rows of a run.
 
     Args:
-        folder: made by `open_corpus`.
+        folder: holds the tokens; made by `open_corpus`.
+        packed: holds the rows; made by `open_corpus`.
         spec: of the run, which trains on documents.
+        digest: names all that the rows follow from.
 
     Raises:
-        UserError: the documents do not fill a row, or are all held out.
+        UserError: a file is damaged, or the documents do not fill a row.
     """
 
-    def __init__(self, folder: Path, spec: RunSpec) -> None:
-        assert spec.supervised is not None
-        meta = json.loads((folder / _META).read_bytes())
-        self.counts = Counts(**{**meta["counts"], "by_file": {}})
-        self._tokens = np.memmap(folder / _TOKENS, np.dtype(meta["dtype"]), "r")
-        masked = meta["masked"]
-        self._mask = np.memmap(folder / _MASK, np.bool_, "r") if masked else None
-        ends, text_bytes, self._sources = np.load(folder / _DOCUMENTS).T
-        self._weights = np.array([source.weight for source in spec.data.sources], np.float32)
-        self._length, self._seed = spec.learner.packing.tokens, spec.seed
-        held_out = spec.supervised.held_out.tokens
-        following = {"seed": spec.seed, "row": self._length, "held_out": held_out}
-        origins = {"tokens": meta["digest"], "weights": self._weights.tolist(), **following}
-        self.digest = digest_bytes(canonical_json(origins))
-        """Names all that the rows follow from."""
-
-        lengths = np.diff(ends, prepend=0)
-        trained, kept = split_documents(lengths, held_out, spec.seed)
-        self._rows = pack_documents(trained, ends, self._length)
-        self._held_out = pack_documents(kept, ends, self._length)
-        if self._rows.count == 0:
+    def __init__(self, folder: Path, packed: Path, spec: RunSpec, digest: str) -> None:
+        try:
+            meta, said = (json.loads((each / _META).read_bytes()) for each in (folder, packed))
+            self.counts = Counts(**meta["counts"])
+            self._tokens = np.memmap(folder / _TOKENS, np.dtype(meta["dtype"]), "r")
+            masked = meta["masked"]
+            self._mask = np.memmap(folder / _MASK, np.bool_, "r") if masked else None
+            self._documents = np.load(folder / _DOCUMENTS, mmap_mode="r")
+            self._rows, self._held_out = (Rows.load(packed / n) for n in (_TRAINED, _HELD_OUT))
+            self.totals, self._kept = Totals(**said[_TRAINED]), Totals(**said[_HELD_OUT])
+            flat = [self._tokens] if self._mask is None else [self._tokens, self._mask]
+            if any(len(each) != meta["tokens"] for each in flat):
+                raise ValueError("tokens are missing")
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"the documents have {lengths.sum()} tokens, and {held_out} are held out",
+                f"damaged corpus: {error}",
+                place=str(folder),
+                remedy=f"remove it and {packed}: it is made again",
+            ) from error
+        if not self.totals.trained_tokens:
+            raise UserError(
+                f"no token can be trained: {self._kept.documents} documents of "
+                f"{self._kept.tokens} tokens are held out, no other is left",
                 place="algorithm.held_out.tokens",
                 remedy="add documents, or lower it",
             )
-        self._order = lru_cache(2)(partial(epoch_order, self._rows.count, self._seed))
-        self.documents = len(trained)
+        self._weights = np.array([source.weight for source in spec.data.sources], np.float32)
+        self._length = spec.learner.packing.tokens
+        self._order = lru_cache(2)(partial(epoch_order, self._rows.count, spec.seed))
+        self.digest = digest
+        self.documents = self.totals.documents
         """Documents to train on."""
-        self.tokens = int(lengths[trained].sum())
+        self.tokens = self.totals.tokens
         """Their tokens."""
-        self.trained_tokens = self._targets(self._rows)
+        self.trained_tokens = self.totals.trained_tokens
         """Tokens in the loss of an epoch."""
-        self.bytes_per_token = float(text_bytes[trained].sum()) / self.trained_tokens
+        self.bytes_per_token = self.totals.text_bytes / self.totals.trained_tokens
         """Mean bytes of text for each of them."""
-        self.held_out_tokens = self._targets(self._held_out)
+        self.held_out_tokens = self._kept.trained_tokens
         """Held-out tokens in the loss."""
-        self.held_out_bytes = int(text_bytes[kept].sum())
-        """Bytes of their text."""
-        if self.bytes_per_token == 0 or (len(kept) and self.held_out_bytes == 0):
-            raise UserError(
-                f"the tokenizer makes no text of the tokens of {len(trained)} documents, or of the "
-                f"{len(kept)} that are held out",
-                place="data.sources",
-                remedy="name the tokenizer that made the token ids",
-            )
+        self.held_out_bytes = self._kept.text_bytes
+        """Bytes of the text that they stand for."""
 
     @property
     def rows(self) -> int:
@@ -118,20 +143,10 @@ class Corpus:
         count = self._held_out.count
         return self._filled(self._held_out, np.arange(count)) if count else None
 
-    def _targets(self, rows: Rows) -> int:
-        """Tokens in the loss."""
-        if self._mask is None:
-            return int((rows.length - 1).sum())
-        return sum(
-            int(self._mask[start + 1 : start + length].sum())
-            for start, length in zip(rows.start.tolist(), rows.length.tolist(), strict=True)
-        )
-
     def _filled(self, table: Rows, rows: np.ndarray) -> CorpusRows:
         """The arrays of some rows of a table, [R, tokens]."""
         size = self._length
-        begin, stop = np.searchsorted(table.row, [rows, rows + 1])
-        count = stop - begin
+        begin, count = table.first[rows], table.first[rows + 1] - table.first[rows]
         piece = _ranges(begin, count)
         row = np.repeat(np.arange(len(rows)), count)
         length, start = table.length[piece], table.start[piece]
@@ -157,7 +172,7 @@ class Corpus:
             predicts &= self._mask[np.minimum(source + 1, last)]
         at, token = target_at[predicts], source[predicts] + 1
         batch.targets.reshape(-1)[at] = self._tokens[token]
-        weight = self._weights[self._sources[table.document[piece]]]
+        weight = self._weights[self._documents[table.document[piece], _SOURCE]]
         weights.reshape(-1)[at] = np.repeat(weight, length)[predicts]
         return CorpusRows(batch, weights)
 
@@ -183,6 +198,7 @@ def open_corpus(spec: RunSpec, model_dir: Path, cache: Path, log: logging.Logger
     encoder = Encoder.of(spec, model_dir, load_config(model_dir).vocab_size)
     files = {source.name: _files(source) for source in spec.data.sources}
     digest = _digest(spec, encoder, files)
+    following = _rows_digest(spec, digest)
     cache.mkdir(parents=True, exist_ok=True)
     held = UserError(
         f"another process has held the cache for {OTHERS_S / 3600:.0f} h",
@@ -191,19 +207,24 @@ def open_corpus(spec: RunSpec, model_dir: Path, cache: Path, log: logging.Logger
     )
     waiting = partial(log.info, "waiting for another process that makes a corpus in %s", cache)
     with locked(os.open(cache, os.O_RDONLY), OTHERS_S, held, waiting):
+        remove_leftovers(cache)
         folder = cache / digest
         if not folder.is_dir():
-            remove_leftovers(cache)
             log.info("tokenizing the documents of %d sources", len(files))
             with new_directory(folder) as made:
-                _make(made, spec.data.sources, files, encoder, digest, log)
-    corpus = Corpus(folder, spec)
+                _make(made, spec.data.sources, files, encoder, log)
+        packed = cache / following
+        if not packed.is_dir():
+            with new_directory(packed) as made:
+                _pack(made, folder, spec)
+    corpus = Corpus(folder, packed, spec, following)
+    totals, row = corpus.totals, spec.learner.packing.tokens
     log.info(
-        "corpus %s: %d documents of %d tokens, %d rows of %d, %.1f %% padding; held out %d tokens",
-        *(corpus.digest[:16], corpus.documents, corpus.tokens, corpus.rows),
-        spec.learner.packing.tokens,
-        100 * (1 - corpus.tokens / (corpus.rows * spec.learner.packing.tokens)),
-        corpus.held_out_tokens,
+        "corpus %s: %d documents of %d tokens, %d rows of %d, %.1f %% padding, %d documents cut; "
+        "held out %d tokens",
+        *(corpus.digest[:16], totals.documents, totals.tokens, corpus.rows, row),
+        100 * (1 - (totals.tokens / (corpus.rows * row))),
+        *(totals.cut, corpus.held_out_tokens),
     )
     return corpus
 
@@ -236,40 +257,65 @@ def _digest(spec: RunSpec, encoder: Encoder, files: dict[str, list[Path]]) -> st
     return digest_bytes(canonical_json(origins))
 
 
+def _rows_digest(spec: RunSpec, digest: str) -> str:
+    """Names the rows by all that they follow from: tokens, seed, length of a row, ..."""
+    assert spec.supervised is not None
+    origins = {
+        "tokens": digest,
+        "weights": [source.weight for source in spec.data.sources],
+        "seed": spec.seed,
+        "row": spec.learner.packing.tokens,
+        "held_out": spec.supervised.held_out.tokens,
+    }
+    return digest_bytes(canonical_json(origins))
+
+
 def _make(
     folder: Path,
     sources: Iterable[Source],
     files: dict[str, list[Path]],
     encoder: Encoder,
-    digest: str,
     log: logging.Logger,
 ) -> None:
-    """Write the files of a corpus; the caller renames the folder."""
-    counts = Counts()
-    numbers, end = array("q"), 0  # end, bytes and source of each document
+    """Write tokens, masks and the table of documents; the caller renames the folder."""
+    counts, ended = Counts(), False
+    columns, end = array("q"), 0
     with (folder / _TOKENS).open("wb") as tokens, (folder / _MASK).open("wb") as mask:
         for number, source in enumerate(sources):
-            found = encoder.encoded(source, files[source.name], counts)
-            for each in reported(found, counts, log):
-                end += len(each.tokens)
-                _write(each, encoder, tokens, mask)
-                numbers.extend((end, each.bytes, number))
+            for each in reported(encoder.encoded(source, files[source.name], counts), counts, log):
+                tokens.write(each.tokens.astype(encoder.dtype).tobytes())
+                if encoder.masked:
+                    mask.write(each.mask.tobytes())
+                ends, many = end + np.cumsum(each.lengths), np.full(len(each.lengths), number)
+                rows = np.stack([ends, each.trained, each.text_bytes, many], axis=1)
+                columns.frombytes(rows.astype(np.int64).tobytes())
+                end = int(ends[-1])
+                ended = ended or bool((each.tokens[each.mask] == encoder.end).any())
     if not encoder.masked:
         (folder / _MASK).unlink()
-    if not numbers:
+    if not columns:
         raise UserError(
             f"no document can be trained on: {counts}",
             place="data.sources",
             remedy="add documents",
         )
-    np.save(folder / _DOCUMENTS, np.frombuffer(numbers, np.int64).reshape(-1, 3))
+    if encoder.end is not None and not ended:
+        log.warning("no trained token is the end token: the model does not learn to stop")
+    np.save(folder / _DOCUMENTS, np.frombuffer(columns, np.int64).reshape(-1, 4))
     said = {name: value for name, value in asdict(counts).items() if name != "by_file"}
-    meta = {"dtype": encoder.dtype, "masked": encoder.masked, "digest": digest, "counts": said}
+    meta = {"dtype": encoder.dtype, "masked": encoder.masked, "tokens": end, "counts": said}
     (folder / _META).write_bytes(canonical_json(meta))
 
 
-def _write(each: Encoded, encoder: Encoder, tokens: BinaryIO, mask: BinaryIO) -> None:
-    tokens.write(each.tokens.astype(encoder.dtype).tobytes())
-    if encoder.masked:
-        assert each.mask is not None
-        mask.write(each.mask.tobytes())
+def _pack(folder: Path, corpus: Path, spec: RunSpec) -> None:
+    """Write the rows of a corpus; the caller renames the folder."""
+    assert spec.supervised is not None
+    documents, row = np.load(corpus / _DOCUMENTS), spec.learner.packing.tokens
+    ends = documents[:, _END]
+    lengths = np.diff(ends, prepend=0)
+    split = split_documents(lengths, spec.supervised.held_out.tokens, spec.seed)
+    totals = {}
+    for name, numbers in zip((_TRAINED, _HELD_OUT), split, strict=True):
+        pack_documents(numbers, ends, row).save(folder / name)
+        totals[name] = asdict(Totals.of(documents, numbers, row))
+    (folder / _META).write_bytes(canonical_json(totals))

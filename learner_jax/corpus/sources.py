@@ -27,8 +27,6 @@ from runspec.core.spec.documents import PARAMS, column_of, is_generated
 from runspec.core.spec.schema import Source
 
 Messages = list[dict[str, Any]]
-_LARGEST_ID = 1 << 32
-"""Of a token before the offset; no vocabulary has so many."""
 
 
 class Row(NamedTuple):
@@ -38,6 +36,13 @@ class Row(NamedTuple):
     """File and line or row."""
     value: str | np.ndarray | Messages
     """Text, token ids int64 [n], or the messages of a conversation."""
+
+    @property
+    def size(self) -> int:
+        """Characters or ids, about."""
+        if isinstance(self.value, list):
+            return sum(len(str(message.get("content"))) for message in self.value)
+        return len(self.value)
 
 
 def read_rows(
@@ -93,13 +98,16 @@ def _kind(source: Source) -> Kind:
 
 
 def _whole_files(files: Sequence[Path], counts: Counts) -> Iterator[Row]:
-    """Yield each text file as one document."""
+    """Yield each text file as one document, its lines joined by line feeds."""
     for path in files:
+        lines, size = list[str](), 0
         with readable(path, counts):
-            lines = [document.text for document in text_lines(path, counts, "")]
+            for document in text_lines(path, counts, ""):
+                lines.append(document.text)
+                size += len(document.text) + 1
+                if size > MAX_DOCUMENT_BYTES:
+                    raise too_long(path, len(lines))
         text = "\n".join(lines)
-        if len(text.encode()) > MAX_DOCUMENT_BYTES:
-            raise too_long(path, len(lines))
         if text:
             counts.documents += 1
             counts.characters += len(text)
@@ -109,10 +117,12 @@ def _whole_files(files: Sequence[Path], counts: Counts) -> Iterator[Row]:
 
 
 def _token_ids(value: object, column: str, place: str) -> np.ndarray:
-    if isinstance(value, list) and all(
-        type(each) is int and abs(each) <= _LARGEST_ID for each in value
-    ):
-        return np.array(value, np.int64)
+    try:
+        found = np.array(value if isinstance(value, list) else None)
+    except ValueError:  # lists of several lengths
+        found = np.array(None)
+    if found.ndim == 1 and (found.dtype.kind == "i" or not found.size):
+        return found.astype(np.int64)
     raise UserError(
         f"{column!r} holds no list of token ids",
         place=place,
@@ -130,9 +140,9 @@ def _messages(value: object, column: str, place: str) -> Messages:
             place=place,
             remedy="name the field that holds them with params: {messages: NAME}",
         )
-    # Parquet has null where a message lacks a field; templates ask whether it is there.
+    # Parquet gives every message the fields of all, and templates ask which of them are there.
     return [
-        {name: said for name, said in each.items() if said is not None or name == "content"}
+        {key: said for key, said in each.items() if said is not None or key == "content"}
         for each in cast(Messages, value)
     ]
 

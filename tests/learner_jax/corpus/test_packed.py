@@ -1,0 +1,372 @@
+"""The corpus of a run: what its rows hold, that they are read alone, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from learner_jax.corpus import encoding
+from learner_jax.corpus.packed import Corpus
+from learner_jax.corpus.rows import CorpusRows
+from runspec.core.errors import UserError
+from runspec.core.files import temporary_name
+from tests.learner_jax.corpus.corpora import (
+    LOG,
+    ROW,
+    SPECIAL,
+    document_spec,
+    model_dir,
+    opened,
+    segments,
+    tokenizer_of,
+)
+
+TEXTS = [
+    "the sun",
+    "naïve 数学 🙂",
+    "the moon and the red rose",
+    "x" * 90,
+    *("and the sun " * n for n in range(1, 40)),
+]
+READS = ["ACGTNACG", "TTTACG"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "a.txt").write_text("".join(f"{text}\n" for text in TEXTS))
+    reads = "".join(f">read {i}\n{read}\n" for i, read in enumerate(READS))
+    (folder / "reads.fa.gz").write_bytes(gzip.compress(reads.encode()))
+    return folder
+
+
+def sources(files: Path) -> list[dict[str, Any]]:
+    return [
+        {"name": "texts", "kind": "text", "uri": str(files / "a.txt")},
+        {"name": "reads", "kind": "fasta", "uri": str(files / "reads.fa.gz"), "weight": 2.5},
+    ]
+
+
+def ids_of(model: Path, texts: list[str]) -> list[tuple[int, ...]]:
+    """Each text as the tokenizer alone encodes it, and the end token."""
+    tokenizer = tokenizer_of(model)
+    end = tokenizer.token_to_id("<eos>")
+    return [(*tokenizer.encode(text).ids, end) for text in texts]
+
+
+def assert_equal(one: CorpusRows, other: CorpusRows) -> None:
+    np.testing.assert_array_equal(one.weights, other.weights)
+    for name, array in vars(one.batch).items():
+        assert array.dtype == np.int32
+        np.testing.assert_array_equal(getattr(other.batch, name), array)
+
+
+def predicted(corpus: Corpus, rows: CorpusRows) -> Counter[tuple[int, ...]]:
+    """Pairs of token and target, with the weight, of all positions that predict."""
+    return Counter(
+        (token, target, weight)
+        for tokens, targets, weights in segments(rows)
+        for token, target, weight in zip(tokens, targets, weights, strict=True)
+        if target >= 0
+    )
+
+
+def test_every_token_but_the_first_is_predicted_once_an_epoch(
+    model: Path, files: Path, tmp_path: Path
+) -> None:
+    # given documents shorter and longer than a row, of sources of two weights
+    corpus = opened(tmp_path, document_spec(sources(files)), model)
+    expected = [
+        Counter((*pair, weight) for ids in ids_of(model, texts) for pair in pairwise(ids))
+        for texts, weight in ((TEXTS, 1.0), (READS, 2.5))
+    ]
+    # when an epoch is read
+    for epoch in range(2):
+        rows = corpus.read(epoch * corpus.rows, (epoch + 1) * corpus.rows)
+        # then each token is predicted from the one before it, once, with its source's weight
+        assert predicted(corpus, rows) == expected[0] + expected[1]
+    assert corpus.trained_tokens == sum(map(Counter.total, expected))
+    assert corpus.documents == len(TEXTS) + len(READS)
+    assert corpus.tokens == sum(map(len, ids_of(model, TEXTS + READS)))
+    assert corpus.totals.cut == sum(len(ids) > ROW for ids in ids_of(model, TEXTS)) > 0
+
+
+def test_documents_that_fit_are_whole_segments_and_pieces_overlap_by_one(
+    model: Path, files: Path, tmp_path: Path
+) -> None:
+    corpus = opened(tmp_path, document_spec(sources(files)), model)
+    found = Counter(tuple(tokens) for tokens, _, _ in segments(corpus.read(0, corpus.rows)))
+    for ids in ids_of(model, TEXTS + READS):
+        # first tokens of the pieces: 0, ROW - 1, ...
+        for first in range(0, len(ids) - 1, ROW - 1):
+            assert found[ids[first : first + ROW]] > 0
+            found[ids[first : first + ROW]] -= 1
+    assert not +found
+
+
+def test_rows_are_read_alone_and_again_in_another_process(
+    model: Path, files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = document_spec(sources(files))
+    corpus = opened(tmp_path, spec, model)
+    last = 2 * corpus.rows + 3
+    whole = corpus.read(0, last)
+    # when it is found in the cache, and made once more elsewhere
+    with caplog.at_level(logging.INFO):
+        again = opened(tmp_path, spec, model)
+    assert "tokenizing" not in caplog.text
+    elsewhere = opened(tmp_path, spec, model, "other")
+    for each in (again, elsewhere):
+        assert each.digest == corpus.digest
+        # then parts of any size are the whole, over the end of an epoch too
+        for bounds in ([0, last], [0, 1, 5, corpus.rows + 2, last], list(range(last + 1))):
+            parts = [each.read(a, b) for a, b in pairwise(bounds)]
+            joined = (
+                np.concatenate([getattr(part.batch, name) for part in parts])
+                for name in vars(whole.batch)
+            )
+            assert_equal(
+                CorpusRows(type(whole.batch)(*joined), np.concatenate([p.weights for p in parts])),
+                whole,
+            )
+
+
+def test_epochs_have_the_same_rows_in_another_order(
+    model: Path, files: Path, tmp_path: Path
+) -> None:
+    corpus = opened(tmp_path, document_spec(sources(files)), model)
+    epochs = [
+        [row.tobytes() for row in corpus.read(n * corpus.rows, (n + 1) * corpus.rows).batch.tokens]
+        for n in range(2)
+    ]
+    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
+
+
+def test_held_out_documents_are_never_trained_on(model: Path, files: Path, tmp_path: Path) -> None:
+    # given 60 tokens to hold out
+    corpus = opened(tmp_path, document_spec(sources(files), held_out={"tokens": 60}), model)
+    held_out = corpus.held_out()
+    assert held_out is not None
+    # then whole documents of about as many are left out of the rows that are trained
+    kept, trained = predicted(corpus, held_out), predicted(corpus, corpus.read(0, corpus.rows))
+    everything = opened(tmp_path, document_spec(sources(files)), model)
+    assert kept + trained == predicted(everything, everything.read(0, everything.rows))
+    assert kept.total() == corpus.held_out_tokens
+    assert corpus.documents < everything.documents
+    assert everything.held_out() is None
+    # another seed holds others out, and its tokens are not made again
+    other = opened(tmp_path, document_spec(sources(files), held_out={"tokens": 60}, seed=8), model)
+    assert predicted(other, other.held_out()) != kept
+    assert len(list((tmp_path / "cache").glob("*/tokens.bin"))) == 1
+
+
+def test_bytes_are_those_of_the_trained_text(model: Path, files: Path, tmp_path: Path) -> None:
+    # the first token of a document is not predicted, and its text does not count
+    spec = document_spec(sources(files))
+    corpus = opened(tmp_path, spec, model)
+    tokenizer = tokenizer_of(model)
+    expected = sum(
+        len(text.encode()) - len(tokenizer.encode(text).tokens[0]) for text in TEXTS + READS
+    )
+    assert corpus.bytes_per_token * corpus.trained_tokens == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_ids_of_tokens_are_shifted(kind: str, model: Path, tmp_path: Path) -> None:
+    rows = [[5, 9, 290], [], [7, 8], [6]]
+    if kind == "parquet":
+        pq.write_table(pa.table({"ids": rows}), tmp_path / "a.parquet")
+    else:
+        lines = (json.dumps({"ids": row}) + "\n" for row in rows)
+        (tmp_path / "a.jsonl").write_text("".join(lines))
+    params = {"tokens": "ids", "id_offset": -1}
+    source = {"name": "a", "kind": kind, "uri": str(tmp_path / f"a.{kind}"), "params": params}
+    corpus = opened(tmp_path, document_spec([source]), model)
+    found = sorted(tokens for tokens, _, _ in segments(corpus.read(0, corpus.rows)))
+    assert found == [[4, 8, 289], [6, 7]]
+    assert (corpus.counts.empty, corpus.counts.too_short) == (1, 1)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_whole_file_is_one_document(name: str, model: Path, tmp_path: Path) -> None:
+    data = b"the sun\nand the moon\n"
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    uri = str(tmp_path / name)
+    source = {"name": "a", "kind": "text", "uri": uri, "params": {"whole": True}}
+    corpus = opened(tmp_path, document_spec([source], row=32), model)
+    [(tokens, _, _)] = segments(corpus.read(0, 1))
+    assert [tuple(tokens)] == ids_of(model, ["the sun\nand the moon"])
+
+
+def test_text_of_a_json_line_may_hold_any_brackets(model: Path, tmp_path: Path) -> None:
+    text = "[0, 1) " * 100
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text, "x": float("nan")}) + "\n")
+    source = {"name": "a", "kind": "jsonl", "uri": str(tmp_path / "a.jsonl")}
+    assert opened(tmp_path, document_spec([source]), model).documents == 1
+
+
+def test_documents_are_made_a_few_at_a_time_and_come_out_the_same(
+    model: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = document_spec(sources(files))
+    whole = opened(tmp_path, spec, model)
+    for name, value in (("_BATCH", 3), ("_BATCH_SIZE", 40)):
+        monkeypatch.setattr(encoding, name, value)
+        parts = opened(tmp_path, spec, model, name)
+        assert_equal(parts.read(0, parts.rows), whole.read(0, whole.rows))
+
+
+def test_what_a_corpus_follows_from_changes_its_digest(
+    model: Path, files: Path, tmp_path: Path
+) -> None:
+    changed = sources(files)
+    changed[1] = {**changed[1], "weight": 1.0}
+    specs = [
+        document_spec(sources(files)),
+        document_spec(sources(files), seed=8),
+        document_spec(sources(files), row=32),
+        document_spec(sources(files), held_out={"tokens": 9}),
+        document_spec(sources(files)[:1]),
+        document_spec(changed),
+    ]
+    assert len({opened(tmp_path, spec, model).digest for spec in specs}) == len(specs)
+    # and what it does not follow from does not
+    again = document_spec(sources(files), updates_per_step=4)
+    assert opened(tmp_path, again, model).digest == opened(tmp_path, specs[0], model).digest
+
+
+def test_a_corpus_that_fails_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"fine\n" * 600 + b"\xff\n")
+    source = {"name": "a", "kind": "text", "uri": str(tmp_path / "a.txt")}
+    with pytest.raises(UserError, match=r"a\.txt:601: not UTF-8"):
+        opened(tmp_path, document_spec([source]), model)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed(model: Path, files: Path, tmp_path: Path) -> None:
+    left = temporary_name(tmp_path / "cache" / "tokens")
+    left.mkdir(parents=True)
+    assert opened(tmp_path, document_spec(sources(files)), model).rows > 0
+    assert not left.exists()
+
+
+def test_special_tokens_alone_stand_for_no_text(model: Path, tmp_path: Path) -> None:
+    special = [tokenizer_of(model).token_to_id(name) for name in SPECIAL]
+    (tmp_path / "a").write_text(json.dumps({"ids": special}))
+    spec = document_spec([{"name": "a", "uri": str(tmp_path / "a"), **TOKENS}])
+    # one byte stands in for none, so that bits a byte is a number
+    assert opened(tmp_path, spec, model).bytes_per_token == 1 / (len(special) - 1)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.npy", "meta.json"])
+def test_a_damaged_corpus_is_named(name: str, model: Path, files: Path, tmp_path: Path) -> None:
+    spec = document_spec(sources(files))
+    opened(tmp_path, spec, model)
+    [path] = (
+        (tmp_path / "cache").glob(f"*/{name}")
+        if name != "meta.json"
+        else [tokens.with_name(name) for tokens in (tmp_path / "cache").glob("*/tokens.bin")]
+    )
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(UserError, match="damaged corpus") as caught:
+        opened(tmp_path, spec, model)
+    assert str(path.parent) in str(caught.value) and "remove it" in str(caught.value)
+
+
+JSONL, TEXT = {"kind": "jsonl"}, {"kind": "text"}
+TOKENS = {**JSONL, "params": {"tokens": "ids"}}
+CASES = {
+    "empty file": (TEXT, b"", "a: holds no document"),
+    "empty lines": ({**TEXT, "params": {"whole": True}}, b"\n", "a: holds no document"),
+    "not UTF-8": (TEXT, b"fine\nbad \xff\n", "a:2: not UTF-8"),
+    "not UTF-8 in a whole file": (
+        {**TEXT, "params": {"whole": True}},
+        b"fine\nbad \xff\n",
+        "a:2: not UTF-8",
+    ),
+    "cut gzip": (
+        TEXT,
+        gzip.compress(b"one two\n" * 50_000)[:-20],
+        "a: damaged gzip after document ",
+    ),
+    "cut gzip of a whole file": (
+        {**TEXT, "params": {"whole": True}},
+        gzip.compress(b"one two\n" * 50_000)[:-20],
+        "a: damaged gzip",
+    ),
+    "not JSON": (JSONL, b'{"text": "x"}\n{"text"\n', "a:2: not a JSON object"),
+    "half of a pair": (JSONL, b'{"text": "\\ud83d"}\n', "a:1: not a JSON object"),
+    "deep": (JSONL, b'{"text": ' + b"[" * 100_000 + b"\n", "a:1: not a JSON object"),
+    "no object": (JSONL, b'["text"]\n', "a:1: not a JSON object: it is of type list"),
+    "no text": (JSONL, b'{"text": 1}\n', "a:1: 'text' holds int"),
+    "no ids": (TOKENS, b'{"ids": [1, 2.5]}\n', "a:1: 'ids' holds no list of token ids"),
+    "ids of two lengths": (TOKENS, b'{"ids": [[1], [2, 3]]}\n', "a:1: 'ids' holds no list"),
+    "no list": (TOKENS, b'{"ids": 3}\n', "a:1: 'ids' holds no list of token ids"),
+    "huge id": (TOKENS, b'{"ids": [1, 99999999999999999999]}\n', "a:1: 'ids' holds no list"),
+    "id beyond": (
+        TOKENS,
+        b'{"ids": [1, 2]}\n{"ids": [300, 5]}\n',
+        "a:2: token id 300, the model has 300",
+    ),
+    "id below": (
+        {**JSONL, "params": {"tokens": "ids", "id_offset": -1}},
+        b'{"ids": [1, 2]}\n{"ids": [1, 0]}\n',
+        "a:2: token id -1, the model has 300",
+    ),
+    "no bases": ({"kind": "fasta"}, b">a\nAC-T\n", "a:2: '-' at column 3"),
+    "no Parquet": ({"kind": "parquet"}, b"PAR1", "a: not readable as Parquet"),
+    "all of one token": (TOKENS, b'{"ids": [1]}\n', "data.sources: no document can be trained on"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_named_with_file_and_line(case: str, model: Path, tmp_path: Path) -> None:
+    source, data, message = CASES[case]
+    (tmp_path / "a").write_bytes(data)
+    spec = document_spec([{"name": "a", "uri": str(tmp_path / "a"), **source}])
+    with pytest.raises(UserError) as caught:
+        opened(tmp_path, spec, model)
+    place = "" if message.startswith("data.") else f"{tmp_path}/"
+    assert f"{place}{message}" in str(caught.value)
+    assert "remedy: " in str(caught.value)
+
+
+def test_a_whole_file_over_the_limit_is_refused_before_it_is_read_whole(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("learner_jax.corpus.sources.MAX_DOCUMENT_BYTES", 32)
+    (tmp_path / "a").write_bytes(b"one\n" * 20)
+    source = {"name": "a", "kind": "text", "uri": str(tmp_path / "a"), "params": {"whole": True}}
+    with pytest.raises(UserError, match=r"/a:9: a document of more than"):
+        opened(tmp_path, document_spec([source]), model)
+
+
+def test_nothing_left_to_train_on_is_an_error(model: Path, files: Path, tmp_path: Path) -> None:
+    spec = document_spec(sources(files), held_out={"tokens": 10**6})
+    with pytest.raises(UserError, match=r"held_out\.tokens: no token can be trained") as caught:
+        opened(tmp_path, spec, model)
+    assert "add documents, or lower it" in str(caught.value)
+
+
+def test_generated_reads_need_no_file(model: Path, tmp_path: Path) -> None:
+    params = {"organisms": 2, "reads": 50, "length": 12, "seed": 1}
+    source = {"name": "reads", "kind": "generated_reads", "params": params}
+    corpus = opened(tmp_path, document_spec([source]), model)
+    assert corpus.documents == 50
+    assert corpus.bytes_per_token < 1.0  # the end token stands for no base
+    assert LOG.name == "corpus"
