@@ -9,6 +9,8 @@ CPU_TORCH := torch==2.13.0+cpu
 # Spec and profile of the quickstart; `make quickstart SPEC=specs/target_long.yaml` works too.
 SPEC ?= specs/target_short.yaml
 PROFILE ?= laptop
+# Specs of runs that sample: the placements say where their pools are.
+SAMPLING := $(filter-out specs/metagene.yaml,$(wildcard specs/*.yaml))
 # Files of tests share the cores; tests/scheduling.py says how many processes, and what goes first.
 WORKERS := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 # Whole runs: one process of tests has them all, one after another, beside what the others do.
@@ -67,11 +69,12 @@ lint: install  ## ruff, types, import rule, and runspec lint over every shipped 
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/runspec lint specs/*.yaml
-	for profile in specs/profiles/*.yaml; do \
-	  $(BIN)/runspec lint specs/*.yaml --profile $$(basename $$profile .yaml) || exit 1; done
+	@# SPEC.NAME.yaml is the profile NAME of that spec, NAME.yaml that of all others.
+	for profile in $$(ls specs/profiles | sed -E 's/(.*\.)?([^.]+)\.yaml/\2/' | sort -u); do \
+	  $(BIN)/runspec lint specs/*.yaml --profile $$profile || exit 1; done
 	$(BIN)/runspec lint specs/placements/*.yaml
 	for placement in specs/placements/*.yaml; do \
-	  $(BIN)/runspec lint specs/*.yaml --placement $$placement || exit 1; done
+	  $(BIN)/runspec lint $(SAMPLING) --placement $$placement || exit 1; done
 
 test-fast: install  ## quick tests; leaves out the learner, attacks, fuzzing and what is marked slow
 	$(BIN)/pytest $(WORKERS) -m "not slow" \

@@ -124,7 +124,9 @@ class Publisher:
             self._export(version, directory)
         times.append(time.monotonic())
         base = self._write_delta(version, directory)
-        whole = base is None or version % self._spec.broadcast.anchor_every == 0
+        supervised = self._spec.supervised
+        number = version if supervised is None else version // supervised.publish_every
+        whole = base is None or number % self._spec.broadcast.anchor_every == 0
         times.append(time.monotonic())
         digest = self._put(version, directory, base=base, whole=whole)
         self._served.add(version)

@@ -20,6 +20,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     start.add_argument("run_dir", type=Path, help="run directory with spec.json")
     start.add_argument("--cache", type=Path, required=True, help="where finished starts are kept")
+    draw = commands.add_parser("draw", help="make version 0 of random weights, from the run's seed")
+    draw.add_argument("run_dir", type=Path, help="run directory with spec.json and a tokenizer")
     train = commands.add_parser("train", help="train every step that is left, then exit 0")
     train.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
     train.add_argument(
@@ -48,7 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
     aot.add_argument("--topology", help="TPU slice, like v5p:4x4x4; else learner.hardware")
     aot.add_argument("--model-config", type=Path, help="config.json, in place of the spec's model")
     names = ("publish", "score", "accumulate", "apply")
-    aot.add_argument("--programs", nargs="+", choices=names, default=names, help="all by default")
+    used = "by default those that the run uses"
+    aot.add_argument("--programs", nargs="+", choices=names, help=used)
     score = commands.add_parser(
         "score", help="print the log-probs of given tokens under a Hugging Face model"
     )
@@ -80,6 +83,10 @@ def main(arguments: list[str] | None = None) -> int:
     adapter.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
     adapter.add_argument("out", type=Path, metavar="OUT", help="a new directory")
     adapter.add_argument("--step", type=int, help="of which full state; else the newest")
+    check = commands.add_parser(
+        "check", help="open the documents of DIR/spec.json; prints JSON for `runspec lint --data`"
+    )
+    check.add_argument("folder", type=Path, metavar="DIR", help="of a run, or with a spec.json")
     _add_tokenizer(commands)
     options = parser.parse_args(arguments)
     role = "learner" if options.command == "train" else options.command
@@ -142,11 +149,19 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
 
         fields = ("run", "programs", "profile", "overrides", "topology", "model_config")
         aot_command(AotOptions(**{name: getattr(options, name) for name in fields}))
+    elif options.command == "draw":
+        from learner_jax.drawn import draw_initial_model
+
+        draw_initial_model(options.run_dir, log)
     elif options.command == "export-adapter":
         from learner_jax.export_adapter import export_adapter
 
         step = export_adapter(options.run_dir, options.out, step=options.step)
         log.info("adapters after step %d are in %s", step, options.out)
+    elif options.command == "check":
+        from learner_jax.corpus.check import check_command
+
+        check_command(options.folder)
     elif options.command == "tokenizer":
         from learner_jax.corpus.tokenizer import tokenizer_command
 

@@ -25,8 +25,11 @@ from learner_jax.sharding import AXES, make_mesh
 from learner_jax.step import Programs, build_programs
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.memory import device_positions, logits_chunk
+from runspec.core.models.memory import device_positions, held_weights, logits_chunk
 from runspec.core.spec.schema import RunSpec
+
+PROGRAMS = ("publish", "score", "accumulate", "apply")
+"""Names of the programs of `step.Programs` that can be compiled ahead."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,13 @@ class Compiled:
     """The compiler's message then."""
     seconds: dict[str, float]
     """Seconds that lowering and compiling took."""
+
+
+def used_programs(spec: RunSpec) -> tuple[str, ...]:
+    """Return the names of the programs that a run uses, in the order of `PROGRAMS`."""
+    supervised = spec.supervised
+    scores = supervised is None or supervised.held_out.tokens > 0
+    return tuple(name for name in PROGRAMS if scores or name != "score")
 
 
 def learner_mesh(spec: RunSpec, devices: Sequence[jax.Device]) -> Mesh:
@@ -119,13 +129,13 @@ def analyse(
     mesh = learner_mesh(spec, devices)
     programs = build_programs(spec, config, mesh)
     arguments = abstract_arguments(programs)
-    weights, algorithm = _device_bytes(arguments["score"][0]), spec.grpo
-    frozen = bool(algorithm.kl.coef) or programs.abstract_base is not None
+    weights = _device_bytes(arguments["score"][0])
+    holds_version, holds_reference = held_weights(spec)
     resident = {
         "state": _device_bytes(programs.abstract_state),
         "gradients": _device_bytes(arguments["apply"][1].grads),
-        "published": weights if algorithm.old_logprobs == "recompute" else 0,
-        "reference": weights if frozen else 0,
+        "published": weights if holds_version else 0,
+        "reference": weights if holds_reference else 0,
         "batch": _device_bytes(programs.abstract_batch),
     }
     # Of the loops whose length is data's: one microbatch, all of it positions with a target.
@@ -136,8 +146,11 @@ def analyse(
     # Beside what a program takes, the learner holds the rest of what a step needs; gradients are
     # there from the end of `accumulate`, which counts them as its own, to that of `apply`.
     held = sum(resident.values()) - resident["gradients"]
+    # Held-out documents are scored under a version that is made for it and not kept.
+    scored = weights if spec.supervised is not None else 0
+    more = {"apply": resident["gradients"], "score": scored}
     needed = {
-        name: held + (resident["gradients"] if name == "apply" else 0) + report["own_bytes"]
+        name: held + more.get(name, 0) + report["own_bytes"]
         for name, report in reports.items()
         if "own_bytes" in report
     }

@@ -43,8 +43,8 @@ class AotOptions:
 
     run: Path
     """A spec, or a run directory with the resolved one."""
-    programs: Sequence[str]
-    """Names of programs of `step.Programs`."""
+    programs: Sequence[str] | None
+    """Names of programs of `step.Programs`; None: those that the run uses."""
     profile: str | None = None
     overrides: Sequence[str] = ()
     topology: str | None = None
@@ -66,9 +66,9 @@ def aot_command(options: AotOptions) -> None:
     else:
         topology = parse_topology(options.topology)
     devices, memory = _devices(spec.learner, topology)
-    from learner_jax.aot import analyse  # the environment is set now
+    from learner_jax.aot import analyse, used_programs  # the environment is set now
 
-    config, names = _model_config(options, spec), options.programs
+    config, names = _model_config(options, spec), options.programs or used_programs(spec)
     whole = None if memory is None else int(memory)
     report = analyse(spec, config, devices, memory=whole, names=names)
     where = spec.learner.hardware.kind if topology is None else str(topology)

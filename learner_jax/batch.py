@@ -7,24 +7,21 @@ decoded is an error that names it: a step without one of its groups would be ano
 
 from __future__ import annotations
 
-import logging
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from learner_jax.advantage import group_advantages
 from learner_jax.agreement import Agreement, agreement
-from runspec.core.canonical import canonical_json, parse_object
+from learner_jax.manifests import REMEDY as _REMEDY
+from learner_jax.manifests import ManifestReader, manifest_digest
+from runspec.core.canonical import parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.hashing import digest_bytes
-from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
-from runspec.core.roles import Roles, open_roles
-from runspec.core.run_files import SubmissionFiles, step_folder, submission_files
+from runspec.core.run_files import SubmissionFiles, submission_files
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from verify.formats import batch as batch_format
@@ -46,10 +43,7 @@ from verify.formats.verdict import (
     open_verdict,
 )
 
-POLL_S = 0.02
-REPORT_EVERY_S = 30.0
 MAX_TABLE_BYTES = verdict_format.MAX_BYTES
-_REMEDY = "see the coordinator's log; a copy of the file from before the damage mends it"
 
 
 @dataclass(frozen=True)
@@ -92,20 +86,7 @@ class Batch:
         return manifest_digest(self.manifest)
 
 
-def manifest_digest(manifest: BatchManifest) -> str:
-    """BLAKE3 of a manifest's canonical JSON, without its signature."""
-    return digest_bytes(canonical_json(asdict(manifest)))
-
-
-class StopSignal(Protocol):
-    """A `threading.Event`, as one who waits sees it."""
-
-    def is_set(self) -> bool: ...
-
-    def wait(self, timeout: float) -> bool: ...
-
-
-class BatchReader:
+class BatchReader(ManifestReader[BatchManifest]):
     """Waits for the batch manifests of a run, and reads what they name.
 
     Args:
@@ -118,52 +99,14 @@ class BatchReader:
     """
 
     def __init__(self, run_dir: Path, spec: RunSpec, root_public_key: str) -> None:
-        self._run_dir, self._spec = run_dir, spec
+        super().__init__(run_dir, spec, root_public_key)
         # What a validator accepted has to be read: one that is refused here ends the run.
         self._max_read = max(MAX_TABLE_BYTES, largest_submission_bytes(spec))
         self._max_bytes = min(self._max_read, largest_accepted_bytes(spec))
-        self._root_public_key = root_public_key
-        self._roles = self._read_roles()
 
-    def wait(self, step: int, stop: StopSignal, log: logging.Logger) -> BatchManifest | None:
-        """Waits for the manifest of a step; None when `stop` was set meanwhile.
-
-        It waits as long as the coordinator does, which may wait for workers without end.
-
-        Raises:
-            UserError: it is not to be believed.
-        """
-        path = step_folder(self._run_dir, step) / batch_format.FILE_NAME
-        start = time.monotonic()
-        report_at = start + REPORT_EVERY_S
-        if stop.is_set():  # also where a replay finds one manifest after the other
-            return None
-        while not path.exists():
-            if stop.wait(POLL_S):
-                return None
-            now = time.monotonic()
-            if now > report_at:
-                log.info("step %d: %.0f s waiting for the coordinator's batch", step, now - start)
-                report_at = now + REPORT_EVERY_S
-        return self.manifest(step)
-
-    def manifest(self, step: int, *, signed: bool = True) -> BatchManifest:
-        """Reads and checks the manifest of a step.
-
-        Args:
-            step: its number.
-            signed: whether the coordinator must have signed it.
-
-        Raises:
-            UserError: it is not the coordinator's, or breaks a promise of the spec.
-        """
-        path = step_folder(self._run_dir, step) / batch_format.FILE_NAME
-        try:
-            data = read_bounded(path, batch_format.MAX_BYTES)
-            coordinators = self._roles.coordinator if signed else None
-            manifest = open_batch(data, coordinators=coordinators, run=self._spec.name, step=step)
-        except (OSError, BadSignature) as error:
-            raise UserError(str(error), place=str(path), remedy=_REMEDY) from error
+    def _open(self, path: Path, step: int, coordinators: frozenset[str] | None) -> BatchManifest:
+        data = read_bounded(path, batch_format.MAX_BYTES)
+        manifest = open_batch(data, coordinators=coordinators, run=self._spec.name, step=step)
         for group in manifest.groups:
             if not 0 <= step - group.version <= self._spec.grpo.async_level:
                 raise UserError(
@@ -189,7 +132,7 @@ class BatchReader:
         for named in manifest.groups:
             key = (named.submission, named.verdict)
             if key not in opened:
-                opened[key] = self._open(named)
+                opened[key] = self._open_group(named)
             rows = opened[key].get(named.group, [])
             self._check_group(named, rows)
             groups.append(self._training_group(rows))
@@ -201,7 +144,7 @@ class BatchReader:
             ]
         return Batch(manifest, groups, agreement(compared))
 
-    def _open(self, named: BatchGroup) -> dict[int, list[_Row]]:
+    def _open_group(self, named: BatchGroup) -> dict[int, list[_Row]]:
         """The rows of one submission with their verdicts, by group."""
         files = submission_files(self._run_dir, named.step, named.submission)
         run = self._spec.name
@@ -270,18 +213,6 @@ class BatchReader:
                 str(error),
                 place=str(files.verdict_envelope),
                 remedy=f"{_REMEDY}; keys/roles.json must name whoever judged what is to be trained",
-            ) from error
-
-    def _read_roles(self) -> Roles:
-        path = self._run_dir / "keys" / "roles.json"
-        try:
-            data = read_bounded(path, MAX_ROLES_BYTES)
-            return open_roles(data, root_public_key=self._root_public_key, run=self._spec.name)
-        except (OSError, BadSignature) as error:
-            raise UserError(
-                f"cannot read the run's roles: {error}",
-                place=str(path),
-                remedy="`runspec apply` makes it anew",
             ) from error
 
     def _check_group(self, named: BatchGroup, rows: list[_Row]) -> None:

@@ -65,6 +65,8 @@ class StateInfo:
     replay elsewhere than the run began came out otherwise."""
     fingerprint: dict[str, Any]
     """`learner_jax.fingerprint` of the program that wrote it."""
+    corpus: str | None = None
+    """Digest of the documents that it was trained on; None for rollouts."""
 
 
 def save_params(folder: Folder, version: int, params: Any, probe: dict[str, Any]) -> Finish:

@@ -2,8 +2,8 @@
 
 Process 0 alone waits for the batch manifest, reads the files that it names and checks them; the
 others are given the arrays. So there is one batch, whatever a file system shows to whom, and only
-process 0 needs the run's rollouts. A batch goes to the others as a table (`verify.formats.tables`)
-with a row a rollout; no pickle is involved.
+process 0 needs the run's rollouts or documents. A batch goes to the others as a table
+(`verify.formats.tables`); no pickle is involved.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from itertools import groupby
+from typing import Any, Generic, Protocol, TypeVar
 
-from learner_jax.batch import Batch, BatchReader, TrainingRollout
+from learner_jax.batch import Batch, TrainingRollout
 from learner_jax.distributed import MAX_MESSAGE_BYTES, PeerFailed, Peers, Word
+from learner_jax.manifests import StopSignal
 from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.errors import UserError
 from verify.formats.batch import BatchGroup, BatchManifest
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
 
+B = TypeVar("B")
+Read = TypeVar("Read", covariant=True)
 SCHEMA = Schema(
     "runspec batch 1",
     (
@@ -70,50 +75,75 @@ def decode_batch(data: bytes) -> Batch:
     )
 
 
-class BatchFeed:
+class Reader(Protocol[Read]):
+    """Reads the batches of a run from its files, in process 0."""
+
+    def wait(self, step: int, stop: StopSignal, log: logging.Logger) -> Any | None:
+        """Wait for the manifest of a step; None when `stop` was set meanwhile."""
+
+    def read(self, manifest: Any) -> Read:
+        """Read what a manifest names."""
+
+
+class BatchFeed(Generic[B]):
     """Gives every process the batch of a step, or the word to end.
 
     Args:
-        reader: reads the run's manifests; None in every process but the first.
+        reader: reads the run's batches; None in every process but the first.
         peers: the processes.
         stop: set when this process is told to end; one that is told ends all.
         log: told of waits.
+        encode, decode: a batch to bytes, and back bit for bit.
     """
 
     def __init__(
         self,
-        reader: BatchReader | None,
+        reader: Reader[B] | None,
         peers: Peers,
         stop: threading.Event,
         log: logging.Logger,
+        encode: Callable[[B], bytes],
+        decode: Callable[[bytes], B],
     ) -> None:
         self._reader, self._peers, self._stop, self._log = reader, peers, stop, log
+        self._encode, self._decode = encode, decode
 
-    def next(self, step: int) -> Batch | None:
+    def next(self, step: int, waited: Callable[[str], None]) -> B | None:
         """Collective: the batch of a step; None when a process was told to end.
+
+        Args:
+            step: its number.
+            waited: told of the wait for the coordinator's manifest, and then of that for the input.
 
         Raises:
             UserError: in process 0, no batch in time, or one that cannot be read; a PeerFailed
                 in the others.
         """
         if self._reader is not None:
-            return self._read(self._reader, step)
+            return self._read(self._reader, step, waited)
         word = Word.WAIT
         while word is Word.WAIT:
             word, size = self._peers.agree(Word.STOP if self._stop.is_set() else Word.GO)
-        return None if word is Word.STOP else decode_batch(self._peers.broadcast(b"", size))
+        waited("coordinator")
+        if word is Word.STOP:
+            return None
+        batch = self._decode(self._peers.broadcast(b"", size))
+        waited("input")
+        return batch
 
-    def _read(self, reader: BatchReader, step: int) -> Batch | None:
+    def _read(self, reader: Reader[B], step: int, waited: Callable[[str], None]) -> B | None:
         """In process 0."""
         stop = _AnyStop(self._stop, self._peers)
         try:
             manifest = reader.wait(step, stop, self._log)
+            waited("coordinator")
             batch = None if manifest is None else reader.read(manifest)
-            data = encode_batch(batch) if batch and self._peers.count > 1 else b""
+            sent = batch is not None and self._peers.count > 1
+            data = self._encode(batch) if batch is not None and sent else b""
             if len(data) > MAX_MESSAGE_BYTES:
                 raise UserError(
                     f"the batch of step {step} has {len(data)} bytes, {MAX_MESSAGE_BYTES} at most",
-                    place="algorithm.prompts_per_step",
+                    place="algorithm",
                     remedy="make the step smaller",
                 )
         except PeerFailed:
@@ -127,6 +157,7 @@ class BatchFeed:
         if word is Word.STOP:
             return None
         self._peers.broadcast(data, size)
+        waited("input")
         return batch
 
 

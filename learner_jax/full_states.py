@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from learner_jax.batch import BatchReader, manifest_digest
 from learner_jax.checkpoint import StateInfo, check_state, load_state, save_state, state_steps
 from learner_jax.distributed import LearnerRun
 from learner_jax.fingerprint import differences
 from learner_jax.leaves import load_params
+from learner_jax.manifests import ManifestReader, manifest_digest
 from learner_jax.saver import Finish, Saver
 from learner_jax.step import Programs, TrainState
 from learner_jax.versions import VersionWriter
@@ -47,19 +47,24 @@ class Start:
     """The frozen weights under adapters; None where the weights are trained."""
     model_digest: str
     """Names version 0."""
+    corpus: str | None
+    """Digest of the documents; None for runs that train on rollouts."""
     batch: str | None
     """Digest of the batch manifest trained last."""
     published: bool
     """Whether the masters should give version `step` its published bits."""
 
 
-def find_start(run: LearnerRun, programs: Programs, reader: BatchReader | None) -> Start:
+def find_start(
+    run: LearnerRun, programs: Programs, reader: ManifestReader[Any] | None, corpus: str | None
+) -> Start:
     """Collective: reads the newest full state, or version 0; removes what was never finished.
 
     Args:
         run: its log is told what differs from the program that wrote the state.
         programs: of the run.
         reader: process 0's.
+        corpus: digest of the documents; None for runs that train on rollouts.
 
     Raises:
         UserError: the state is damaged, or of another run.
@@ -77,24 +82,29 @@ def find_start(run: LearnerRun, programs: Programs, reader: BatchReader | None) 
         info = check_state(states, steps[-1])
         assert reader is not None, "process 0 has one"
         _check_run(info, spec, digest, states)
+        _check_corpus(info, corpus, states)
         _check_position(info, run.folder, reader)
         return {"digest": digest, "info": asdict(info)}
 
     found = run.peers.json_from_first(newest)
     _require_one_folder(run, states)
     info = StateInfo(**found["info"]) if "info" in found else None
-    compared, adapted = spec.grpo.kl.coef > 0, spec.learner.lora is not None
+    compared = spec.supervised is None and spec.grpo.kl.coef > 0
+    adapted = spec.learner.lora is not None
     needed = info is None or compared or adapted
     initial = load_params(model_dir, run.config, run.mesh, run.peers) if needed else None
     frozen = programs.freeze(initial) if compared or adapted else None
     reference, base = frozen if compared else None, frozen if adapted else None
     if info is None:
         state = programs.init_state(initial)
-        return Start(0, state, reference, base, found["digest"], None, True)
+        return Start(0, state, reference, base, found["digest"], corpus, None, True)
     for difference in differences(info.fingerprint, run.fingerprint):
         run.log.info("not the program that wrote the full state: %s", difference)
     state = load_state(states, info.step, programs.abstract_state)
-    return Start(info.step, state, reference, base, found["digest"], info.batch, info.published)
+    return Start(
+        *(info.step, state, reference, base),
+        *(found["digest"], corpus, info.batch, info.published),
+    )
 
 
 def _require_one_folder(run: LearnerRun, states: Folder) -> None:
@@ -136,7 +146,19 @@ def _check_run(info: StateInfo, spec: RunSpec, model_digest: str, states: Folder
             )
 
 
-def _check_position(info: StateInfo, run_dir: Path, reader: BatchReader) -> None:
+def _check_corpus(info: StateInfo, corpus: str | None, states: Folder) -> None:
+    """The documents are those that the state was trained on: row numbers mean what they meant."""
+    if info.corpus != corpus:
+        raise UserError(
+            f"the documents are not those it was trained on: their corpus is {str(corpus)[:16]}, "
+            f"the state names {str(info.corpus)[:16]}",
+            place=str(states / f"step_{info.step}"),
+            remedy="restore the files of data.sources and the tokenizer as they were, or give the "
+            "run another name",
+        )
+
+
+def _check_position(info: StateInfo, run_dir: Path, reader: ManifestReader[Any]) -> None:
     """The batch that the state was trained on last is still the one that lies there."""
     path = step_folder(run_dir, info.step - 1) / BATCH_FILE
     if info.batch is None or not path.exists():
@@ -178,7 +200,8 @@ class StateWriter:
         self, run: LearnerRun, start: Start, versions: VersionWriter, saver: Saver
     ) -> None:
         self._run, self._versions, self._saver = run, versions, saver
-        self._reference, self._newest = start.model_digest, start.step
+        self._reference, self._corpus = start.model_digest, start.corpus
+        self._newest = start.step
 
     def write(self, step: int, state: TrainState, *, batch: str | None) -> None:
         """Saves the state after `step` steps, unless it is saved already.
@@ -196,6 +219,7 @@ class StateWriter:
             batch=batch,
             seed=self._run.spec.seed,
             reference=self._reference,
+            corpus=self._corpus,
             published=self._versions.published,
             fingerprint=self._run.fingerprint,
         )
@@ -210,7 +234,8 @@ class StateWriter:
             write()
             if run.peers.first:
                 # A step trains rollouts leased up to `async_level` steps before it.
-                _drop_rollouts(run.folder, state_steps(folder)[0] - spec.grpo.async_level)
+                lag = 0 if spec.supervised else spec.grpo.async_level
+                _drop_rollouts(run.folder, state_steps(folder)[0] - lag)
 
         return finish
 

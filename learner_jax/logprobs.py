@@ -4,6 +4,7 @@ With z = hidden @ head / temperature and p = softmax(z), at a position whose tar
 
     log p_o = z_o - logsumexp(z)                H = - sum_v p_v log p_v
     d log p_o / dz = onehot(o) - p              dH / dz = - p (log p + H)
+    d logsumexp(z) / dz = p                     d max(z) / dz = onehot(argmax z)
 
 The positions of each device are taken together, those with a target first, and cut into chunks.
 Only chunks that hold a target are computed: prompts and padding cost nothing. The backward pass
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,9 @@ from learner_jax.execution import wide_dtype
 from learner_jax.sharding import constrain, mesh_axes
 from runspec.core.models.memory import KEPT_LOGITS, chunk_tokens
 
+Level = Literal["logsumexp", "max_logit"]
+"""A number that says how large the logits of a position are."""
+
 
 @dataclass(frozen=True)
 class _Plan:
@@ -33,6 +38,7 @@ class _Plan:
     temperature: float
     chunk: int
     mesh: Mesh | None
+    level: Level | None = None
 
 
 def token_logprobs(
@@ -61,14 +67,46 @@ def token_logprobs(
     Returns:
         log-probabilities and entropies in nats, [B, T], at least float32; 0 where no target is.
     """
+    logprobs, entropy = _by_position(hidden, head, targets, temperature, mesh, chunk, None)
+    return logprobs, entropy
+
+
+def token_logprobs_and_level(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, "B T"],
+    level: Level,
+    *,
+    mesh: Mesh | None = None,
+    chunk: int | None = None,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """`token_logprobs` at temperature 1, and the level of the logits in place of the entropy.
+
+    Args:
+        hidden, head, targets, mesh, chunk: see `token_logprobs`.
+        level: `logsumexp` or `max_logit` of a position's logits.
+    """
+    logprobs, _, levels = _by_position(hidden, head, targets, 1.0, mesh, chunk, level)
+    return logprobs, levels
+
+
+def _by_position(
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    temperature: float,
+    mesh: Mesh | None,
+    chunk: int | None,
+    level: Level | None,
+) -> tuple[Array, ...]:
     hidden_by_device = _by_device(hidden, mesh)  # [S, N, D]
     targets_by_device = _by_device(targets, mesh)  # [S, N]
     positions = targets_by_device.shape[1]
     chunk = min(chunk or chunk_tokens(positions, head.shape[1]), positions)
-    plan = _Plan(float(temperature), chunk, mesh)
+    plan = _Plan(float(temperature), chunk, mesh, level)
     with jax.named_scope("vocabulary_head"):  # found by profilers and by `aot`
         scores = _scores(hidden_by_device, head, targets_by_device, plan)
-    return _by_row(scores[0], hidden.shape, mesh), _by_row(scores[1], hidden.shape, mesh)
+    return tuple(_by_row(score, hidden.shape, mesh) for score in scores)
 
 
 def _cuts(shape: tuple[int, ...], mesh: Mesh | None) -> tuple[int, int]:
@@ -99,21 +137,25 @@ def _scores(
     head: Float[Array, "D V"],
     targets: Int[Array, "S N"],
     plan: _Plan,
-) -> tuple[Float[Array, "S N"], Float[Array, "S N"]]:
-    (logprobs, entropy, _), _ = _forward(hidden, head, targets, plan, keep=False)
-    return logprobs, entropy
+) -> tuple[Float[Array, "S N"], ...]:
+    """log p_o, H and, where the plan asks for it, the level."""
+    (logprobs, entropy, _, *level), _ = _forward(hidden, head, targets, plan, keep=False)
+    return (logprobs, entropy, *level)
 
 
 def _scores_forward(hidden: Array, head: Array, targets: Array, plan: _Plan) -> tuple:
     keep = targets.shape[1] * head.shape[1] <= KEPT_LOGITS
-    (logprobs, entropy, normaliser), logits = _forward(hidden, head, targets, plan, keep=keep)
-    return (logprobs, entropy), (hidden, head, targets, entropy, normaliser, logits)
+    results, logits = _forward(hidden, head, targets, plan, keep=keep)
+    logprobs, entropy, normaliser, *level = results
+    saved = (hidden, head, targets, entropy, normaliser, logits)
+    return (logprobs, entropy, *level), saved
 
 
 def _forward(
     hidden: Array, head: Array, targets: Array, plan: _Plan, *, keep: bool
-) -> tuple[tuple[Array, Array, Array], Array | None]:
-    """((log p_o, H, logsumexp(z)) [S, N], all logits [C, S, n, V] if `keep`)."""
+) -> tuple[tuple[Array, ...], Array | None]:
+    """((log p_o, H, logsumexp(z), and the level if asked for) [S, N], all logits [C, S, n, V] if
+    `keep`)."""
     order, rank, count = _order(targets, plan)
     matrix = _matrix(head, hidden, plan)
     wide = wide_dtype(hidden.dtype)
@@ -130,28 +172,36 @@ def _forward(
         own = jnp.maximum(_take(targets, order[i]), 0)[..., None]
         chosen = jnp.take_along_axis(logits, own, axis=-1)
         log_total = jnp.log(total)
-        parts = ((chosen - top)[..., 0] - log_total, log_total - spread, log_total + top[..., 0])
+        normaliser = log_total + top[..., 0]
+        parts: tuple[Array, ...] = (
+            *((chosen - top)[..., 0] - log_total, log_total - spread, normaliser),
+            *((top[..., 0],) if plan.level == "max_logit" else ()),
+        )
         results = tuple(_put(out, part, i) for out, part in zip(results, parts, strict=True))
         return results, None if kept is None else _put(kept, logits, i)
 
     zeros = jnp.zeros(order.shape, wide)
     kept = jnp.zeros((*order.shape, head.shape[1]), wide) if keep else None
     kept = None if kept is None else constrain(kept, plan.mesh, None, "shard", None, "vocab")
-    results, kept = jax.lax.fori_loop(0, count, one_chunk, ((zeros,) * 3, kept))
-    logprobs, entropy, normaliser = (_take(_joined(x), rank) for x in results)
+    numbers = 4 if plan.level == "max_logit" else 3
+    results, kept = jax.lax.fori_loop(0, count, one_chunk, ((zeros,) * numbers, kept))
+    logprobs, entropy, normaliser, *largest = (_take(_joined(x), rank) for x in results)
     wanted = targets >= 0
+    level = largest or [normaliser] * (plan.level is not None)
+    level = [jnp.where(wanted, each, 0.0) for each in level]
     # The normaliser stays where no target is: the backward pass takes exp(z - normaliser) there
     # too, times 0, and exp(z) of a large logit would make that a NaN.
-    return (jnp.where(wanted, logprobs, 0.0), jnp.where(wanted, entropy, 0.0), normaliser), kept
+    scores = jnp.where(wanted, logprobs, 0.0), jnp.where(wanted, entropy, 0.0), normaliser
+    return (*scores, *level), kept
 
 
-def _scores_backward(plan: _Plan, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
+def _scores_backward(plan: _Plan, saved: tuple, cotangents: tuple[Array, ...]) -> tuple:
     hidden, head, targets, entropy, normaliser, kept = saved
     order, rank, count = _order(targets, plan)
     matrix = _matrix(head, hidden, plan)
     wide, vocabulary = wide_dtype(hidden.dtype), jnp.arange(head.shape[1])
     wanted = targets >= 0
-    by_logprob, by_entropy = (jnp.where(wanted, x, 0.0).astype(wide) for x in cotangents)
+    by_logprob, by_entropy, *by_level = (jnp.where(wanted, x, 0.0).astype(wide) for x in cotangents)
 
     def one_chunk(i: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
         d_hidden, d_head = done
@@ -164,6 +214,9 @@ def _scores_backward(plan: _Plan, saved: tuple, cotangents: tuple[Array, Array])
         table = logits - norm  # log p
         own = vocabulary == target
         d_logits = jnp.where(own, g_p, 0.0) - jnp.exp(table) * (g_p + g_h * (table + h))
+        if plan.level is not None:
+            g_z = _take(by_level[0], order[i])[..., None]
+            d_logits += g_z * (jnp.exp(table) if plan.level == "logsumexp" else _largest(logits))
         d_logits = (d_logits / plan.temperature).astype(hidden.dtype)
         back = jnp.einsum("snv,dv->snd", d_logits, matrix, preferred_element_type=wide)
         # Laid out for the product: XLA for CPUs multiplies a transposed view at 0.7 of the speed.
@@ -180,6 +233,12 @@ def _scores_backward(plan: _Plan, saved: tuple, cotangents: tuple[Array, Array])
 
 
 _scores.defvjp(_scores_forward, _scores_backward)
+
+
+def _largest(logits: Float[Array, "S n V"]) -> Float[Array, "S n V"]:
+    """1 at the largest logit of each position, shared by those that are equal, as JAX does it."""
+    there = (logits == jnp.max(logits, axis=-1, keepdims=True)).astype(logits.dtype)
+    return there / jnp.sum(there, axis=-1, keepdims=True)
 
 
 def _order(targets: Int[Array, "S N"], plan: _Plan) -> tuple[Array, Array, Array]:

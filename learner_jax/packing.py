@@ -152,7 +152,7 @@ def pack(
         )
     order = np.argsort(-lengths, kind="stable")
     row_of = np.empty_like(order)
-    row_of[order] = _first_fit(lengths[order].tolist(), tokens)
+    row_of[order] = first_fit(lengths[order].tolist(), tokens)
     row_of = _dealt(np.bincount(row_of, weights=lengths.astype(float) ** 2), rows, shards)[row_of]
     needed = int(row_of.max()) // rows + 1
     if microbatches is not None and needed > microbatches:
@@ -222,7 +222,7 @@ def row_bound(samples: int, longest: int, tokens: int) -> int:
     return -(-samples // (tokens // longest))
 
 
-def _first_fit(lengths: Sequence[int], capacity: int) -> list[int]:
+def first_fit(lengths: Sequence[int], capacity: int) -> list[int]:
     """For each length in turn the first row with room for it; O(n log n)."""
     leaves = 1 << (len(lengths) - 1).bit_length()
     # A binary tree: the leaves are the rows' room, a node knows the larger of its two below.

@@ -1,8 +1,8 @@
 """The learner's loop: wait for a batch manifest, train it, write the next version. One run, flat.
 
-A restart begins at the newest full state and trains the signed manifests since then again. The same
-rollouts in the same order give the same bits. So the history that survives has trained each rollout
-of a manifest exactly once.
+`recipes` has what differs between kinds of runs. A restart begins at the newest full state and
+trains the signed manifests since then again. The same rollouts, or documents, in the same order
+give the same bits. So the history that survives has trained those of a manifest exactly once.
 
 Over several processes each runs this loop on its share of the mesh. Process 0 alone reads batches
 and weights, and writes records; what it learns that the others must know goes through `Peers`.
@@ -13,24 +13,21 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from functools import partial
 from pathlib import Path
 
-from learner_jax.batch import BatchReader
 from learner_jax.compile_cache import CompileCounter
 from learner_jax.distributed import LearnerRun, Peers, Word, mesh_devices
 from learner_jax.execution import full_float32
-from learner_jax.feed import BatchFeed
 from learner_jax.fingerprint import fingerprint
 from learner_jax.full_states import StateWriter, find_start
 from learner_jax.metrics import Clock
-from learner_jax.report import Records
+from learner_jax.recipes import Times, recipe_of
 from learner_jax.saver import Saver
 from learner_jax.sharding import make_mesh
 from learner_jax.step import build_programs
-from learner_jax.training import compile_ahead, train_step
 from learner_jax.versions import VersionWriter, build_probe
 from runspec.core.errors import UserError
-from runspec.core.keys import SigningKey
 from runspec.core.models.config import CONFIG_NAME, ModelConfig, read_config
 from runspec.core.models.family import parse_config
 from runspec.core.process import not_retried
@@ -67,8 +64,8 @@ def train(
     here = peers.json_from_first(lambda: fingerprint(spec, mesh))
     run = LearnerRun(run_dir, spec, config, mesh, here, peers, log)
     with Saver(log) as saver:
-        reader = _reader(run_dir, spec) if peers.first else None
-        start = find_start(run, programs, reader)
+        recipe = recipe_of(run, programs, stop)
+        start = find_start(run, programs, recipe.reader, recipe.corpus)
         state, base, step, trained = start.state, start.base, start.step, start.batch
         log.info(
             "version %d on %d devices, %d steps to go%s",
@@ -77,54 +74,36 @@ def train(
         )
 
         # What is written and read.
-        probe = build_probe(spec, config, mesh)
-        versions = VersionWriter(run, probe, saver)
+        versions = VersionWriter(run, build_probe(spec, config, mesh), saver)
         states = StateWriter(run, start, versions, saver)
-        feed = BatchFeed(reader, peers, stop, log)
-        records = Records(run) if peers.first else None
-
-        published = versions.start(step, programs.publish(state.params, base), start.published)
+        published = None
+        if spec.publishes(step):
+            bits = programs.publish(state.params, base)
+            published = versions.start(step, bits, start.published)
         if step < spec.steps:
-            compile_ahead(
-                mesh, programs, state, start.reference if published is None else published, base
-            )
+            recipe.compile(state, start, published)
             log.info("%s", compiled)
         clock = Clock()
         while step < spec.steps:
             try:
-                batch = feed.next(step)
+                batch = recipe.next(step, clock.waited)
             except UserError:
                 if peers.agreed is Word.FAILED:  # what is saved now need not be trained again
                     states.write(step, state, batch=trained)
                 raise
-            clock.waited("coordinator")
             if batch is None:
                 break
-            result = train_step(
-                spec,
-                mesh,
-                programs,
-                state,
-                published=published,
-                reference=start.reference,
-                batch=batch,
-                base=base,
-            )
+            result = recipe.train(state, batch, start, published)
             clock.trained()
-            peers.each(saver.wait)
-            clock.waited("checkpoint")
             state, step, trained = result.state, step + 1, batch.digest
-            published = versions.write(step, programs.publish(state.params, base))
+            weights = partial(programs.publish, state.params, base)
+            if spec.publishes(step):
+                peers.each(saver.wait)
+                clock.waited("checkpoint")
+                published = versions.write(step, weights())
+            recipe.measure(step, weights)
             clock.trained()
-            train_s, waits = clock.take()
-            if records is not None:
-                records.write(
-                    batch,
-                    result,
-                    train_s=train_s,
-                    waits=waits,
-                    replay_difference=versions.difference,
-                )
+            recipe.record(batch, result, Times(*clock.take()), versions.difference)
             if step % spec.checkpoints.every == 0:
                 states.write(step, state, batch=trained)
             clock.trained()  # writing is work too: nobody was waited for
@@ -141,9 +120,3 @@ def _of_run(run_dir: Path, peers: Peers) -> tuple[RunSpec, ModelConfig]:
     with not_retried():
         spec = load_resolved(run_dir)
         return spec, parse_config(json.loads(config), place=str(model_dir / CONFIG_NAME))
-
-
-def _reader(run_dir: Path, spec: RunSpec) -> BatchReader:
-    root = run_dir / "keys" / "root.key"
-    pinned = spec.identity.root_public_key or SigningKey.load(root).public_hex
-    return BatchReader(run_dir, spec, pinned)

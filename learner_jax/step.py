@@ -27,16 +27,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from learner_jax.execution import Execution, execution, wide_dtype
-from learner_jax.logprobs import token_logprobs
+from learner_jax.logprobs import token_logprobs, token_logprobs_and_level
 from learner_jax.loss import grpo_loss
 from learner_jax.loss_metrics import LossMetrics
 from learner_jax.model import Policy, abstract_lora, abstract_params, bind, init_lora, merge_lora
 from learner_jax.optimizer import abstract_state, apply_gradients, build_optimizer, init_state
 from learner_jax.packing import Data, LossInputs, TokenBatch, row_bound
 from learner_jax.sharding import batch_sharding, param_shardings
+from learner_jax.supervised_loss import DocumentInputs, DocumentMetrics, document_loss
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.schema import RunSpec, ZLoss
 
 
 @jax.tree_util.register_dataclass
@@ -60,7 +61,8 @@ class Accumulated:
 
     grads: Any
     """Summed over its microbatches, in float32; of the parameters' shapes."""
-    metrics: LossMetrics
+    metrics: Any
+    """`LossMetrics`; of runs that train on documents `DocumentMetrics`."""
     logprobs: Data
     """log pi_theta of the targets, float32 [M, rows, tokens]."""
 
@@ -90,7 +92,7 @@ class Accumulate(Protocol):
         self,
         masters: Any,
         batches: TokenBatch,
-        inputs: LossInputs,
+        inputs: Any,
         count: int,
         base: Any | None = None,
         /,
@@ -103,8 +105,9 @@ class Programs:
 
     abstract_state: TrainState
     """`jax.ShapeDtypeStruct` with shardings: the target of a restore."""
-    abstract_batch: tuple[TokenBatch, LossInputs]
-    """The same of what `score` and `accumulate` take, [M, rows, tokens]."""
+    abstract_batch: tuple[TokenBatch, Any]
+    """The same of what `score` and `accumulate` take, [M, rows, tokens]: tokens, and `LossInputs`
+    or, of runs that train on documents, `DocumentInputs`."""
     abstract_base: Any | None
     """The same of the frozen weights under adapters; None where the weights are trained."""
     init_state: Callable[[Any], TrainState]
@@ -126,7 +129,7 @@ class Programs:
 
 
 def sampling_temperature(spec: RunSpec) -> float:
-    """The temperature of all pools.
+    """The temperature of all pools; 1 for runs without samplers.
 
     Raises:
         UserError: pools differ; log-probs of one run must speak of one distribution.
@@ -138,12 +141,26 @@ def sampling_temperature(spec: RunSpec) -> float:
             place="samplers",
             remedy="give every pool the same sampling.temperature",
         )
-    return temperatures.pop()
+    return temperatures.pop() if temperatures else 1.0
 
 
 def microbatch_bound(spec: RunSpec) -> int:
-    """M: the microbatches that no optimizer batch of the run needs more of."""
-    algorithm, packing = spec.grpo, spec.learner.packing
+    """M: the microbatches that no optimizer batch of the run needs more of.
+
+    Raises:
+        UserError: a supervised run's `tokens_per_update` is no number of whole microbatches.
+    """
+    packing = spec.learner.packing
+    if spec.supervised is not None:
+        size, asked = packing.tokens * packing.rows, spec.supervised.tokens_per_update
+        if asked % size:
+            raise UserError(
+                f"{asked} is not a multiple of {size}, the positions of a microbatch",
+                place="algorithm.tokens_per_update",
+                remedy=f"choose a multiple of {size}, or change learner.packing",
+            )
+        return asked // size
+    algorithm = spec.grpo
     groups = -(-algorithm.prompts_per_step // algorithm.updates_per_step)
     longest = min(packing.tokens, max(pool.max_model_len for pool in spec.samplers))
     return -(-row_bound(groups * algorithm.group_size, longest, packing.tokens) // packing.rows)
@@ -188,7 +205,7 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
     per_token = abstract_batch[1].weights.sharding
     replicated = NamedSharding(mesh, PartitionSpec())
     summed = Accumulated(
-        state.params, jax.tree.map(lambda _: replicated, LossMetrics.zeros()), per_token
+        state.params, jax.tree.map(lambda _: replicated, _no_metrics(spec)), per_token
     )
     run = _Run(spec, config, execution(spec.learner, mesh), sampling_temperature(spec), optimizer)
     return Programs(
@@ -236,7 +253,7 @@ class _Run:
         return jax.lax.fori_loop(0, count, one, jnp.zeros(batches.tokens.shape, jnp.float32))
 
     def accumulate(
-        self, params: Any, batches: TokenBatch, inputs: LossInputs, count: Array, base: Any = None
+        self, params: Any, batches: TokenBatch, inputs: Any, count: Array, base: Any = None
     ) -> Accumulated:
         def one(i: Array, total: Accumulated) -> Accumulated:
             grads, (metrics, logprobs) = jax.grad(self._objective, has_aux=True)(
@@ -250,7 +267,7 @@ class _Run:
 
         nothing = Accumulated(
             jax.tree.map(lambda leaf: jnp.zeros_like(leaf, wide_dtype(leaf.dtype)), params),
-            jax.tree.map(jnp.asarray, LossMetrics.zeros()),
+            jax.tree.map(jnp.asarray, _no_metrics(self.spec)),
             jnp.zeros(inputs.weights.shape, inputs.weights.dtype),
         )
         return jax.lax.fori_loop(0, count, one, nothing)
@@ -274,13 +291,39 @@ class _Run:
         )
 
     def _objective(
-        self, params: Any, base: Any, batch: TokenBatch, inputs: LossInputs
-    ) -> tuple[Array, tuple[LossMetrics, Array]]:
+        self, params: Any, base: Any, batch: TokenBatch, inputs: Any
+    ) -> tuple[Array, tuple[Any, Array]]:
         lora = self.spec.learner.lora
         trees = (params,) if lora is None else (base, params)
-        logprobs, entropy = self._logprobs(bind(self.config, *trees, lora=lora), batch)
+        policy = bind(self.config, *trees, lora=lora)
+        if self.spec.supervised is not None:
+            z_loss = self.spec.supervised.z_loss
+            logprobs, level = self._logprobs_and_level(policy, batch, z_loss)
+            loss, found = document_loss(logprobs, level, inputs, z_loss)
+            return loss, (found, logprobs)
+        logprobs, entropy = self._logprobs(policy, batch)
         loss, metrics = grpo_loss(logprobs, entropy, batch.segment_ids, inputs, self.spec.grpo)
         return loss, (metrics, logprobs)
+
+    def _logprobs_and_level(
+        self, policy: Policy, batch: TokenBatch, z_loss: ZLoss
+    ) -> tuple[Array, Array | None]:
+        """Log-probs of the targets, and the level of the logits where it is penalised."""
+        if z_loss.coef == 0:
+            return self._logprobs(policy, batch)[0], None
+        hidden = policy(batch.tokens, batch.segment_ids, batch.positions, self.execution)
+        return token_logprobs_and_level(
+            hidden,
+            policy.head_weight(),
+            batch.targets,
+            z_loss.kind,
+            mesh=self.execution.mesh,
+            chunk=self.spec.learner.logits_chunk,
+        )
+
+
+def _no_metrics(spec: RunSpec) -> LossMetrics | DocumentMetrics:
+    return LossMetrics.zeros() if spec.supervised is None else DocumentMetrics.zeros()
 
 
 def shardings(abstract: Any) -> Any:
@@ -316,13 +359,15 @@ def _abstract_state(
     return TrainState(params, moments, number)
 
 
-def _abstract_batch(spec: RunSpec, mesh: Mesh) -> tuple[TokenBatch, LossInputs]:
+def _abstract_batch(spec: RunSpec, mesh: Mesh) -> tuple[TokenBatch, Any]:
     packing = spec.learner.packing
     shape = (microbatch_bound(spec), packing.rows, packing.tokens)
     sharding = batch_sharding(mesh, shape)
     token, value = (
         jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for dtype in (jnp.int32, jnp.float32)
     )
+    if spec.supervised is not None:
+        return TokenBatch(*[token] * 4), DocumentInputs(value)
     reference = value if spec.grpo.kl.coef else None
     return TokenBatch(*[token] * 4), LossInputs(value, value, value, value, reference)
 

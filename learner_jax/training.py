@@ -7,7 +7,7 @@ for the host between updates; the host looks once, at the end.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
@@ -50,10 +50,11 @@ class SkippedUpdate:
 
     update: int
     """Number of the update in the step, from 0."""
-    rollouts: tuple[RolloutName, ...]
-    """Those with a number that is not finite; all of the update where no number tells."""
+    rollouts: tuple[RolloutName | str, ...]
+    """Those with a number that is not finite, or rows of documents with one; all of the update
+    where no number tells."""
     identified: bool
-    """Whether their numbers identify the rollouts."""
+    """Whether their numbers identify them."""
 
     def __str__(self) -> str:
         names = "; ".join(str(name) for name in self.rollouts[:NAMED])
@@ -148,17 +149,8 @@ def train_step(
     ]
     jax.block_until_ready([share.inputs for share in shares])
     scored = time.perf_counter()
-    logprobs: list[jax.Array] = []
-    outcomes: list[tuple[LossMetrics, Update]] = []
-    for share in shares:
-        total = programs.accumulate(
-            state.params, share.tokens, share.inputs, share.packed.microbatches, base
-        )
-        state, update = programs.apply(state, total)
-        logprobs.append(total.logprobs)
-        outcomes.append((total.metrics, update))
-        del total  # or its gradient would lie beside the next one
-    outcomes = jax.device_get(outcomes)
+    batches = [(share.tokens, share.inputs, share.packed.microbatches) for share in shares]
+    state, outcomes, logprobs = make_updates(programs, state, batches, base)
     skipped = tuple(
         skipped_update(number, share.names, share.packed, [current, *jax.tree.leaves(share.inputs)])
         for number, (share, current, (_, update)) in enumerate(
@@ -166,23 +158,62 @@ def train_step(
         )
         if update.skipped
     )
-    in_a_row = max(int(update.skipped) for _, update in outcomes)
-    if in_a_row > spec.optimizer.max_skipped:
-        raise RunStopped(
-            f"step {batch.manifest.step}: {in_a_row} updates in a row were not finite; "
-            + "; ".join(str(each) for each in skipped),
-            place="optimizer.max_skipped",
-            remedy="lower optimizer.lr or clip_norm; the newest full state is from before this",
-        )
+    refuse_skipping(spec, f"step {batch.manifest.step}", outcomes, skipped)
     return StepResult(
         state,
-        _numbers(outcomes),
+        step_numbers(outcomes, LossMetrics.zeros(), ("loss", "policy_loss")),
         skipped,
         tokens=sum(len(r.prompt_tokens) + len(r.output_tokens) for r in batch.rollouts),
         positions=sum(s.packed.microbatches * s.packed.batch.tokens[0].size for s in shares),
         score_s=scored - begun,
         update_s=time.perf_counter() - scored,
     )
+
+
+def make_updates(
+    programs: Programs,
+    state: TrainState,
+    batches: Iterable[tuple[TokenBatch, Any, int]],
+    base: Any | None,
+) -> tuple[TrainState, list[tuple[Any, Update]], list[jax.Array]]:
+    """Make an optimizer update of each batch.
+
+    Args:
+        programs: of the run.
+        state: used up.
+        batches: microbatches on the mesh, their loss inputs, and how many of them are real.
+        base: the frozen weights under adapters; None where the weights are trained.
+
+    Returns:
+        the new state; metrics and outcome of each update, on the host; and the log-probs of its
+        targets before it, float32 [M, rows, tokens] on the mesh.
+    """
+    logprobs: list[jax.Array] = []
+    outcomes: list[tuple[Any, Update]] = []
+    for tokens, inputs, count in batches:
+        total = programs.accumulate(state.params, tokens, inputs, count, base)
+        state, update = programs.apply(state, total)
+        logprobs.append(total.logprobs)
+        outcomes.append((total.metrics, update))
+        del total  # or its gradient would lie beside the next one
+    return state, jax.device_get(outcomes), logprobs
+
+
+def refuse_skipping(
+    spec: RunSpec,
+    what: str,
+    outcomes: Sequence[tuple[Any, Update]],
+    skipped: Sequence[SkippedUpdate],
+) -> None:
+    """Raise RunStopped where more than `optimizer.max_skipped` updates in a row were not finite."""
+    in_a_row = max(int(update.skipped) for _, update in outcomes)
+    if in_a_row > spec.optimizer.max_skipped:
+        raise RunStopped(
+            f"{what}: {in_a_row} updates in a row were not finite; "
+            + "; ".join(str(each) for each in skipped),
+            place="optimizer.max_skipped",
+            remedy="lower optimizer.lr or clip_norm; the newest full state is from before this",
+        )
 
 
 def compile_ahead(
@@ -259,12 +290,20 @@ def _share(
     return _Share(names, packed, tokens, inputs)
 
 
-def _numbers(outcomes: Sequence[tuple[LossMetrics, Update]]) -> dict[str, float]:
-    """Return the numbers of `StepResult`; `loss` and `policy_loss` are means over the updates."""
+def step_numbers(
+    outcomes: Sequence[tuple[Any, Update]], zeros: Any, summed: Sequence[str]
+) -> dict[str, float]:
+    """Return the numbers of a step.
+
+    Args:
+        outcomes: metrics and outcome of each update.
+        zeros: metrics of nothing.
+        summed: numbers that the metrics add up over the updates; their mean is returned.
+    """
     made = [(metrics, update) for metrics, update in outcomes if not update.skipped]
-    numbers = reduce(LossMetrics.merge, (m for m, _ in made), LossMetrics.zeros()).means()
-    for summed in ("loss", "policy_loss"):
-        numbers[summed] /= max(len(made), 1)
+    numbers: dict[str, float] = reduce(lambda a, b: a.merge(b), (m for m, _ in made), zeros).means()
+    for name in summed:
+        numbers[name] /= max(len(made), 1)
     numbers["grad_norm"] = sum(float(update.grad_norm) for _, update in made) / max(len(made), 1)
     if not made:
         numbers = dict.fromkeys(numbers, float("nan"))

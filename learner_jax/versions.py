@@ -63,7 +63,8 @@ class VersionWriter:
         made_on = run.folder / "checkpoints" / FINGERPRINTS_FILE
         self._made_on = MadeOn(made_on, run.fingerprint, run.peers)
         self._exact = True
-        self._recompute = run.spec.grpo.old_logprobs == "recompute"
+        supervised = run.spec.supervised is not None
+        self._recompute = not supervised and run.spec.grpo.old_logprobs == "recompute"
         self.newest = run.peers.json_from_first(self._newest)
         """The newest version that was ever written; -1 for none."""
         self.difference: float | None = None
@@ -101,7 +102,7 @@ class VersionWriter:
         """Writes a new version, or compares one that was written before.
 
         Args:
-            version: its number, one more than the last.
+            version: its number, larger than the last.
             trained: its parameters in `broadcast.dtype`, as they were just trained.
 
         Returns:

@@ -55,6 +55,10 @@ def _base_table() -> bytes:
 _TO_BASE = _base_table()
 
 
+Value = tuple[int, str, object]
+"""Number, place and value of a column in a line or row."""
+
+
 class Document(NamedTuple):
     """A document of a file."""
 
@@ -77,6 +81,10 @@ class Counts:
     """Bases U, which become T."""
     ambiguous: int = 0
     """Bases of other IUPAC codes, which become N."""
+    too_long: int = 0
+    """Conversations longer than a row; they are left out."""
+    without_assistant: int = 0
+    """Conversations in which the assistant says nothing; they are left out."""
     by_file: Counter[str] = field(default_factory=Counter)
     """Documents of each file."""
 
@@ -86,6 +94,8 @@ class Counts:
             "bases raised from lower case": self.lower_case,
             "U read as T": self.uracil,
             "ambiguous bases read as N": self.ambiguous,
+            "conversations longer than a row left out": self.too_long,
+            "conversations without the assistant left out": self.without_assistant,
         }
         said = [f"{count:,} {what}" for what, count in changes.items() if count]
         return ", ".join([f"{self.documents:,} documents of {self.characters:,} characters", *said])
@@ -111,8 +121,8 @@ def read_documents(
     Raises:
         UserError: the file cannot be read, is not of its kind, or holds no document.
     """
-    documents = _READERS[kind or kind_of(path)](path, counts, column)
-    with _readable(path, counts):
+    documents = READERS[kind or kind_of(path)](path, counts, column)
+    with readable(path, counts):
         for document in documents:
             if not document.text:
                 counts.empty += 1
@@ -121,6 +131,11 @@ def read_documents(
             counts.characters += len(document.text)
             counts.by_file[str(path)] += 1
             yield document
+    require_some(path, counts)
+
+
+def require_some(path: Path, counts: Counts) -> None:
+    """Raise UserError where a file held no document."""
     if not counts.by_file[str(path)]:
         raise UserError("holds no document", place=str(path), remedy="leave the file out")
 
@@ -145,7 +160,7 @@ def reported(items: Iterable[T], counts: Counts, log: logging.Logger) -> Iterato
 
 
 @contextmanager
-def _readable(path: Path, counts: Counts) -> Iterator[None]:
+def readable(path: Path, counts: Counts) -> Iterator[None]:
     """Raise what reading raises as an error that names the file."""
     try:
         yield
@@ -176,11 +191,11 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             while line := stream.readline(MAX_DOCUMENT_BYTES + 1):
                 number += 1
                 if len(line) > MAX_DOCUMENT_BYTES:
-                    raise _too_long(path, number)
+                    raise too_long(path, number)
                 yield number, line.rstrip(b"\r\n")
 
 
-def _too_long(path: Path, line: int) -> UserError:
+def too_long(path: Path, line: int) -> UserError:
     return UserError(
         f"a document of more than {MAX_DOCUMENT_BYTES >> 20} MiB",
         place=f"{path}:{line}",
@@ -188,7 +203,7 @@ def _too_long(path: Path, line: int) -> UserError:
     )
 
 
-def _text(path: Path, counts: Counts, column: str) -> Iterator[Document]:
+def text_lines(path: Path, counts: Counts, column: str) -> Iterator[Document]:
     for number, line in _lines(path):
         try:
             yield Document(str(number), line.decode())
@@ -201,6 +216,12 @@ def _text(path: Path, counts: Counts, column: str) -> Iterator[Document]:
 
 
 def _jsonl(path: Path, counts: Counts, column: str) -> Iterator[Document]:
+    for number, place, value in json_values(path, column):
+        yield Document(str(number), as_text(value, column, place))
+
+
+def json_values(path: Path, column: str) -> Iterator[Value]:
+    """Yield a field of each JSON line."""
     for number, line in _lines(path):
         place = f"{path}:{number}"
         try:
@@ -209,10 +230,16 @@ def _jsonl(path: Path, counts: Counts, column: str) -> Iterator[Document]:
             raise UserError(
                 f"not a JSON object: {error}", place=place, remedy="write one object a line"
             ) from error
-        yield Document(str(number), _string(row.get(column), column, place))
+        yield number, place, row.get(column)
 
 
 def _parquet(path: Path, counts: Counts, column: str) -> Iterator[Document]:
+    for number, place, value in parquet_values(path, column):
+        yield Document(str(number), as_text(value, column, place))
+
+
+def parquet_values(path: Path, column: str) -> Iterator[Value]:
+    """Yield a column of each row."""
     with pq.ParquetFile(path) as file:
         if column not in file.schema_arrow.names:
             raise UserError(
@@ -224,10 +251,10 @@ def _parquet(path: Path, counts: Counts, column: str) -> Iterator[Document]:
         for batch in file.iter_batches(_BATCH_ROWS, columns=[column], use_threads=False):
             for value in batch.column(0).to_pylist():
                 row += 1
-                yield Document(str(row), _string(value, column, f"{path}, row {row}"))
+                yield row, f"{path}, row {row}", value
 
 
-def _string(value: object, column: str, place: str) -> str:
+def as_text(value: object, column: str, place: str) -> str:
     if not isinstance(value, str):
         raise UserError(
             f"{column!r} holds {type(value).__name__}, not text",
@@ -251,7 +278,7 @@ def _fasta(path: Path, counts: Counts, column: str) -> Iterator[Document]:
         else:
             size += len(line)
             if size > MAX_DOCUMENT_BYTES:
-                raise _too_long(path, number)
+                raise too_long(path, number)
             parts.append(_bases(line, counts, path, number))
     if name is not None:
         yield Document(name, "".join(parts))
@@ -293,8 +320,8 @@ def _malformed(path: Path, line: int, form: str, expected: str) -> UserError:
     return UserError(f"not {form}: {expected}", place=f"{path}:{line}", remedy="mend the record")
 
 
-_READERS: dict[Kind, Callable[[Path, Counts, str], Iterator[Document]]] = {
-    "text": _text,
+READERS: dict[Kind, Callable[[Path, Counts, str], Iterator[Document]]] = {
+    "text": text_lines,
     "jsonl": _jsonl,
     "parquet": _parquet,
     "fasta": _fasta,

@@ -62,7 +62,9 @@ def init(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", metavar="MODEL", help="DIR or ORG/NAME, of model and node-8gpu."),
+        typer.Option(
+            "--model", metavar="MODEL", help="DIR or ORG/NAME, of model, sft and node-8gpu."
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Writes over files.")] = False,
 ) -> None:

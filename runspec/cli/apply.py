@@ -28,7 +28,7 @@ from runspec.local.children import EXIT_INTERRUPTED, StopSignals, last_lines
 from runspec.local.conditions import unsolved_text
 from runspec.local.formatting import duration, number
 from runspec.local.machine import this_machine
-from runspec.local.metrics import read_rows
+from runspec.local.metrics import end_figures, read_rows
 from runspec.local.model_folders import trained_model
 from runspec.local.planning import (
     STARTS_ANEW,
@@ -178,17 +178,13 @@ def show_result(run_dir: Path) -> None:
     table.add_column("mean of ten steps")
     table.add_column("first", justify="right")
     table.add_column("last", justify="right")
-    for label, key in (
-        ("task reward", "task_reward"),
-        ("length error, tokens", "length_error"),
-        ("reward", "reward"),
-    ):
-        table.add_row(label, number(summary[f"{key}_first"]), number(summary[f"{key}_last"]))
+    for label, first, last in end_figures(summary):
+        table.add_row(label, number(first), number(last))
     Console().print(table)
     newest = read_rows(run_dir)[-1:]
     if newest and (unsolved := unsolved_text(newest[0])):
         print(unsolved)
-    print(f"Plots and rollouts: {run_dir / REPORT_FILE}   logs: {run_dir / 'logs'}")
+    print(f"Report: {run_dir / REPORT_FILE}   logs: {run_dir / 'logs'}")
     for line in trained_model(run_dir, load_resolved(run_dir)):
         print(f"Trained model: {line}" if line.startswith("version") else f"  {line}")
 

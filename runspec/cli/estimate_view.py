@@ -13,7 +13,7 @@ from rich.text import Text
 
 from runspec.estimate.assumed import Assumed
 from runspec.estimate.broadcast import Arrival
-from runspec.estimate.run import LearnerEstimate, RunEstimate
+from runspec.estimate.run import LearnerEstimate, RunEstimate, SupervisedEstimate
 from runspec.estimate.steady import Timeline
 from runspec.estimate.timeline import BROADCAST, LEARNER, PUBLISHER, VALIDATORS, Interval
 from runspec.local.formatting import duration, number, size
@@ -38,12 +38,15 @@ def show_estimate(estimate: RunEstimate, console: Console) -> None:
         _title(console, "Model", f"{_count(estimate.parameters)} parameters{published}")
     if estimate.learner.memory is not None:
         _learner(estimate.learner, console)
-    if estimate.parameters is not None:
+    if estimate.parameters is not None and estimate.samplers:
         _samplers(estimate, console)
+    if estimate.parameters is not None and (estimate.arrivals or estimate.supervised is None):
         _broadcast(estimate, console)
+    if estimate.supervised is not None:
+        _supervised(estimate, estimate.supervised, console)
     if estimate.timeline is not None:
         _step(estimate, estimate.timeline, console)
-    else:
+    elif estimate.unknown:
         _title(console, "Step", "its time is not known; to know it, say in the spec")
         for field in estimate.unknown:
             _say(console, _KNOWN_BY.get(field, field))
@@ -192,13 +195,46 @@ def _step(estimate: RunEstimate, step: Timeline, console: Console) -> None:
     if step.filled_share < 1.0:
         share = f"{step.filled_share:.0%} of the groups train"
         _say(console, f"fill.max_groups is spent first: {share}", "red")
-    if step.full_s > estimate.fill_deadline_s:
+    if estimate.fill_deadline_s is not None and step.full_s > estimate.fill_deadline_s:
         deadline = _time(estimate.fill_deadline_s)
         note = (
             f"algorithm.fill.deadline is {deadline}: a step closes then with what it has, "
             "or as soon as it has min_share of its groups; raise it, or add replicas"
         )
         _say(console, note, "red")
+
+
+def _supervised(estimate: RunEstimate, run: SupervisedEstimate, console: Console) -> None:
+    """Print the tokens, FLOPs and time of a step and of the run, and how often a version is out."""
+    _title(console, "Training", f"{_count(run.step_tokens)} tokens a step, padding included")
+    _say(
+        console, f"{_counted(run.updates, 'update')} of {_counted(run.microbatches, 'microbatch')}"
+    )
+    table = _table("", ">tokens", ">FLOPs", ">time")
+    flops, step_s = estimate.learner.flops, estimate.learner.step_s
+    step_flops = None if flops is None else flops.total
+    for name, tokens, work, seconds in (
+        ("a step", run.step_tokens, step_flops, step_s),
+        (f"{estimate.steps:,} steps", run.run_tokens, run.run_flops, estimate.run_s),
+    ):
+        times = ("-" if work is None else _count(work), "-" if seconds is None else _time(seconds))
+        table.add_row("", name, _count(tokens), *times)
+    console.print(table)
+    if run.tokens_per_s is not None:
+        _say(console, f"{_count(run.tokens_per_s)} tokens/s")
+    if flops is not None and flops.held_out > 0.005 * flops.total:
+        _say(console, f"{flops.held_out / flops.total:.0%} of the FLOPs measure held-out loss")
+    every = "every step" if run.publish_every == 1 else f"every {run.publish_every:,} steps"
+    _say(console, f"a version {every}, {run.versions:,} in all")
+    if run.publish_s and step_s and run.publish_s > run.publish_every * step_s:
+        note = f"publishing one takes {_time(run.publish_s)}: raise algorithm.publish_every"
+        _say(console, note, "yellow")
+
+
+def _counted(number: int, noun: str) -> str:
+    """Like 1 update or 12 microbatches."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{plural if number != 1 else ''}"
 
 
 def _members(estimate: RunEstimate) -> dict[str, int]:
@@ -253,7 +289,7 @@ def _assumptions(assumed: Sequence[Assumed], console: Console) -> None:
 
 def _count(value: float) -> str:
     """Like 866 k or 32.8 G."""
-    units = ["", " k", " M", " G", " T"]
+    units = ["", " k", " M", " G", " T", " P", " E", " Z"]
     while value >= 999.5 and len(units) > 1:
         value, units = value / 1000.0, units[1:]
     return f"{value:.3g}{units[0]}"

@@ -101,7 +101,7 @@ def topics() -> list[str]:
 
 def field_page(field: SchemaField) -> Page:
     """One field: what it is, what it may be, and what changing it does."""
-    lines = [field.path, *_wrapped(field_doc(field.block, field.attribute), "  "), ""]
+    lines = [field.path, *_wrapped(field_doc(field), "  "), ""]
     lines += _labelled("type", type_words(field))
     if field.unit:
         lines += _labelled("unit", field.unit)
@@ -167,7 +167,8 @@ def group_page(group: str) -> Page:
 
 def rule_page(rule: Rule) -> Page:
     """A rule: what must hold and why, how to accept it, and a file of each kind."""
-    lines = [f"{rule.code}  ({rule.severity}, group {rule.group})"]
+    runs = {"all": "", "grpo": ", runs of grpo", "supervised": ", runs of pretrain and sft"}
+    lines = [f"{rule.code}  ({rule.severity}, group {rule.group}{runs[rule.runs]})"]
     lines += _joined(_paragraph(paragraph) for paragraph in rule.page.split("\n\n"))
     if rule.check is not None:  # much of what the loader finds is in the way of everything else
         accept = f'# runspec: ignore[{rule.code}] reason="..."'
@@ -191,7 +192,7 @@ def index() -> Page:
     """Every topic in a line."""
     fields = schema_fields().values()
     lines = ["fields"]
-    lines += [_row(f.path, field_doc(f.block, f.attribute), 46) for f in fields]
+    lines += [_row(f.path, field_doc(f), 46) for f in fields]
     for group in get_args(Group):
         lines += ["", *group_page(group)]
     for (of, name), point in kinds().items():
@@ -212,7 +213,7 @@ def _keys(fields: Iterable[SchemaField]) -> Page:
         default = default_words(field) or "that of its keys"
         said = default if field.required else f"default {default}"
         lines += _wrapped(f"{field.key}: {counted_type(field)}; {said}", "  ", "      ")
-        lines += _wrapped(field_doc(field.block, field.attribute), "      ")
+        lines += _wrapped(field_doc(field), "      ")
     return lines
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -29,13 +29,14 @@ from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.local.machine import find_model, gpu_names
 from runspec.lock.cache import is_repository
 
-SPEC, SCHEMA, PROBLEMS = "spec.yaml", "runspec.schema.json", "problems.jsonl"
+SPEC, SCHEMA = "spec.yaml", "runspec.schema.json"
+PROBLEMS, CONVERSATIONS = "problems.jsonl", "conversations.jsonl"
 # For JetBrains' editors and for those with yaml-language-server; the first wants its line first.
 MODELINES = f"# $schema: ./{SCHEMA}\n# yaml-language-server: $schema=./{SCHEMA}\n"
 TEMPLATES: tuple[str, ...] = get_args(TemplateName)
-_MODELS = {"model": None, "node-8gpu": "Qwen/Qwen3-4B"}
+_MODELS = {"model": None, "sft": None, "node-8gpu": "Qwen/Qwen3-4B"}
 """The templates that take `--model`, with the model that they name without it."""
-_LONGEST = {"model": 512, "node-8gpu": 8192}
+_LONGEST = {"model": 512, "sft": 512, "node-8gpu": 8192}
 """Tokens of prompt and answer together, where the model's positions cover them."""
 _LONGEST_PROMPT = 1024
 _UNKNOWN_CONTEXT = 8192
@@ -51,8 +52,9 @@ def init_command(
 ) -> int:
     """Writes the files; returns the exit code."""
     files = initial_files(template, run_name(folder, name), model)
-    if (folder / PROBLEMS).exists():
-        files.pop(PROBLEMS, None)
+    for data in (PROBLEMS, CONVERSATIONS):
+        if (folder / data).exists():
+            files.pop(data, None)
     write_all(folder, files, force=force)
     for written in files:
         print(folder / written)
@@ -108,10 +110,17 @@ def initial_files(template: TemplateName, name: str, model: str | None = None) -
     }
     if f"uri: {PROBLEMS}" in spec:
         files[PROBLEMS] = "".join(json.dumps(row) + "\n" for row in _additions())
+    if f"uri: {CONVERSATIONS}" in spec:
+        talks = ({"messages": _talk(row)} for row in _additions())
+        files[CONVERSATIONS] = "".join(json.dumps(talk) + "\n" for talk in talks)
+    if template == "pretrain":
+        bases = resources.files("runspec.lint") / "examples" / "models" / "bases"
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            files[f"tokenizer/{file}"] = (bases / file).read_text(encoding="utf-8")
     return files
 
 
-def _additions() -> list[dict[str, object]]:
+def _additions() -> list[dict[str, Any]]:
     """500 problems to start with, until a person has put their own in their place."""
     return [
         {
@@ -122,6 +131,15 @@ def _additions() -> list[dict[str, object]]:
         }
         for a in range(20)
         for b in range(25)
+    ]
+
+
+def _talk(problem: dict[str, Any]) -> list[dict[str, str]]:
+    """A problem of `_additions`, asked and answered."""
+    answer = problem["verification_info"]["ground_truth"]
+    return [
+        {"role": "user", "content": problem["prompt"]},
+        {"role": "assistant", "content": f"{answer}."},
     ]
 
 
@@ -163,6 +181,7 @@ def _model_values(named: str | None, longest: int) -> dict[str, str]:
         "length": length,
         "prompt": prompt,
         "answer": length - prompt,
+        "update": 8 * length,
         "think_prefill": yaml_scalar(tokenizer is None or not opens_thinking(tokenizer)),
     }
     return {key: str(value) for key, value in values.items()}

@@ -26,6 +26,7 @@ from runspec.local.endpoints import run_link
 from runspec.local.formatting import duration, latency, number, per_second, size
 from runspec.local.full_states import folder_bytes, full_states
 from runspec.local.machine import free_bytes
+from runspec.local.metrics import Row, input_wait_share, last_known
 from runspec.local.model_folders import trained_model
 from runspec.local.run_dir import find_run
 from runspec.local.snapshot import Snapshot, look_at
@@ -49,11 +50,11 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     """Return the status of a run, from its directory alone.
 
     Keys: name, directory, state, reason, held_by, step, steps, wall_s, newest (the last row of
-    metrics.jsonl), published (the newest version that is out), join (the link that volunteers
-    are sent), conditions, roles (by name), events.
-    A run whose supervisor died without a word is `interrupted`. A role whose process went with its
-    supervisor is `ended`. A role's `stage` is
-    what it is at that takes long, like `loading vLLM`, or null.
+    metrics.jsonl), training (`training_figures` of a supervised run, else null), published (the
+    newest version that is out), join (the link that volunteers are sent), conditions, roles (by
+    name), events. A run whose supervisor died without a word is `interrupted`. A role whose process
+    went with its supervisor is `ended`. A role's `stage` is what it is at that takes long, like
+    `loading vLLM`, or null.
     """
     seen = look_at(run_dir)
     return {
@@ -66,6 +67,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         "steps": seen.spec.steps,
         "wall_s": round(seen.wall_s, 3),
         "newest": seen.rows[-1] if seen.rows else None,
+        "training": training_figures(seen.rows) if seen.spec.supervised is not None else None,
         "published": seen.published,
         "join": str(link) if (link := run_link(run_dir, seen.spec)) else None,
         "conditions": [asdict(each) for each in conditions(seen)],
@@ -76,6 +78,19 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     }
 
 
+def training_figures(rows: Sequence[Row]) -> dict[str, float | None]:
+    """Return figures of a supervised run that its newest row may not have.
+
+    Keys: held_out_nll and held_out_bits_per_byte, of the newest measurement, and input_wait_share,
+    the share of the newest step's time that the learner waited for its input.
+    """
+    return {
+        "held_out_nll": last_known(rows, "held_out_nll"),
+        "held_out_bits_per_byte": last_known(rows, "held_out_bits_per_byte"),
+        "input_wait_share": input_wait_share(rows[-1]) if rows else None,
+    }
+
+
 def _show(seen: Snapshot) -> None:
     console = Console(markup=False, highlight=False)
     print(headline(seen))
@@ -83,7 +98,9 @@ def _show(seen: Snapshot) -> None:
         print(f"held by {seen.held_by}")
         show_link(seen.directory, seen.spec)
     if seen.rows:
-        print(step_line(seen.rows[-1], seen.spec.steps))
+        print(step_line(seen.rows, seen.spec.steps))
+        if seen.spec.supervised is not None and seen.published is not None:
+            print(f"version {seen.published} is published")
         if waited := latency_line(seen.rows[-1]):
             print(waited)
     console.print(condition_table([each for each in conditions(seen) if each.status != "False"]))
@@ -94,6 +111,8 @@ def _show(seen: Snapshot) -> None:
 
 def show_link(run_dir: Path, spec: RunSpec) -> None:
     """How others join a run whose keys are made."""
+    if not spec.samplers:
+        return
     if link := run_link(run_dir, spec):
         if all(pool.trust == "trusted" for pool in spec.samplers):
             print(f"invite others with: runspec invite {run_dir} --pool POOL (all are trusted)")
@@ -170,9 +189,14 @@ def _spec(seen: Snapshot) -> Iterator[tuple[str, str]]:
         shape = spec.model.shape
         layers, width = shape.num_hidden_layers, shape.hidden_size
         yield "model", f"a {shape.model_type} of {layers} layers, {width} wide, made by the run"
-    algorithm = spec.grpo
-    yield "a step", f"{algorithm.prompts_per_step} x {algorithm.group_size} rollouts"
-    yield "async level", str(algorithm.async_level)
+    if (supervised := spec.supervised) is not None:
+        updates, tokens = supervised.updates_per_step, supervised.tokens_per_update
+        yield "kind", spec.algorithm.kind
+        yield "a step", f"{updates:,} x {tokens:,} tokens"
+        yield "a version", f"every {supervised.publish_every:,} steps"
+    else:
+        yield "a step", f"{spec.grpo.prompts_per_step} x {spec.grpo.group_size} rollouts"
+        yield "async level", str(spec.grpo.async_level)
     for pool in spec.samplers:
         yield f"pool {pool.name}", f"{pool.replicas} x {pool.hardware.kind}, {pool.trust}"
     if spec.secrets:
@@ -232,6 +256,13 @@ def _budget(seen: Snapshot) -> Iterator[tuple[str, str]]:
 
 def _figures(seen: Snapshot) -> Iterator[tuple[str, str]]:
     row = seen.rows[-1] if seen.rows else {}
+    if seen.spec.supervised is not None:
+        for key in ("loss", "nll", "bits_per_byte", "grad_norm", "learning_rate", "epoch", "mfu"):
+            yield key.replace("_", " "), number(row.get(key))
+        for key, value in training_figures(seen.rows).items():
+            yield key.replace("_", " "), number(value)
+        yield "tokens/s", per_second(row.get("tokens_per_s"))
+        return
     for name, key in (
         ("task reward", "task_reward"),
         ("reward", "reward"),

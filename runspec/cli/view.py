@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from runspec.core.files import FULL
-from runspec.local.formatting import latency, number, per_second, sparkline
-from runspec.local.metrics import Row
+from runspec.local.formatting import latency, number, per_second, share, sparkline
+from runspec.local.metrics import Row, input_wait_share, is_supervised, last_known
 from runspec.local.state import RoleRow
 
 LINE_EVERY_S = 5.0
@@ -50,7 +50,7 @@ class PlainView:
         self._print(f"{role}: {text}")
 
     def show(self, rows: Sequence[Row], roles: Sequence[RoleRow], note: str) -> None:
-        line = step_line(rows[-1], self._steps) if rows else note
+        line = step_line(rows, self._steps) if rows else note
         now = time.monotonic()
         last = bool(rows) and rows[-1]["step"] + 1 >= self._steps
         if line and line != self._said and (last or now - self._said_at >= LINE_EVERY_S):
@@ -103,8 +103,17 @@ def watching(name: str, steps: int) -> Iterator[PlainView | LiveView]:
         yield LiveView(name, steps, live)
 
 
-def step_line(row: Row, steps: int) -> str:
-    """One line on the newest step."""
+def step_line(rows: Sequence[Row], steps: int) -> str:
+    """One line on the newest step; `rows` are not empty."""
+    row = rows[-1]
+    if is_supervised(row):
+        nll = number(last_known(rows, "held_out_nll"))
+        bits = number(last_known(rows, "held_out_bits_per_byte"))
+        return (
+            f"step {row['step'] + 1}/{steps}  loss {number(row.get('loss'))}  "
+            f"held out {nll} ({bits} bits a byte)  {per_second(row.get('tokens_per_s'))} tok/s  "
+            f"MFU {share(row.get('mfu'))}  waited for input {share(input_wait_share(row))}"
+        )
     return (
         f"step {row['step'] + 1}/{steps}  task {number(row.get('task_reward'))}  "
         f"reward {number(row.get('reward'))}  length error {number(row.get('length_error'))}  "
@@ -126,10 +135,12 @@ def _run_table(rows: Sequence[Row], steps: int, width: int) -> Table:
     table = Table.grid(padding=(0, 2))
     row: Row = rows[-1] if rows else {}
     done = row["step"] + 1 if rows else 0
-    rewards = [r["task_reward"] for r in rows if r.get("task_reward") is not None]
     filled = round(24 * done / steps)
     table.add_row("step", f"{done}/{steps}", "━" * filled + "╌" * (24 - filled))
-    curve = sparkline(rewards, max(8, min(48, width - 40)))
+    if is_supervised(row):
+        _add_training(table, rows, width)
+        return table
+    curve = _curve(rows, "task_reward", width)
     table.add_row("task reward", number(row.get("task_reward")), curve)
     table.add_row("reward", number(row.get("reward")), "")
     table.add_row("length error", number(row.get("length_error")), "tokens")
@@ -138,6 +149,26 @@ def _run_table(rows: Sequence[Row], steps: int, width: int) -> Table:
     trained, sampled = per_second(row.get("tokens_per_s")), row.get("sampler_tokens_per_s")
     table.add_row("tokens/s", per_second(sampled), f"sampled, {trained} trained")
     return table
+
+
+def _add_training(table: Table, rows: Sequence[Row], width: int) -> None:
+    """Add the figures of a run that trains on documents."""
+    row = rows[-1]
+    table.add_row("loss", number(row.get("loss")), _curve(rows, "loss", width))
+    held_out = number(last_known(rows, "held_out_nll"))
+    bits = number(last_known(rows, "held_out_bits_per_byte"))
+    table.add_row("held out", held_out, f"nats a token, {bits} bits a byte")
+    table.add_row("bits a byte", number(row.get("bits_per_byte")), "of the trained rows")
+    table.add_row("tokens/s", per_second(row.get("tokens_per_s")), f"MFU {share(row.get('mfu'))}")
+    waited = row.get("waited_for")
+    whom = f"most for the {waited}" if waited else ""
+    table.add_row("waited for input", share(input_wait_share(row)), whom)
+
+
+def _curve(rows: Sequence[Row], key: str, width: int) -> str:
+    """The values of a figure as bars, on a terminal of `width` columns."""
+    known = [row[key] for row in rows if row.get(key) is not None]
+    return sparkline(known, max(8, min(48, width - 40)))
 
 
 def role_table(roles: Sequence[RoleRow], stages: Mapping[str, str] | None = None) -> Table:

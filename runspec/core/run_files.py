@@ -44,6 +44,11 @@ def warm_start_cache(run_dir: Path) -> Path:
     return run_dir.parent.parent / ".cache" / "warm_start"
 
 
+def corpus_cache(run_dir: Path) -> Path:
+    """Return the cache of tokenized documents, beside the runs, which share it."""
+    return run_dir.parent.parent / ".cache" / "corpus"
+
+
 def checkpoints_folder(run_dir: Path, spec: RunSpec) -> Folder:
     """Return the folder that every process of the learner writes to: `checkpoints.dir` if set."""
     if spec.checkpoints.dir is None:

@@ -94,14 +94,18 @@ def changed_share(spec: RunSpec, config: ModelConfig) -> Assumed:
 
     A usual weight is about D^-1/2. There, numbers of p significant bits are about D^-1/2 2^-p
     apart, so the share is about `weight_move` D^1/2 2^p, and at most 1. It is at least
-    `CHANGED_SHARE`, which was measured.
+    `CHANGED_SHARE`, which was measured. The updates between two versions of a supervised run count
+    as if they all moved a weight the same way.
 
     Args:
         spec: of the run.
         config: shape of the model, D its hidden size.
     """
     bits = _SIGNIFICAND_BITS[spec.broadcast.dtype]
-    moved = min(1.0, weight_move(spec, config) * config.hidden_size**0.5 * 2**bits)
+    moved = weight_move(spec, config) * config.hidden_size**0.5 * 2**bits
+    if (supervised := spec.supervised) is not None:
+        moved *= supervised.publish_every * supervised.updates_per_step
+    moved = min(1.0, moved)
     if moved > CHANGED_SHARE:
         return _figure(spec, "changed_share", moved, "optimizer.lr and broadcast.dtype")
     return _figure(spec, "changed_share", CHANGED_SHARE, "PULSE, arXiv 2602.03839")
@@ -112,6 +116,12 @@ def mean_prompt_tokens(spec: RunSpec) -> Assumed:
     value = PROMPT_SHARE * spec.data.max_prompt_tokens
     source = f"{PROMPT_SHARE:g} of data.max_prompt_tokens"
     return _figure(spec, "mean_prompt_tokens", value, source, "tokens")
+
+
+def document_tokens(spec: RunSpec) -> Assumed:
+    """Return the length of a document of a supervised run: that of a row, for most attention."""
+    tokens = spec.learner.packing.tokens
+    return Assumed("a document", tokens, "tokens", "learner.packing.tokens: documents fill rows")
 
 
 def mean_new_tokens(spec: RunSpec) -> Assumed:

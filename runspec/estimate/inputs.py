@@ -34,17 +34,24 @@ def check_tokens_per_s(spec: RunSpec, config: ModelConfig | None) -> Assumed | N
 
 def inputs(spec: RunSpec, config: ModelConfig | None) -> tuple[Assumed, ...]:
     """Return all figures, in the order of a step."""
+    lengths: tuple[Assumed, ...] = (
+        (
+            assumed.mean_prompt_tokens(spec),
+            assumed.mean_new_tokens(spec),
+            Assumed("length spread", assumed.LENGTH_SPREAD, "of the mean", assumed.OURS),
+            assumed.filtered_share(spec),
+        )
+        if spec.supervised is None
+        else (assumed.document_tokens(spec),)
+    )
     return (
-        assumed.mean_prompt_tokens(spec),
-        assumed.mean_new_tokens(spec),
-        Assumed("length spread", assumed.LENGTH_SPREAD, "of the mean", assumed.OURS),
-        assumed.filtered_share(spec),
+        *lengths,
         assumed.learner_mfu(spec),
         *_hardware(spec.learner.hardware, "learner.hardware", "peak_flops"),
         *(entry for pool in spec.samplers for entry in _pool(pool, spec)),
         *filter(None, [check_tokens_per_s(spec, config)]),
         Assumed("publishing", assumed.PUBLISH_BYTES_S, "bytes/s", assumed.OURS),
-        Assumed("loading", assumed.LOAD_BYTES_S, "bytes/s", assumed.OURS),
+        *_loading(spec),
         *_deltas(spec, config),
         *_links(spec),
     )
@@ -76,6 +83,11 @@ def _hardware(hardware: Hardware, path: str, *fields: str) -> Iterator[Assumed]:
             source = f"{path}.{field}" if said else f"table of {hardware.kind}"
             name, unit = _FIELDS[field]
             yield Assumed(f"{hardware.kind} {name}", value, unit, source)
+
+
+def _loading(spec: RunSpec) -> Iterator[Assumed]:
+    if spec.samplers:
+        yield Assumed("loading", assumed.LOAD_BYTES_S, "bytes/s", assumed.OURS)
 
 
 def _deltas(spec: RunSpec, config: ModelConfig | None) -> Iterator[Assumed]:

@@ -1,6 +1,7 @@
 """Estimates the device memory of the learner's step from the spec.
 
-A step holds its state, the version's bits, the reference's bits and the summed gradient. One
+A step holds its state, the version's bits, the reference's bits and the summed gradient. (Steps of
+`pretrain` and `sft` hold no version; the base of adapters counts as the reference.) One
 microbatch needs more, at the worst of three moments of its backward pass. With W elements of the
 layers on a device, E = D V / tensor elements of the embedding or the head gathered over fsdp, P
 positions, b bytes of `compute_dtype` and m of `master_dtype`:
@@ -32,7 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.memory import KEPT_LOGITS, device_positions, logits_chunk
+from runspec.core.models.memory import KEPT_LOGITS, device_positions, held_weights, logits_chunk
 from runspec.core.models.parameters import (
     WIDTH,
     Tree,
@@ -60,7 +61,8 @@ class LearnerMemory:
     gradients: float
     """Gradients summed over the microbatches, float32."""
     published: float
-    """Bits of the version that recomputes pi_old; 0 with `old_logprobs: sampler`."""
+    """Bits of the version that recomputes pi_old; 0 with `old_logprobs: sampler`, and in supervised
+    runs."""
     reference: float
     """Bits of version 0: the reference policy, the frozen base of adapters, or both."""
     activations: float
@@ -94,7 +96,8 @@ def learner_memory(spec: RunSpec, config: ModelConfig) -> LearnerMemory:
         spec: spec of the run.
         config: shape of the model.
     """
-    learner, algorithm, sizes = spec.learner, spec.grpo, _sizes(spec, config)
+    learner, sizes = spec.learner, _sizes(spec, config)
+    holds_version, holds_reference = held_weights(spec)
     published = WIDTH[spec.broadcast.dtype]
     moments = _WIDE * sizes.moments
     offload = spec.optimizer.offload
@@ -104,8 +107,8 @@ def learner_memory(spec: RunSpec, config: ModelConfig) -> LearnerMemory:
         masters=WIDTH[learner.master_dtype] * sizes.trained,
         moments=0.0 if offload else moments,
         gradients=_WIDE * sizes.trained,
-        published=published * sizes.model if algorithm.old_logprobs == "recompute" else 0.0,
-        reference=published * sizes.model if algorithm.kl.coef or learner.lora else 0.0,
+        published=published * sizes.model if holds_version else 0.0,
+        reference=published * sizes.model if holds_reference else 0.0,
         activations=activations,
         logits=logits,
         temporaries=temporaries + _batch(spec, sizes) + CODE,
@@ -236,10 +239,21 @@ def _kept(spec: RunSpec, config: ModelConfig, sizes: _Sizes) -> float:
     return layers * (wide + narrow + normaliser) + weights
 
 
+def update_microbatches(spec: RunSpec) -> int:
+    """Return the microbatches of an update of a supervised run."""
+    assert spec.supervised is not None, "only supervised runs have updates of a fixed size"
+    packing = spec.learner.packing
+    return -(-spec.supervised.tokens_per_update // (packing.tokens * packing.rows))
+
+
 def _batch(spec: RunSpec, sizes: _Sizes) -> float:
     """Bytes of an update's tokens and loss inputs: nine numbers of 4 bytes a position, eight
-    without a reference, of as many positions as its rollouts have at their longest."""
-    algorithm, packing = spec.grpo, spec.learner.packing
+    without a reference, of as many positions as its rollouts have at their longest; five in a
+    supervised run."""
+    packing = spec.learner.packing
+    if spec.supervised is not None:
+        return 4.0 * 5 * sizes.positions * update_microbatches(spec)
+    algorithm = spec.grpo
     longest = min(packing.tokens, max(pool.max_model_len for pool in spec.samplers))
     rollouts = -(-algorithm.prompts_per_step // algorithm.updates_per_step) * algorithm.group_size
     microbatches = -(-rollouts * longest // (packing.tokens * packing.rows))

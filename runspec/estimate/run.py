@@ -18,7 +18,7 @@ from runspec.estimate import assumed
 from runspec.estimate.assumed import Assumed
 from runspec.estimate.broadcast import Arrival, VersionSize, arrivals, broadcast_times, version_size
 from runspec.estimate.inputs import check_tokens_per_s, inputs
-from runspec.estimate.learner import LearnerMemory, learner_memory
+from runspec.estimate.learner import LearnerMemory, learner_memory, update_microbatches
 from runspec.estimate.price import Cost, cost
 from runspec.estimate.sampler import SamplerMemory, lease_groups, sampler_memory
 from runspec.estimate.speed import decode_speed, learner_seconds, mean_tokens
@@ -50,6 +50,29 @@ class PoolEstimate:
 
 
 @dataclass(frozen=True)
+class SupervisedEstimate:
+    """Steps and versions of a run that trains on documents. Tokens are positions of packed rows."""
+
+    updates: int
+    """Optimizer updates of a step."""
+    microbatches: int
+    """Microbatches of an update."""
+    step_tokens: int
+    run_tokens: int
+    """Tokens of all steps."""
+    tokens_per_s: float | None
+    """Tokens/s of the learner."""
+    run_flops: float | None
+    """FLOPs of all steps, useful and not."""
+    versions: int
+    """Published versions, version 0 included."""
+    publish_every: int
+    """Steps between two of them."""
+    publish_s: float | None
+    """Seconds of the publisher for one version."""
+
+
+@dataclass(frozen=True)
 class RunEstimate:
     """Estimate of a run; a figure is None if fields are missing, which `unknown` names."""
 
@@ -69,8 +92,8 @@ class RunEstimate:
     """Tokens/s of one validator."""
     timeline: Timeline | None
     steps: int
-    fill_deadline_s: float
-    """`algorithm.fill.deadline`, which the timeline leaves out.
+    fill_deadline_s: float | None
+    """`algorithm.fill.deadline`, which the timeline leaves out; None in a supervised run.
 
     If `full_s` is longer, no batch gets full."""
     run_s: float | None
@@ -78,7 +101,9 @@ class RunEstimate:
     cost: Cost | None
     assumed: tuple[Assumed, ...]
     unknown: tuple[str, ...]
-    """Missing fields of the spec that the timeline needs."""
+    """Missing fields of the spec that the timeline, or the time of a step, needs."""
+    supervised: SupervisedEstimate | None = None
+    """Figures of `pretrain` and `sft`; None for `grpo`."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data under stable keys, derived figures included."""
@@ -104,16 +129,22 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
     size = version_size(spec, config) if config is not None else None
     unknown = tuple(unknown_speeds(spec, config))
     check = check_tokens_per_s(spec, config)
-    settled = None if unknown or size is None else timeline(run_model(spec, config, size))
+    step_s = learner_seconds(spec, config)
+    flops = step_flops(spec, config, mean_tokens(spec)) if config is not None else None
+    settled, supervised = None, _supervised(spec, size, flops, step_s)
+    if supervised is None and not unknown and size is not None:
+        settled = timeline(run_model(spec, config, size))
     run_s = settled.start_s + (spec.steps - 1) * settled.step_s if settled else None
+    if supervised is not None and step_s is not None:
+        run_s = spec.steps * step_s
     return RunEstimate(
         parameters=parameter_count(config) if config is not None else None,
         learner=LearnerEstimate(
             devices=device_count(spec.learner.hardware, spec.learner.mesh.slices),
             device_memory=device_of(spec.learner.hardware).memory,
             memory=learner_memory(spec, config) if config is not None else None,
-            flops=step_flops(spec, config, mean_tokens(spec)) if config is not None else None,
-            step_s=learner_seconds(spec, config),
+            flops=flops,
+            step_s=step_s,
         ),
         samplers=tuple(_pool(pool, spec, config) for pool in spec.samplers),
         version_bytes=size.whole if size else None,
@@ -124,11 +155,32 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
         validator_tokens_per_s=check.value if check else None,
         timeline=settled,
         steps=spec.steps,
-        fill_deadline_s=spec.grpo.fill.deadline,
+        fill_deadline_s=spec.grpo.fill.deadline if supervised is None else None,
         run_s=run_s,
         cost=cost(spec, run_s),
         assumed=inputs(spec, config),
         unknown=unknown,
+        supervised=supervised,
+    )
+
+
+def _supervised(
+    spec: RunSpec, size: VersionSize | None, flops: StepFlops | None, step_s: float | None
+) -> SupervisedEstimate | None:
+    """Return the figures of a supervised run; None for `grpo`."""
+    if (algorithm := spec.supervised) is None:
+        return None
+    tokens = algorithm.updates_per_step * algorithm.tokens_per_update
+    return SupervisedEstimate(
+        updates=algorithm.updates_per_step,
+        microbatches=update_microbatches(spec),
+        step_tokens=tokens,
+        run_tokens=spec.steps * tokens,
+        tokens_per_s=tokens / step_s if step_s else None,
+        run_flops=spec.steps * flops.total if flops else None,
+        versions=1 + -(-spec.steps // algorithm.publish_every),
+        publish_every=algorithm.publish_every,
+        publish_s=_publish_seconds(spec, size) if size else None,
     )
 
 
@@ -139,6 +191,9 @@ def forecast(spec: RunSpec, config: ModelConfig | None) -> tuple[float, float] |
     """
     if config is None or any(unknown_speeds(spec, config)):
         return None
+    if spec.supervised is not None:
+        step_s = learner_seconds(spec, config) or 0.0
+        return step_s, step_s
     return start_and_step(run_model(spec, config, version_size(spec, config)))
 
 
@@ -154,7 +209,7 @@ def run_model(spec: RunSpec, config: ModelConfig | None, size: VersionSize) -> M
     check = check_tokens_per_s(spec, config)
     assert train_s is not None, "asked for the model of an unknown speed"
     prompt = assumed.mean_prompt_tokens(spec).value
-    share, deltas = spec.verify.prefill_share, spec.broadcast.format == "delta"
+    share = spec.verify.prefill_share
 
     def check_s(lengths: Lengths) -> float:
         assert check is not None, "asked for the model of an unknown speed"
@@ -173,8 +228,7 @@ def run_model(spec: RunSpec, config: ModelConfig | None, size: VersionSize) -> M
         groups=spec.grpo.prompts_per_step,
         async_level=spec.grpo.async_level,
         train_s=train_s,
-        publish_s=size.whole / assumed.PUBLISH_BYTES_S
-        + (size.whole / assumed.DIFF_BYTES_S if deltas else 0.0),
+        publish_s=_publish_seconds(spec, size),
         replicas=tuple(_replicas(spec, config, size, prompt)),
         validators=spec.verify.validators,
         check_s=check_s,
@@ -182,6 +236,12 @@ def run_model(spec: RunSpec, config: ModelConfig | None, size: VersionSize) -> M
         filtered=filtered,
         max_groups=spec.grpo.fill.max_groups,
     )
+
+
+def _publish_seconds(spec: RunSpec, size: VersionSize) -> float:
+    """Return the seconds in which the publisher makes one version."""
+    deltas = size.whole / assumed.DIFF_BYTES_S if spec.broadcast.format == "delta" else 0.0
+    return size.whole / assumed.PUBLISH_BYTES_S + deltas
 
 
 def draws(

@@ -9,8 +9,8 @@ mean context, B the memory bandwidth, s the share of it that is reached, N' the 
 matrices, t the devices, P their peak FLOP/s, and m the share of it that is reached. Prefill is the
 second term alone. Measured speeds (`tokens_per_s` of a pool and of the validators) replace both.
 
-The learner takes (useful + old + reference FLOPs) / (devices x P x mfu), at the mean length. The
-mfu already counts the time that remat takes (`runspec.core.models.flops`).
+The learner takes (useful + old + reference + held-out FLOPs) / (devices x P x mfu), at the mean
+length. The mfu already counts the time that remat takes (`runspec.core.models.flops`).
 
 A whole step takes at least
 
@@ -18,7 +18,7 @@ A whole step takes at least
     sampling_s = R n / sum over pools of replicas x tokens/s
 
 for R rollouts of n output tokens. Each role counts as always busy, and versions travel in no time.
-`runspec.estimate.timeline` simulates the waits.
+`runspec.estimate.timeline` simulates the waits. A step of `pretrain` and `sft` takes `learner_s`.
 """
 
 from __future__ import annotations
@@ -127,18 +127,19 @@ def prefill_tokens_per_s(hardware: Hardware, spec: RunSpec, config: ModelConfig)
 
 
 def learner_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
-    """Return the seconds of one rollout step on the learner; None if its peak is unknown."""
+    """Return the seconds of one step on the learner; None if its peak is unknown."""
     peak = device_of(spec.learner.hardware).peak_flops
     devices = device_count(spec.learner.hardware, spec.learner.mesh.slices)
     if config is None or peak is None or devices is None:
         return None
     flops = step_flops(spec, config, mean_tokens(spec))
-    work = flops.useful + flops.old + flops.reference
-    return work / (devices * peak * assumed.learner_mfu(spec).value)
+    return (flops.useful + flops.forward) / (devices * peak * assumed.learner_mfu(spec).value)
 
 
 def mean_tokens(spec: RunSpec) -> float:
-    """Return the mean tokens of a rollout, prompt and output."""
+    """Return the mean tokens of a rollout, prompt and output, or of a document."""
+    if spec.supervised is not None:
+        return assumed.document_tokens(spec).value
     return assumed.mean_prompt_tokens(spec).value + assumed.mean_new_tokens(spec).value
 
 
@@ -149,6 +150,8 @@ def step_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
         spec: the spec of the run.
         config: shape of the model, if known.
     """
+    if spec.supervised is not None:
+        return learner_seconds(spec, config)
     learner, sampling = learner_seconds(spec, config), sampling_seconds(spec, config)
     return None if learner is None or sampling is None else max(learner, sampling)
 

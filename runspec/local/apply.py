@@ -15,7 +15,7 @@ from runspec.local import budget
 from runspec.local.backend import processes_of
 from runspec.local.children import last_lines
 from runspec.local.fleet import Outcome, Rules
-from runspec.local.processes import PreparedRun, RoleSpec, role_specs, warm_start_role
+from runspec.local.processes import PreparedRun, RoleSpec, first_version_role, role_specs
 from runspec.local.progress import Progress, RunProgress, StageProgress
 from runspec.local.report import write_summary
 from runspec.local.role_logs import last_error
@@ -49,7 +49,7 @@ def supervise(run: PreparedRun, watcher: Watcher, stop_requests: Callable[[], in
         UserError: a process cannot be started or a file cannot be written.
     """
     cache = warm_start_cache(run.directory)
-    stages = [] if _starting_model(run).exists() else [warm_start_role(run, cache)]
+    stages = [] if _starting_model(run).exists() else [first_version_role(run, cache)]
     with closing(RunState(run.directory)) as state:
         return drive(run, stages, role_specs, state, watcher, stop_requests)
 

@@ -22,6 +22,8 @@ SLOW = 5.0
 """A step is late after so many times the mean of the last ones."""
 SOON_S = 60.0
 """No step is late before this, however quick the last ones were."""
+FIRST_STEP_S = 5400.0
+"""In a supervised run the first step is late after this; its corpus may have to be made."""
 _LAST = 10
 
 
@@ -46,11 +48,13 @@ _Judgement = tuple[Status, str, str, float | None]
 def late_after_s(seen: Snapshot) -> float:
     """Seconds without a trained step after which the run counts as stalled.
 
-    Five times the mean of the last steps, and a minute at least; `algorithm.fill.deadline` before
-    there are two to take a mean of.
+    Five times the mean of the last steps, and a minute at least. Before there are two to take a
+    mean of: `algorithm.fill.deadline`, or `FIRST_STEP_S` in a supervised run.
     """
     times = [row["time"] for row in seen.rows[-_LAST - 1 :] if isinstance(row.get("time"), float)]
     gaps = [later - earlier for earlier, later in pairwise(times)]
+    if not gaps and seen.spec.supervised is not None:
+        return FIRST_STEP_S
     if not gaps:
         return max(SOON_S, seen.spec.grpo.fill.deadline)
     return max(SOON_S, SLOW * sum(gaps) / len(gaps))
@@ -91,10 +95,18 @@ def _training(seen: Snapshot) -> _Judgement:
 def _published(seen: Snapshot) -> _Judgement:
     if seen.published is None:
         return "False", "NothingPublished", "no version is out", None
-    if seen.published < seen.trained:
+    if seen.published < _due_version(seen):
         message = f"version {seen.published} is out, {seen.trained} is trained"
         return "False", "Behind", message, seen.published_at
     return "True", "NewestOut", f"version {seen.published} is out", seen.published_at
+
+
+def _due_version(seen: Snapshot) -> int:
+    """Return the version that the newest trained step should have brought."""
+    supervised = seen.spec.supervised
+    if supervised is None or seen.trained == seen.spec.steps:
+        return seen.trained
+    return seen.trained - seen.trained % supervised.publish_every
 
 
 def _logprob_alarm(seen: Snapshot) -> _Judgement:

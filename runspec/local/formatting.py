@@ -26,6 +26,11 @@ def number(value: object, digits: int = 3) -> str:
     return f"{value:.{digits}g}" if isinstance(value, int | float) else "-"
 
 
+def share(value: object) -> str:
+    """Whole per cent; `-` for a share that is not known."""
+    return f"{100 * value:.0f} %" if isinstance(value, int | float) else "-"
+
+
 def per_second(value: object) -> str:
     return f"{value:,.0f}" if isinstance(value, int | float) else "-"
 

@@ -57,13 +57,59 @@ def latest_by_step(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [by_step[step] for step in sorted(by_step)]
 
 
+def is_supervised(row: Row) -> bool:
+    """Return whether a row is of a run that trains on documents."""
+    return "nll" in row
+
+
+def input_wait_share(row: Row) -> float | None:
+    """Return the share of a step's time that the learner waited for its input.
+
+    Every wait but that for the checkpoint is one for the input. None where no time is known.
+    """
+    waits, total = row.get("waits") or {}, (row.get("train_s") or 0.0) + (row.get("wait_s") or 0.0)
+    waited = sum(seconds for whom, seconds in waits.items() if whom != "checkpoint")
+    return waited / total if total > 0.0 else None
+
+
+def last_known(rows: Sequence[Row], key: str) -> Any:
+    """Return a figure of the last row that has it; None where none has."""
+    return next((row[key] for row in reversed(rows) if row.get(key) is not None), None)
+
+
+def end_figures(summary: Mapping[str, Any]) -> list[tuple[str, float | None, float | None]]:
+    """Return label, first and last value of the figures that a run is to improve.
+
+    Args:
+        summary: as `summarise` makes it.
+    """
+    labels = _SUPERVISED if "tokens" in summary else _GRPO
+    return [(name, summary[f"{key}_first"], summary[f"{key}_last"]) for key, name in labels.items()]
+
+
+_GRPO = {
+    "task_reward": "Task reward",
+    "reward": "Reward",
+    "length_error": "Length error, tokens",
+}
+_SUPERVISED = {
+    "loss": "Loss",
+    "nll": "Cross entropy, nats a token",
+    "bits_per_byte": "Bits a byte",
+    "held_out_nll": "Held out, nats a token, measured once",
+    "held_out_bits_per_byte": "Held out, bits a byte, measured once",
+}
+"""Labels of the figures by key."""
+
+
 def summarise(rows: Sequence[Row], *, wall_s: float, weights_bytes_sent: int) -> dict[str, Any]:
     """The contents of summary.json.
 
-    `first` and `last` are means over the first and last ten steps. The mean lag weighs each step by
-    its rollouts; busy shares weigh each step by its time, and tokens a second and MFU by the time
-    that the learner worked. Latencies, in seconds, are the mean of the steps' medians and the
-    largest of their 99th percentiles. A figure that no row has is null.
+    `first` and `last` are means over the first and last ten steps, and of a held-out loss its first
+    and last measurement. The mean lag weighs each step by its rollouts; shares of time weigh each
+    step by its time, and tokens a second and MFU by the time that the learner worked. Latencies, in
+    seconds, are the mean of the steps' medians and the largest of their 99th percentiles. A figure
+    that no row has is null.
 
     Args:
         rows: metrics.jsonl, a row a step, in order.
@@ -72,30 +118,60 @@ def summarise(rows: Sequence[Row], *, wall_s: float, weights_bytes_sent: int) ->
     """
     seconds = [(row.get("train_s") or 0.0) + (row.get("wait_s") or 0.0) for row in rows]
     working = [row.get("train_s") or 0.0 for row in rows]
-    rollouts = [float(row.get("trained_rollouts") or 0) for row in rows]
+    of_kind = _documents if rows and is_supervised(rows[-1]) else _rollouts
     return {
         "steps": len(rows),
-        **{
-            f"{key}_{end}": mean(part, key)
-            for key in ("task_reward", "reward", "length_error")
-            for end, part in (("first", rows[:ENDS]), ("last", rows[-ENDS:]))
-        },
-        "rollouts_accepted": sum(row.get("accepted_rollouts") or 0 for row in rows),
-        "rollouts_rejected": sum(row.get("rejected_rollouts") or 0 for row in rows),
-        "max_lag": largest(rows, "lag_max"),
-        "mean_lag": mean(rows, "lag_mean", rollouts),
+        **of_kind(rows, seconds),
         "learner_busy_fraction": mean(rows, "learner_busy_fraction", seconds),
-        "sampler_busy_fraction": mean(rows, "sampler_busy_fraction", seconds),
-        "verdict_latency_p50": mean(rows, "verdict_latency_p50"),
-        "verdict_latency_p99": largest(rows, "verdict_latency_p99"),
-        "manifest_latency_p50": mean(rows, "manifest_latency_p50"),
-        "manifest_latency_p99": largest(rows, "manifest_latency_p99"),
         "learner_tokens_per_s": mean(rows, "tokens_per_s", working),
         "mfu": mean(rows, "mfu", working),
         "skipped_updates": int(sum(row.get("skipped_updates") or 0 for row in rows)),
         "wall_s": round(wall_s, 3),
         "weights_bytes_sent": weights_bytes_sent,
     }
+
+
+def _rollouts(rows: Sequence[Row], seconds: Sequence[float]) -> dict[str, Any]:
+    """Figures of a run that samples; `seconds` are those of each step."""
+    rollouts = [float(row.get("trained_rollouts") or 0) for row in rows]
+    return {
+        **_ends(rows, "task_reward", "reward", "length_error"),
+        "rollouts_accepted": sum(row.get("accepted_rollouts") or 0 for row in rows),
+        "rollouts_rejected": sum(row.get("rejected_rollouts") or 0 for row in rows),
+        "max_lag": largest(rows, "lag_max"),
+        "mean_lag": mean(rows, "lag_mean", rollouts),
+        "sampler_busy_fraction": mean(rows, "sampler_busy_fraction", seconds),
+        "verdict_latency_p50": mean(rows, "verdict_latency_p50"),
+        "verdict_latency_p99": largest(rows, "verdict_latency_p99"),
+        "manifest_latency_p50": mean(rows, "manifest_latency_p50"),
+        "manifest_latency_p99": largest(rows, "manifest_latency_p99"),
+    }
+
+
+def _documents(rows: Sequence[Row], seconds: Sequence[float]) -> dict[str, Any]:
+    """Figures of a run that trains on documents; `seconds` are those of each step."""
+    measured = [row for row in rows if row.get("held_out_nll") is not None]
+    held_out = {
+        f"{key}_{end}": row[0].get(key) if row else None
+        for key in ("held_out_nll", "held_out_bits_per_byte")
+        for end, row in (("first", measured[:1]), ("last", measured[-1:]))
+    }
+    waited = [{"share": input_wait_share(row)} for row in rows]
+    return {
+        **_ends(rows, "loss", "nll", "bits_per_byte"),
+        **held_out,
+        "tokens": sum(row.get("tokens") or 0 for row in rows),
+        "trained_tokens": sum(row.get("trained_tokens") or 0 for row in rows),
+        "epoch": rows[-1].get("epoch"),
+        "padding_share": mean(rows, "padding_share"),
+        "input_wait_share": mean(waited, "share", seconds),
+    }
+
+
+def _ends(rows: Sequence[Row], *keys: str) -> dict[str, float | None]:
+    """Means over the first and last steps."""
+    ends = (("first", rows[:ENDS]), ("last", rows[-ENDS:]))
+    return {f"{key}_{end}": mean(part, key) for key in keys for end, part in ends}
 
 
 def mean(rows: Sequence[Row], key: str, weights: Sequence[float] | None = None) -> float | None:

@@ -45,6 +45,14 @@ def link_model(initial: Path, model: Path, tokenizer: Path | None) -> None:
             (folder / name).symlink_to(path.resolve())
 
 
+def link_tokenizer(initial: Path, tokenizer: Path) -> None:
+    """Makes `initial/` with the files of a tokenizer alone, to which the weights are added."""
+    initial.mkdir(exist_ok=True)
+    for name in TOKENIZER_NAMES:
+        if (tokenizer / name).is_file() and not (initial / name).is_symlink():
+            (initial / name).symlink_to((tokenizer / name).resolve())
+
+
 def require_fitting(tokenizer: Path, model: Path) -> None:
     """Raises UserError where the tokenizer's largest token id is beyond the model's vocabulary."""
     place, files = str(tokenizer / "tokenizer.json"), TokenizerFiles.read(tokenizer)

@@ -12,14 +12,24 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from runspec.local.metrics import Row
+from runspec.local.metrics import Row, is_supervised
 
 # Drawn in this colour, then replaced: in SVG `currentColor` is the colour of the text around it.
 _INK = "#0a0b0c"
 _COLOURS = ("#2f7fc2", "#d9772b", "#3a9d6e", "#b05cc0", "#c2495b", "#8a8f2f")
 _SMOOTH = 10
-_EXTREMES = ("rejected_rollouts", "lag_max", "verdict_latency_p99", "manifest_latency_p99")
+_NOT_AVERAGED = (
+    "rejected_rollouts",
+    "lag_max",
+    "verdict_latency_p99",
+    "manifest_latency_p99",
+    "held_out_nll",
+    "held_out_bits_per_byte",
+    "learning_rate",
+)
 """Keys of which means over steps would mean nothing."""
+SUPERVISED = "Training"
+"""Section of plots of runs that train on documents."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,8 @@ def figures(rows: Sequence[Row]) -> dict[str, list[Figure]]:
     found: dict[str, list[Figure]] = {}
     plots = (resources.files("runspec.local") / "plots.toml").read_text(encoding="utf-8")
     for title, section in tomllib.loads(plots).items():
+        if title == SUPERVISED and not any(map(is_supervised, rows)):
+            continue
         drawn = [_figure(plot, rows) for plot in section]
         if known := [figure for figure in drawn if any(curve.points for curve in figure.curves)]:
             found[title] = known
@@ -132,7 +144,7 @@ def _curves(rows: Sequence[Row], key: str, label: str) -> list[Curve]:
             Curve(f"for the {role}", [(step, waits.get(role) or 0.0) for step, waits in known])
             for role in sorted(parts)
         ]
-    return [Curve(label, known, averaged=key not in _EXTREMES)]
+    return [Curve(label, known, averaged=key not in _NOT_AVERAGED)]
 
 
 def _lengths(known: Sequence[tuple[int, Mapping]], target: str) -> list[tuple[float, float]]:

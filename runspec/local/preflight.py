@@ -176,7 +176,8 @@ def _lack(
 
 def _validators(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
     verify = spec.verify
-    if not verify.validators and spec.identity.root_public_key is None:
+    graded = spec.supervised is None
+    if graded and not verify.validators and spec.identity.root_public_key is None:
         yield Missing(
             "verify.validators",
             "0: nobody checks and grades what workers send, and no step fills",
@@ -243,9 +244,16 @@ def _not_here(
 
 def _tokenizer(spec: RunSpec, found: ModelFiles) -> Iterator[Missing]:
     asked = spec.model.tokenizer
+    drawn = spec.model.shape is not None and spec.supervised is not None
     if asked is None:
+        if drawn:
+            yield Missing(
+                "model.tokenizer",
+                "a model of random weights has no tokenizer of its own",
+                "name one; `python -m learner_jax tokenizer train` makes one",
+            )
         return
-    if spec.model.hf is None:
+    if spec.model.hf is None and not drawn:
         yield Missing(
             "model.tokenizer",
             "a model that the run makes has the tokenizer of its warm start",
@@ -261,7 +269,8 @@ def _tokenizer(spec: RunSpec, found: ModelFiles) -> Iterator[Missing]:
 
 
 def _data(spec: RunSpec) -> Iterator[Missing]:
-    """Files of the sources: the coordinator and the validators, which read them, are here."""
+    """Files of the sources: the coordinator and the validators, which read problems, are here, and
+    so is the learner, which reads documents."""
     for source in spec.data.sources:
         try:
             source_files(source)
@@ -359,7 +368,7 @@ def disk_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
     each one more that is on its way. Full states (masters and moments of what is trained, 12 P with
     adamw in float32, P parameters), `checkpoints.keep` + 1 of them; and room for logs and rollouts.
     Room alone where the model's shape is not known. Left out: versions that are kept longer because
-    somebody reads them.
+    somebody reads them, and the packed rows of documents, which lie in the learner's cache.
     """
     if config is None:
         return _ROOM_BYTES
@@ -374,7 +383,9 @@ def disk_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
     stores = round(store) * (1 + len(set(relay_names(spec)) - away))
     samplers = len(set(worker_names(spec)) - away)
     validators = len(set(validator_names(spec)) - away)
-    read = (3 * samplers + (spec.grpo.async_level + 3) * validators) * size.whole
+    read = 3 * samplers * size.whole
+    if spec.supervised is None:
+        read += (spec.grpo.async_level + 3) * validators * size.whole
     return directories + stores + read + states_bytes(spec, config) + _ROOM_BYTES
 
 

@@ -24,7 +24,7 @@ from runspec.local.endpoints import (
 )
 from runspec.local.identity import make_identity
 from runspec.local.machine import Machine, find_files, this_machine
-from runspec.local.model_folders import link_model
+from runspec.local.model_folders import link_model, link_tokenizer
 from runspec.local.planning import RunPlan, current, refuse_stale, starts_anew
 from runspec.local.processes import PreparedRun
 from runspec.local.rollback import complete_rollback, start_anew
@@ -117,10 +117,15 @@ def _require_folders(spec: RunSpec, run_dir: Path) -> None:
 
 
 def link_starting_model(spec: RunSpec, run_dir: Path, machine: Machine) -> None:
-    """Version 0 of a run that starts from a model on this machine; a warm start makes its own."""
+    """Version 0 of a run that starts from a model on this machine; a warm start makes its own, and
+    of a drawn model the tokenizer is here."""
     initial = initial_model(run_dir)
     if spec.warm_start is not None or (initial / "config.json").exists():
         return
     found = find_files(spec.model, machine.env)
+    if spec.model.shape is not None:
+        assert found.tokenizer is not None, "the preflight sees to it"
+        link_tokenizer(initial, found.tokenizer)
+        return
     assert found.model is not None, "the preflight sees to it"
     link_model(initial, found.model, found.tokenizer)

@@ -1,5 +1,7 @@
 """Has the problems of a run read, and its graders tried, by `python -m sampler check`.
 
+The documents of a run that samples nothing are opened by `python -m learner_jax check`.
+
     checked = check_problems(spec, this_machine(), say=print)
     checked.lacking          # what would end the run; empty where it can start
 
@@ -38,7 +40,6 @@ MODULES = ("sampler", "numpy", "tokenizers", "pyarrow")
 _INFORMS = " I check "
 """Before what its log says at level INFO (`runspec.core.process.setup_logging`)."""
 _LOG, _REPORT = "log", "report.json"
-_COMMAND = "python -m sampler check"
 _POLL_S = 0.05
 _MAX_REPORT_BYTES = 1 << 20
 _LINES = 10
@@ -78,6 +79,8 @@ def check_problems(
 ) -> CheckedProblems:
     """Reads every row of a run's sources and tries its graders, in a process of its own.
 
+    Of documents it reads the first of each file; nothing grades them.
+
     Args:
         spec: with whole paths (`runspec.cli.spec_files.located`).
         machine: this one.
@@ -92,14 +95,18 @@ def check_problems(
     with TemporaryDirectory(prefix="runspec-check-") as name:
         folder = Path(name)
         (folder / FILE_NAME).write_bytes(dump_resolved(spec))
-        command = machine.module("sampler", "check", str(folder))
-        if tokenizer is not None:
+        graded = spec.supervised is None
+        role = "sampler" if graded else "learner_jax"
+        command = machine.module(role, "check", str(folder))
+        if graded and tokenizer is not None:
             command += ("--model", str(tokenizer))
-        end = _run(command, folder, say, silence_s)
+        what = "problems" if graded else "documents"
+        end = _run(command, folder, lambda line: say(f"reading the {what}: {line}"), silence_s)
         if end:
             lines = "".join(f"\n  | {line}" for line in last_lines(folder / _LOG, _LINES))
-            thing = f"`{_COMMAND}` {end}; its last lines:{lines}"
-            died = Missing("data.sources", thing, "mend the plug-in that they name")
+            thing = f"`python -m {role} check` {end}; its last lines:{lines}"
+            cause = "plug-in" if graded else "file"
+            died = Missing("data.sources", thing, f"mend the {cause} that they name")
             return CheckedProblems([died], [])
         told = json.loads(read_bounded(folder / _REPORT, _MAX_REPORT_BYTES))
         lacking = [Missing(each["place"], each["thing"], each["remedy"]) for each in told["faults"]]
@@ -142,4 +149,4 @@ def _run(command: Sequence[str], folder: Path, say: Callable[[str], None], silen
 def _progress(log: Path) -> str:
     """The newest step that the check has logged; empty where there is none."""
     told = [line.partition(_INFORMS)[2] for line in last_lines(log, _LINES)]
-    return next((f"reading the problems: {text}" for text in reversed(told) if text), "")
+    return next((text for text in reversed(told) if text), "")

@@ -11,6 +11,8 @@ from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.role_names import (
+    DRAWN,
+    WARM_START,
     elsewhere,
     learner_names,
     role_names,
@@ -89,12 +91,15 @@ class RoleSpec:
     """Its exit 0 is no death once every step of the run has its rollouts."""
 
 
-def warm_start_role(run: PreparedRun, cache: Path) -> RoleSpec:
-    """The stage before the run: makes version 0, or finds it in the cache."""
-    command = ("learner_jax", "warm-start", str(run.directory), "--cache", str(cache))
+def first_version_role(run: PreparedRun, cache: Path) -> RoleSpec:
+    """The stage before the run: makes version 0, or finds a warm start in the cache."""
+    command: tuple[str, ...] = ("learner_jax", "draw", str(run.directory))
+    if run.spec.supervised is None:
+        command = ("learner_jax", "warm-start", str(run.directory), "--cache", str(cache))
     devices = assign_devices(run.spec, _all_here(run.spec)).get("learner")
     env = _learner_env(run, (), devices)
-    return RoleSpec("warm-start", run.machine.module(*command), env, ends_run=True)
+    name = WARM_START if run.spec.supervised is None else DRAWN
+    return RoleSpec(name, run.machine.module(*command), env, ends_run=True)
 
 
 def role_specs(

@@ -17,8 +17,15 @@ from string import Template
 from typing import Any
 
 from runspec.core.files import write_atomic
-from runspec.local.formatting import duration, latency, number, per_second
-from runspec.local.metrics import JsonLines, Row, read_rows, summarise, weights_bytes_sent
+from runspec.local.formatting import duration, latency, number, per_second, share
+from runspec.local.metrics import (
+    JsonLines,
+    Row,
+    end_figures,
+    read_rows,
+    summarise,
+    weights_bytes_sent,
+)
 from runspec.local.plots import Figure, draw, figures
 
 _STEPS_SHOWN = 3
@@ -41,14 +48,20 @@ def render_report(
         samples: samples.jsonl, a row a rollout.
         summary: as `metrics.summarise` makes it.
     """
+    if "tokens" in summary:
+        work = f"{summary['tokens']:,} tokens, {number(summary['epoch'])} epochs"
+        source = "Held-out documents are never trained on."
+    else:
+        work = f"{summary['rollouts_accepted']:,} rollouts accepted, "
+        work += f"{summary['rollouts_rejected']:,} rejected"
+        source = (
+            "Rewards and lengths come from the validators' files, not from the workers' claims."
+        )
     body = [
         f"<h1>{escape(run)}</h1>",
-        f"<p>{summary['steps']} steps in {duration(summary['wall_s'])}, "
-        f"{summary['rollouts_accepted']:,} rollouts accepted, "
-        f"{summary['rollouts_rejected']:,} rejected.</p>",
+        f"<p>{summary['steps']} steps in {duration(summary['wall_s'])}, {work}.</p>",
         _table(summary),
-        "<p>Each point is one step. Rewards and lengths come from the validators' files, not from "
-        "the workers' claims.</p>",
+        f"<p>Each point is one step. {source}</p>",
         *(_section(title, section) for title, section in figures(rows).items()),
         *_rollouts(samples),
     ]
@@ -66,29 +79,39 @@ def _section(title: str, section: Sequence[Figure]) -> str:
 
 
 def _table(summary: dict[str, Any]) -> str:
-    rows = [
-        ("Task reward", summary["task_reward_first"], summary["task_reward_last"]),
-        ("Reward", summary["reward_first"], summary["reward_last"]),
-        ("Length error, tokens", summary["length_error_first"], summary["length_error_last"]),
-    ]
     cells = "".join(
-        f"<tr><td>{name}</td><td>{number(a)}</td><td>{number(b)}</td></tr>" for name, a, b in rows
+        f"<tr><td>{name}</td><td>{number(a)}</td><td>{number(b)}</td></tr>"
+        for name, a, b in end_figures(summary)
     )
     facts = [
-        ("Mean lag", number(summary["mean_lag"])),
-        ("Largest lag", number(summary["max_lag"])),
-        ("Learner busy", _share(summary["learner_busy_fraction"])),
-        ("Samplers busy", _share(summary["sampler_busy_fraction"])),
-        ("Submission to verdict, p50 / p99 of a step", " / ".join(latency(summary, "verdict"))),
-        ("Submission to batch, p50 / p99 of a step", " / ".join(latency(summary, "manifest"))),
+        *(_documents(summary) if "tokens" in summary else _swarm(summary)),
+        ("Learner busy", share(summary["learner_busy_fraction"])),
         ("Learner, real tokens/s", per_second(summary["learner_tokens_per_s"])),
-        ("Learner, MFU", _share(summary["mfu"])),
+        ("Learner, MFU", share(summary["mfu"])),
         ("Updates skipped", number(summary["skipped_updates"])),
         ("Weights sent", f"{summary['weights_bytes_sent'] / 1e6:,.1f} MB"),
     ]
     more = "".join(f"<tr><td>{name}</td><td></td><td>{text}</td></tr>" for name, text in facts)
     head = "<tr><th></th><th>first 10 steps</th><th>last 10 steps</th></tr>"
     return f"<table>{head}{cells}{more}</table>"
+
+
+def _swarm(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("Mean lag", number(summary["mean_lag"])),
+        ("Largest lag", number(summary["max_lag"])),
+        ("Samplers busy", share(summary["sampler_busy_fraction"])),
+        ("Submission to verdict, p50 / p99 of a step", " / ".join(latency(summary, "verdict"))),
+        ("Submission to batch, p50 / p99 of a step", " / ".join(latency(summary, "manifest"))),
+    ]
+
+
+def _documents(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("Trained tokens", f"{summary['trained_tokens']:,}"),
+        ("Padding", share(summary["padding_share"])),
+        ("Learner waited for input", share(summary["input_wait_share"])),
+    ]
 
 
 def _rollouts(samples: Sequence[Row]) -> list[str]:
@@ -131,10 +154,6 @@ def _text(value: object) -> str:
     text = str(value)
     cut = f"{text[:_MAX_TEXT]} [{len(text) - _MAX_TEXT} more characters]"
     return escape(text if len(text) <= _MAX_TEXT else cut)
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.0f} %"
 
 
 def write_summary(run_dir: Path, wall_s: float) -> dict[str, Any] | None:

@@ -148,8 +148,9 @@ def complete_rollback(run_dir: Path) -> int | None:
 
 
 def versions_to_go_back_to(run_dir: Path, spec: RunSpec) -> list[int]:
-    """Those that have a full state, and 0 where the starting model is there."""
-    found = [state.step for state in full_states(run_dir, spec)]
+    """Published ones that have a full state, and 0 where the starting model is there."""
+    steps = (state.step for state in full_states(run_dir, spec))
+    found = [step for step in steps if spec.publishes(step)]
     start = [0] if (initial_model(run_dir) / "config.json").exists() else []
     return [*start, *found]
 

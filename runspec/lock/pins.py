@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
+from runspec.core.distribution import NAME as PACKAGE
 from runspec.core.errors import UserError
 from runspec.core.files import expand_user
 from runspec.core.spec.lock_file import (
@@ -19,17 +20,19 @@ from runspec.core.spec.lock_file import (
     Pin,
     lock_path,
     pin_data,
+    pin_file,
     pin_model,
     pin_named,
     read_lock,
 )
 from runspec.core.spec.plugins import SOURCE_GROUP
 from runspec.core.spec.schema import RunSpec, Source
+from runspec.core.spec.source_files import source_files, whole_uri
 from runspec.lock.cache import COMMIT, Repository, is_repository, snapshot
 
 HUB_DATA = "hf://datasets/"
-GENERATORS = {"reasoning_gym": "reasoning-gym"}
-"""Package that makes a kind's problems, if another package offers the kind."""
+GENERATORS = {"reasoning_gym": "reasoning-gym", "generated_reads": PACKAGE}
+"""Package that makes a kind's problems or documents, if no other offers the kind as its own."""
 
 
 @dataclass
@@ -99,7 +102,11 @@ class _PinFinder:
         elif _is_there(local := self._rows(uri)):
             files = pin_data(local)
         else:
-            self.seen.absent[path] = f"no file {uri}"
+            try:
+                whole = source.model_copy(update={"uri": whole_uri(uri, self._folder)})
+                files = {name: pin_file(file) for name, file in source_files(whole).items()}
+            except UserError:
+                self.seen.absent[path] = f"no file {uri}"
         self.seen.pins[path] = Pin(
             source=uri or source.dataset or source.kind, commit=commit, files=files, package=package
         )

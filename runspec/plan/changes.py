@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from runspec.core.hashing import digest_bytes
@@ -99,6 +99,8 @@ def difference(old: RunSpec | None, new: RunSpec) -> list[Change]:
             changes.append(Change(path, then, None, "remove", _class(path)))
         elif path in before and path in after and then != now:
             changes.append(_changed(path, then, now))
+    if new.supervised is not None:
+        changes = [_of_documents(change) for change in changes]
     return changes
 
 
@@ -117,6 +119,13 @@ def _changed(path: str, before: Any, after: Any) -> Change:
     if change_class == "restart" and reason and after < before:
         return Change(path, before, after, "change", "newrun", f"{reason}: it may only be raised")
     return Change(path, before, after, "change", change_class)
+
+
+def _of_documents(change: Change) -> Change:
+    """Return a change to a run that trains on documents: its rows are numbered by their length."""
+    if change.path != "learner.packing.tokens":
+        return change
+    return replace(change, change_class="newrun", reason="rows of documents have this length")
 
 
 def _class(path: str) -> ChangeClass:

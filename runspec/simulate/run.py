@@ -191,8 +191,15 @@ def simulate(
         seed: seed of all random numbers; lengths and filtered groups follow the spec's seed.
 
     Raises:
-        UserError: a speed is unknown, or the population does not fit the spec.
+        UserError: the run has no workers, a speed is unknown, or the population does not fit the
+            spec.
     """
+    if spec.supervised is not None:
+        raise UserError(
+            f"a run of kind {spec.algorithm.kind} has no workers to simulate",
+            place="algorithm.kind",
+            remedy="`runspec plan` estimates its time; simulate runs of kind grpo",
+        )
     unknown = list(unknown_speeds(spec, config))
     if unknown or config is None:
         raise UserError(

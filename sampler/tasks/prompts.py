@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes, hash_parts
 from runspec.core.spec.schema import Data
-from sampler.tasks.tokenizer_files import ChatTemplate, Message, TokenizerFiles
+from runspec.core.tokenizer_files import ChatTemplate, Message, TokenizerFiles
 
 THINK, THINK_END = "<think>", "</think>"
 

@@ -27,9 +27,9 @@ from tokenizers.models import WordLevel
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.spec.schema import RunSpec
+from runspec.core.tokenizer_files import TokenizerFiles
 from sampler.tasks.problems import InSplit, Problems, problem_filter, target_lengths
 from sampler.tasks.prompts import THINK_END, PromptCodec, PromptForm
-from sampler.tasks.tokenizer_files import TokenizerFiles
 from verify.plugins import Problem, Split, Trace
 
 PAD, EOS, UNKNOWN, THINK = "<pad>", "<eos>", "<unk>", "<think>"

@@ -21,6 +21,7 @@ from learner_jax.checkpoint import save_params
 from learner_jax.model import init_params
 from learner_jax.warm_start import model_config
 from runspec.core.run_files import params_folder, versions_in, weights_folder
+from runspec.core.spec.schema import Pretrain
 from tests.learner_jax.conftest import Run, changed, write_initial_model
 
 LOG = logging.getLogger("test")
@@ -83,6 +84,19 @@ def test_a_version_goes_out_as_what_changed_and_every_fourth_whole_too(run: Run)
     assert sum(info.size for info in delta.delta.values()) < whole / 5
     assert {"config.json", "tokenizer.json", "probe.json"} <= set(delta.objects)
     assert set(delta.delta) == {"model.safetensors.delta"}
+
+
+def test_versions_with_gaps_are_counted_and_not_the_steps_between(run: Run) -> None:
+    # given a run on documents that publishes every tenth step, and the last
+    pretrain = {"kind": "pretrain", "tokens_per_update": 1024, "publish_every": 10}
+    run.spec = run.spec.model_copy(update={"algorithm": Pretrain.model_validate(pretrain)})
+    # when six versions are published
+    publish_each(run, 0, 10, 20, 30, 40, 45)
+    # then each has the one before as its base, and the fifth is whole, and the last with it
+    found = {v: manifest(run, v) for v in (0, 10, 20, 30, 40, 45)}
+    assert {v: m.base for v, m in found.items()} == {0: None, 10: 0, 20: 10, 30: 20, 40: 30, 45: 40}
+    assert [v for v, m in found.items() if m.is_anchor] == [0, 40, 45]
+    assert versions_in(weights_folder(run.path)) == [30, 40, 45]
 
 
 def test_deltas_one_after_the_other_make_the_weights_that_were_exported(

@@ -20,10 +20,11 @@ from runspec.core.signed import CLOCK_SKEW_S, BadSignature, sign_document
 from tests.fuzz.bounds import bounded
 from tests.fuzz.mutate import Changer, damaged_json
 from tests.verify.coordinator.deployment import tiny_spec
-from verify.formats import batch, joining, lease, submission, verdict
+from verify.formats import batch, joining, lease, ranges, submission, verdict
 from verify.formats.batch import BatchManifest
 from verify.formats.joining import SPEC_KIND, Site, is_inside, open_spec, sign_spec
 from verify.formats.lease import Lease
+from verify.formats.ranges import RangeManifest
 from verify.formats.submission import SubmissionEnvelope, open_submission
 from verify.formats.verdict import VerdictEnvelope
 
@@ -127,6 +128,9 @@ def check_fields(document: object) -> None:
             for group in document.groups:
                 assert is_digest(group.submission) and is_digest(group.verdict)
                 assert all(map(natural, (group.group, group.step, group.version)))
+        case RangeManifest():
+            assert (document.run, document.step, document.rows.first) == ("demo", 3, 18)
+            assert document.rows.last == 24 and document.ledger_rows > 0
         case Site():
             assert all(isinstance(url, str) and len(url) <= 400 for url in document.weights)
             for file in document.files:
@@ -181,6 +185,19 @@ KINDS = [
             "ledger_chain": DIGEST,
         },
         lambda data: batch.open_batch(data, coordinators=KEYS, run="demo", step=3),
+    ),
+    Kind(
+        ranges.KIND,
+        {
+            "run": "demo",
+            "step": 3,
+            "rows": {"first": 18, "last": 24},
+            "ledger_rows": 7,
+            "ledger_chain": DIGEST,
+        },
+        lambda data: ranges.open_ranges(
+            data, coordinators=KEYS, run="demo", step=3, rows_per_step=6
+        ),
     ),
     Kind(
         joining.SITE_KIND,

@@ -32,7 +32,10 @@ def _of(module: str, *names: str, cheap: bool = False) -> list[Lane]:
     ]
 
 
-_DOCUMENTS = ("submission", "lease", "verdict", "latest", "roles", "invite", "batch", "site")
+_DOCUMENTS = (
+    *("submission", "lease", "verdict", "latest", "roles"),
+    *("invite", "batch", "ranges", "site"),
+)
 _EVERY = [
     *_of("text", "chunk range", "forwarded", "poll parameters", "bearer", "join link"),
     *_of("requests", "heartbeat", "request body", "request headers"),

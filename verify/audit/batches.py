@@ -18,6 +18,7 @@ from verify.coordinator.machine.stalls import Stalled
 from verify.coordinator.machine.state import State, Tally
 from verify.coordinator.machine.verdicts import batch_stats
 from verify.formats.batch import FILE_NAME, MAX_BYTES, BatchGroup, BatchManifest, open_batch
+from verify.formats.ranges import RangeManifest, open_ranges
 
 _OF_HEARTBEATS = "sampler_busy_fraction"
 """Name of the statistic that comes from heartbeats, which the ledger does not have."""
@@ -39,11 +40,13 @@ class BatchAudit:
     Args:
         run_dir: the run directory.
         run: name of the run.
+        rows_per_step: of a run that trains on documents; 0: it samples.
         report: receives the findings.
     """
 
-    def __init__(self, run_dir: Path, run: str, report: Report) -> None:
+    def __init__(self, run_dir: Path, run: str, rows_per_step: int, report: Report) -> None:
         self._run_dir, self._run, self._report = run_dir, run, report
+        self._rows_per_step = rows_per_step
         self._closed: dict[int, tuple[int, str]] = {}
         """For each step the row and the document of its first closing."""
 
@@ -58,7 +61,7 @@ class BatchAudit:
         chain_before: str,
         groups: list[BatchGroup] | None,
         signers: Signers,
-    ) -> BatchManifest | None:
+    ) -> BatchManifest | RangeManifest | None:
         """Check what does not depend on the state.
 
         Args:
@@ -76,9 +79,7 @@ class BatchAudit:
         require(first == row, row, "batch", f"a second one of step {event.step}", f"row {first}'s")
         data = event.document.encode("utf-8", "replace")
         try:
-            manifest = open_batch(
-                data, coordinators=signers.coordinators(data), run=self._run, step=event.step
-            )
+            manifest = self._open(data, signers, event.step)
         except (BadSignature, ValueError, TypeError) as error:
             self._report.add(row, "batch signature", error, "the coordinator's signature")
             return None
@@ -86,7 +87,9 @@ class BatchAudit:
         expected = f"{row - 1}:{chain_before}"
         if require(found == expected, row, "anchor", expected, f"{found}, as signed"):
             self._report.anchored_rows = row - 1
-        if groups is None:
+        if isinstance(manifest, RangeManifest):
+            require(not event.trained, row, "batch groups", event.trained, "none: it names rows")
+        elif groups is None:
             self._report.add(row, "batch groups", "a group of no lease", "leases of this ledger")
         else:
             require(manifest.groups == groups, row, "batch groups", manifest.groups, groups)
@@ -96,7 +99,7 @@ class BatchAudit:
         self,
         row: int,
         event: StepClosed,
-        manifest: BatchManifest,
+        manifest: BatchManifest | RangeManifest,
         before: State,
         counted: dict[str, Any],
     ) -> None:
@@ -112,18 +115,23 @@ class BatchAudit:
         require = self._report.require
         decision = filling.decide_close(before, event.at)
         if not _is_that(decision, event):
-            # A restart may change algorithm.fill: when a step closes, but not the order of groups.
+            # A restart may change algorithm.fill and publish_every: when a step closes, but not the
+            # order of groups, or the rows.
             relaxed = replace(before.policy, deadline_s=0.0, min_groups=1)
+            if self._rows_per_step:
+                relaxed = replace(before.policy, async_level=before.policy.steps)
             decision = filling.decide_close(replace(before, policy=relaxed), event.at)
             if _is_that(decision, event):
                 self._report.notes.append(
                     f"row {row}: step {event.step} closed at a time at which the present "
-                    "algorithm.fill would not close it; its groups are right"
+                    "algorithm.fill or publish_every would not close it; its contents are right"
                 )
         if not isinstance(decision, filling.Close):
             self._report.add(row, "filling", f"step {event.step} closed", "no batch yet")
             return
         require(_is_that(decision, event), row, "filling", event.trained, decision.groups)
+        if isinstance(manifest, RangeManifest):
+            return
         found, complete = manifest.complete, decision.complete
         require(found == complete, row, "batch complete", found, complete)
         stats = counted | batch_stats(
@@ -136,6 +144,13 @@ class BatchAudit:
             if name in manifest.stats and name != _OF_HEARTBEATS:
                 value = manifest.stats[name]
                 require(value == expected, row, f"stats.{name}", value, expected)
+
+    def _open(self, data: bytes, signers: Signers, step: int) -> BatchManifest | RangeManifest:
+        keys = signers.coordinators(data)
+        if not self._rows_per_step:
+            return open_batch(data, coordinators=keys, run=self._run, step=step)
+        rows = self._rows_per_step
+        return open_ranges(data, coordinators=keys, run=self._run, step=step, rows_per_step=rows)
 
     def check_files(self, on_disk: dict[int, Path]) -> None:
         """Compare the manifests that the learner reads with those of the ledger.

@@ -175,7 +175,7 @@ class _Replay:
         self._report = report
         self._leases = LeaseAudit(run, report)
         self._files = FileAudit(run_dir, run, policy, report)
-        self._batches = BatchAudit(run_dir, run, report)
+        self._batches = BatchAudit(run_dir, run, policy.rows_per_step, report)
         self._answers: dict[str, _Answered] = {}
         self.last_at = 0.0
         """Time of the last event, seconds since the epoch."""

@@ -15,14 +15,14 @@ from runspec.backends.ray.cluster import ANSWER_S, at_node, connect, demands, li
 from runspec.backends.ray.hosts import Order, RoleHost
 from runspec.core.errors import UserError
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.role_names import TRUNK, learner_names, relay_names
+from runspec.core.spec.role_names import STAGES, TRUNK, learner_names, relay_names
 from runspec.local.backend import Look
 from runspec.local.bundle import TRUNK_GROUP, make_bundles
 from runspec.local.endpoints import PORTS, address, save_endpoints
 from runspec.local.processes import PreparedRun, RoleSpec, secret_values
 from runspec.local.site import groups_of, site_spec
 
-_FIRST_HOST = ("learner", "warm-start")
+_FIRST_HOST = ("learner", *STAGES)
 """Have the accelerators of the learner's first host, one after the other."""
 _ON_TRUNK = {*TRUNK, *_FIRST_HOST}
 LOOK_S = 0.2

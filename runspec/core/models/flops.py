@@ -72,7 +72,7 @@ def _adapter_parameters(config: ModelConfig, lora: Lora | None) -> int:
 
 @dataclass(frozen=True)
 class StepFlops:
-    """FLOPs of one rollout step of the learner over all devices, without padding."""
+    """FLOPs of one step of the learner over all devices, without padding."""
 
     useful: float
     """FLOPs of the forward and backward passes of all updates."""
@@ -83,28 +83,42 @@ class StepFlops:
     """FLOPs of the forward pass of pi_old; 0 with `old_logprobs: sampler`."""
     reference: float
     """FLOPs of the forward pass of the reference policy; 0 without KL."""
+    held_out: float = 0.0
+    """FLOPs of the forward passes over held-out documents, a step's share; 0 for `grpo`."""
 
     @property
     def total(self) -> float:
-        return self.useful + self.recompute + self.old + self.reference
+        return self.useful + self.recompute + self.forward
+
+    @property
+    def forward(self) -> float:
+        """FLOPs of the forward passes that have no backward pass."""
+        return self.old + self.reference + self.held_out
 
 
 def step_flops(spec: RunSpec, config: ModelConfig, mean_tokens: float) -> StepFlops:
-    """Return the FLOPs of one rollout step, with all samples of one length.
+    """Return the FLOPs of one step, with all samples of one length.
 
     Attention grows with the square of the length, so the result is too low if lengths vary.
 
     Args:
-        spec: batch, remat, KL, adapters.
+        spec: batch, remat, KL, adapters, held-out documents.
         config: shape of the model.
-        mean_tokens: of a sample, prompt and output.
+        mean_tokens: of a sample, prompt and output; of a document.
     """
-    algorithm, lora = spec.grpo, spec.learner.lora
-    samples, one = algorithm.prompts_per_step * algorithm.group_size, [mean_tokens]
+    lora, one = spec.learner.lora, [mean_tokens]
+    useful, recompute = useful_flops(config, one, lora), _recomputed(spec, config, one)
+    if (supervised := spec.supervised) is not None:
+        documents = supervised.updates_per_step * supervised.tokens_per_update / mean_tokens
+        held_out = supervised.held_out.tokens / mean_tokens / supervised.held_out.every
+        held_out *= forward_flops(config, one)
+        return StepFlops(documents * useful, documents * recompute, 0.0, 0.0, held_out)
+    algorithm = spec.grpo
+    samples = algorithm.prompts_per_step * algorithm.group_size
     plain = samples * forward_flops(config, one)
     return StepFlops(
-        useful=samples * useful_flops(config, one, lora),
-        recompute=samples * _recomputed(spec, config, one),
+        useful=samples * useful,
+        recompute=samples * recompute,
         old=plain if algorithm.old_logprobs == "recompute" else 0.0,
         reference=plain if algorithm.kl.coef else 0.0,
     )

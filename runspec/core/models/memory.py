@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.parameters import WIDTH
-from runspec.core.spec.schema import Learner, SamplerPool
+from runspec.core.spec.schema import Learner, RunSpec, SamplerPool
 
 MEMORY_UTILIZATION = 0.92
 """vLLM's default `gpu_memory_utilization`, version 0.32."""
@@ -63,6 +63,17 @@ def logits_chunk(learner: Learner, vocab: int) -> int:
     """Return the positions of a chunk: `learner.logits_chunk` if set, else `chunk_tokens`."""
     positions = device_positions(learner)
     return min(positions, learner.logits_chunk or chunk_tokens(positions, vocab))
+
+
+def held_weights(spec: RunSpec) -> tuple[bool, bool]:
+    """Return whether the learner holds a version's bits through a step, and those of version 0.
+
+    The version's are for pi_old; version 0 is the reference policy or the base of adapters.
+    """
+    lora = spec.learner.lora is not None
+    if spec.supervised is not None:
+        return False, lora
+    return spec.grpo.old_logprobs == "recompute", lora or spec.grpo.kl.coef > 0
 
 
 def prefill_bytes(version: float, devices: int) -> float:

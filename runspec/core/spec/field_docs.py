@@ -29,12 +29,17 @@ _QUANTITIES = {each.pattern: each for each in (DURATION, SIZE, RATE)}
 _NAMES = {"integer": "whole number", "number": "number", "boolean": "true or false"}
 
 
-def field_doc(block: type[Block], attribute: str) -> str:
-    """Return the docstring under a field of a block, or of a base of it, as one paragraph; empty if
-    it has none."""
-    bases = (base for base in block.__mro__ if issubclass(base, Block))
-    docs = (_documented(base.__module__).get((base.__qualname__, attribute), "") for base in bases)
-    return next(filter(None, docs), "")
+def field_doc(field: SchemaField) -> str:
+    """Return the docstring under a field, or under that of a base of its block, as one paragraph.
+
+    It is empty if there is none, and says so if only some kinds of the block have the field.
+    """
+    bases = (base for base in field.block.__mro__ if issubclass(base, Block))
+    keys = ((base.__module__, (base.__qualname__, field.attribute)) for base in bases)
+    doc = next(filter(None, (_documented(module).get(key, "") for module, key in keys)), "")
+    if not doc or not field.kinds:
+        return doc
+    return f"{doc} For {' and '.join(f'`{kind}`' for kind in field.kinds)} only."
 
 
 def block_doc(block: type[Block]) -> str:

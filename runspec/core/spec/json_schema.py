@@ -76,7 +76,7 @@ def _property(field: SchemaField) -> dict[str, Any]:
 
 
 def _description(field: SchemaField) -> str:
-    parts = [field_doc(field.block, field.attribute)]
+    parts = [field_doc(field)]
     if field.unit:
         parts.append(f"Unit: {field.unit}.")
     parts.append(f"A change is {field.change}: {CHANGE_CLASSES[field.change]}.")

@@ -6,6 +6,9 @@ from runspec.core.spec.schema import RunSpec
 
 TRUNK = ("origin", "coordinator", "publisher", "learner")
 """Names of the processes that share the run directory."""
+WARM_START, DRAWN = "warm-start", "initial-model"
+STAGES = (WARM_START, DRAWN)
+"""Names of the processes that may make version 0, before the others start."""
 
 
 def learner_names(spec: RunSpec) -> list[str]:

@@ -93,6 +93,8 @@ class SchemaField:
     """Effect of a change on a run; for a block, of adding or removing it."""
     site: bool
     """Whether a placement file may set it."""
+    kinds: tuple[str, ...] = ()
+    """Of alternative blocks the `kind` of those that have it; empty if all have it."""
 
     @property
     def key(self) -> str:
@@ -154,12 +156,14 @@ def _holds_more(field: SchemaField) -> bool:
 
 def _fields(blocks: tuple[type[Block], ...], prefix: str, *, site: bool) -> Iterator[SchemaField]:
     """Yield the fields of a block, or of alternatives; the first that has a field describes it."""
-    annotations, owners = keys_of(*blocks), dict[str, tuple[type[Block], str]]()
+    annotations, owners = keys_of(*blocks), dict[str, list[tuple[type[Block], str]]]()
     for block in blocks:
         for attribute, info in block.model_fields.items():
-            owners.setdefault(info.alias or attribute, (block, attribute))
+            owners.setdefault(info.alias or attribute, []).append((block, attribute))
     for key, annotation in annotations.items():
-        block, attribute = owners[key]
+        block, attribute = owners[key][0]
+        some = () if len(owners[key]) == len(blocks) else owners[key]
+        kinds = tuple(owner.model_fields["kind"].default for owner, _ in some)
         path, info = f"{prefix}{key}", block.model_fields[attribute]
         marks = [*_marks(annotation), *info.metadata]
         named = named_item(annotation)
@@ -168,7 +172,7 @@ def _fields(blocks: tuple[type[Block], ...], prefix: str, *, site: bool) -> Iter
         change = next((m.kind for m in reversed(marks) if isinstance(m, Change)), own)
         own_site = site or any(isinstance(m, Site) for m in marks)
         unit = next((m.name for m in reversed(marks) if isinstance(m, Unit)), "")
-        yield SchemaField(path, block, attribute, annotation, unit, change, own_site)
+        yield SchemaField(path, block, attribute, annotation, unit, change, own_site, kinds)
         if inner:
             below = f"{path}.<name>." if named else f"{path}."
             yield from _fields(inner, below, site=own_site)

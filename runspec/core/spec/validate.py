@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from runspec.core.spec.fields import NAME_PATTERN, NAME_WORDS, UnitError
 from runspec.core.spec.findings import Edit, Finding, Number, Place, replacing
-from runspec.core.spec.schema import SUPERVISED, RunSpec
+from runspec.core.spec.schema import SUPERVISED, RunSpec, Verify
 from runspec.core.spec.schema.training import DEFAULT_KIND
-from runspec.core.spec.schema_fields import close_match, field_at
+from runspec.core.spec.schema_fields import close_match, field_at, schema_fields
 from runspec.core.spec.yaml_nodes import (
     ListNode,
     MapNode,
@@ -81,11 +81,28 @@ def validate(root: MapNode, findings: list[Finding]) -> RunSpec | None:
 
 
 def _misplaced(root: MapNode) -> Iterator[Finding]:
-    """Find the values that runs of this `algorithm.kind` have no use for."""
+    """Find the values that runs of this `algorithm.kind` have no use for, but for defaults."""
     kind = _algorithm_kind(root)
     for path in _OTHERS.get(kind, ()):
-        for place, shown in _places(root, tuple(path.split(".")), ""):
-            yield _not_of(kind, place, shown)
+        unused = _unused(path)
+        for place, shown, node in _places(root, tuple(path.split(".")), ""):
+            if not _agrees(to_python(node), unused):
+                yield _not_of(kind, place, shown)
+
+
+def _unused(path: str) -> Any:
+    """Return the value that `runspec render` writes where a kind has no use for a path."""
+    default = schema_fields()[path.replace("*", "<name>")].default
+    if isinstance(default, Verify):
+        return default.model_dump(mode="json", by_alias=True) | {"validators": 0}
+    return default
+
+
+def _agrees(value: Any, default: Any) -> bool:
+    """Return whether a value is null or the default, or a map of which each value is."""
+    if isinstance(value, dict) and isinstance(default, dict):
+        return all(key in default and _agrees(each, default[key]) for key, each in value.items())
+    return value is None or bool(value == default)
 
 
 def _lacking(root: MapNode) -> Iterator[Finding]:
@@ -107,8 +124,10 @@ def _algorithm_kind(root: MapNode) -> str:
     return str(node.value) if isinstance(node, ScalarNode) else DEFAULT_KIND
 
 
-def _places(node: Node | None, steps: tuple[str, ...], shown: str) -> Iterator[tuple[Place, str]]:
-    """Yield where a path is set; `*` stands for all items of a list."""
+def _places(
+    node: Node | None, steps: tuple[str, ...], shown: str
+) -> Iterator[tuple[Place, str, Node]]:
+    """Yield where a path is set, and to what; `*` stands for all items of a list."""
     if not steps:
         return
     if steps[0] == "*" and isinstance(node, ListNode):
@@ -117,9 +136,8 @@ def _places(node: Node | None, steps: tuple[str, ...], shown: str) -> Iterator[t
             yield from _places(item, steps[1:], f"{shown}.{name}")
     elif isinstance(node, MapNode) and (entry := node.entries.get(steps[0])) is not None:
         path = f"{shown}.{steps[0]}" if shown else steps[0]
-        null = isinstance(entry.value, ScalarNode) and entry.value.value is None
-        if len(steps) == 1 and not null:
-            yield entry.key_place, path
+        if len(steps) == 1:
+            yield entry.key_place, path, entry.value
         yield from _places(entry.value, steps[1:], path)
 
 

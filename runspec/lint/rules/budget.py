@@ -31,7 +31,7 @@ def no_budget(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("over-budget", "placement", runs="grpo")
+@rule("over-budget", "placement")
 def over_budget(context: Context) -> Iterator[Violation]:
     """The money must last to the last step.
 
@@ -63,7 +63,7 @@ def over_budget(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("short-budget", "placement", severity="warning", runs="grpo")
+@rule("short-budget", "placement", severity="warning")
 def short_budget(context: Context) -> Iterator[Violation]:
     """The hours of the budget should last to the last step.
 

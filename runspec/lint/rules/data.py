@@ -114,7 +114,8 @@ def problems() -> None:
     plug-ins, reads every row of every source and grades two answers to a problem of each task
     type. It finds plug-ins that do not import, malformed rows, task types without a reward, sources
     of which no prompt fits `data.max_prompt_tokens`, and graders that raise. Each would end the run
-    or leave it without rewards. Rows that are left out are counted, and no fault.
+    or leave it without rewards. Rows that are left out are counted, and no fault. Of a run that
+    trains on documents it reads the first document of each file.
     """
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from runspec.core.spec.documents import COLUMNS, PARAMS, is_generated
+from runspec.core.spec.documents import COLUMNS, GENERATED, PARAMS, is_generated
 from runspec.core.spec.schema import Source
 from runspec.core.spec.schema_fields import close_match
 from runspec.lint.registry import Context, Violation, rule
+
+_LEAST = {**dict.fromkeys(GENERATED, 1), "seed": 0}
+"""Least value of a parameter."""
 
 
 @rule("tokens-per-update", "algorithm", runs="supervised")
@@ -137,8 +140,8 @@ def _faulty(source: Source, kind: str) -> Iterator[tuple[str, str, str]]:
         elif type(value) is not known[key]:
             words = {bool: "true or false", int: "a whole number", str: "the name of a column"}
             yield key, f"{words[known[key]]} was expected, got {value!r}", "change it"
-        elif known[key] is int and key != "id_offset" and type(value) is int and value < 1:
-            yield key, f"{value} is not above 0", "1 or more"
+        elif key in _LEAST and isinstance(value, int) and value < _LEAST[key]:
+            yield key, f"{value} is below {_LEAST[key]}", f"{_LEAST[key]} or more"
         elif key in columns[1:]:
             yield key, f"{columns[0]} names the column already", "remove one of them"
         elif key == "id_offset" and "tokens" not in columns:

@@ -57,7 +57,7 @@ def unknown_hardware(context: Context) -> Iterator[Violation]:
         )
 
 
-@model_rule("train-state-fits", "memory", runs="grpo")
+@model_rule("train-state-fits", "memory")
 def train_state_fits(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """Weights and optimizer moments must leave a tenth of the device's memory.
 
@@ -88,7 +88,7 @@ def train_state_fits(context: Context, config: ModelConfig) -> Iterator[Violatio
         )
 
 
-@model_rule("step-fits", "memory", runs="grpo")
+@model_rule("step-fits", "memory")
 def step_fits(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """A whole training step must fit into the device's memory.
 

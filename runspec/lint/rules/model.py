@@ -266,8 +266,8 @@ def chat_template(context: Context) -> Iterator[Violation]:
     assistant's. Runs of `pretrain` use none. Looked at where the tokenizer is in a local directory.
     """
     files, spec = context.tokenizer, context.spec
-    conversations = spec.supervised is not None and any(
-        column_of(source, spec.algorithm.kind)[0] == "messages" for source in spec.data.sources
+    conversations = spec.algorithm.kind == "sft" and any(
+        column_of(source, "sft")[0] == "messages" for source in spec.data.sources
     )
     if files is None or files.has_template or not (spec.supervised is None or conversations):
         return

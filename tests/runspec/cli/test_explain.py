@@ -33,7 +33,7 @@ def test_a_rule_has_its_page_its_examples_and_how_to_accept_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = shown("clip-bounds", capsys)
-    assert text.startswith("clip-bounds  (error, group algorithm)\n")
+    assert text.startswith("clip-bounds  (error, group algorithm, runs of grpo)\n")
     assert "delta > 1 + eps_high" in text
     assert '# runspec: ignore[clip-bounds] reason="..."' in text
     assert text.index("\nbad\n") < text.index("\ngood\n")

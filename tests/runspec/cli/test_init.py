@@ -62,7 +62,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(template: str, model: Path) -> list[str | Path]:
-    return ["--template", template, *(["--model", model] if template == "model" else [])]
+    return ["--template", template, *(["--model", model] if template in ("model", "sft") else [])]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -72,7 +72,11 @@ def test_what_it_writes_is_clean_fits_its_schema_and_has_a_plan(
     # given a new project
     folder = tmp_path / "my-run"
     done = runspec("init", folder, *arguments(template, model))
-    rows = ["problems.jsonl"] if template in ("problems", "model", "node-8gpu") else []
+    rows = {
+        **{name: ["problems.jsonl"] for name in ("problems", "model", "node-8gpu")},
+        "pretrain": ["tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"],
+        "sft": ["conversations.jsonl"],
+    }.get(template, [])
     assert (done.returncode, written(folder)) == (0, sorted([*FILES, *rows])), done.stderr
     # then its spec has no finding, and is what editors expect by the schema that it names
     spec = folder / "spec.yaml"
@@ -90,7 +94,7 @@ def test_what_it_writes_is_clean_fits_its_schema_and_has_a_plan(
     assert runspec("plan", spec, "--runs-dir", tmp_path).returncode == 0
 
 
-@pytest.mark.parametrize("template", ["laptop", "problems", "model"])
+@pytest.mark.parametrize("template", ["laptop", "problems", "model", "pretrain", "sft"])
 def test_what_is_for_this_machine_starts_on_it(tmp_path: Path, template: str, model: Path) -> None:
     folder = tmp_path / "here"
     assert runspec("init", folder, *arguments(template, model)).returncode == 0

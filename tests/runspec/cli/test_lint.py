@@ -14,7 +14,7 @@ from runspec.cli import main
 from runspec.lint.registry import RULES, Context
 from tests.harness import ROOT, TARGET_SHORT
 from tests.runspec.cli.in_process import runspec
-from tests.runspec.core.spec.spec_files import small_spec, write
+from tests.runspec.core.spec.spec_files import DOCUMENTS, small_spec, write
 
 BAD = "stepss: 4\nname: no\n"
 """An error and a warning, each with a fix."""
@@ -245,6 +245,22 @@ def test_data_counts_the_problems_of_a_spec_that_is_right() -> None:
     done = runspec("lint", "--data", PROBLEMS / "good.yaml")
     assert (done.returncode, done.stdout) == (0, "")
     assert "source words: 1000 to train on" in done.stderr
+
+
+def test_data_of_a_run_on_documents_is_opened(tmp_path: Path) -> None:
+    # given a source whose file is no FASTQ
+    reads = tmp_path / "reads.fastq"
+    reads.write_text(">a\nACGT\n")
+    source = f"data.sources={{reads: null, mine: {{kind: fastq, uri: {reads}}}}}"
+    # then its place, its file and line are said
+    done = runspec("lint", "--data", DOCUMENTS, "--set", source, "--format", "compact")
+    assert done.returncode == 1
+    assert "error problems: data.sources.mine" in done.stdout
+    assert f"{reads}:1: not FASTQ" in done.stdout
+    # and of one that is right, what there is
+    done = runspec("lint", "--data", DOCUMENTS)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "source reads: 4,000 generated reads" in done.stderr
 
 
 def test_data_of_a_spec_with_errors_is_not_read(bad: Path) -> None:

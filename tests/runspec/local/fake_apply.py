@@ -32,7 +32,7 @@ def fake_roles(patch: pytest.MonkeyPatch, extra: Sequence[str] = ()) -> None:
         return replace(role("warm_start", run.directory), name="warm-start")
 
     patch.setattr("runspec.local.apply.role_specs", roles)
-    patch.setattr("runspec.local.apply.warm_start_role", warm_start)
+    patch.setattr("runspec.local.apply.first_version_role", warm_start)
 
 
 if __name__ == "__main__":

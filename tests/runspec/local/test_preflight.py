@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from runspec.cli.spec_files import located
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.models.spec_model import model_config
@@ -51,6 +52,21 @@ def paths(spec: RunSpec, facts: Facts, run_dir: Path) -> list[str]:
 
 def test_the_laptop_profile_lacks_nothing_on_a_laptop(tmp_path: Path) -> None:
     assert missing(small_spec(), tmp_path, LAPTOP) == []
+
+
+def test_a_run_on_documents_needs_its_files_and_a_tokenizer_and_nobody_who_grades(
+    tmp_path: Path,
+) -> None:
+    # given the laptop profile of a run that makes its reads
+    files = SpecFiles(ROOT / "specs" / "metagene.yaml", "laptop")
+    spec = located(check_spec(files, environ={}).require(), files.path.parent)
+    # then a laptop lacks nothing
+    assert missing(spec, tmp_path, LAPTOP) == []
+    # but with the recipe's own source and tokenizer it does
+    recipe = check_spec(SpecFiles(files.path), environ={}).require()
+    model = spec.model.model_copy(update={"tokenizer": recipe.model.tokenizer})
+    spec = spec.model_copy(update={"model": model, "data": recipe.data})
+    assert paths(spec, LAPTOP, tmp_path) == ["model.tokenizer", "data.sources.wastewater.uri"]
 
 
 def test_a_laptop_lacks_all_of_the_full_run(full_spec: RunSpec, tmp_path: Path) -> None:

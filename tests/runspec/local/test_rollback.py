@@ -20,6 +20,7 @@ from runspec.core.hashing import digest_bytes
 from runspec.core.object_store import ObjectPath
 from runspec.core.run_files import STATE_FILE, checkpoints_folder, step_folder
 from runspec.core.spec.resolved import dump_resolved, load_resolved, spec_digest
+from runspec.core.spec.schema import RunSpec
 from runspec.local import rollback
 from runspec.local.planning import make_plan
 from runspec.local.rollback import complete_rollback, roll_back
@@ -40,10 +41,20 @@ from verify.coordinator.machine.state import Policy
 STEPS = 6
 
 
-def small_run(runs_dir: Path, *overrides: str) -> Path:
+def on_documents() -> RunSpec:
+    """The small run's spec as one that trains on documents."""
+    spec = small_spec("small", STEPS).model_dump(mode="json")
+    for field in ("samplers", "reward", "verify", "warm_start"):
+        del spec[field]
+    spec["data"] = {"sources": [{"name": "s", "kind": "text", "uri": "reads.txt"}]}
+    spec["algorithm"] = {"kind": "pretrain", "tokens_per_update": 1024, "publish_every": 2}
+    return RunSpec.model_validate(spec)
+
+
+def small_run(runs_dir: Path, *overrides: str, spec: RunSpec | None = None) -> Path:
     """A finished run of six steps, small files in the places of large ones; states of 2, 4, 6."""
     run_dir = runs_dir / "small"
-    spec = small_spec("small", STEPS, *overrides)
+    spec = spec or small_spec("small", STEPS, *overrides)
     files: dict[str, bytes] = {
         "spec.json": dump_resolved(spec),
         "initial/config.json": b"{}",
@@ -100,9 +111,12 @@ def tree(run_dir: Path) -> dict[str, bytes]:
     }
 
 
-def test_what_came_after_the_version_goes_and_the_rest_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("spec", [None, on_documents()], ids=["grpo", "pretrain"])
+def test_what_came_after_the_version_goes_and_the_rest_stays(
+    tmp_path: Path, spec: RunSpec | None
+) -> None:
     # given a finished run
-    run_dir = small_run(tmp_path)
+    run_dir = small_run(tmp_path, spec=spec)
     before = tree(run_dir)
     # when it is taken back to its fourth version
     assert rollback_command("small", 4, True, tmp_path) == 0

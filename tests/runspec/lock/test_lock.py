@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from runspec.core.spec.lock_file import LOCK_VERSION, Lock, lock_path, read_lock
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec
 from runspec.lock.pins import check_lock, find_pins
-from tests.runspec.core.spec.spec_files import small_spec, write
+from tests.runspec.core.spec.spec_files import DOCUMENTS, small_spec, write
 from tests.runspec.lock.repository import COMMIT, OTHER, cache, write_model, write_weights
 
 LOCAL = "model: {hf: policy}"
@@ -169,6 +170,19 @@ def test_local_data_is_pinned_file_by_file(tmp_path: Path) -> None:
     ]
     write(tmp_path / "rows" / "b.parquet", "more")
     assert "data.sources.rows: b.parquet is not in the lock" in stale(path, source)
+    # of a pattern, what it matches
+    pattern = source.replace("uri: rows", "uri: 'rows/b*.parquet'")
+    assert set(lock(path, pattern).pins["data.sources.rows"].files) == {"b.parquet"}
+
+
+def test_generated_reads_are_pinned_by_our_own_package(tmp_path: Path) -> None:
+    path = Path(shutil.copy(DOCUMENTS, tmp_path / "spec.yaml"))
+    shutil.copytree(DOCUMENTS.parent / "models" / "bases", tmp_path / "models" / "bases")
+    pins = lock(path).pins
+    package = pins["data.sources.reads"].package
+    assert package is not None and package.startswith("runspec-rl ")
+    assert set(pins["model.tokenizer"].files) == {"tokenizer.json", "tokenizer_config.json"}
+    assert stale(path) == []
 
 
 def test_data_on_the_hub_is_pinned_by_its_commit(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from learner_jax.aot import used_programs
 from runspec.core.errors import UserError
 from runspec.core.models.spec_model import model_config
 from runspec.core.spec.schema import RunSpec
 from runspec.plan.aot import compile_step
 from tests.learner_jax.conftest import tiny_spec
+from tests.runspec.supervised import supervised_spec
 
 
 def compiled(spec: RunSpec, *, deadline_s: float = 240.0):  # type: ignore[no-untyped-def]
@@ -41,3 +43,10 @@ def test_without_a_learner_the_remedy_is_named(
     monkeypatch.delitem(sys.modules, "jax", raising=False)
     with pytest.raises(UserError, match=r"whl\[learner\]"):
         compiled(tiny_spec())
+
+
+def test_only_programs_that_a_run_uses_are_compiled() -> None:
+    every = ("publish", "score", "accumulate", "apply")
+    assert used_programs(tiny_spec()) == used_programs(supervised_spec()) == every
+    never = supervised_spec(algorithm={"held_out": {"tokens": 0}})
+    assert used_programs(never) == ("publish", "accumulate", "apply")

@@ -94,6 +94,13 @@ class Site:
         document = sign_roles(self.run, roles, self.root, valid_s=3600.0)
         write_atomic(self.run_dir / "keys" / "roles.json", document)
 
+    def new_coordinator(self) -> None:
+        """Replaces the coordinator's key, as a rollback does."""
+        self.coordinator = SigningKey.generate()
+        (self.run_dir / "keys" / "coordinator.key").unlink()
+        self.coordinator.save(self.run_dir / "keys" / "coordinator.key")
+        self.sign_roles()
+
     def own_worker(self, name: str, key: SigningKey) -> None:
         """Makes a key that of one of the run's own workers."""
         own = canonical_json({name: key.public_hex})

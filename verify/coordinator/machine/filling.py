@@ -33,6 +33,10 @@ The rules (docs/public-runs.md has the promise that they keep):
   used up that number or are banned, or if no version is published. Otherwise a step with too few
   groups waits for workers, and after its deadline it closes as soon as it has `min_groups`. So
   workers that are not known cannot stop a run: their failures do not count against `max_groups`.
+
+A run that trains on documents has no workers. Step s closes as soon as s - v <= async_level for the
+newest published version v. So the learner finds steps signed while a version is on its way, and no
+more than two versions of parameters wait for the publisher.
 """
 
 from __future__ import annotations
@@ -257,6 +261,8 @@ def decide_close(state: State, now: float) -> Close | Stalled | None:
     policy, number = state.policy, state.next_close
     if state.finished:
         return None
+    if policy.rows_per_step:
+        return _close_rows(state, now)
     step = state.steps.get(number)
     if step is not None and _usable_groups(state, number) >= policy.groups:
         groups = _groups_in_order(state, past_awaited=False)
@@ -279,10 +285,24 @@ def next_due(state: State, now: float) -> float | None:
     """Return when a decision next changes without an event, in seconds since the epoch."""
     if state.finished:
         return None
+    if state.policy.rows_per_step and state.newest is not None:
+        return None
     step = state.steps.get(state.next_close)
     closing = step.since + state.policy.deadline_s if step else state.progress + _idle_s(state)
     times = [closing, *(record.expires for record in _unanswered(state))]
     return min((at for at in times if at > now), default=None)
+
+
+def _close_rows(state: State, now: float) -> Close | Stalled | None:
+    """Decide whether the next step of a run without workers closes.
+
+    Only the first version has a deadline: when the next one comes depends on the learner's speed.
+    """
+    number, newest = state.next_close, state.newest
+    if newest is None:
+        return _idle(state, now)
+    ahead = number - newest.version
+    return Close(number, (), complete=True) if ahead <= state.policy.async_level else None
 
 
 def _unanswered(state: State) -> Iterator[LeaseRecord]:

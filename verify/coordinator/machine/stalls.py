@@ -25,6 +25,7 @@ _LOOK_AT_REJECTION = (
     "the last rejection names the check and its number (docs/verify.md says what each check "
     "compares), and `runspec workers` names the worker"
 )
+_SEE_LOGS = f"check the logs of the learner and the publisher (`runspec logs {RUN_DIR}`)"
 _WAIT_LONGER = (
     f"check the log of the role that it waited for (`runspec logs {RUN_DIR}`); if that is only "
     "slow, raise algorithm.fill.deadline"
@@ -81,10 +82,11 @@ def unfilled(state: State, number: int, *, had: int, now: float) -> Stalled:
 
 def unopened(state: State, now: float) -> Stalled:
     """Return what a step waits for that could not be opened."""
+    wait_longer = _SEE_LOGS if state.policy.rows_per_step else _WAIT_LONGER
     return Stalled(
         f"step {state.next_close} stalled: not opened after {now - state.progress:.0f} s; "
         f"waited for {waited_for(state)}",
-        _WAIT_LONGER,
+        wait_longer,
     )
 
 
@@ -112,7 +114,12 @@ def waited_for(state: State) -> str:
     needed = max(0, number - state.policy.async_level)
     if newest is None or newest.version < needed:
         had = "none" if newest is None else newest.version
-        return f"the publisher: version {needed} is needed, the newest published is {had}"
+        whom, at_least = "the publisher", ""
+        if state.policy.rows_per_step and newest is not None:
+            whom, at_least = "the learner", " or a newer one"
+        return f"{whom}: version {needed}{at_least} is needed, the newest published is {had}"
+    if state.policy.rows_per_step:
+        return "nobody: the next step is being signed"
     if state.workers:
         return f"a lease request of any of the {len(state.workers)} registered workers"
     return "a worker to register"

@@ -19,10 +19,11 @@ from typing import Literal
 
 from rpds import HashTrieMap
 
-from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.schema import Fill, RunSpec, Supervised
 from verify.coordinator.machine.events import FailedAttempt, GroupGrade, VersionPublished
 from verify.coordinator.machine.reputation import Standing, prefill_share
 from verify.formats.lease import Lease
+from verify.formats.ranges import rows_per_step
 from verify.thresholds import GapNoise
 
 
@@ -37,6 +38,7 @@ class Policy:
     """Groups a step asks for (`prompts_per_step`)."""
     group_size: int
     async_level: int
+    """Largest lag of a step behind the newest published version."""
     zero_variance_filter: bool
     max_groups: int
     """Largest number of a step's groups that known workers are leased."""
@@ -52,9 +54,13 @@ class Policy:
     """The share with the best reputation."""
     newcomer_groups: int
     """Groups of a step that new workers may hold together."""
+    rows_per_step: int = 0
+    """Packed rows of a step of a run that trains on documents and has no workers; 0: it samples."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> Policy:
+        if spec.supervised is not None:
+            return cls._without_workers(spec, spec.supervised)
         algorithm, fill = spec.grpo, spec.grpo.fill
         groups = algorithm.prompts_per_step
         return cls(
@@ -72,6 +78,27 @@ class Policy:
             prefill_share=spec.verify.prefill_share,
             prefill_floor=spec.verify.lowest_prefill_share,
             newcomer_groups=max(1, int(spec.verify.newcomer_share * groups + 1e-9)),
+        )
+
+    @classmethod
+    def _without_workers(cls, spec: RunSpec, algorithm: Supervised) -> Policy:
+        return cls(
+            run=spec.name,
+            steps=spec.steps,
+            groups=0,
+            group_size=0,
+            # The learner trains on while a version is published, and at most one more waits.
+            async_level=2 * algorithm.publish_every - 1,
+            zero_variance_filter=False,
+            max_groups=0,
+            min_groups=0,
+            deadline_s=Fill().deadline,
+            lease_timeout_s=spec.verify.lease_timeout,
+            groups_per_submission={},
+            prefill_share=spec.verify.prefill_share,
+            prefill_floor=spec.verify.lowest_prefill_share,
+            newcomer_groups=0,
+            rows_per_step=rows_per_step(spec),
         )
 
 

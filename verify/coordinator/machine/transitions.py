@@ -275,7 +275,10 @@ def _set_aside(state: State, event: events.SubmissionSetAside) -> State:
 
 
 def _close(state: State, event: events.StepClosed) -> State:
-    _require(event.step == state.next_close and event.step in state.steps, "steps close in order")
+    # A run without workers opens no steps: each closes at once.
+    unopened = state.policy.rows_per_step > 0 and event.step < state.policy.steps
+    opened = event.step in state.steps or unopened
+    _require(event.step == state.next_close and opened, "steps close in order")
     leases = dict(state.leases)
     for group in event.trained:
         record = leases.get(group.lease)
@@ -288,6 +291,7 @@ def _close(state: State, event: events.StepClosed) -> State:
         state,
         steps={n: s for n, s in state.steps.items() if n != event.step},
         tallies={n: t for n, t in state.tallies.items() if n != event.step},
+        next_step=max(state.next_step, event.step + 1),
         next_close=event.step + 1,
         progress=event.at,
     )

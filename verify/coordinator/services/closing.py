@@ -26,6 +26,7 @@ from verify.coordinator.machine.state import Tally
 from verify.coordinator.machine.verdicts import batch_stats
 from verify.coordinator.services.activity import Activity
 from verify.formats.batch import BatchGroup, BatchManifest, sign_batch
+from verify.formats.ranges import RangeManifest, RowRange, sign_ranges
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0
@@ -39,6 +40,8 @@ _LEAST_PERIOD_S = 0.2
 """Seconds between polls of a server that answers at once without news (a plain file server)."""
 _LONGEST_PAUSE_S = 2.0
 _REMIND_EVERY_S = 60.0
+_STEPS_AT_ONCE = 64
+"""Steps that close before requests are answered again: many may where versions are rare."""
 
 
 class Closing:
@@ -62,6 +65,7 @@ class Closing:
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
         self._journal, self._run, self._key, self._workers = journal, run, key, workers
+        self._rows_per_step = journal.state.policy.rows_per_step
         self._steady = steady
         self._ahead = journal.clock() - steady()
         self._unwritten: tuple[Path, bytes] | None = None
@@ -106,14 +110,16 @@ class Closing:
         while going_on:
             now = self._journal.clock()
             try:
-                self._advance(now)
-                due = filling.next_due(self._journal.state, now)  # a later time would skip some
+                more = self._advance(now)
+                # A time later than `now` would skip some.
+                due = now if more else filling.next_due(self._journal.state, now)
             except NotNow as error:
                 self._journal.put_off(error)
                 due = self._journal.clock() + _AGAIN_S
             going_on = await self._journal.change(None, due=due)
 
-    def _advance(self, now: float) -> None:
+    def _advance(self, now: float) -> bool:
+        """Do what is due; return whether more steps may close now."""
         self._notice_jump(now)
         self._write_batch()
         for record in filling.expired_leases(self._journal.state, now):
@@ -122,14 +128,23 @@ class Closing:
                 "worker %s did not answer its lease %d of step %d in time",
                 *(record.lease.worker[:16], record.lease.index, record.lease.step),
             )
-        while decision := filling.decide_close(self._journal.state, now):
+        for _ in range(_STEPS_AT_ONCE):
+            decision = filling.decide_close(self._journal.state, now)
+            if decision is None:
+                return False
             if isinstance(decision, Stalled):
                 raise RunStopped(
                     decision.reason,
                     place=f"run {self._run}",
                     remedy=decision.remedy.replace(RUN_DIR, str(self._journal.run_dir)),
                 )
-            self._close_step(decision, now)
+            if self._rows_per_step:
+                self._sign_rows(decision.step, now)
+            else:
+                self._close_step(decision, now)
+            if self._journal.state.finished:
+                _log.info("every step is closed; waiting to be stopped")
+        return True
 
     def _notice_jump(self, now: float) -> None:
         """Restart the deadlines if the machine slept or its clock was set."""
@@ -154,19 +169,28 @@ class Closing:
         stats |= self._journal.history.batch_stats(now, step, decision.groups)
         rows, chain = self._journal.ledger.head
         manifest = BatchManifest(self._run, step, groups, decision.complete, stats, rows, chain)
-        document = sign_batch(manifest, self._key)
-        # The ledger before the file: if the process is killed between, the next start writes it.
-        self._journal.record(events.StepClosed(now, step, decision.groups, document.decode()))
-        self._unwritten = (self._journal.batch_path(step), document)
-        self._write_batch()
+        self._publish(step, now, decision.groups, sign_batch(manifest, self._key))
         _log.info(
             "step %d closed %.2f s after it opened: %d groups (%d leased, %d filtered), "
             "task reward %s, %d submissions rejected",
             *(step, now - opened, len(groups), tally.leased_groups, stats["filtered_groups"]),
             *(stats["task_reward_mean"], tally.rejected_submissions),
         )
-        if self._journal.state.finished:
-            _log.info("every step is closed; waiting to be stopped")
+
+    def _sign_rows(self, step: int, now: float) -> None:
+        rows = RowRange.of_step(step, self._rows_per_step)
+        manifest = RangeManifest(self._run, step, rows, *self._journal.ledger.head)
+        self._publish(step, now, (), sign_ranges(manifest, self._key))
+        _log.info("step %d: rows %d to %d are signed", step, rows.first, rows.last)
+
+    def _publish(
+        self, step: int, now: float, trained: tuple[events.TrainedGroup, ...], document: bytes
+    ) -> None:
+        """Record a closed step and write its manifest."""
+        # The ledger before the file: if the process is killed between, the next start writes it.
+        self._journal.record(events.StepClosed(now, step, trained, document.decode()))
+        self._unwritten = (self._journal.batch_path(step), document)
+        self._write_batch()
 
     def _write_batch(self) -> None:
         """Write the batch manifest that the ledger has and the learner waits for, if any.

@@ -151,6 +151,7 @@ class Leasing:
             Refusal: there is no such pool; or the key has a role, belongs to another pool, is not
                 invited, or is one too many.
         """
+        self._require_pools()
         if pool not in self._pools:
             raise Refusal(404, f"the run has no pool {pool!r}; it has {', '.join(self._pools)}")
         if key in self._staff:
@@ -178,6 +179,7 @@ class Leasing:
             Refusal: the key is not registered.
             Finished: the run is finished.
         """
+        self._require_pools()
         if key not in self._journal.state.workers:
             raise Refusal(403, "this key is not registered: POST /v1/workers first")
         deadline = self._journal.clock() + wait_s
@@ -279,6 +281,7 @@ class Leasing:
             signed: bytes of the envelope.
             chunks: the body.
         """
+        self._require_pools()
         record, now = self._lease_of(envelope), self._journal.clock()
         if record.submission == envelope.digest:
             return
@@ -290,6 +293,11 @@ class Leasing:
             raise Refusal(413, f"{envelope.bytes} bytes, more than the {limit} allowed")
         with self._backlog.reserve(record, envelope, now):
             await self._take_in(envelope, signed, chunks)
+
+    def _require_pools(self) -> None:
+        if self._spec.supervised is not None:
+            kind = self._spec.algorithm.kind
+            raise Refusal(404, f"a run of algorithm.kind {kind} trains on documents: no workers")
 
     async def _take_in(
         self, envelope: SubmissionEnvelope, signed: bytes, chunks: AsyncIterator[bytes]

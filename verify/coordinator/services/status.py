@@ -99,6 +99,7 @@ class Status(Collector):
             "newest_version": None if state.newest is None else state.newest.version,
             "steps": state.policy.steps,
             "steps_closed": state.next_close,
+            "rows_signed": state.next_close * state.policy.rows_per_step,
             "open_steps": [_step(state, number, now) for number in state.steps],
             **workers_report(state, self._workers, now),
             "validators": [

@@ -123,12 +123,13 @@ class RunSpec(Block):
     @classmethod
     def _without_validators(cls, value: Any) -> Any:
         """Let a run without workers have no validators by default."""
-        if not isinstance(value, dict) or "verify" in value:
+        verify = value.get("verify", {}) if isinstance(value, dict) else None
+        if not isinstance(value, dict) or not isinstance(verify, dict):
             return value
         algorithm = value.get("algorithm")
         kind = algorithm.get("kind") if isinstance(algorithm, dict) else algorithm
         supervised = kind in SUPERVISED or isinstance(kind, Supervised)
-        return value | {"verify": {"validators": 0}} if supervised else value
+        return value | {"verify": {"validators": 0, **verify}} if supervised else value
 
     @property
     def grpo(self) -> Grpo:
@@ -140,6 +141,11 @@ class RunSpec(Block):
     def supervised(self) -> Supervised | None:
         """The algorithm of a run that trains on documents; None for `grpo`."""
         return self.algorithm if isinstance(self.algorithm, Supervised) else None
+
+    def publishes(self, version: int) -> bool:
+        """Return whether the version after so many steps is published."""
+        every = 1 if self.supervised is None else self.supervised.publish_every
+        return version % every == 0 or version == self.steps
 
 
 RunSpec.model_rebuild()

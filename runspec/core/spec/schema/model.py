@@ -118,7 +118,7 @@ class Source(Block):
     kind: str
     """Problems: `jsonl`, `parquet`, `hf_dataset`, `gsm8k`, `reasoning_gym`, or a source that an
     installed package offers. Documents: `text`, `jsonl`, `parquet`, `fasta` or `fastq`, each plain
-    or compressed by gzip."""
+    or compressed by gzip, or `generated_reads`."""
     uri: str | None = None
     """Where the rows lie, for kinds that read files: a file, a folder or a pattern such as
     `train-*.parquet`; relative to the spec."""
@@ -130,7 +130,8 @@ class Source(Block):
     """The generator's parameters; of kinds that read rows the columns `problem_id`, `task_type`,
     `prompt` and `verification_info`, where they have other names, and the `split` of a
     `hf_dataset`. Of documents: the columns `text`, `messages` or `tokens`; the `id_offset` that is
-    added to `tokens`; `whole: true` where a text file is one document."""
+    added to `tokens`; `whole: true` where a text file is one document. Of `generated_reads`
+    `organisms`, `reads`, `length` and `seed`."""
     task_types: dict[str, str] = {}
     """Reward kinds by the task types that the rows say, where the two differ."""
     size: Annotated[Count, Unit("problems")] | None = None

@@ -92,7 +92,8 @@ class Algorithm(Block):
     """What a step of a run trains on, and by which loss; `kind` says which of them it is."""
 
     updates_per_step: Annotated[Count, Unit("optimizer updates")] = 8
-    """Optimizer updates of a step. For `grpo`: a step's rollouts are cut into so many batches."""
+    """Optimizer updates of a step, 1 by default for `pretrain` and `sft`. For `grpo`: a step's
+    rollouts are cut into so many batches."""
 
 
 class Grpo(Algorithm):
@@ -157,14 +158,14 @@ class Supervised(Algorithm):
     updates_per_step: Annotated[Count, Unit("optimizer updates")] = 1
     """Optimizer updates of a step."""
     tokens_per_update: Tokens
-    """For `pretrain` and `sft`: positions of an update, padding included; a multiple of
-    `learner.packing.tokens` x `learner.packing.rows`."""
+    """Positions of an update, padding included; a multiple of `learner.packing.tokens` x
+    `learner.packing.rows`."""
     publish_every: Annotated[Count, Unit("steps"), RESTART] = 1
-    """For `pretrain` and `sft`: steps between two published versions; the last step has one too."""
+    """Steps between two published versions; the last step has one too."""
     z_loss: ZLoss = ZLoss()
-    """For `pretrain` and `sft`: penalty that keeps the logits near zero."""
+    """Penalty that keeps the logits near zero."""
     held_out: HeldOut = HeldOut()
-    """For `pretrain` and `sft`: documents that are never trained on."""
+    """Documents that are never trained on."""
 
 
 class Pretrain(Supervised):

@@ -18,10 +18,18 @@ BEGIN, END = "<!-- fields -->\n", "<!-- end of fields -->\n"
 
 def field_table() -> str:
     """Return Markdown: a heading and a table for each block; a block that recurs is shown once."""
-    homes: dict[type[Block], dict[str, None]] = {}
+    blocks: dict[str, dict[type[Block], None]] = {}
     for path, field in schema_fields().items():
-        homes.setdefault(field.block, {})[path.rpartition(".")[0]] = None
-    return "\n".join(_block(block, list(paths)) for block, paths in homes.items())
+        blocks.setdefault(path.rpartition(".")[0], {})[field.block] = None
+    homes: dict[type[Block], list[str]] = {}
+    for path, found in blocks.items():
+        homes.setdefault(_common(*found), []).append(path)
+    return "\n".join(_block(block, paths) for block, paths in homes.items())
+
+
+def _common(first: type[Block], *others: type[Block]) -> type[Block]:
+    """Return the block itself, or what alternatives have in common."""
+    return next(base for base in first.__mro__ if all(issubclass(each, base) for each in others))
 
 
 def with_table(page: str) -> str:
@@ -44,7 +52,7 @@ def _row(field: SchemaField) -> str:
     change = field.change + (", site" if field.site else "")
     cells = (
         f"`{field.key}`",
-        field_doc(field.block, field.attribute),
+        field_doc(field),
         counted_type(field),
         default if default in ("", "required") else f"`{default}`",
         change,

@@ -11,10 +11,14 @@ from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import CheckedSpec, check_spec
 
 SPECS = Path(__file__).parents[4] / "specs"
+SAMPLING = sorted(path for path in SPECS.glob("*.yaml") if path.stem != "metagene")
+"""Specs of runs that sample: every placement fits them."""
 EXAMPLES = SPECS.parent / "runspec" / "lint" / "examples"
 """Of the rules, a folder each."""
 BASE, FLEET = EXAMPLES / "base.yaml", EXAMPLES / "fleet.yaml"
 """What the examples extend."""
+DOCUMENTS = EXAMPLES / "documents.yaml"
+"""What examples of runs that train on documents extend."""
 
 SMALL = """\
 version: runspec/v1

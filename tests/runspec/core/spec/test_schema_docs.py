@@ -9,7 +9,7 @@ from runspec.core.spec.schema_fields import field_at, schema_fields
 
 
 def test_every_field_has_a_docstring_that_is_a_sentence() -> None:
-    docs = {path: field_doc(f.block, f.attribute) for path, f in schema_fields().items()}
+    docs = {path: field_doc(f) for path, f in schema_fields().items()}
     assert [path for path, doc in docs.items() if not doc.endswith((".", ")"))] == []
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runspec.core.spec.spec_files import BASE, EXAMPLES, FLEET, find, write
+from tests.runspec.core.spec.spec_files import BASE, DOCUMENTS, EXAMPLES, FLEET, find, write
 from tests.runspec.lint.rules import test_operations as operations
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
@@ -69,6 +69,40 @@ BREACHES = [
      "unknown-hardware", "learner.hardware.kind", "warning"),
     (FLEET, ["learner.hardware.memory=6GB"], "train-state-fits", "learner.mesh", "error"),
     (FLEET, ["learner.hardware.memory=10GB"], "step-fits", "learner", "error"),
+    # Runs on documents.
+    (DOCUMENTS, ["optimizer.lr=1e-6"], "learning-rate", "optimizer.lr", "warning"),
+    (DOCUMENTS, ["algorithm.updates_per_step=2", "optimizer.warmup_updates=200"],
+     "warmup-length", "optimizer.warmup_updates", "warning"),
+    (DOCUMENTS, ["learner.hardware.memory=1MB"], "step-fits", "learner", "error"),
+    (DOCUMENTS, ["model.shape.vocab_size=11"],
+     "tokenizer-vocabulary", "model.tokenizer.hf", "error"),
+    (DOCUMENTS, ["model.max_context=2048", "learner.packing={tokens: 1024, rows: 2}",
+                 "algorithm.tokens_per_update=3072"],
+     "tokens-per-update", "algorithm.tokens_per_update", "error"),
+    (DOCUMENTS, ["data.sources={reads: null, mine: {kind: reasoning_gym}}"],
+     "document-kind", "data.sources.mine.kind", "error"),
+    (DOCUMENTS, ["data.sources={reads: null, mine: {kind: text}}"],
+     "document-params", "data.sources.mine", "error"),
+    (DOCUMENTS, ["data.sources={reads: null, mine: {kind: text, uri: gone.txt}}"],
+     "source-files", "data.sources.mine.uri", "warning"),
+    *(
+        (DOCUMENTS,
+         [f"data.sources={{reads: null, mine: {{kind: {kind}, uri: 'https://example.org/a',"
+          f" params: {{{params}}}}}}}"],
+         "document-params", f"data.sources.mine.params.{key}", "error")
+        for kind, params, key in (
+            ("text", "whole: 1", "whole"),
+            ("fasta", "text: body", "text"),
+            ("jsonl", "text: body, tokens: ids", "tokens"),
+            ("parquet", "id_offset: -1", "id_offset"),
+            ("jsonl", "messages: talk", "messages"),
+        )
+    ),
+    (DOCUMENTS, ["data.sources.reads.params.reads=0"],
+     "document-params", "data.sources.reads.params.reads", "error"),
+    (DOCUMENTS, ["algorithm.kind=sft",
+                 "data.sources={reads: null, mine: {kind: jsonl, uri: 'https://example.org/a'}}"],
+     "chat-template", "model.tokenizer.hf", "error"),
 ]  # fmt: skip
 SILENT = [
     # CISPO's weight may go without a lower bound.
@@ -100,6 +134,16 @@ SILENT = [
     (BASE, ["samplers.pool={hardware: {count: 4}, parallel: {tensor: 4}}"]),
     (BASE, ["samplers.pool.sampling={temperature: 0.3, top_k: 0}"]),
     (BASE, ["learner={mesh: {fsdp: 1, context: 2}, packing: {tokens: 132}}"]),
+    # Random weights take a rate that would wreck trained ones.
+    (DOCUMENTS, ["optimizer.lr=0.05"]),
+    # Plain text needs no chat template.
+    (DOCUMENTS, ["algorithm.kind=sft"]),
+    (DOCUMENTS, ["algorithm.kind=sft", "data.sources={reads: null, mine: {kind: jsonl,"
+                 " uri: 'https://example.org/a', params: {text: body}}}"]),
+    # Defaults of what a run has no use for, as `runspec render` writes them.
+    (DOCUMENTS, ["reward=[]", "samplers=[]", "verify={validators: 0, prefill_share: 1.0}",
+                 "data.max_prompt_tokens=2048"]),
+    (BASE, ["data.sources.words.weight=1.0"]),
 ]  # fmt: skip
 
 

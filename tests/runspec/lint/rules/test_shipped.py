@@ -10,7 +10,8 @@ from runspec.core.spec.load import SpecFiles
 from runspec.lint.check import check_files
 from tests.runspec.core.spec.spec_files import SPECS, load, small_spec
 
-PROFILES = [None, *sorted(path.stem for path in (SPECS / "profiles").glob("*.yaml"))]
+NAMES = {path.stem.rpartition(".")[2] for path in (SPECS / "profiles").iterdir()}
+PROFILES = [None, *sorted(NAMES)]
 
 
 @pytest.mark.parametrize("profile", PROFILES)

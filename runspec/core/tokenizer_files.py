@@ -6,6 +6,7 @@ The template is rendered by sandboxed jinja2 with the settings that its author e
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,10 @@ MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
 _SPECIAL_KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _DEFAULT = "default"
+ASSISTANT = "assistant"
+"""Role of the model's messages."""
+_BEGIN, _END = "\ue0f0", "\ue0f1"
+"""Private-use characters around what `{% generation %}` encloses."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,12 @@ class TokenizerFiles:
             if isinstance(content, str):
                 found[f"{kind}_token"] = content
         return found
+
+    def special_id(self, name: str) -> int | None:
+        """Return the id of a special token, for example `eos_token`; None if there is none."""
+        text = self.special_tokens.get(name)
+        number = None if text is None else self.tokenizer.token_to_id(text)
+        return None if number is None else int(number)
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
@@ -150,12 +161,50 @@ class ChatTemplate:
         Raises:
             UserError: the template fails or refuses.
         """
+        return self._rendered(messages, prompt=True)
+
+    def spans(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        """Render a whole conversation, and return what the assistant says as spans of characters.
+
+        A template marks it with `{% generation %}`. Of one without that mark, the assistant's part
+        of message k is what the rendering of messages[: k + 1] has beyond that of messages[:k] up
+        to the start of the model's turn.
+
+        Args:
+            messages: of `role` and `content`, and whatever else the template reads.
+
+        Raises:
+            UserError: the template fails, or renders the beginning of a conversation otherwise
+                once more follows.
+        """
+        if "generation" in self.source and re.search(r"{%-?\s*generation\s*-?%}", self.source):
+            return _unmarked(self._rendered(messages, mark=True))
+        text, found = self._rendered(messages), []
+        for number, message in enumerate(messages):
+            if message.get("role") != ASSISTANT:
+                continue
+            before = self._rendered(messages[:number], prompt=True)
+            after = self._rendered(messages[: number + 1])
+            if not (after.startswith(before) and text.startswith(after)):
+                raise UserError(
+                    f"the chat template renders message {number + 1} otherwise when more follows",
+                    place=self._place,
+                    remedy="mark the assistant's part in the template with {% generation %} and "
+                    "{% endgeneration %}",
+                )
+            found.append((len(before), len(after)))
+        return text, found
+
+    def _rendered(
+        self, messages: Sequence[Any], *, prompt: bool = False, mark: bool = False
+    ) -> str:
         try:
             return self._template.render(
                 messages=messages,
                 tools=None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=prompt,
+                mark_generation=mark,
                 **self.special_tokens,
             )
         except Exception as error:  # a template can raise anything, for example by a division
@@ -186,13 +235,42 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """Ignores `{% generation %}`, which marks the model's text for training masks."""
+    """`{% generation %}` marks the model's text: with `mark_generation`, between two characters."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [_mark(_BEGIN), *body, _mark(_END)]
+
+
+def _mark(mark: str) -> nodes.Node:
+    chosen = nodes.CondExpr(
+        nodes.Name("mark_generation", "load"), nodes.Const(mark), nodes.Const("")
+    )
+    return nodes.Output([chosen])
+
+
+def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return a text without its marks, and the spans of characters that they enclosed.
+
+    Raises:
+        UserError: a message holds a mark.
+    """
+    parts, found, length, begin = [], list[tuple[int, int]](), 0, None
+    for part in re.split(f"([{_BEGIN}{_END}])", text):
+        if part == _BEGIN and begin is None:
+            begin = length
+        elif part == _END and begin is not None:
+            found.append((begin, length))
+            begin = None
+        elif part in (_BEGIN, _END):
+            raise UserError(f"a message holds the character U+{ord(part):04X}, which is reserved")
+        else:
+            parts.append(part)
+            length += len(part)
+    return "".join(parts), found
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

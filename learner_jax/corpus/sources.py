@@ -1,0 +1,136 @@
+"""Documents of the spec's sources: text, token ids or conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from learner_jax.corpus.documents import (
+    MAX_DOCUMENT_BYTES,
+    READERS,
+    Counts,
+    Kind,
+    json_values,
+    parquet_values,
+    read_documents,
+    readable,
+    require_some,
+    text_lines,
+    too_long,
+)
+from learner_jax.corpus.generated import GeneratedReads
+from runspec.core.errors import UserError
+from runspec.core.spec.documents import PARAMS, column_of, is_generated
+from runspec.core.spec.schema import Source
+
+Messages = list[dict[str, Any]]
+
+
+class Row(NamedTuple):
+    """A document of a source."""
+
+    place: str
+    """File and line or row."""
+    value: str | np.ndarray | Messages
+    """Text, token ids int64 [n], or the messages of a conversation."""
+
+
+def read_rows(
+    source: Source, files: Sequence[Path], counts: Counts, algorithm: str
+) -> Iterator[Row]:
+    """Yield the documents of a source, all of one type.
+
+    Args:
+        source: of documents, as the linter has checked it.
+        files: its files, in order.
+        counts: receives the numbers.
+        algorithm: kind of the run's algorithm.
+
+    Raises:
+        UserError: a file cannot be read, is not of its kind, or holds no document.
+    """
+    what, column = column_of(source, algorithm)
+    if is_generated(source):
+        for document in GeneratedReads.of(source.params).documents():
+            counts.documents += 1
+            counts.characters += len(document.text)
+            yield Row(f"data.sources.{source.name}, read {document.name}", document.text)
+    elif source.params.get("whole"):
+        yield from _whole_files(files, counts)
+    elif what == "text":
+        for path in files:
+            for document in read_documents(path, counts, kind=_kind(source), column=column):
+                yield Row(f"{path}:{document.name}", document.text)
+    else:
+        values = json_values if source.kind == "jsonl" else parquet_values
+        offset = int(source.params.get("id_offset", 0))
+        for path in files:
+            with readable(path, counts):
+                for _, place, value in values(path, column):
+                    found = _CONVERT[what](value, column, place)
+                    if not len(found):
+                        counts.empty += 1
+                        continue
+                    counts.documents += 1
+                    counts.by_file[str(path)] += 1
+                    yield Row(place, found + offset if what == "tokens" else found)
+            require_some(path, counts)
+
+
+def _kind(source: Source) -> Kind:
+    if source.kind not in READERS:
+        raise UserError(
+            f"{source.kind!r} is no kind of documents",
+            place=f"data.sources.{source.name}.kind",
+            remedy=f"name one of {', '.join(PARAMS)}",
+        )
+    return source.kind
+
+
+def _whole_files(files: Sequence[Path], counts: Counts) -> Iterator[Row]:
+    """Yield each text file as one document."""
+    for path in files:
+        with readable(path, counts):
+            lines = [document.text for document in text_lines(path, counts, "")]
+        text = "\n".join(lines)
+        if len(text.encode()) > MAX_DOCUMENT_BYTES:
+            raise too_long(path, len(lines))
+        if text:
+            counts.documents += 1
+            counts.characters += len(text)
+            counts.by_file[str(path)] += 1
+            yield Row(str(path), text)
+        require_some(path, counts)
+
+
+def _token_ids(value: object, column: str, place: str) -> np.ndarray:
+    if isinstance(value, list) and all(type(each) is int for each in value):
+        return np.array(value, np.int64)
+    raise UserError(
+        f"{column!r} holds no list of token ids",
+        place=place,
+        remedy="name the field that holds them with params: {tokens: NAME}",
+    )
+
+
+def _messages(value: object, column: str, place: str) -> Messages:
+    whole = isinstance(value, list) and all(
+        isinstance(each, dict) and isinstance(each.get("role"), str) for each in value
+    )
+    if not whole:
+        raise UserError(
+            f"{column!r} holds no list of messages, each with a role",
+            place=place,
+            remedy="name the field that holds them with params: {messages: NAME}",
+        )
+    return cast(Messages, value)
+
+
+_CONVERT: dict[str, Callable[[object, str, str], Any]] = {
+    "messages": _messages,
+    "tokens": _token_ids,
+}
+"""How a value of a column is checked, by what the column holds."""

@@ -1,0 +1,122 @@
+"""From a signed manifest of row numbers to rows of documents: what a supervised step trains."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from learner_jax.corpus.packed import Corpus, open_corpus
+from learner_jax.corpus.rows import CorpusRows
+from learner_jax.distributed import LearnerRun
+from learner_jax.manifests import RangeReader, manifest_digest
+from learner_jax.packing import TokenBatch
+from runspec.core.canonical import canonical_json, parse_object
+from runspec.core.run_files import corpus_cache, initial_model
+from verify.formats.ranges import RangeManifest, RowRange
+from verify.formats.tables import Column, Schema, decode_table, encode_table, text
+
+_COLUMNS = ("tokens", "targets", "segment_ids", "positions")
+SCHEMA = Schema(
+    "runspec rows 1",
+    (
+        text("manifest"),
+        *(Column(name, "I32", ("offsets",)) for name in _COLUMNS),
+        Column("weights", "F32", ("offsets",)),
+    ),
+)
+_MAX_BYTES = 1 << 40
+"""No bound: the bytes are process 0's, and `feed` bounds them."""
+
+
+@dataclass(frozen=True)
+class DocumentBatch:
+    """The rows of one step."""
+
+    manifest: RangeManifest
+    rows: CorpusRows
+
+    @property
+    def digest(self) -> str:
+        """Digest of what the manifest says, whoever signed it when."""
+        return manifest_digest(self.manifest)
+
+
+class DocumentReader(RangeReader):
+    """Waits for the manifests of a run, and reads the rows that they number.
+
+    While a step is trained, the rows of the next one are read: a manifest names the rows that
+    follow those of the manifest before.
+
+    Args:
+        run: whose corpus is opened, or made.
+        root_public_key: pinned; signs `keys/roles.json`.
+
+    Raises:
+        UserError: the roles or the documents cannot be read.
+    """
+
+    def __init__(self, run: LearnerRun, root_public_key: str) -> None:
+        super().__init__(run.folder, run.spec, root_public_key)
+        cache = corpus_cache(run.folder)
+        self.corpus: Corpus = open_corpus(run.spec, initial_model(run.folder), cache, run.log)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
+        self._ahead: tuple[RowRange, Future[CorpusRows]] | None = None
+
+    def read(self, manifest: RangeManifest) -> DocumentBatch:
+        """Read the rows that a manifest numbers."""
+        asked, ahead = manifest.rows, self._ahead
+        if ahead is not None and ahead[0] == asked:
+            rows = ahead[1].result()
+        else:
+            rows = self.corpus.read(asked.first, asked.last)
+        following = RowRange(asked.last, 2 * asked.last - asked.first)
+        read = self._thread.submit(self.corpus.read, following.first, following.last)
+        self._ahead = following, read
+        return DocumentBatch(manifest, rows)
+
+
+def encode_rows(rows: CorpusRows, manifest: RangeManifest | None = None) -> bytes:
+    """The bytes of rows; `decode_rows` gives them back bit for bit."""
+    said = "" if manifest is None else canonical_json(asdict(manifest)).decode()
+    columns = {name: list(getattr(rows.batch, name)) for name in _COLUMNS}
+    count = len(rows.weights)
+    return encode_table(
+        {"manifest": [said] * count, **columns, "weights": list(rows.weights)}, SCHEMA
+    )
+
+
+def encode_documents(batch: DocumentBatch) -> bytes:
+    """The bytes of a batch; `decode_documents` gives it back bit for bit."""
+    return encode_rows(batch.rows, batch.manifest)
+
+
+def decode_rows(data: bytes) -> CorpusRows:
+    """Read rows.
+
+    Raises:
+        MalformedTable: bytes that `encode_rows` did not make.
+    """
+    return _rows(_columns(data))
+
+
+def decode_documents(data: bytes) -> DocumentBatch:
+    """Read a batch.
+
+    Raises:
+        MalformedTable: bytes that `encode_documents` did not make.
+    """
+    columns = _columns(data)
+    said = parse_object(columns["manifest"][0].encode(), max_bytes=len(data))
+    rows = RowRange(**said.pop("rows"))
+    return DocumentBatch(RangeManifest(**said, rows=rows), _rows(columns))
+
+
+def _columns(data: bytes) -> dict[str, list]:
+    return decode_table(data, SCHEMA, max_rows=len(data), max_bytes=_MAX_BYTES)
+
+
+def _rows(columns: dict[str, list]) -> CorpusRows:
+    batch = TokenBatch(*(np.stack(columns[name]) for name in _COLUMNS))
+    return CorpusRows(batch, np.stack(columns["weights"]))

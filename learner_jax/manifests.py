@@ -1,0 +1,138 @@
+"""The coordinator's manifest of each step: waiting for it, and checking who signed it.
+
+A run with samplers has manifests of groups (`learner_jax.batch`), a run that trains on documents
+has manifests of packed rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from dataclasses import asdict
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from runspec.core.canonical import canonical_json
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.hashing import digest_bytes
+from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
+from runspec.core.roles import Roles, open_roles
+from runspec.core.run_files import step_folder
+from runspec.core.signed import BadSignature
+from runspec.core.spec.schema import RunSpec
+from verify.formats.batch import FILE_NAME, BatchManifest
+from verify.formats.ranges import MAX_BYTES as MAX_RANGES_BYTES
+from verify.formats.ranges import RangeManifest, open_ranges, rows_per_step
+
+POLL_S = 0.02
+REPORT_EVERY_S = 30.0
+REMEDY = "see the coordinator's log; a copy of the file from before the damage mends it"
+M = TypeVar("M", BatchManifest, RangeManifest)
+
+
+def manifest_digest(manifest: BatchManifest | RangeManifest) -> str:
+    """BLAKE3 of a manifest's canonical JSON, without its signature."""
+    return digest_bytes(canonical_json(asdict(manifest)))
+
+
+class StopSignal(Protocol):
+    """A `threading.Event`, as one who waits sees it."""
+
+    def is_set(self) -> bool: ...
+
+    def wait(self, timeout: float) -> bool: ...
+
+
+class ManifestReader(ABC, Generic[M]):
+    """Waits for the manifests of a run.
+
+    Args:
+        run_dir: the run directory.
+        spec: its resolved spec.
+        root_public_key: pinned; signs `keys/roles.json`.
+
+    Raises:
+        UserError: the run's roles cannot be read.
+    """
+
+    def __init__(self, run_dir: Path, spec: RunSpec, root_public_key: str) -> None:
+        self._run_dir, self._spec = run_dir, spec
+        self._root_public_key = root_public_key
+        self._roles = self._read_roles()
+
+    def wait(self, step: int, stop: StopSignal, log: logging.Logger) -> M | None:
+        """Waits for the manifest of a step; None when `stop` was set meanwhile.
+
+        It waits as long as the coordinator does, which may wait for workers without end.
+
+        Raises:
+            UserError: it is not to be believed.
+        """
+        path = self._path(step)
+        start = time.monotonic()
+        report_at = start + REPORT_EVERY_S
+        if stop.is_set():  # also where a replay finds one manifest after the other
+            return None
+        while not path.exists():
+            if stop.wait(POLL_S):
+                return None
+            now = time.monotonic()
+            if now > report_at:
+                log.info("step %d: %.0f s waiting for the coordinator's batch", step, now - start)
+                report_at = now + REPORT_EVERY_S
+        return self.manifest(step)
+
+    def manifest(self, step: int, *, signed: bool = True) -> M:
+        """Reads and checks the manifest of a step.
+
+        Args:
+            step: its number.
+            signed: whether the coordinator must have signed it.
+
+        Raises:
+            UserError: it is not the coordinator's, or breaks a promise of the spec.
+        """
+        path = self._path(step)
+        coordinators = self._roles.coordinator if signed else None
+        try:
+            return self._open(path, step, coordinators)
+        except (OSError, BadSignature) as error:
+            raise UserError(str(error), place=str(path), remedy=REMEDY) from error
+
+    @abstractmethod
+    def _open(self, path: Path, step: int, coordinators: frozenset[str] | None) -> M:
+        """Reads and checks the manifest at a path.
+
+        Raises:
+            OSError, BadSignature, UserError: it cannot be read, or is not to be believed.
+        """
+
+    def _path(self, step: int) -> Path:
+        return step_folder(self._run_dir, step) / FILE_NAME
+
+    def _read_roles(self) -> Roles:
+        path = self._run_dir / "keys" / "roles.json"
+        try:
+            data = read_bounded(path, MAX_ROLES_BYTES)
+            return open_roles(data, root_public_key=self._root_public_key, run=self._spec.name)
+        except (OSError, BadSignature) as error:
+            raise UserError(
+                f"cannot read the run's roles: {error}",
+                place=str(path),
+                remedy="`runspec apply` makes it anew",
+            ) from error
+
+
+class RangeReader(ManifestReader[RangeManifest]):
+    """Waits for the manifests of a run that trains on documents."""
+
+    def _open(self, path: Path, step: int, coordinators: frozenset[str] | None) -> RangeManifest:
+        return open_ranges(
+            read_bounded(path, MAX_RANGES_BYTES),
+            coordinators=coordinators,
+            run=self._spec.name,
+            step=step,
+            rows_per_step=rows_per_step(self._spec),
+        )

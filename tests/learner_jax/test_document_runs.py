@@ -1,0 +1,165 @@
+"""Runs that train on documents: killed anywhere, they train the same rows and end with the same
+bits; what other processes are given is what process 0 read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from learner_jax.document_batch import (
+    DocumentBatch,
+    decode_documents,
+    decode_rows,
+    encode_documents,
+    encode_rows,
+)
+from learner_jax.document_records import document_lengths
+from learner_jax.drawn import draw_initial_model
+from learner_jax.runner import train
+from runspec.core.errors import UserError
+from runspec.core.run_files import corpus_cache, params_folder, state_folder, versions_in
+from runspec.core.spec.schema import RunSpec
+from tests.learner_jax.conftest import Run, tiny_spec
+from tests.learner_jax.test_runner import assert_same_weights, lines, train_to_the_end, weights
+from verify.formats.ranges import RangeManifest, RowRange, sign_ranges
+
+STEPS, ROWS = 6, 8
+WORDS = ("red", "green", "blue", "one", "two", "three", "sun", "moon")
+
+
+def document_spec(folder: Path, **algorithm: object) -> RunSpec:
+    shape = tiny_spec().model.shape.model_dump() | {"vocab_size": 300}
+    return tiny_spec(
+        steps=STEPS,
+        model={"shape": shape, "max_context": 64, "tokenizer": {"hf": str(folder / "tokenizer")}},
+        data={"sources": [{"name": "words", "kind": "text", "uri": str(folder / "words.txt")}]},
+        algorithm={
+            "kind": "pretrain",
+            "tokens_per_update": 256,
+            "updates_per_step": 2,
+            "publish_every": 2,
+            "held_out": {"tokens": 200, "every": 3},
+            **algorithm,
+        },
+        reward=[],
+        samplers=[],
+        verify={"validators": 0},
+    )
+
+
+def ready_run(path: Path, files: Path, **changes: object) -> Run:
+    """A run with its initial model and the manifests of all its steps."""
+    run = Run(path, document_spec(files, **changes))
+    shutil.copytree(files / "tokenizer", path / "initial")
+    draw_initial_model(path, LOG)
+    for step in range(STEPS):
+        rows = RowRange(ROWS * step, ROWS * (step + 1))
+        manifest = RangeManifest(run.spec.name, step, rows, 1, "0" * 64)
+        folder = path / "rollouts" / f"step_{step}"
+        folder.mkdir(parents=True)
+        (folder / "batch.json").write_bytes(sign_ranges(manifest, run.coordinator))
+    return run
+
+
+LOG = logging.getLogger("test")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four hundred short documents, and a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("files")
+    draw = np.random.default_rng(1)
+    documents = (" ".join(draw.choice(WORDS, draw.integers(1, 9))) for _ in range(400))
+    (folder / "words.txt").write_text("".join(f"{text}\n" for text in documents))
+    from learner_jax.__main__ import main
+
+    words, tokenizer = str(folder / "words.txt"), str(folder / "tokenizer")
+    assert main(["tokenizer", "train", words, "--vocab", "280", "-o", tokenizer]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def straight(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = ready_run(tmp_path_factory.mktemp("straight") / "runs" / "run", files)
+    train_to_the_end(run)
+    return run
+
+
+class StopAt(threading.Event):
+    """Set once so many lines of metrics are there."""
+
+    def __init__(self, run: Run, steps: int) -> None:
+        super().__init__()
+        self._run, self._steps = run, steps
+
+    def is_set(self) -> bool:
+        path = self._run.path / "metrics.jsonl"
+        return path.exists() and len(path.read_text().splitlines()) >= self._steps
+
+
+def test_it_publishes_and_measures_when_the_spec_says(straight: Run) -> None:
+    rows = lines(straight, "metrics")
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert [row["first_row"] for row in rows] == [ROWS * step for step in range(STEPS)]
+    assert [row["step"] for row in rows if row["held_out_nll"] is not None] == [2, 5]
+    assert versions_in(params_folder(straight.path, straight.spec)) == [0, 2, 4, 6]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert all(0 < row["tokens"] <= 512 and row["bits_per_byte"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("stopped", [1, 3])
+def test_stopped_anywhere_it_ends_with_the_same_bits(
+    stopped: int, straight: Run, files: Path, tmp_path: Path
+) -> None:
+    run = ready_run(tmp_path / "runs" / "run", files)
+    train(run.path, LOG, StopAt(run, stopped))
+    # a crash after the next state would leave the one before: it is trained again
+    newest = state_folder(run.path, run.spec) / f"step_{stopped}"
+    assert newest.exists()
+    if stopped == 3:
+        shutil.rmtree(newest)
+    train_to_the_end(run)
+    resumed, whole = (
+        weights(each, STEPS, tmp_path / name) for each, name in ((run, "a"), (straight, "b"))
+    )
+    assert_same_weights(resumed, whole)
+    assert [row["step"] for row in lines(run, "metrics")] == list(range(STEPS))
+
+
+def test_other_documents_are_refused(straight: Run, files: Path, tmp_path: Path) -> None:
+    run = ready_run(tmp_path / "runs" / "run", files)
+    train(run.path, LOG, StopAt(run, 2))
+    other = tmp_path / "other"
+    shutil.copytree(files, other)
+    with (other / "words.txt").open("a") as file:
+        file.write("one more\n")
+    spec = document_spec(other)
+    from runspec.core.spec.resolved import dump_resolved
+
+    (run.path / "spec.json").write_bytes(dump_resolved(spec))
+    with pytest.raises(UserError, match="documents are not those it was trained on"):
+        train_to_the_end(run)
+    assert corpus_cache(run.path).is_dir()
+
+
+def test_rows_go_to_other_processes_bit_for_bit(straight: Run) -> None:
+    from learner_jax.corpus.packed import open_corpus
+
+    cache = corpus_cache(straight.path)
+    corpus = open_corpus(straight.spec, straight.path / "initial", cache, LOG)
+    rows = corpus.read(3, 9)
+    batch = DocumentBatch(RangeManifest("tiny", 0, RowRange(3, 9), 1, "0" * 64), rows)
+    back = decode_documents(encode_documents(batch))
+    assert back.manifest == batch.manifest and back.digest == batch.digest
+    for found in (back.rows, decode_rows(encode_rows(rows))):
+        np.testing.assert_array_equal(found.weights, rows.weights)
+        for name, array in vars(rows.batch).items():
+            np.testing.assert_array_equal(getattr(found.batch, name), array)
+    assert sum(document_lengths(rows.batch)) == int((rows.batch.segment_ids > 0).sum())
+    assert json.loads((straight.path / "metrics.jsonl").read_text().splitlines()[0])["epoch"] > 0
