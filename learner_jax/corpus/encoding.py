@@ -81,8 +81,6 @@ class Encoder:
         """
         files = TokenizerFiles.read(model_dir)
         # Some tokenizer.json carry the settings of the run that wrote them.
-        files.tokenizer.no_truncation()
-        files.tokenizer.no_padding()
         masked = spec.algorithm.kind == SFT
         longest = spec.learner.packing.tokens if masked else None
         template = ChatTemplate.of(files) if masked else None

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -76,7 +77,7 @@ class TokenizerFiles:
 
 def _read_tokenizer(path: Path) -> Tokenizer:
     try:
-        return Tokenizer.from_buffer(read_bounded(path, MAX_TOKENIZER_BYTES))
+        tokenizer = Tokenizer.from_buffer(read_bounded(path, MAX_TOKENIZER_BYTES))
     except Exception as error:  # the library raises nothing narrower
         what = "cannot read the tokenizer" if isinstance(error, OSError) else "not a tokenizer"
         raise UserError(
@@ -84,6 +85,10 @@ def _read_tokenizer(path: Path) -> Tokenizer:
             place=str(path),
             remedy="point at a model directory with a tokenizer.json",
         ) from error
+    # A file may ask for both; transformers, too, leaves them out unless its caller asks.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -155,11 +160,6 @@ class ChatTemplate:
             said = named[_DEFAULT]
         return None if said is None else cls(said, files.special_tokens, files.place)
 
-    @property
-    def marks_assistant(self) -> bool:
-        """Whether the template says by `{% generation %}` what the assistant says."""
-        return re.search(r"{%-?\s*generation\s*-?%}", self.source) is not None
-
     def render(self, messages: Sequence[Message]) -> str:
         """Render a conversation as text, up to the start of the model's turn.
 
@@ -167,6 +167,11 @@ class ChatTemplate:
             UserError: the template fails or refuses.
         """
         return self._rendered(messages, prompt=True)
+
+    @property
+    def marks_assistant(self) -> bool:
+        """Whether the template says by `{% generation %}` what the assistant says."""
+        return re.search(r"{%-?\s*generation\s*-?%}", self.source) is not None
 
     def spans(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """Render a whole conversation, and return what the assistant says as spans of characters.
@@ -180,10 +185,10 @@ class ChatTemplate:
 
         Raises:
             UserError: the template fails, or renders the beginning of a conversation otherwise
-                once more follows.
+                once more follows, or a message holds a character that stands for the mark.
         """
         if self.marks_assistant:
-            return _unmarked(self._rendered(messages, mark=True))
+            return self._marked(messages)
         text, found = self._rendered(messages), []
         for number, message in enumerate(messages):
             if message.get("role") != ASSISTANT:
@@ -191,14 +196,35 @@ class ChatTemplate:
             before = self._rendered(messages[:number], prompt=True)
             after = self._rendered(messages[: number + 1])
             if not (after.startswith(before) and text.startswith(after)):
+                when = "when more follows" if after.startswith(before) else "than it asks for it"
                 raise UserError(
-                    f"the chat template renders message {number + 1} otherwise when more follows",
+                    f"the chat template renders message {number + 1} otherwise {when}",
                     place=self._place,
                     remedy="mark the assistant's part in the template with {% generation %} and "
                     "{% endgeneration %}",
                 )
             found.append((len(before), len(after)))
         return text, found
+
+    def _marked(self, messages: Sequence[Any]) -> tuple[str, list[tuple[int, int]]]:
+        """See `spans`."""
+        text = self._rendered(messages)
+        if held := re.search(f"[{_BEGIN}{_END}]", text):
+            raise UserError(
+                f"a message holds the character U+{ord(held[0]):04X}, which is reserved",
+                remedy="remove it from the data",
+            )
+        pieces = re.split(f"([{_BEGIN}{_END}])", self._rendered(messages, mark=True))
+        parts, marks = pieces[::2], pieces[1::2]
+        if marks != [_BEGIN, _END] * (len(marks) // 2) or "".join(parts) != text:
+            raise UserError(
+                "the chat template has {% generation %} within itself, leaves it by a break, or "
+                "changes what it encloses",
+                place=self._place,
+                remedy="enclose only what the assistant says",
+            )
+        ends = list(accumulate(map(len, parts)))
+        return text, list(zip(ends[:-1:2], ends[1::2], strict=True))
 
     def _rendered(
         self, messages: Sequence[Any], *, prompt: bool = False, mark: bool = False
@@ -255,30 +281,6 @@ def _mark(mark: str) -> nodes.Node:
         nodes.Name("mark_generation", "load"), nodes.Const(mark), nodes.Const("")
     )
     return nodes.Output([chosen])
-
-
-def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """Return a text without its marks, and the spans of characters that they enclosed.
-
-    Raises:
-        UserError: a message holds a mark.
-    """
-    parts, found, length, begin = [], list[tuple[int, int]](), 0, None
-    for part in re.split(f"([{_BEGIN}{_END}])", text):
-        if part == _BEGIN and begin is None:
-            begin = length
-        elif part == _END and begin is not None:
-            found.append((begin, length))
-            begin = None
-        elif part in (_BEGIN, _END):
-            raise UserError(
-                f"a message holds the character U+{ord(part):04X}, which is reserved",
-                remedy="remove it from the message",
-            )
-        else:
-            parts.append(part)
-            length += len(part)
-    return "".join(parts), found
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
