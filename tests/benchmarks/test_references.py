@@ -8,41 +8,42 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from benchmarks.references.markov import LEAST_GAP, PROBABILITIES, MarkovSource
+from benchmarks.references import markov
 from benchmarks.references.ngram import NGram
+from learner_jax.corpus.generated import GeneratedReads
+
+SOURCE = GeneratedReads(organisms=1, reads=1000, length=1000)
 
 
 @pytest.fixture(scope="module")
-def source() -> MarkovSource:
-    return MarkovSource.drawn(0)
+def table() -> np.ndarray:
+    return SOURCE.tables()[0]
 
 
-def test_the_third_base_before_says_more_than_two_do(source):
-    # then H(3) is the entropy of the four probabilities, and H falls with every base known
-    p = np.array(PROBABILITIES)
-    entropies = [source.entropy(order) for order in range(4)]
-    assert entropies[3] == pytest.approx(-(p * np.log2(p)).sum(), abs=1e-12)
-    assert entropies == sorted(entropies, reverse=True) and entropies[0] <= 2
-    assert entropies[2] - entropies[3] >= LEAST_GAP
+@pytest.fixture(scope="module")
+def reads() -> list[str]:
+    return [document.text for document in SOURCE.documents()]
 
 
-def test_its_documents_have_its_frequencies_and_its_bits(source):
-    # given a million sampled bases
-    documents = source.documents(1000, 1000, seed=3)
-    # then triples are as frequent as said, also at the start, and a base costs H(3) bits
-    for texts in (documents, [each[:3] for each in source.documents(60_000, 3, seed=4)]):
-        triples = Counter(text[i : i + 3] for text in texts for i in range(len(text) - 2))
-        found = np.array([triples["".join(t)] for t in itertools.product("ACGT", repeat=3)])
-        assert np.abs(found / found.sum() - source.stationary()).max() < 3e-3
-    assert source.bits(documents) / 1e6 == pytest.approx(source.entropy(3), rel=5e-3)
-    # and the same seed gives the same documents
-    assert source.documents(2, 9, seed=5) == source.documents(2, 9, seed=5)
+def test_entropies_are_those_of_a_known_table():
+    # given a source that repeats the third base before with probability 0.7
+    table = np.full((64, 4), 0.1)
+    table[np.arange(64), np.arange(64) // 16] = 0.7
+    # then only the third base before says anything
+    known = -(0.7 * np.log2(0.7) + 0.3 * np.log2(0.1))
+    assert [markov.entropy(table, order) for order in range(4)] == pytest.approx([2, 2, 2, known])
+    # and CAAGT has three uniform bases, G after CAA and T after AAG
+    bits = 6 - 2 * np.log2(0.1)
+    assert markov.bits(table, ["CAAGT", "ACGA"]) == pytest.approx(bits + 6 - np.log2(0.7))
 
 
-def test_bits_are_the_product_of_the_probabilities(source):
-    # given the probability of CAAGT by hand: CAA from the stationary state, then two bases
-    p = source.stationary()[0b010000] * source.table[0b010000, 2] * source.table[0b000010, 3]
-    assert source.bits(["CAAGT"]) == pytest.approx(-np.log2(p))
+def test_generated_reads_have_the_frequencies_and_the_bits_of_their_table(table, reads):
+    # then triples in a million bases are as frequent as said
+    triples = Counter(read[i : i + 3] for read in reads for i in range(len(read) - 2))
+    found = np.array([triples["".join(t)] for t in itertools.product("ACGT", repeat=3)])
+    assert np.abs(found / found.sum() - markov.stationary(table)).max() < 3e-3
+    # and a base costs H(3) bits
+    assert markov.bits(table, reads) / 1e6 == pytest.approx(markov.entropy(table, 3), rel=1e-2)
 
 
 def kneser_ney(documents: list[bytes], order: int, context: tuple[int, ...], symbol: int) -> float:
@@ -77,11 +78,10 @@ def test_an_ngram_has_the_probabilities_of_the_formula():
     assert sum(after) == pytest.approx(1)
 
 
-def test_an_ngram_comes_near_the_entropy_of_a_source_of_its_order(source):
-    # when it is fitted to 400,000 bases of an order that it spans
-    train, held_out = source.documents(400, 1000, seed=1), source.documents(100, 1000, seed=2)
-    found = NGram.fitted([text.encode() for text in train]).bits_per_byte(
-        [text.encode() for text in held_out]
-    )
+def test_an_ngram_comes_near_the_entropy_of_a_source_of_its_order(table, reads):
+    # when it is fitted to 900,000 bases of an order that it spans
+    texts = [read.encode() for read in reads]
+    found = NGram.fitted(texts[:900]).bits_per_byte(texts[900:])
     # then it needs hardly more bits than the source does, ends included
-    assert source.bits(held_out) / 1e5 < found < 1.02 * source.bits(held_out) / 1e5
+    own = markov.bits(table, reads[900:]) / 1e5
+    assert own < found < 1.02 * own
