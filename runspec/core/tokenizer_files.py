@@ -206,6 +206,23 @@ class ChatTemplate:
             found.append((len(before), len(after)))
         return text, found
 
+    def require_assistant_message(self) -> None:
+        """Refuse a template that does not tell what the assistant says.
+
+        Raises:
+            UserError: see `spans`, or it leaves the assistant's message out.
+        """
+        said = "one-two-three"
+        text, found = self.spans(
+            [{"role": "user", "content": "four"}, {"role": ASSISTANT, "content": said}]
+        )
+        if not any(said in text[begin:stop] for begin, stop in found):
+            raise UserError(
+                "the chat template leaves out or does not mark what the assistant says",
+                place=self._place,
+                remedy="enclose it in the template with {% generation %} and {% endgeneration %}",
+            )
+
     def _marked(self, messages: Sequence[Any]) -> tuple[str, list[tuple[int, int]]]:
         """See `spans`."""
         text = self._rendered(messages)
