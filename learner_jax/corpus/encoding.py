@@ -17,7 +17,6 @@ from learner_jax.corpus.sources import Messages, Row, read_rows
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
-from runspec.core.spec.documents import column_of
 from runspec.core.spec.schema import SUPERVISED, RunSpec, Source
 from runspec.core.tokenizer_files import ASSISTANT, ChatTemplate, TokenizerFiles
 
@@ -117,10 +116,7 @@ class Encoder:
         Raises:
             UserError: a document cannot be read, or has a token that the model lacks.
         """
-        algorithm = SFT if self.masked else PRETRAIN
-        if self.template is not None and column_of(source, algorithm)[0] == "messages":
-            self.template.require_assistant_message()
-        for batch in _batches(read_rows(source, files, counts, algorithm)):
+        for batch in _batches(read_rows(source, files, counts, SFT if self.masked else PRETRAIN)):
             found = list(self._tokenized(batch, counts))
             kept = [each for each in found if len(each.ids) > 1]
             counts.too_short += len(found) - len(kept)
@@ -163,6 +159,8 @@ class Encoder:
     def _conversations(self, rows: Sequence[Row], counts: Counts) -> Iterator[Tokenized]:
         """Yield those that are kept; the others are counted."""
         rendered = [(row, *self._rendered(row)) for row in rows]
+        assert self.template is not None, "something was rendered"
+        self.template.require_assistant_message()
         spoken = [each for each in rendered if each[2]]
         counts.without_assistant += len(rendered) - len(spoken)
         texts = [text for _, text, _ in spoken]
