@@ -67,8 +67,7 @@ def token_logprobs(
     Returns:
         log-probabilities and entropies in nats, [B, T], at least float32; 0 where no target is.
     """
-    logprobs, entropy = _by_position(hidden, head, targets, temperature, mesh, chunk, None)
-    return logprobs, entropy
+    return _by_position(hidden, head, targets, temperature, mesh, chunk, None)
 
 
 def token_logprobs_and_level(
@@ -86,8 +85,7 @@ def token_logprobs_and_level(
         hidden, head, targets, mesh, chunk: see `token_logprobs`.
         level: `logsumexp` or `max_logit` of a position's logits.
     """
-    logprobs, _, levels = _by_position(hidden, head, targets, 1.0, mesh, chunk, level)
-    return logprobs, levels
+    return _by_position(hidden, head, targets, 1.0, mesh, chunk, level)
 
 
 def _by_position(
@@ -98,7 +96,7 @@ def _by_position(
     mesh: Mesh | None,
     chunk: int | None,
     level: Level | None,
-) -> tuple[Array, ...]:
+) -> tuple[Array, Array]:
     hidden_by_device = _by_device(hidden, mesh)  # [S, N, D]
     targets_by_device = _by_device(targets, mesh)  # [S, N]
     positions = targets_by_device.shape[1]
@@ -106,7 +104,7 @@ def _by_position(
     plan = _Plan(float(temperature), chunk, mesh, level)
     with jax.named_scope("vocabulary_head"):  # found by profilers and by `aot`
         scores = _scores(hidden_by_device, head, targets_by_device, plan)
-    return tuple(_by_row(score, hidden.shape, mesh) for score in scores)
+    return _by_row(scores[0], hidden.shape, mesh), _by_row(scores[1], hidden.shape, mesh)
 
 
 def _cuts(shape: tuple[int, ...], mesh: Mesh | None) -> tuple[int, int]:
@@ -137,25 +135,22 @@ def _scores(
     head: Float[Array, "D V"],
     targets: Int[Array, "S N"],
     plan: _Plan,
-) -> tuple[Float[Array, "S N"], ...]:
-    """log p_o, H and, where the plan asks for it, the level."""
-    (logprobs, entropy, _, *level), _ = _forward(hidden, head, targets, plan, keep=False)
-    return (logprobs, entropy, *level)
+) -> tuple[Float[Array, "S N"], Float[Array, "S N"]]:
+    """log p_o, and the plan's level or else H."""
+    (logprobs, second, _), _ = _forward(hidden, head, targets, plan, keep=False)
+    return logprobs, second
 
 
 def _scores_forward(hidden: Array, head: Array, targets: Array, plan: _Plan) -> tuple:
     keep = targets.shape[1] * head.shape[1] <= KEPT_LOGITS
-    results, logits = _forward(hidden, head, targets, plan, keep=keep)
-    logprobs, entropy, normaliser, *level = results
-    saved = (hidden, head, targets, entropy, normaliser, logits)
-    return (logprobs, entropy, *level), saved
+    (logprobs, second, normaliser), logits = _forward(hidden, head, targets, plan, keep=keep)
+    return (logprobs, second), (hidden, head, targets, second, normaliser, logits)
 
 
 def _forward(
     hidden: Array, head: Array, targets: Array, plan: _Plan, *, keep: bool
-) -> tuple[tuple[Array, ...], Array | None]:
-    """((log p_o, H, logsumexp(z), and the level if asked for) [S, N], all logits [C, S, n, V] if
-    `keep`)."""
+) -> tuple[tuple[Array, Array, Array], Array | None]:
+    """((log p_o, the level or H, logsumexp(z)) [S, N], all logits [C, S, n, V] if `keep`)."""
     order, rank, count = _order(targets, plan)
     matrix = _matrix(head, hidden, plan)
     wide = wide_dtype(hidden.dtype)
@@ -165,56 +160,58 @@ def _forward(
         logits = _logits(_take(hidden, order[i]), matrix, plan)  # [S, n, V]
         top = jnp.max(logits, axis=-1, keepdims=True)
         total = jnp.sum(jnp.exp(logits - top), axis=-1)
-        # A second exponential costs less than to write the first one down; the barrier keeps the
-        # compiler from merging the two.
-        again, shift = jax.lax.optimization_barrier((logits, top))
-        spread = jnp.sum(jnp.exp(again - shift) * (again - shift), axis=-1) / total
+        if plan.level is None:
+            # A second exponential costs less than to write the first one down; the barrier keeps
+            # the compiler from merging the two.
+            again, shift = jax.lax.optimization_barrier((logits, top))
+            spread = jnp.sum(jnp.exp(again - shift) * (again - shift), axis=-1) / total
         own = jnp.maximum(_take(targets, order[i]), 0)[..., None]
         chosen = jnp.take_along_axis(logits, own, axis=-1)
         log_total = jnp.log(total)
-        parts = [(chosen - top)[..., 0] - log_total, log_total - spread, log_total + top[..., 0]]
-        if plan.level == "max_logit":
-            parts.append(top[..., 0])
+        logprob = (chosen - top)[..., 0] - log_total
+        if plan.level is None:
+            second = log_total - spread
+        else:
+            second = top[..., 0] + (log_total if plan.level == "logsumexp" else 0.0)
+        parts = (logprob, second, log_total + top[..., 0])
         results = tuple(_put(out, part, i) for out, part in zip(results, parts, strict=True))
         return results, None if kept is None else _put(kept, logits, i)
 
     zeros = jnp.zeros(order.shape, wide)
     kept = jnp.zeros((*order.shape, head.shape[1]), wide) if keep else None
     kept = None if kept is None else constrain(kept, plan.mesh, None, "shard", None, "vocab")
-    numbers = 4 if plan.level == "max_logit" else 3
-    results, kept = jax.lax.fori_loop(0, count, one_chunk, ((zeros,) * numbers, kept))
-    logprobs, entropy, normaliser, *largest = (_take(_joined(x), rank) for x in results)
+    results, kept = jax.lax.fori_loop(0, count, one_chunk, ((zeros,) * 3, kept))
+    logprobs, second, normaliser = (_take(_joined(x), rank) for x in results)
     wanted = targets >= 0
-    level = largest or [normaliser] * (plan.level is not None)
-    level = [jnp.where(wanted, each, 0.0) for each in level]
     # The normaliser stays where no target is: the backward pass takes exp(z - normaliser) there
     # too, times 0, and exp(z) of a large logit would make that a NaN.
-    scores = jnp.where(wanted, logprobs, 0.0), jnp.where(wanted, entropy, 0.0), normaliser
-    return (*scores, *level), kept
+    return (jnp.where(wanted, logprobs, 0.0), jnp.where(wanted, second, 0.0), normaliser), kept
 
 
-def _scores_backward(plan: _Plan, saved: tuple, cotangents: tuple[Array, ...]) -> tuple:
-    hidden, head, targets, entropy, normaliser, kept = saved
+def _scores_backward(plan: _Plan, saved: tuple, cotangents: tuple[Array, Array]) -> tuple:
+    hidden, head, targets, second, normaliser, kept = saved
     order, rank, count = _order(targets, plan)
     matrix = _matrix(head, hidden, plan)
     wide, vocabulary = wide_dtype(hidden.dtype), jnp.arange(head.shape[1])
     wanted = targets >= 0
-    by_logprob, by_entropy, *by_level = (jnp.where(wanted, x, 0.0).astype(wide) for x in cotangents)
+    by_logprob, by_second = (jnp.where(wanted, x, 0.0).astype(wide) for x in cotangents)
 
     def one_chunk(i: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
         d_hidden, d_head = done
         part = _take(hidden, order[i])  # [S, n, D]
         logits = _logits(part, matrix, plan) if kept is None else kept[i]  # [S, n, V]
-        target, norm, h, g_p, g_h = (
+        target, norm, value, g_p, g_s = (
             _take(x, order[i])[..., None]
-            for x in (targets, normaliser, entropy, by_logprob, by_entropy)
+            for x in (targets, normaliser, second, by_logprob, by_second)
         )
         table = logits - norm  # log p
         own = vocabulary == target
-        d_logits = jnp.where(own, g_p, 0.0) - jnp.exp(table) * (g_p + g_h * (table + h))
-        if plan.level is not None:
-            g_z = _take(by_level[0], order[i])[..., None]
-            d_logits += g_z * (jnp.exp(table) if plan.level == "logsumexp" else _largest(logits))
+        if plan.level is None:
+            d_logits = jnp.where(own, g_p, 0.0) - jnp.exp(table) * (g_p + g_s * (table + value))
+        elif plan.level == "logsumexp":
+            d_logits = jnp.where(own, g_p, 0.0) - jnp.exp(table) * (g_p - g_s)
+        else:
+            d_logits = jnp.where(own, g_p, 0.0) - jnp.exp(table) * g_p + g_s * _largest(logits)
         d_logits = (d_logits / plan.temperature).astype(hidden.dtype)
         back = jnp.einsum("snv,dv->snd", d_logits, matrix, preferred_element_type=wide)
         # Laid out for the product: XLA for CPUs multiplies a transposed view at 0.7 of the speed.

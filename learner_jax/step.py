@@ -309,10 +309,8 @@ class _Run:
         self, policy: Policy, batch: TokenBatch, z_loss: ZLoss
     ) -> tuple[Array, Array | None]:
         """Log-probs of the targets, and the level of the logits where it is penalised."""
-        if z_loss.coef == 0:
-            return self._logprobs(policy, batch)[0], None
         hidden = policy(batch.tokens, batch.segment_ids, batch.positions, self.execution)
-        return token_logprobs_and_level(
+        logprobs, level = token_logprobs_and_level(
             hidden,
             policy.head_weight(),
             batch.targets,
@@ -320,6 +318,7 @@ class _Run:
             mesh=self.execution.mesh,
             chunk=self.spec.learner.logits_chunk,
         )
+        return logprobs, level if z_loss.coef else None
 
 
 def _no_metrics(spec: RunSpec) -> LossMetrics | DocumentMetrics:

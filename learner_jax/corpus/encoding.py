@@ -80,7 +80,6 @@ class Encoder:
             UserError: a file is missing or malformed.
         """
         files = TokenizerFiles.read(model_dir)
-        # Some tokenizer.json carry the settings of the run that wrote them.
         masked = spec.algorithm.kind == SFT
         longest = spec.learner.packing.tokens if masked else None
         template = ChatTemplate.of(files) if masked else None
@@ -199,12 +198,13 @@ class Encoder:
         """Return which tokens reach into a span, as transformers does: bool [n].
 
         Where the template does not mark spans, they hold what follows the end token too, such as a
-        line feed; that is not trained.
+        line feed; that is not trained. Some tokenizers leave white space out of the offsets:
+        such a token has no characters.
         """
         ids, (begins, stops) = np.array(found.ids), np.array(found.offsets).reshape(-1, 2).T
         mask = np.zeros(len(ids), bool)
         for begin, stop in spans:
-            inside = np.flatnonzero((begins < stop) & (stops > begin) & (stops > begins))
+            inside = np.flatnonzero((begins < stop) & (stops > begin))
             if not len(inside):
                 continue
             last = inside[-1]

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
 from learner_jax.corpus.packed import Corpus
@@ -125,6 +126,19 @@ def test_without_marks_the_assistants_part_is_what_rendering_adds(tmp_path: Path
     # and the bytes are those of the text, without special tokens
     said = len(f"the 🙂{call}the sunthe sun".encode())
     assert corpus.bytes_per_token * corpus.trained_tokens == pytest.approx(said)
+
+
+def test_white_space_that_the_offsets_leave_out_is_trained(tmp_path: Path) -> None:
+    # given a tokenizer that trims offsets, as Llama 3's does
+    talk = [SHORT[0], {"role": "assistant", "content": "  the  sun  "}]
+    expected = tokens_and_mask(corpus_of(tmp_path, MARKED, talk))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    # then what is trained is the same
+    source = {"name": "a", "kind": "jsonl", "uri": str(tmp_path / "a.jsonl")}
+    spec = document_spec([source], row=512, kind="sft")
+    assert tokens_and_mask(opened(tmp_path, spec, tmp_path / "model")) == expected
 
 
 def test_conversations_that_cannot_be_trained_are_left_out_and_counted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -103,7 +104,9 @@ def test_an_engine_that_died_is_started_once_and_samples_the_same_again(
     member.engine.at_once = True
     member.engine.finish()
     eventually(lambda: len(works.submissions()) >= 2, "both are handed in")
-    assert "sampling 2 leases again with a new one" in caplog.text
+    # Two threads find the death, at once or one after the other.
+    found = re.findall(r"sampling (\d) leases again with a new one", caplog.text)
+    assert sum(map(int, found)) == 2
 
 
 def test_a_second_death_under_the_same_lease_stops_the_worker_with_its_message(works: Works):
