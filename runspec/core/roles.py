@@ -1,9 +1,10 @@
-"""roles.json: the keys of publisher, coordinator and validators, signed by the root key."""
+"""roles.json: the keys of publisher, coordinator, validators and islands, signed by the root key."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from runspec.core.canonical import MalformedJson, parse_object
@@ -28,6 +29,8 @@ class Roles:
     publisher: frozenset[str]
     coordinator: frozenset[str]
     validator: frozenset[str]
+    islands: Mapping[str, str] = field(default_factory=dict)
+    """Public key of each learner island by its name; empty for a run with one learner."""
 
 
 def sign_roles(
@@ -37,6 +40,7 @@ def sign_roles(
     *,
     valid_s: float,
     now: float | None = None,
+    islands: Mapping[str, str] | None = None,
 ) -> bytes:
     """Return a signed roles.json.
 
@@ -46,11 +50,14 @@ def sign_roles(
         root: the root key.
         valid_s: seconds until it expires.
         now: seconds since the epoch; the present time if None.
+        islands: public key of each learner island by its name.
     """
     if set(keys) != set(ROLE_NAMES):
         raise ValueError(f"roles {sorted(keys)} instead of {sorted(ROLE_NAMES)}")
     issued = time.time() if now is None else now
     payload = {"run": run, "issued": issued, "expires": issued + valid_s, "roles": keys}
+    if islands:
+        payload["islands"] = dict(islands)
     return sign_document(KIND, payload, root)
 
 
@@ -62,6 +69,7 @@ def open_roles(data: bytes, *, root_public_key: str, run: str, now: float | None
     """
     document = open_document(data, kind=KIND, keys={root_public_key}, max_bytes=MAX_BYTES)
     payload = document.payload
+    islands = payload.pop("islands", {})
     if set(payload) != {"run", "issued", "expires", "roles"} or payload["run"] != run:
         raise BadSignature(f"roles: not for run {run!r}")
     issued, expires, roles = payload["issued"], payload["expires"], payload["roles"]
@@ -71,8 +79,10 @@ def open_roles(data: bytes, *, root_public_key: str, run: str, now: float | None
     for name, keys in roles.items():
         if not isinstance(keys, list) or not all(is_public_key(key) for key in keys):
             raise BadSignature(f"roles: {name} must be a list of public keys")
+    if not isinstance(islands, dict) or not all(is_public_key(key) for key in islands.values()):
+        raise BadSignature("roles: islands must be public keys by name")
     held = {name: frozenset(roles[name]) for name in ROLE_NAMES}
-    return Roles(run=run, issued=float(issued), expires=float(expires), **held)
+    return Roles(run, float(issued), float(expires), **held, islands=islands)
 
 
 def read_own_workers(keys: Path) -> dict[str, str]:
