@@ -54,7 +54,7 @@ def encode_batch(batch: Batch) -> bytes:
     names = [field.name for field in fields(TrainingRollout)]
     columns = {name: [getattr(rollout, name) for rollout in rollouts] for name in names}
     columns["manifest"] = [canonical_json(asdict(batch.manifest)).decode()] * len(rollouts)
-    columns["group"] = [number for number, group in enumerate(batch.groups) for _ in group]
+    columns["group"] = [number for number, group in enumerate(batch.groups, batch.first) for _ in group]
     return encode_table(columns, SCHEMA)
 
 
@@ -72,6 +72,7 @@ def decode_batch(data: bytes) -> Batch:
     return Batch(
         BatchManifest(**said, groups=groups),
         [[TrainingRollout(*row) for _, row in own] for _, own in groupby(rows, lambda row: row[0])],
+        first=numbers[0],
     )
 
 

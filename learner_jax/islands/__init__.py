@@ -1,0 +1,1 @@
+"""Learner islands: several programs that join by exchanging pseudo-gradients (2407.07852)."""
