@@ -1,1 +1,1 @@
-"""Learner islands: several programs that join by exchanging pseudo-gradients (2407.07852)."""
+"""Islands: several learners of one run, which average their parameters after each step."""

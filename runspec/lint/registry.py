@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -18,8 +18,9 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.spec_model import model_config
 from runspec.core.spec.findings import Number, Severity
+from runspec.core.spec.islands import island_spec, members
 from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.schema import IslandMember, RunSpec
 from runspec.lint.tokenizer_files import TokenizerFiles
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ Group = Literal[
 
 Runs = Literal["all", "grpo", "supervised"]
 """Kinds of `algorithm` that a rule is about; `supervised` are `pretrain` and `sft`."""
+_MACHINE: tuple[Group, ...] = ("mesh", "memory")
+"""Groups whose rules look at each island of a learner."""
 _SAMPLED: tuple[Group, ...] = ("reward", "samplers", "verification")
 """Groups whose rules are about `grpo` unless they say otherwise."""
 
@@ -210,11 +213,58 @@ def add(new: Rule) -> None:
 
 
 def violations(context: Context) -> Iterator[tuple[Rule, Violation]]:
-    """Find every violation of every rule that is about the spec's kind of run."""
+    """Find every violation of every rule that is about the spec's kind of run.
+
+    Rules on the learner's machine look at each island, with its own machine and part of a step.
+    """
+    islands = _islands(context)
     for one in RULES.values():
-        if one.check is not None and one.is_about(context.spec):
-            for violation in one.check(context):
-                yield one, violation
+        if one.check is None or not one.is_about(context.spec):
+            continue
+        found = _by_island(one.check, islands) if one.group in _MACHINE else one.check(context)
+        for violation in found:
+            yield one, violation
+
+
+def _islands(context: Context) -> list[tuple[Context, IslandMember | None]]:
+    """Return a context for each island that differs from those before it, with its member.
+
+    The first, or the only one of a spec without islands, has None: its machine is the learner's.
+    """
+    found: list[tuple[Context, IslandMember | None]] = []
+    for member in members(context.spec):
+        spec = island_spec(context.spec, member.name)
+        if all(spec != other.spec for other, _ in found):
+            found.append((replace(context, spec=spec), member if found else None))
+    return found or [(context, None)]
+
+
+def _by_island(
+    check: Check, islands: list[tuple[Context, IslandMember | None]]
+) -> Iterator[Violation]:
+    """Find the violations of each island, those that several share once."""
+    seen: list[Violation] = []
+    for context, member in islands:
+        for violation in check(context):
+            if violation not in seen:
+                seen.append(violation)
+                yield violation if member is None else _of_member(violation, member)
+
+
+def _of_member(violation: Violation, member: IslandMember) -> Violation:
+    """Return an island's violation at the member's own value, or at the member if it has none."""
+    location = violation.location
+    if location[0] != "learner":
+        return violation
+    path = location[2:] if location[1:3] == ("packing", "rows") else location[1:]
+    own = {
+        "hardware": member.hardware,
+        "mesh": member.mesh,
+        "hosts": member.hosts,
+        "rows": member.rows,
+    }
+    named = path if path and own.get(str(path[0])) is not None else ()
+    return replace(violation, location=("learner", "islands", "members", member.name, *named))
 
 
 def divisors(number: int, limit: int) -> list[int]:

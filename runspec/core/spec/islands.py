@@ -20,6 +20,11 @@ def island_names(spec: RunSpec) -> list[str]:
     return [member.name for member in members(spec)]
 
 
+def step_overlap(spec: RunSpec) -> int:
+    """Return the steps by which training runs ahead of its newest version: 0 or 1."""
+    return 0 if spec.learner.islands is None else spec.learner.islands.overlap
+
+
 def island_spec(spec: RunSpec, name: str) -> RunSpec:
     """Return the spec by which one island trains, as if it were the only learner.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from runspec.core.models.config import ModelConfig
+from runspec.core.spec.islands import step_overlap
 from runspec.estimate.assumed import changed_share
 from runspec.estimate.broadcast import arrivals, version_size
 from runspec.estimate.speed import step_seconds
@@ -16,20 +17,23 @@ from runspec.lint.rules.relays import graph_is_sound
 def versions_kept(context: Context) -> Iterator[Violation]:
     """Versions must be kept as long as rollouts of them are sampled and checked.
 
-        keep_versions >= async_level + 2
+        keep_versions >= async_level + overlap + 2
 
     While step s is trained, rollouts of the versions s - async_level to s may train in it: that is
     async_level + 1 versions that workers fetch and validators recompute with. One more is being
-    published meanwhile. With fewer a version is removed under those who need it.
+    published meanwhile. With `learner.islands.overlap` version s itself is still being made, one
+    step longer. With fewer a version is removed under those who need it.
     """
-    needed = context.spec.grpo.async_level + 2
-    kept = context.spec.broadcast.keep_versions
+    spec = context.spec
+    level, overlap = spec.grpo.async_level, step_overlap(spec)
+    needed, kept = level + overlap + 2, spec.broadcast.keep_versions
     if kept < needed:
         yield Violation(
             ("broadcast", "keep_versions"),
-            f"{kept} is less than async_level + 2 = {needed}: a version would be removed while "
-            "rollouts of it are sampled and checked",
-            numbers={"keep_versions": kept, "async_level": context.spec.grpo.async_level},
+            f"{kept} is less than async_level + {'overlap + ' if overlap else ''}2 = {needed}: a "
+            "version would be removed while rollouts of it are sampled and checked",
+            numbers={"keep_versions": kept, "async_level": level}
+            | ({"overlap": overlap} if overlap else {}),
             suggestion=f"keep_versions: {needed}",
         )
 
@@ -60,20 +64,22 @@ def lease_outlasts_step(context: Context) -> Iterator[Violation]:
 def broadcast_time(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """A version must reach its slowest worker within the lag that is allowed.
 
-        broadcast_s <= async_level x step_s
+        broadcast_s <= (async_level - overlap) x step_s
 
     The step that trains a rollout is at most `async_level` after the version that sampled it. Where
     a version travels longer than that many steps last, the worker at the end of the slowest
     declared path always samples too late: its rollouts expire, or the learner waits. A version of
     P parameters has 2 P bytes (4 P in float32), its delta as many as changed elements take
     (`runspec.estimate.broadcast`), sent over the links that `download` and `upload` declare,
-    cut-through and shared (`runspec.estimate.broadcast`); step_s is the longer of training and
+    cut-through and shared (`runspec.estimate.broadcast`). `overlap` is `learner.islands.overlap`,
+    with which a step begins before its version is made; step_s is the longer of training and
     sampling, neither waiting (`runspec.estimate.speed`). INTELLECT-2
     (arXiv 2505.07291): 14 minutes for 62 GB, steps of 22, async level 2. Silent where no link is
-    declared, a speed is not known, or async_level is 0 and every step waits by intent.
+    declared, a speed is not known, or no lag is left and every step waits by intent.
     """
-    spec, level = context.spec, context.spec.grpo.async_level
-    if level == 0 or not graph_is_sound(spec):
+    spec = context.spec
+    level = spec.grpo.async_level - step_overlap(spec)
+    if level <= 0 or not graph_is_sound(spec):
         return
     size = version_size(spec, config)
     reached = arrivals(spec, size.follower)
@@ -90,7 +96,7 @@ def broadcast_time(context: Context, config: ModelConfig) -> Iterator[Violation]
             "version_bytes": round(size.follower),
             "rate_bytes_s": round(slowest.rate),
             "broadcast_s": float(f"{slowest.seconds:.4g}"),
-            "async_level": level,
+            "async_level": spec.grpo.async_level,
             "step_s": float(f"{step_s:.4g}"),
         },
         suggestion=("broadcast.format: delta, " if helps else "")
@@ -183,7 +189,7 @@ def whole_versions(context: Context, config: ModelConfig) -> Iterator[Violation]
     step_s = step_seconds(spec, config) if reached else None
     if step_s is None or not with_deltas[-1].seconds <= step_s < reached[-1].seconds:
         return
-    slowest, level = reached[-1], spec.grpo.async_level
+    slowest, level = reached[-1], spec.grpo.async_level - step_overlap(spec)
     if 0 < level * step_s < slowest.seconds:
         return
     yield Violation(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from runspec.core.spec.documents import COLUMNS, GENERATED, PARAMS, is_generated
+from runspec.core.spec.islands import members
 from runspec.core.spec.schema import Source
 from runspec.core.spec.schema_fields import close_match
 from runspec.lint.registry import Context, Violation, rule
@@ -15,28 +16,35 @@ _LEAST = {**dict.fromkeys(GENERATED, 1), "seed": 0}
 
 @rule("tokens-per-update", "algorithm", runs="supervised")
 def tokens_per_update(context: Context) -> Iterator[Violation]:
-    """An update must be whole microbatches.
+    """An update must be whole microbatches of every island.
 
-        tokens_per_update = n x packing.tokens x packing.rows,  n whole
+        tokens_per_update = n x islands x packing.tokens x packing.rows,  n whole
 
     `packing.rows` rows of `packing.tokens` positions are a microbatch, the shape for which the
-    program is compiled. An update adds the gradients of n of them. METAGENE-1 (arXiv 2501.02045):
-    30,720 sequences of 128 tokens, 3.9 million tokens an update.
+    program is compiled. An update adds the gradients of n of them. Islands have equal parts of an
+    update, each in microbatches of its own `rows`; one learner is one island. METAGENE-1 (arXiv
+    2501.02045): 30,720 sequences of 128 tokens, 3.9 million tokens an update.
     """
-    supervised, packing = context.spec.supervised, context.spec.learner.packing
-    assert supervised is not None
-    asked, microbatch = supervised.tokens_per_update, packing.tokens * packing.rows
-    if asked % microbatch:
+    spec, packing = context.spec, context.spec.learner.packing
+    assert spec.supervised is not None
+    asked, islands = spec.supervised.tokens_per_update, members(spec)
+    count = max(len(islands), 1)
+    for rows in sorted({member.rows or packing.rows for member in islands} or {packing.rows}):
+        least = count * packing.tokens * rows
+        if asked % least == 0:
+            continue
+        of = f"{count} islands x " if islands else ""
         yield Violation(
             ("algorithm", "tokens_per_update"),
-            f"{asked} is no multiple of packing.tokens {packing.tokens} x rows {packing.rows} = "
-            f"{microbatch}",
+            f"{asked} is no multiple of {of}packing.tokens {packing.tokens} x rows {rows} = "
+            f"{least}",
             numbers={
                 "tokens_per_update": asked,
                 "packing.tokens": packing.tokens,
-                "packing.rows": packing.rows,
-            },
-            suggestion=f"{max(round(asked / microbatch), 1) * microbatch}",
+                "packing.rows": rows,
+            }
+            | ({"islands": count} if islands else {}),
+            suggestion=f"{max(round(asked / least), 1) * least}",
         )
 
 

@@ -103,6 +103,30 @@ BREACHES = [
     (DOCUMENTS, ["algorithm.kind=sft",
                  "data.sources={reads: null, mine: {kind: jsonl, uri: 'https://example.org/a'}}"],
      "chat-template", "model.tokenizer.hf", "error"),
+    # Islands.
+    (DOCUMENTS, ["learner.islands.members=[{name: a}, {name: b, rows: 6}]",
+                 "algorithm.tokens_per_update=1024"],
+     "tokens-per-update", "algorithm.tokens_per_update", "error"),
+    (DOCUMENTS, ["learner.islands.count=3"],
+     "tokens-per-update", "algorithm.tokens_per_update", "error"),
+    (DOCUMENTS, ["learner.islands.members=[{name: a}, {name: b, mesh: {fsdp: 4}}]"],
+     "mesh-fits", "learner.islands.members.b.mesh", "error"),
+    (DOCUMENTS, ["learner.islands.members=[{name: a}, {name: b, hardware: {kind: mine, count: 2}}]"],
+     "unknown-hardware", "learner.islands.members.b.hardware.kind", "warning"),
+    (DOCUMENTS, ["learner.islands.members=[{name: a}, {name: b, hosts: 3}]"],
+     "hosts-divide", "learner.islands.members.b.hosts", "error"),
+    (DOCUMENTS, ["learner.islands.count=2", "learner.mesh.fsdp=4"],
+     "mesh-fits", "learner.mesh", "error"),
+    (BASE, ["learner.islands={count: 2, overlap: 1}", "algorithm.old_logprobs=sampler",
+            "broadcast.keep_versions=4"],
+     "versions-kept", "broadcast.keep_versions", "error"),
+    (BASE, ["learner.islands={count: 2, overlap: 1}",
+            "algorithm={old_logprobs: sampler, async_level: 0}"],
+     "island-overlap", "algorithm.async_level", "error"),
+    (BASE, ["learner.islands.members=[{name: pool}, {name: b}]",
+            "samplers={pool: null, island-b: {trust: trusted, hardware: {kind: cpu, count: 1},"
+            " dtype: float32, max_model_len: 96, max_new_tokens: 48}}"],
+     "role-clash", "samplers.island-b", "error"),
 ]  # fmt: skip
 SILENT = [
     # CISPO's weight may go without a lower bound.
@@ -144,6 +168,8 @@ SILENT = [
     (DOCUMENTS, ["reward=[]", "samplers=[]", "verify={validators: 0, prefill_share: 1.0}",
                  "data.max_prompt_tokens=2048"]),
     (BASE, ["data.sources.words.weight=1.0"]),
+    (DOCUMENTS, ["learner.islands.members=[{name: a}, {name: b, rows: 2}]"]),
+    (BASE, ["learner.islands={count: 2, quorum: 1}"]),
 ]  # fmt: skip
 
 

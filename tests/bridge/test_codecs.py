@@ -1,0 +1,219 @@
+"""Codecs of shares: bounded errors, exact sizes, the same bytes again, hostile bytes refused."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.codecs import LARGEST, LEVELS, SEGMENT, Kind, MalformedShare, codec
+
+KINDS: list[Kind] = list(get_args(Kind))
+SCALED = [kind for kind in KINDS if kind != "float32"]
+BLOCK = {"float16": 1024, "int8": 256, "int4": 128, "sparse": 4096}
+HALF_STEP = {"float16": 2.0**-12, "int8": 0.5 / 127, "int4": 0.5 / 7}
+"""Largest error of an element, in units of its block's largest."""
+
+
+def vector(n: int, scale: float = 1.0, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    # Blocks of very different size, as the layers of a model are.
+    sizes = np.exp(3 * rng.standard_normal(n // 100 + 1)).repeat(100)[:n]
+    return (scale * sizes * rng.standard_normal(n)).astype(np.float32)
+
+
+def block_maxima(x: np.ndarray, block: int) -> np.ndarray:
+    """The largest |x| of the block of each element."""
+    filled = np.pad(np.abs(x), (0, -len(x) % block)).reshape(-1, block)
+    return filled.max(axis=1).repeat(block)[: len(x)]
+
+
+def sparse_by_hand(x: np.ndarray) -> np.ndarray:
+    """What a sparse share says, block by block and element by element."""
+    out = np.zeros_like(x)
+    for start in range(0, len(x), 4096):
+        block = x[start : start + 4096]
+        largest = np.abs(block).max()
+        for at in np.argsort(-np.abs(block), kind="stable")[:LARGEST]:
+            level = LEVELS[np.abs(np.abs(block[at]) / largest - LEVELS).argmin()]
+            out[start + at] = np.sign(block[at]) * level * largest
+    return out
+
+
+@pytest.mark.parametrize("n", [1, 2, 63, 129, 4095, 4096, 4097, 30_001])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vector_of_any_length_comes_back_within_the_codecs_error(kind: Kind, n: int) -> None:
+    x, each = vector(n), codec(kind)
+    data = each.encode(x)
+    assert len(data) == each.size(n)
+    y = each.decode(data, n)
+    assert y.dtype == np.float32
+    if kind == "float32":
+        np.testing.assert_array_equal(x, y)
+    elif kind == "sparse":
+        np.testing.assert_allclose(y, sparse_by_hand(x), rtol=1e-6)
+    else:
+        error = np.abs(x - y)
+        assert (error <= 1.00001 * HALF_STEP[kind] * block_maxima(x, BLOCK[kind])).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "bytes_of"),
+    [
+        ("float32", lambda n: 4 * n),
+        ("float16", lambda n: 2 * n + 4 * -(-n // 1024)),
+        ("int8", lambda n: n + 4 * -(-n // 256)),
+        ("int4", lambda n: -(-n // 2) + 4 * -(-n // 128)),
+        ("sparse", lambda n: 132 * -(-n // 4096)),
+    ],
+)
+def test_bytes_are_those_of_the_format(kind: Kind, bytes_of: object) -> None:
+    assert [codec(kind).size(n) for n in (1, 4097, 10**9)] == [
+        bytes_of(n)
+        for n in (1, 4097, 10**9)  # type: ignore[operator]
+    ]
+
+
+def test_sparse_shares_are_at_most_a_hundredth_of_float32() -> None:
+    assert codec("sparse").size(100_000) < codec("float32").size(100_000) / 100
+
+
+def test_bytes_lie_as_the_format_says() -> None:
+    # given a block of each codec, whose elements and scales are exact
+    x = np.zeros(1024, np.float32)
+    x[[0, 1, 2]] = [127.0, -1.0, 2.5]
+    scales = np.frombuffer(codec("int8").encode(x), "<f4", 4)
+    values = np.frombuffer(codec("int8").encode(x), "i1", offset=16)
+    # then 2.5 is rounded half to even
+    assert scales.tolist() == [1, 0, 0, 0] and values[:3].tolist() == [127, -1, 2]
+    half = codec("float16").encode(x)
+    assert np.frombuffer(half, "<f4", 1) == 127
+    assert np.frombuffer(half, "<f2", offset=4)[0] == 1
+    nibbles = codec("int4").encode(x * np.float32(7 / 127))
+    assert nibbles[4 * 8] == (15 | 8 << 4)  # 7, and -0.06 as 0, each + 8
+    sparse = np.frombuffer(codec("sparse").encode(x[::-1]), "<u2", offset=4)
+    # 61 zeros come first, then the elements at 1021, 1022 and 1023: 2.5 and -1 are below half of
+    # the lowest level
+    assert sparse.tolist() == [*(i << 4 for i in range(61)), 1021 << 4, 1022 << 4, 1023 << 4 | 7]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_segments_do_not_show(kind: Kind) -> None:
+    # given a vector longer than a segment
+    x, each = vector(SEGMENT + 5000), codec(kind)
+    y = each.decode(each.encode(x), len(x))
+    # then the second segment decodes as it does alone
+    np.testing.assert_array_equal(
+        y[SEGMENT:], each.decode(each.encode(x[SEGMENT:]), len(x) - SEGMENT)
+    )
+    np.testing.assert_array_equal(y[:SEGMENT], each.decode(each.encode(x[:SEGMENT]), SEGMENT))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_bounded_by_the_result_and_a_segment(kind: Kind) -> None:
+    x, each = vector(8 * SEGMENT), codec(kind)
+    tracemalloc.start()
+    data = each.encode(x)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.reset_peak()
+    for _, part in each.parts(data, len(x)):
+        del part
+    decoding = tracemalloc.get_traced_memory()[1] - len(data)
+    tracemalloc.stop()
+    # Encoded segments are joined: twice their size.
+    assert most < 2 * len(data) + 8 * 4 * SEGMENT
+    assert decoding < 8 * 4 * SEGMENT
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_tiny_blocks_are_zero_and_huge_ones_are_exact_enough(kind: Kind) -> None:
+    each = codec(kind)
+    # given blocks whose scale would be subnormal, and blocks of very large elements
+    tiny = np.full(4096, 1e-44, np.float32)
+    np.testing.assert_array_equal(each.decode(each.encode(tiny), 4096), 0)
+    huge = np.zeros(4096, np.float32)
+    huge[::64] = 1e38
+    found = each.decode(each.encode(huge), 4096)
+    np.testing.assert_allclose(found, huge, rtol=1e-6)
+
+
+def test_equal_elements_are_taken_in_their_order() -> None:
+    # given many equal ones, and a few larger ones at the end
+    x = np.ones(3 * 4096, np.float32)
+    x[4096 - 3 : 4096] = -2
+    x[2 * 4096 :] = 0
+    found = codec("sparse").decode(codec("sparse").encode(x), len(x)).reshape(3, 4096)
+    # then the larger ones are there, and of the equal ones the first
+    assert (found[0, -3:] == -2).all() and (found[0, :61] != 0).all()
+    assert np.count_nonzero(found[0]) == LARGEST
+    assert (found[1, :64] == 1).all() and np.count_nonzero(found[1]) == LARGEST
+    assert not found[2].any()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_that_are_not_finite_are_refused(kind: Kind, value: float) -> None:
+    each = codec(kind)
+    x = vector(5000)
+    data = bytearray(each.encode(x))
+    x[4500] = value
+    with pytest.raises(MalformedShare, match="not finite"):
+        each.encode(x)
+    # and from others: as a scale, or as a value
+    data[:4] = np.array([value], "<f4").tobytes()
+    with pytest.raises(MalformedShare, match="not finite"):
+        each.decode(bytes(data), 5000)
+    if kind == "float16":
+        data = bytearray(each.encode(vector(5000)))
+        data[-2:] = np.array([value], "<f2").tobytes()
+        with pytest.raises(MalformedShare, match="not finite"):
+            each.decode(bytes(data), 5000)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_length_is_refused(kind: Kind) -> None:
+    each = codec(kind)
+    data = each.encode(vector(5000))
+    for wrong in (b"", data[:-1], data + b"\0"):
+        with pytest.raises(MalformedShare, match=rf"5000 elements as {kind} has {len(data)} bytes"):
+            each.decode(wrong, 5000)
+
+
+def test_indices_that_do_not_rise_are_refused() -> None:
+    data = bytearray(codec("sparse").encode(vector(4096)))
+    data[6:8] = data[4:6]
+    with pytest.raises(MalformedShare, match="do not rise"):
+        codec("sparse").decode(bytes(data), 4096)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.sampled_from(KINDS), st.integers(1, 300), st.data())
+def test_any_bytes_decode_to_finite_numbers_or_are_refused(
+    kind: Kind, n: int, draw: st.DataObject
+) -> None:
+    each = codec(kind)
+    data = draw.draw(st.binary(min_size=each.size(n), max_size=each.size(n)))
+    try:
+        x = each.decode(data, n)
+    except MalformedShare:
+        return
+    assert x.shape == (n,) and np.isfinite(x).all()
+
+
+def test_plain_float16_loses_the_deltas_of_rl_and_a_scaled_one_does_not() -> None:
+    # given the deltas of four updates at RL's learning rate: at most lr an element each
+    rng = np.random.default_rng(0)
+    x = (3e-7 * rng.uniform(-1, 1, (4, 100_000)).sum(axis=0)).astype(np.float32)
+    plain = x.astype(np.float16).astype(np.float32)
+    ours = codec("float16").decode(codec("float16").encode(x), len(x))
+
+    def error(y: np.ndarray) -> float:
+        return float(np.linalg.norm(x - y) / np.linalg.norm(x))
+
+    # then plain float16 has them among its subnormal numbers, 6e-8 apart, and many become 0
+    assert error(plain) > 0.02 and (plain == 0).mean() > 0.03
+    assert error(ours) < 3e-4 and (ours == 0).mean() < 1e-4
