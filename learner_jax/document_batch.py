@@ -14,6 +14,7 @@ from learner_jax.manifests import RangeReader, manifest_digest
 from learner_jax.packing import TokenBatch
 from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.run_files import corpus_cache, initial_model
+from verify.formats.islands import IslandShare
 from verify.formats.ranges import RangeManifest, RowRange
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
 
@@ -110,7 +111,8 @@ def decode_documents(data: bytes) -> DocumentBatch:
     columns = _columns(data)
     said = parse_object(columns["manifest"][0].encode(), max_bytes=len(data))
     rows = RowRange(**said.pop("rows"))
-    return DocumentBatch(RangeManifest(**said, rows=rows), _rows(columns))
+    shares = [IslandShare(**share) for share in said.pop("shares")]
+    return DocumentBatch(RangeManifest(**said, rows=rows, shares=shares), _rows(columns))
 
 
 def _columns(data: bytes) -> dict[str, list]:

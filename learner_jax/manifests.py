@@ -23,6 +23,7 @@ from runspec.core.run_files import step_folder
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from verify.formats.batch import FILE_NAME, BatchManifest
+from verify.formats.islands import without_empty_shares
 from verify.formats.ranges import MAX_BYTES as MAX_RANGES_BYTES
 from verify.formats.ranges import RangeManifest, open_ranges, rows_per_step
 
@@ -34,7 +35,7 @@ M = TypeVar("M", BatchManifest, RangeManifest)
 
 def manifest_digest(manifest: BatchManifest | RangeManifest) -> str:
     """BLAKE3 of a manifest's canonical JSON, without its signature."""
-    return digest_bytes(canonical_json(asdict(manifest)))
+    return digest_bytes(canonical_json(without_empty_shares(asdict(manifest))))
 
 
 class StopSignal(Protocol):

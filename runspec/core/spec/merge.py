@@ -30,6 +30,7 @@ _OBJECTS = {
     "reward": "reward term",
     "samplers": "pool",
     "broadcast.relays": "relay",
+    "learner.islands.members": "island",
     "secrets": "secret",
     "verify.profiles": "profile",
 }

@@ -11,6 +11,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from runspec.core.spec.fields import RESTART, SITE, Block, FloatType, Name, Steps
+from runspec.core.spec.schema.learner import (
+    Attention,
+    Hardware,
+    IslandMember,
+    Islands,
+    Learner,
+    Lora,
+    Mesh,
+    Outer,
+    Packing,
+    Remat,
+    ShareCodec,
+)
 from runspec.core.spec.schema.model import (
     Data,
     Model,
@@ -44,22 +57,15 @@ from runspec.core.spec.schema.training import (
     Advantage,
     Algorithm,
     AnyAlgorithm,
-    Attention,
     Clip,
     Fill,
     Filters,
     Grpo,
-    Hardware,
     HeldOut,
     Importance,
     Kl,
-    Learner,
-    Lora,
-    Mesh,
     Optimizer,
-    Packing,
     Pretrain,
-    Remat,
     Sft,
     Supervised,
     ZLoss,

@@ -23,7 +23,7 @@ from runspec.core.spec.fields import (
     Tokens,
     Unit,
 )
-from runspec.core.spec.schema.training import Hardware
+from runspec.core.spec.schema.learner import Hardware
 
 
 class Parallel(Block):
