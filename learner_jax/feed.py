@@ -55,7 +55,9 @@ def encode_batch(batch: Batch) -> bytes:
     names = [field.name for field in fields(TrainingRollout)]
     columns = {name: [getattr(rollout, name) for rollout in rollouts] for name in names}
     columns["manifest"] = [canonical_json(asdict(batch.manifest)).decode()] * len(rollouts)
-    columns["group"] = [number for number, group in enumerate(batch.groups, batch.first) for _ in group]
+    columns["group"] = [
+        number for number, group in enumerate(batch.groups, batch.first) for _ in group
+    ]
     return encode_table(columns, SCHEMA)
 
 

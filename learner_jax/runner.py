@@ -122,7 +122,9 @@ def train(
                 state = result.state
                 clock.trained()
             try:
-                state = island.end_step(step, state, None if batch is None else recipe.weight(batch))
+                state = island.end_step(
+                    step, state, None if batch is None else recipe.weight(batch)
+                )
             except Stopped:
                 if not island.sent(step):
                     log.info("stopped in step %d, which will be trained again", step)

@@ -1,7 +1,7 @@
 """The exchange of one island with the others: it offers a share, and gets what a record names.
 
 One thread waits for records and fetches shares, so that an island may train meanwhile. Everything
-here is numpy and HTTP; the collective parts are in `island`.
+here is numpy and HTTP, in process 0; the collective parts are in `island`.
 """
 
 from __future__ import annotations
@@ -11,44 +11,36 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from bridge.codecs import Codec
-from learner_jax.islands.outer import weighted_mean
+from broadcast.store import AlreadyPublished
+from learner_jax.islands.outer import OuterState, weighted_mean
 from learner_jax.islands.state import Flat
+from learner_jax.islands.transport import ShareFetcher, ShareStore
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
-from verify.formats.islands import CommitRecord, Contribution, ShareOffer, sign_offer
-from verify.island_client import Committed, IslandClient
+from verify.formats.islands import CommitRecord, Contribution, ShareOffered, sign_offer
+from verify.island_client import IslandClient
 
 WAIT_S = 20.0
 """Seconds that the coordinator may hold a question for a record."""
 FETCH_S = 1800.0
-"""Seconds that a share may take to arrive."""
+"""Seconds that the shares of a step may take to arrive."""
 REPORT_EVERY_S = 30.0
+KEPT_STATES = 2
+"""Outer states in this island's store, for islands that join, with all shares since the oldest."""
+_CANCEL_EVERY_S = 0.1
+_REJOIN = "remove this island's folder and its store, so that it joins anew"
 
 
 class Stopped(Exception):  # noqa: N818 it is no error
     """This process was told to end while it waited for the others."""
-
-
-class Shares(Protocol):
-    """Where shares lie: this island's own store, and the servers of the others."""
-
-    def own(self, step: int) -> tuple[bytes, str] | None:
-        """Return this island's share of a step and its manifest's digest, if it is stored."""
-
-    def put(self, step: int, data: bytes) -> str:
-        """Store this island's share of a step; return its manifest's digest."""
-
-    def fetch(self, step: int, share: Contribution, deadline_s: float) -> bytes:
-        """Return another island's share, checked against the digest of its contribution."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,8 @@ class Exchange(AbstractContextManager["Exchange"]):
     """n: elements of a share."""
     min_cosine: float | None
     client: IslandClient
-    shares: Shares
+    store: ShareStore
+    fetcher: ShareFetcher
     stop: threading.Event
     """Set when this process is told to end."""
     log: logging.Logger
@@ -97,11 +90,59 @@ class Exchange(AbstractContextManager["Exchange"]):
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="exchange")
     )
     _settling: tuple[int, Future[Settled]] | None = None
+    _ended: threading.Event = field(default_factory=threading.Event)
+    _own: tuple[int, bytes] | None = None
+    """The last share that was offered, with its step."""
+
+    def publish_outer(self, version: int, outer: OuterState) -> None:
+        """Store an outer state for islands that join; remove those that are older than they need.
+
+        Raises:
+            UserError: the store cannot be written.
+        """
+        try:
+            self.store.put_outer(version, outer.theta, outer.momentum)
+        except AlreadyPublished as there:
+            raise UserError(
+                f"the outer state of version {version} was published with other contents",
+                place=there.place,
+                remedy=_REJOIN,
+            ) from there
+        self.store.keep(KEPT_STATES)
+        self.client.hello(self.url, version, outer.digest())
+
+    def fetch_outer(self) -> tuple[int, OuterState]:
+        """Return the newest outer state that another island has stored, and its version.
+
+        Raises:
+            Stopped: this process was told to end before there was one.
+            UserError: it did not arrive, or is not the one that was announced.
+        """
+        begun, report_at = time.monotonic(), REPORT_EVERY_S
+        while True:
+            found = [each for each in self.client.islands() if each.island != self.island]
+            if found:
+                newest = max(found, key=lambda each: each.version)
+                theta, momentum = self.fetcher.fetch_outer(
+                    newest.island,
+                    newest.url,
+                    newest.version,
+                    digest=newest.digest,
+                    size=self.size,
+                    deadline_s=FETCH_S,
+                )
+                return newest.version, OuterState(np.array(theta), np.array(momentum))
+            if self.stop.wait(1.0):
+                raise Stopped
+            waited = time.monotonic() - begun
+            if waited >= report_at:
+                self.log.info("%.0f s waiting for an island that has the outer state", waited)
+                report_at = waited + REPORT_EVERY_S
 
     def offer(self, step: int, base: str, data: bytes, weight: float, norm: float) -> None:
         """Store a share and tell the coordinator of it.
 
-        A share that this island stored before is offered again in the place of `data`: others may
+        Where this island stored another share of the step before, that one counts: the others may
         have it already.
 
         Args:
@@ -115,14 +156,18 @@ class Exchange(AbstractContextManager["Exchange"]):
             UserError: the store cannot be written, or the coordinator refuses the offer because
                 outer states or documents differ.
         """
-        before = self.shares.own(step)
-        if before is not None:
-            if before[0] != data:
-                self.log.info("step %d: the share that was offered before stays", step)
-            data, manifest = before
-        else:
-            manifest = self.shares.put(step, data)
-        offer = ShareOffer(
+        try:
+            manifest = self.store.put_share(step, data)
+        except AlreadyPublished as there:
+            before = self.store.share(step)
+            if before is None:
+                raise
+            self.log.warning(
+                "step %d: trained again, it gives another share: the first stays", step
+            )
+            data, manifest = before, there.manifest_digest
+        self._own = step, data
+        offer = ShareOffered(
             run=self.run,
             step=step,
             island=self.island,
@@ -135,8 +180,8 @@ class Exchange(AbstractContextManager["Exchange"]):
             weight=weight,
             norm=norm,
         )
-        if self.client.offer(sign_offer(offer, self.key)) is Committed.WITHOUT:
-            self.log.warning("step %d is committed without this island's share", step)
+        if not self.client.offer(step, sign_offer(offer, self.key)):
+            self.log.info("step %d is committed already", step)
 
     def record(self, step: int) -> CommitRecord | None:
         """Return the record of a step if there is one already."""
@@ -150,7 +195,7 @@ class Exchange(AbstractContextManager["Exchange"]):
         """Return what `settle` waited for.
 
         Raises:
-            Stopped: this process was told to end; `settle` begins anew.
+            Stopped: this process was told to end.
             UserError: a share cannot be had, or is not what its island signed.
         """
         if self._settling is None or self._settling[0] != step:
@@ -167,9 +212,11 @@ class Exchange(AbstractContextManager["Exchange"]):
         self.client.result(step, digest)
 
     def __exit__(self, *error: object) -> None:
-        self.stop.set()
-        self._thread.shutdown(wait=True)
-        self.client.close()
+        self._ended.set()
+        while self._settling and not wait([self._settling[1]], _CANCEL_EVERY_S).done:
+            self.fetcher.cancel()
+        self._thread.shutdown()
+        self.fetcher.close()
 
     def _settle(self, step: int) -> Settled:
         begun = time.monotonic()
@@ -179,13 +226,7 @@ class Exchange(AbstractContextManager["Exchange"]):
                 f"the record of step {step} is of codec {record.codec}",
                 remedy="apply the same spec to every island",
             )
-        data = dict(
-            zip(
-                (each.island for each in record.contributors),
-                self._gather(step, record.contributors),
-                strict=True,
-            )
-        )
+        data = self._gather(step, record.contributors)
         weights = {each.island: each.weight for each in record.contributors}
         mean = self._mean(data, weights)
         cosines = self._cosines(data, weights, mean)
@@ -198,7 +239,7 @@ class Exchange(AbstractContextManager["Exchange"]):
     def _await_record(self, step: int) -> CommitRecord:
         begun, report_at = time.monotonic(), REPORT_EVERY_S
         while True:
-            if self.stop.is_set():
+            if self.stop.is_set() or self._ended.is_set():
                 raise Stopped
             answer = self.client.record(step, wait_s=WAIT_S)
             if answer.record is not None:
@@ -209,17 +250,33 @@ class Exchange(AbstractContextManager["Exchange"]):
                 self.log.info("step %d: %.0f s waiting for the shares of %s", step, waited, names)
                 report_at = waited + REPORT_EVERY_S
 
-    def _gather(self, step: int, contributors: Sequence[Contribution]) -> list[bytes]:
-        """Return the shares of a record, in its order; those of others at once."""
-        with ThreadPoolExecutor(max(1, len(contributors)), "share") as threads:
-            return list(threads.map(lambda share: self._share(step, share), contributors))
+    def _gather(self, step: int, contributors: Sequence[Contribution]) -> dict[str, bytes]:
+        """Return the shares of a record, in its order; those of others are fetched at once."""
+        others = [each for each in contributors if each.island != self.island]
+        try:
+            fetched = self.fetcher.fetch_shares(step, others, FETCH_S)
+        except CancelledError as error:
+            raise Stopped from error
+        found = {each.island: data for each, data in zip(others, fetched, strict=True)}
+        return {
+            each.island: bytes(found[each.island])
+            if each.island in found
+            else self._own_share(step, each)
+            for each in contributors
+        }
 
-    def _share(self, step: int, share: Contribution) -> bytes:
-        if share.island == self.island:
-            own = self.shares.own(step)
-            if own is not None and digest_bytes(own[0]) == share.share:
-                return own[0]
-        return self.shares.fetch(step, share, FETCH_S)
+    def _own_share(self, step: int, share: Contribution) -> bytes:
+        """Return this island's share as it was offered, also by a process before this one."""
+        own = self._own[1] if self._own is not None and self._own[0] == step else None
+        if own is None or digest_bytes(own) != share.share:
+            own = self.store.share(step)
+        if own is None or digest_bytes(own) != share.share:
+            raise UserError(
+                f"step {step}: this island's own share is not the one that it offered",
+                place=self.url,
+                remedy=_REJOIN,
+            )
+        return own
 
     def _mean(self, data: Mapping[str, bytes], weights: Mapping[str, float]) -> Flat:
         decoded = (self.codec.decode(each, self.size) for each in data.values())
@@ -249,7 +306,8 @@ class Exchange(AbstractContextManager["Exchange"]):
         refused = frozenset(i for i, cosine in cosines.items() if cosine < self.min_cosine)
         if refused and refused == cosines.keys():
             raise UserError(
-                f"step {step}: no two shares point the same way: {dict(cosines)}",
+                f"step {step}: every share's cosine to the others is below the bound: "
+                + ", ".join(f"{island} {cosine:.3f}" for island, cosine in cosines.items()),
                 place="learner.islands.min_cosine",
                 remedy="lower the bound, or see what the islands train on",
             )

@@ -7,9 +7,11 @@ gives it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,29 +24,116 @@ from learner_jax.distributed import LearnerRun, Peers
 from learner_jax.islands.exchange import Exchange, Settled, Stopped
 from learner_jax.islands.outer import OuterState, outer_update
 from learner_jax.islands.state import Flat, IslandState
+from learner_jax.islands.transport import ShareFetcher, ShareStore
 from learner_jax.leaves import HostLeaves, leaf_path
 from learner_jax.step import Programs, TrainState
 from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.keys import SigningKey
+from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.spec.schema import Islands
+from verify.island_client import IslandClient
 
 
-@dataclass(frozen=True)
-class Commit:
-    """One commit as an island saw it."""
+class Member(Protocol):
+    """What the learner's loop asks of an island; every method is collective over its processes."""
 
     version: int
-    contributors: tuple[str, ...]
-    dropped: tuple[str, ...]
-    cosine: float | None
-    """Of this island's share and the mean of the others; None if it has no part in the commit."""
-    received: int
-    """Bytes of shares from the others."""
-    settle_s: float
-    """Seconds from the question for the record to the mean."""
+    """Newest committed version."""
+    joined: bool
+    """Whether it began at an outer state of another island."""
+    last: dict[str, Any] | None
+    """What a step's line of metrics says of the last commit; None for a run with one learner."""
+
+    def begin(
+        self, state: TrainState, step: int, stored: Mapping[str, np.ndarray]
+    ) -> tuple[TrainState, int]:
+        """Return the state and the step in which the loop begins.
+
+        Args:
+            state: of the newest full state, or of version 0.
+            step: its number.
+            stored: arrays beside the full state; empty at version 0.
+
+        Raises:
+            Stopped: this process was told to end while it waited.
+        """
+
+    def sits_out(self, step: int) -> bool:
+        """Return whether a step is committed without this island: it need not train it."""
+
+    def end_step(self, step: int, state: TrainState, weight: float | None) -> TrainState:
+        """Give this island's share of a step, and follow the commits that are due.
+
+        Args:
+            step: the step that ends.
+            state: the training state after it; of a step that the island sat out, before it.
+            weight: loss denominator of what was trained; None where the island sat the step out.
+
+        Returns:
+            The state in which the next step begins.
+
+        Raises:
+            Stopped: this process was told to end while it waited.
+        """
+
+    def sent(self, step: int) -> bool:
+        """Return whether the share of a step is sent and its record has not come.
+
+        A full state may be written then: the next start waits for the record.
+        """
+
+    def settle(self, state: TrainState) -> TrainState:
+        """Follow the record of the step whose share is sent, if there is one.
+
+        Raises:
+            Stopped: this process was told to end while it waited.
+        """
+
+    def weights(self, state: TrainState) -> Any:
+        """Return the masters of the newest committed version."""
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return what a full state stores beside the training state."""
+
+
+class Alone:
+    """The learner of a run without islands: each step is committed as it ends."""
+
+    joined = False
+    last = None
+
+    def __init__(self) -> None:
+        self.version = 0
+
+    def begin(
+        self, state: TrainState, step: int, stored: Mapping[str, np.ndarray]
+    ) -> tuple[TrainState, int]:
+        self.version = step
+        return state, step
+
+    def sits_out(self, step: int) -> bool:
+        return False
+
+    def end_step(self, step: int, state: TrainState, weight: float | None) -> TrainState:
+        self.version = step + 1
+        return state
+
+    def sent(self, step: int) -> bool:
+        return False
+
+    def settle(self, state: TrainState) -> TrainState:
+        return state
+
+    def weights(self, state: TrainState) -> Any:
+        return state.params
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {}
 
 
 class Island:
-    """One island of a run.
+    """One island of a run, as `Member` describes it.
 
     Args:
         run: as this island sees it.
@@ -62,71 +151,85 @@ class Island:
         self._layout = FlatLayout(run.config)
         self._codec: Codec = codec(islands.codec.kind)
         self._state: IslandState | None = None
-        self.last: Commit | None = None
-        """The last commit that was followed."""
-        self.share_bytes = self._codec.size(self._layout.size)
-        self.share_norm = 0.0
-        """L2 norm of this island's last share."""
-
-    # -- State -----------------------------------------------------------------------------------
+        self._norm: float | None = None
+        """L2 norm of the last share; None before the first."""
+        self.joined = False
+        self.last: dict[str, Any] | None = None
 
     @property
     def state(self) -> IslandState:
+        """The outer state, and what is under way."""
         assert self._state is not None, "`begin` was called"
         return self._state
 
-    def begin(self, state: TrainState, stored: Mapping[str, np.ndarray]) -> None:
-        """Take up the outer state of a full state, or make that of version 0.
+    @property
+    def version(self) -> int:
+        return self.state.version
 
-        Args:
-            state: the training state in which the loop begins.
-            stored: arrays beside a full state; empty at version 0.
-        """
+    # -- Beginning -------------------------------------------------------------------------------
+
+    def begin(
+        self, state: TrainState, step: int, stored: Mapping[str, np.ndarray]
+    ) -> tuple[TrainState, int]:
         if stored:
             self._state = IslandState.of_arrays(stored)
-        else:
-            theta = self._flat(state.params)
-            self._state = IslandState.begin(
-                0, OuterState(theta, np.zeros_like(theta)), self._codec
-            )
+            self._announce()
+            # With `overlap` the next step's end follows the record.
+            return state if self._islands.overlap else self.settle(state), step
+        if self._run.trunk:
+            outer = OuterState.initial(self._flat(state.params))
+            self._state = IslandState.begin(0, outer, self._codec)
+            self._announce()
+            return state, step
+        version, outer = self._fetch_outer()
+        self.joined = True
+        self._state = IslandState.begin(version, outer, self._codec)
+        self._announce()
+        if version:
+            return self._rejoin(state, version - 1), version
+        return replace(state, params=self._tree(outer.theta)), 0
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return what a full state stores beside the training state."""
-        return self.state.arrays()
+    def _fetch_outer(self) -> tuple[int, OuterState]:
+        found: list[tuple[int, OuterState]] = []
 
-    def weights(self) -> Any:
-        """Return the committed outer parameters as a tree on the mesh, in the masters' type."""
-        return self._tree(self.state.outer.theta)
+        def fetch() -> int:
+            assert self._exchange is not None, "process 0"
+            try:
+                found.append(self._exchange.fetch_outer())
+            except Stopped:
+                return -1
+            return found[0][0]
+
+        version = self._peers.json_from_first(fetch)
+        if version < 0:
+            raise Stopped
+        own = found[0][1] if found else None
+        theta = self._from_first(own and own.theta)
+        return version, OuterState(theta, self._from_first(own and own.momentum))
+
+    def _announce(self) -> None:
+        """Store the outer state for islands that join."""
+        held = self.state
+
+        def publish() -> None:
+            if self._exchange is not None:
+                self._exchange.publish_outer(held.version, held.outer)
+
+        self._peers.each(publish)
 
     # -- Steps -----------------------------------------------------------------------------------
 
     def sits_out(self, step: int) -> bool:
-        """Return whether a step is committed without this island: it need not train it."""
-
-        def named() -> bool:
+        def left_out() -> bool:
             assert self._exchange is not None, "process 0"
             record = self._exchange.record(step)
             return record is not None and all(
                 each.island != self._name for each in record.contributors
             )
 
-        return bool(self._peers.json_from_first(named))
+        return bool(self._peers.json_from_first(left_out))
 
     def end_step(self, step: int, state: TrainState, weight: float | None) -> TrainState:
-        """Give this island's share of a step, and follow the commits that are due.
-
-        Args:
-            step: the step that ends.
-            state: the training state after it; of a step that the island sat out, before it.
-            weight: loss denominator of what was trained; None where the island sat the step out.
-
-        Returns:
-            The state in which the next step begins.
-
-        Raises:
-            Stopped: this process was told to end; the island's state is that of a step whose share
-                is sent, and `settle` goes on from there.
-        """
         if self._islands.overlap and self.state.sent is not None:
             state, rejoins = self._commit(state)
             if rejoins:
@@ -138,23 +241,29 @@ class Island:
             self._send(step, state, weight)
         return state if self._islands.overlap else self.settle(state)
 
-    def settle(self, state: TrainState) -> TrainState:
-        """Follow the record of the step whose share is sent, if there is one.
+    def sent(self, step: int) -> bool:
+        return self.state.sent is not None and self.state.version == step
 
-        Raises:
-            Stopped: this process was told to end while it waited.
-        """
+    def settle(self, state: TrainState) -> TrainState:
         return state if self.state.sent is None else self._commit(state)[0]
+
+    def weights(self, state: TrainState) -> Any:
+        if self._islands.overlap:
+            return self._tree(self.state.outer.theta)
+        return state.params
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return self.state.arrays()
 
     def _send(self, step: int, state: TrainState, weight: float) -> None:
         held = self.state
         assert held.version == step, "a share is measured from its step's version"
-        self._state, data, self.share_norm = held.send(self._flat(state.params), self._codec)
+        self._state, data, norm = held.send(self._flat(state.params), self._codec)
+        self._norm = norm
 
         def offer() -> None:
             if self._exchange is not None:
-                base, norm = held.outer.digest(), self.share_norm
-                self._exchange.offer(step, base, data, weight, norm)
+                self._exchange.offer(step, held.outer.digest(), data, weight, norm)
                 self._exchange.settle(step)
 
         self._peers.each(offer)
@@ -174,6 +283,8 @@ class Island:
         self._peers.each(report)
         rejoins = sent.offered and not counted
         self._state = held.commit(outer, counted=counted)
+        if self.version % self._run.spec.checkpoints.every == 0:
+            self._announce()
         if rejoins:
             return self._rejoin(state, step), True
         if self._islands.overlap:
@@ -197,18 +308,19 @@ class Island:
                 "counted": one.counted(self._name),
                 "contributors": [each.island for each in one.record.contributors],
                 "dropped": [each.island for each in one.record.dropped],
+                "refused": sorted(one.refused),
+                "share_bytes": self._codec.size(self._layout.size),
+                "received_bytes": one.received,
+                "share_norm": self._norm,
                 "cosine": one.cosines.get(self._name),
-                "received": one.received,
                 "settle_s": one.seconds,
             }
 
         said = self._peers.json_from_first(settled)
         if said.pop("stopped", False):
             raise Stopped
-        counted = said.pop("counted")
-        names = {key: tuple(said.pop(key)) for key in ("contributors", "dropped")}
-        self.last = Commit(step + 1, **names, **said)
-        return self._from_first(found[0].mean if found else None), counted
+        self.last = said
+        return self._from_first(found[0].mean if found else None), said["counted"]
 
     def _check_base(self, step: int, settled: Settled) -> None:
         """Compare the record's outer state with this island's.
@@ -262,6 +374,51 @@ class Island:
         )
 
 
+@contextmanager
+def join(
+    run: LearnerRun, programs: Programs, corpus: str | None, stop: threading.Event
+) -> Iterator[Member]:
+    """Give the loop its island, with a connection to the others for the block's time.
+
+    Args:
+        run: as this island sees it.
+        programs: of the island.
+        corpus: digest of the documents; None for a run that trains on rollouts.
+        stop: set when this process is told to end.
+
+    Raises:
+        UserError: the key or the store cannot be read.
+    """
+    link, islands, peers = run.link, run.spec.learner.islands, run.peers
+    if link is None:
+        yield Alone()
+        return
+    assert islands is not None, "a link is of a run with islands"
+    if not peers.first:
+        yield Island(run, programs, islands, None)
+        return
+    name, root = run.spec.name, run.root_public_key()
+    key = SigningKey.load(link.key)
+    client = IslandClient(link.coordinator, key, run=name, root_public_key=root)
+    roles = read_bounded(run.folder / "keys" / "roles.json", MAX_ROLES_BYTES)
+    with Exchange(
+        run=name,
+        island=link.name,
+        key=key,
+        url=link.share_url,
+        corpus=corpus or "",
+        codec=codec(islands.codec.kind),
+        size=FlatLayout(run.config).size,
+        min_cosine=islands.min_cosine,
+        client=client,
+        store=ShareStore(link.share_store, run=name, key=key, roles=roles),
+        fetcher=ShareFetcher(run=name, root_public_key=root, folder=run.folder / "shares"),
+        stop=stop,
+        log=run.log,
+    ) as exchange:
+        yield Island(run, programs, islands, exchange)
+
+
 def without_moments(state: optax.OptState, updates: int) -> optax.OptState:
     """Return an optimizer's state with zero moments, its schedule at a number of updates.
 
@@ -296,4 +453,3 @@ def broadcast_long(peers: Peers, data: bytes, size: int) -> bytes:
         length = min(LONG_PART_BYTES, size - begin)
         parts.append(peers.broadcast(data[begin : begin + length], length))
     return b"".join(parts)
-
