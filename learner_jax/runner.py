@@ -17,7 +17,6 @@ import json
 import logging
 import threading
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,16 @@ from learner_jax.compile_cache import CompileCounter
 from learner_jax.distributed import LearnerRun, Peers, Word, mesh_devices
 from learner_jax.execution import full_float32
 from learner_jax.fingerprint import fingerprint
-from learner_jax.full_states import StateWriter, find_start
+from learner_jax.full_states import Start, StateWriter, find_start
 from learner_jax.island_link import IslandLink
 from learner_jax.islands.exchange import Stopped
-from learner_jax.islands.island import Member, join
+from learner_jax.islands.island import join
+from learner_jax.islands.member import Member
 from learner_jax.metrics import Clock
-from learner_jax.recipes import Said, Times, recipe_of
+from learner_jax.recipes import Recipe, Said, Times, recipe_of
 from learner_jax.saver import Saver
 from learner_jax.sharding import make_mesh
-from learner_jax.step import Programs, TrainState, build_programs
+from learner_jax.step import Programs, build_programs
 from learner_jax.versions import VersionWriter, build_probe
 from runspec.core.errors import UserError
 from runspec.core.models.config import CONFIG_NAME, ModelConfig, read_config
@@ -67,99 +67,145 @@ def train(
         UserError: no batch in time, an unreadable checkpoint, a damaged file: each named.
         RunStopped: too many updates were not finite, or a replay differs from what was published.
     """
-    peers, compiled = peers or Peers(), CompileCounter()
-    spec, config = _of_run(run_dir, peers)
-    own = spec if link is None else island_spec(spec, link.name)
-
-    full_float32(own.learner.compute_dtype)
-
-    # The mesh, and where to go on.
-    devices = mesh_devices(peers.count, own.learner.mesh.devices)
-    mesh = make_mesh(own.learner.mesh, devices)
-    programs = build_programs(own, config, mesh, island=link is not None)
-    here = peers.json_from_first(lambda: fingerprint(own, mesh))
-    run = LearnerRun(run_dir, spec, config, mesh, here, peers, log, link)
+    peers = peers or Peers()
+    run, programs = _open(run_dir, peers, link, log)
     with Saver(log) as saver, ExitStack() as joined:
         recipe = recipe_of(run, programs, stop)
         start = find_start(run, programs, recipe.reader, recipe.corpus)
         island = joined.enter_context(join(run, programs, recipe.corpus, stop))
         try:
-            state, step = island.begin(start.state, start.step, start.beside)
+            loop = _Loop(run, programs, recipe, start, island, saver)
+            while loop.step < run.spec.steps and loop.advance():
+                pass
         except Stopped:
+            log.info("stopped while it waited for other islands; this step is trained again")
             return
-        base, trained, version = start.base, start.batch, island.version
-        log.info(
-            "version %d on %d devices, %d steps to go%s",
-            *(version, mesh.size, spec.steps - step),
-            ", compiling the step" if step < spec.steps else "",
-        )
-
-        # What is written and read.
-        versions = VersionWriter(run, build_probe(own, config, mesh), saver)
-        states = StateWriter(run, start, versions, saver)
-        published = None
-        if spec.publishes(version):
-            bits = programs.publish(island.weights(state), base)
-            published = versions.start(version, bits, start.published)
-        if island.joined:
-            states.write(step, state, batch=None, beside=island.arrays())
-        if step < spec.steps:
-            recipe.compile(state, start, published)
-            log.info("%s", compiled)
-        clock = Clock()
-        while step < spec.steps:
-            batch = result = None
-            if not island.sits_out(step):
-                try:
-                    batch = recipe.next(step, clock.waited)
-                except UserError:
-                    if peers.agreed is Word.FAILED:  # what is saved now need not be trained again
-                        states.write(step, state, batch=trained, beside=island.arrays())
-                    raise
-                if batch is None:
-                    break
-                result = recipe.train(state, batch, start, published)
-                state = result.state
-                clock.trained()
-            try:
-                state = island.end_step(
-                    step, state, None if batch is None else recipe.weight(batch)
-                )
-            except Stopped:
-                if not island.sent(step):
-                    log.info("stopped in step %d, which will be trained again", step)
-                    return
-                step, trained = step + 1, batch.digest if batch else None
-                break
-            if link is not None:
-                clock.waited("islands")
-            step, trained = step + 1, batch.digest if batch else None
-            if step == spec.steps:
-                state = island.settle(state)
-            if island.version > version:
-                version = island.version
-                weights = partial(_published, programs, island, state, base)
-                if spec.publishes(version):
-                    peers.each(saver.wait)
-                    clock.waited("checkpoint")
-                    published = versions.write(version, weights())
-                recipe.measure(version, weights)
-                clock.trained()
-            if batch is not None:
-                said = Said(versions.difference, island.last)
-                recipe.record(batch, result, Times(*clock.take()), said)
-            if step % spec.checkpoints.every == 0:
-                states.write(step, state, batch=trained, beside=island.arrays())
-            clock.trained()  # writing is work too: nobody was waited for
-        # Also when told to end early.
-        states.write(step, state, batch=trained, beside=island.arrays())
+        loop.save()  # also when told to end early
         peers.each(saver.wait)
-    log.info("%s at version %d", "finished" if step == spec.steps else "stopped", version)
+    done = loop.step == run.spec.steps
+    log.info("%s at version %d", "finished" if done else "stopped", loop.version)
 
 
-def _published(programs: Programs, island: Member, state: TrainState, base: Any | None) -> Any:
-    """The bits of the newest version that is committed."""
-    return programs.publish(island.weights(state), base)
+class _Loop:
+    """The learner between two steps, and what makes one of them.
+
+    Raises:
+        Stopped: this process was told to end before it had the others' outer parameters.
+    """
+
+    def __init__(
+        self,
+        run: LearnerRun,
+        programs: Programs,
+        recipe: Recipe,
+        start: Start,
+        island: Member,
+        saver: Saver,
+    ) -> None:
+        self._run, self._programs, self._recipe = run, programs, recipe
+        self._start, self._island, self._saver = start, island, saver
+        self._state, self.step = island.begin(start.state, start.step, start.beside)
+        self.version = island.version
+        """The newest version that is committed."""
+        self._batch = start.batch
+        """Digest of the batch manifest trained last."""
+        self._versions = VersionWriter(run, build_probe(run.own, run.config, run.mesh), saver)
+        self._states = StateWriter(run, start, self._versions, saver)
+        self._published = None
+        """The version's bits, where something needs them."""
+        left, compiled = run.spec.steps - self.step, CompileCounter()
+        run.log.info(
+            "version %d on %d devices, %d steps to go%s",
+            *(self.version, run.mesh.size, left, ", compiling the step" if left else ""),
+        )
+        if run.spec.publishes(self.version):
+            self._published = self._versions.start(self.version, self._weights(), start.published)
+        if island.joined:  # so that another start goes on from here
+            self.save()
+        if left:
+            recipe.compile(self._state, start, self._published)
+            run.log.info("%s", compiled)
+        self._clock = Clock()
+
+    def advance(self) -> bool:
+        """Train the next step; return whether to go on.
+
+        Raises:
+            Stopped: as the class; the step is trained again.
+        """
+        batch = result = None
+        if not self._island.sits_out(self.step):
+            batch = self._next()
+            if batch is None:
+                return False
+            result = self._recipe.train(self._state, batch, self._start, self._published)
+            self._state = result.state
+            self._clock.trained()
+        going_on = self._end_step(batch)
+        self.step, self._batch = self.step + 1, batch and batch.digest
+        if not going_on:
+            return False
+        if self._island.version > self.version:
+            self.version = self._island.version
+            self._publish()
+        if batch is not None:
+            said = Said(self._versions.difference, self._island.last)
+            self._recipe.record(batch, result, Times(*self._clock.take()), said)
+        if self.step % self._run.spec.checkpoints.every == 0:
+            self.save()
+        self._clock.trained()  # writing is work too: nobody was waited for
+        return True
+
+    def save(self) -> None:
+        """Write the full state after `step` steps."""
+        beside = self._island.arrays()
+        self._states.write(self.step, self._state, batch=self._batch, beside=beside)
+
+    def _next(self) -> Any | None:
+        try:
+            return self._recipe.next(self.step, self._clock.waited)
+        except UserError:
+            if self._run.peers.agreed is Word.FAILED:  # what is saved now need not be trained again
+                self.save()
+            raise
+
+    def _end_step(self, batch: Any | None) -> bool:
+        """Give the others this island's share; return whether to go on."""
+        weight = None if batch is None else self._recipe.weight(batch)
+        try:
+            self._state = self._island.end_step(self.step, self._state, weight)
+        except Stopped:
+            if not self._island.sent(self.step):
+                raise
+            return False
+        if self._run.link is not None:
+            self._clock.waited("islands")
+        return True
+
+    def _publish(self) -> None:
+        if self._run.spec.publishes(self.version):
+            self._run.peers.each(self._saver.wait)
+            self._clock.waited("checkpoint")
+            self._published = self._versions.write(self.version, self._weights())
+        self._recipe.measure(self.version, self._weights)
+        self._clock.trained()
+
+    def _weights(self) -> Any:
+        """The bits of the newest version that is committed."""
+        return self._programs.publish(self._island.weights(self._state), self._start.base)
+
+
+def _open(
+    run_dir: Path, peers: Peers, link: IslandLink | None, log: logging.Logger
+) -> tuple[LearnerRun, Programs]:
+    """The run on its mesh, and its programs, none of which is compiled."""
+    spec, config = _of_run(run_dir, peers)
+    own = spec if link is None else island_spec(spec, link.name)
+    full_float32(own.learner.compute_dtype)
+    mesh = make_mesh(own.learner.mesh, mesh_devices(peers.count, own.learner.mesh.devices))
+    programs = build_programs(own, config, mesh, island=link is not None)
+    here = peers.json_from_first(lambda: fingerprint(own, mesh))
+    return LearnerRun(run_dir, spec, config, mesh, here, peers, log, link), programs
 
 
 def _of_run(run_dir: Path, peers: Peers) -> tuple[RunSpec, ModelConfig]:

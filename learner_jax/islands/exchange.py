@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
+from verify.island_client import IslandClient
 
 from bridge.codecs import Codec
 from broadcast.store import AlreadyPublished
@@ -26,7 +27,6 @@ from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from verify.formats.islands import CommitRecord, Contribution, ShareOffered, sign_offer
-from verify.island_client import IslandClient
 
 WAIT_S = 20.0
 """Seconds that the coordinator may hold a question for a record."""
@@ -39,7 +39,7 @@ _CANCEL_EVERY_S = 0.1
 _REJOIN = "remove this island's folder and its store, so that it joins anew"
 
 
-class Stopped(Exception):  # noqa: N818 it is no error
+class Stopped(Exception):
     """This process was told to end while it waited for the others."""
 
 

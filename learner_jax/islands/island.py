@@ -11,17 +11,19 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from verify.island_client import IslandClient
 
 from bridge.codecs import Codec, codec
 from bridge.flat import FlatLayout
 from learner_jax.distributed import LearnerRun, Peers
 from learner_jax.islands.exchange import Exchange, Settled, Stopped
+from learner_jax.islands.member import Alone, Member
 from learner_jax.islands.outer import OuterState, outer_update
 from learner_jax.islands.state import Flat, IslandState
 from learner_jax.islands.transport import ShareFetcher, ShareStore
@@ -32,104 +34,6 @@ from runspec.core.files import read_bounded
 from runspec.core.keys import SigningKey
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.spec.schema import Islands
-from verify.island_client import IslandClient
-
-
-class Member(Protocol):
-    """What the learner's loop asks of an island; every method is collective over its processes."""
-
-    version: int
-    """Newest committed version."""
-    joined: bool
-    """Whether it began at an outer state of another island."""
-    last: dict[str, Any] | None
-    """What a step's line of metrics says of the last commit; None for a run with one learner."""
-
-    def begin(
-        self, state: TrainState, step: int, stored: Mapping[str, np.ndarray]
-    ) -> tuple[TrainState, int]:
-        """Return the state and the step in which the loop begins.
-
-        Args:
-            state: of the newest full state, or of version 0.
-            step: its number.
-            stored: arrays beside the full state; empty at version 0.
-
-        Raises:
-            Stopped: this process was told to end while it waited.
-        """
-
-    def sits_out(self, step: int) -> bool:
-        """Return whether a step is committed without this island: it need not train it."""
-
-    def end_step(self, step: int, state: TrainState, weight: float | None) -> TrainState:
-        """Give this island's share of a step, and follow the commits that are due.
-
-        Args:
-            step: the step that ends.
-            state: the training state after it; of a step that the island sat out, before it.
-            weight: loss denominator of what was trained; None where the island sat the step out.
-
-        Returns:
-            The state in which the next step begins.
-
-        Raises:
-            Stopped: this process was told to end while it waited.
-        """
-
-    def sent(self, step: int) -> bool:
-        """Return whether the share of a step is sent and its record has not come.
-
-        A full state may be written then: the next start waits for the record.
-        """
-
-    def settle(self, state: TrainState) -> TrainState:
-        """Follow the record of the step whose share is sent, if there is one.
-
-        Raises:
-            Stopped: this process was told to end while it waited.
-        """
-
-    def weights(self, state: TrainState) -> Any:
-        """Return the masters of the newest committed version."""
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return what a full state stores beside the training state."""
-
-
-class Alone:
-    """The learner of a run without islands: each step is committed as it ends."""
-
-    joined = False
-    last = None
-
-    def __init__(self) -> None:
-        self.version = 0
-
-    def begin(
-        self, state: TrainState, step: int, stored: Mapping[str, np.ndarray]
-    ) -> tuple[TrainState, int]:
-        self.version = step
-        return state, step
-
-    def sits_out(self, step: int) -> bool:
-        return False
-
-    def end_step(self, step: int, state: TrainState, weight: float | None) -> TrainState:
-        self.version = step + 1
-        return state
-
-    def sent(self, step: int) -> bool:
-        return False
-
-    def settle(self, state: TrainState) -> TrainState:
-        return state
-
-    def weights(self, state: TrainState) -> Any:
-        return state.params
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        return {}
 
 
 class Island:
@@ -174,8 +78,7 @@ class Island:
         if stored:
             self._state = IslandState.of_arrays(stored)
             self._announce()
-            # With `overlap` the next step's end follows the record.
-            return state if self._islands.overlap else self.settle(state), step
+            return self._settled(step, state), step
         if self._run.trunk:
             outer = OuterState.initial(self._flat(state.params))
             self._state = IslandState.begin(0, outer, self._codec)
@@ -239,13 +142,16 @@ class Island:
             state = self._rejoin(state, step)
         else:
             self._send(step, state, weight)
-        return state if self._islands.overlap else self.settle(state)
+        return self._settled(step + 1, state)
 
     def sent(self, step: int) -> bool:
         return self.state.sent is not None and self.state.version == step
 
-    def settle(self, state: TrainState) -> TrainState:
-        return state if self.state.sent is None else self._commit(state)[0]
+    def _settled(self, step: int, state: TrainState) -> TrainState:
+        """The state in which a step begins; with `overlap` the record is waited for at its end."""
+        if self.state.sent is None or (self._islands.overlap and step < self._run.spec.steps):
+            return state
+        return self._commit(state)[0]
 
     def weights(self, state: TrainState) -> Any:
         if self._islands.overlap:
