@@ -1,4 +1,4 @@
-"""roles.json: the keys of publisher, coordinator, validators and islands, signed by the root key."""
+"""roles.json: the keys of the roles and of the learner islands, signed by the root key."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ class Roles:
     validator: frozenset[str]
     islands: Mapping[str, str] = field(default_factory=dict)
     """Public key of each learner island by its name; empty for a run with one learner."""
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """All keys that have a role."""
+        held = self.publisher | self.coordinator | self.validator
+        return held.union(self.islands.values())
 
 
 def sign_roles(
