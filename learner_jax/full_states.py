@@ -5,9 +5,12 @@ A run resumes at its newest full state, or starts at version 0.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from learner_jax.checkpoint import StateInfo, check_state, load_state, save_state, state_steps
 from learner_jax.distributed import LearnerRun
@@ -203,13 +206,21 @@ class StateWriter:
         self._reference, self._corpus = start.model_digest, start.corpus
         self._newest = start.step
 
-    def write(self, step: int, state: TrainState, *, batch: str | None) -> None:
+    def write(
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        batch: str | None,
+        beside: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
         """Saves the state after `step` steps, unless it is saved already.
 
         Args:
             step: rollout steps trained.
             state: copied to the host before this returns.
             batch: digest of the batch manifest trained last.
+            beside: see `checkpoint.save_state`.
         """
         if step == self._newest:
             return
@@ -223,12 +234,14 @@ class StateWriter:
             published=self._versions.published,
             fingerprint=self._run.fingerprint,
         )
-        self._saver.run(f"the full state of step {step}", lambda: self._begin(info, state))
+        self._saver.run(f"the full state of step {step}", lambda: self._begin(info, state, beside))
 
-    def _begin(self, info: StateInfo, state: TrainState) -> Finish:
+    def _begin(
+        self, info: StateInfo, state: TrainState, beside: Mapping[str, np.ndarray] | None
+    ) -> Finish:
         run, spec = self._run, self._run.spec
         folder = state_folder(run.folder, spec)
-        write = save_state(folder, info, state, keep=spec.checkpoints.keep)
+        write = save_state(folder, info, state, keep=spec.checkpoints.keep, beside=beside)
 
         def finish() -> None:
             write()
