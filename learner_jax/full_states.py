@@ -116,7 +116,7 @@ def find_start(
     return Start(
         *(info.step, state, reference, base),
         *(found["digest"], corpus, info.batch, info.published),
-        load_beside(states, info.step),
+        load_beside(states, info),
     )
 
 
