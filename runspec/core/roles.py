@@ -1,4 +1,4 @@
-"""roles.json: the keys of publisher, coordinator, validators and islands, signed by the root key."""
+"""roles.json: keys of publisher, coordinator, validators and islands, signed by the root key."""
 
 from __future__ import annotations
 
