@@ -64,6 +64,12 @@ def allocation(spec: RunSpec) -> tuple[int, int]:
     Raises:
         UserError: a process needs more devices than such a node has, or the spec asks for TPUs.
     """
+    if spec.learner.islands is not None:
+        raise UserError(
+            "Slurm's nodes are one cluster of Ray, which places no islands",
+            place="learner.islands",
+            remedy="use one learner, --backend kubernetes, or `runspec prepare`",
+        )
     groups = groups_started(spec)
     for group in groups:
         if group.hardware is not None and group.hardware.kind.startswith("tpu"):

@@ -17,7 +17,7 @@ from runspec.core.files import require_writable, write_atomic
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import dump_resolved
-from runspec.core.spec.role_names import TRUNK
+from runspec.core.spec.role_names import shares_name, trunk_names
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import LOCAL
 from runspec.local.bundle import TRUNK_GROUP, Bundle, install, load_bundle, require_own
@@ -56,7 +56,7 @@ def site_lines(spec: RunSpec, bundles: PurePath) -> Iterator[str]:
         again = f"after an error it starts again {group.restart}"
         yield f"{group.name}: {many}on {group.machine}; keeps its {group.disk}; {again}"
         folder = run_directory(spec, None) if group.disk is Disk.RUN else None
-        for member in group.members:
+        for member in (*group.members, *group.beside):
             yield f"  {shlex.join(group.command(member, bundles, folder))}"
 
 
@@ -82,8 +82,8 @@ def role_command(name: str | None, path: Path, folder: Path | None, listen: str 
             remedy=f"one of: {', '.join(bundle.roles)}",
         )
     if folder is None:
-        shared = bundle.group == TRUNK_GROUP
-        folder = run_directory(bundle.spec, None) if shared else own_folder(bundle.spec, name)
+        shared, spec = bundle.group == TRUNK_GROUP, bundle.spec
+        folder = run_directory(spec, None) if shared else own_folder(spec, bundle.group)
     folder = folder.absolute()
     endpoints = _listening(fixed_endpoints(bundle.spec), name, listen)
     require_own(bundle, folder)
@@ -95,7 +95,7 @@ def role_command(name: str | None, path: Path, folder: Path | None, listen: str 
         identity = install(bundle, folder)
         run = PreparedRun(bundle.spec, folder, endpoints, identity, this_machine(), lock)
         (role,) = role_specs(run, here={name})
-        if name in TRUNK:
+        if name in trunk_names(bundle.spec):
             write_atomic(folder / SPEC_FILE, dump_resolved(bundle.spec))
             link_starting_model(run.spec, folder, run.machine)
         return _become(role, lock)
@@ -127,7 +127,7 @@ def _listening(endpoints: Endpoints, name: str, listen: str | None) -> Endpoints
                 remedy="say with --listen HOST:PORT where it listens behind that",
             )
         return endpoints
-    if own is None or name == "learner":
+    if own is None or name == "learner" or name in endpoints.islands:
         raise UserError("has no address of its own", place=name, remedy="leave --listen out")
     url = f"http://{listen}"
     try:
@@ -139,6 +139,13 @@ def _listening(endpoints: Endpoints, name: str, listen: str | None) -> Endpoints
             return replace(endpoints, coordinator=url)
         case "origin":
             return replace(endpoints, origin=url)
-        case _:
-            relays = {**endpoints.relays, name.removeprefix("relay-"): url}
-            return replace(endpoints, relays=relays)
+    for island in endpoints.shares:
+        if name == shares_name(island):
+            # The others still reach it under the address that the spec gives.
+            return replace(
+                endpoints,
+                shares={**endpoints.shares, island: url},
+                public={**endpoints.public, name: own},
+            )
+    relays = {**endpoints.relays, name.removeprefix("relay-"): url}
+    return replace(endpoints, relays=relays)

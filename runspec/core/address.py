@@ -169,10 +169,12 @@ def is_loopback(host: str) -> bool:
 
 
 def server_urls(spec: RunSpec) -> dict[tuple[str, ...], str]:
-    """Return the URLs of coordinator, origin and relays, by the location of `url` in the spec."""
+    """Return the URLs of coordinator, origin, relays and islands, by the location of `url`."""
     given: list[tuple[tuple[str, ...], str | None]] = [
         (("placement",), spec.placement.url),
         (("broadcast", "origin"), spec.broadcast.origin.url),
     ]
     given += [(("broadcast", "relays", r.name), r.url) for r in spec.broadcast.relays]
+    members = [] if spec.learner.islands is None else spec.learner.islands.members
+    given += [(("learner", "islands", "members", m.name), m.url) for m in members]
     return {where: url for where, url in given if url is not None}

@@ -41,6 +41,16 @@ def initial_model(run_dir: Path) -> Path:
     return run_dir / "initial"
 
 
+def island_folder(run_dir: Path, role: str) -> Path:
+    """Return what an island after the first has for a run directory.
+
+    Args:
+        run_dir: of the run, or the folder that the island has on its own machine.
+        role: the island's group of processes, `island-<name>`.
+    """
+    return run_dir / "work" / role
+
+
 def warm_start_cache(run_dir: Path) -> Path:
     """Return the cache of warm starts, beside the runs: a second run reuses the first one's."""
     return run_dir.parent.parent / ".cache" / "warm_start"

@@ -6,7 +6,7 @@
 A bundle is a file of JSON, readable by its owner alone. The trunk's names the processes that share
 the run directory, and the public keys of the run's own workers; every other names one process. The
 spec is resolved, pins the root's public key and fixes every address. Of private keys a bundle has
-those of its own processes.
+those of its own processes. An island's first bundle names the server of its shares too.
 """
 
 from __future__ import annotations
@@ -21,19 +21,24 @@ from runspec.core.files import read_bounded, require_writable, write_atomic
 from runspec.core.keys import SigningKey
 from runspec.core.roles import OWN_WORKERS_FILE, open_roles, read_own_workers
 from runspec.core.signed import BadSignature
+from runspec.core.spec.islands import island_names
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
 from runspec.core.spec.resolved import dump_resolved, load_resolved, parse_resolved
 from runspec.core.spec.role_names import (
-    TRUNK,
+    island_processes,
+    island_role,
     learner_names,
     relay_names,
     role_names,
+    shares_name,
+    trunk_names,
     validator_names,
     worker_names,
 )
 from runspec.core.spec.schema import RunSpec
 from runspec.local.identity import Identity
+from runspec.local.run_dir import write_spec
 
 FORMAT = 1
 MAX_BYTES = 2 * MAX_SPEC_BYTES
@@ -47,7 +52,7 @@ class Bundle:
     """The keys and files that the processes of one role group may have."""
 
     group: str
-    """Names the bundle; of all but the trunk's, its only process."""
+    """Names the bundle; of all but the trunk's, its first process."""
     roles: tuple[str, ...]
     """Processes that can be started from it."""
     spec: RunSpec
@@ -99,7 +104,9 @@ def decode_bundle(data: bytes, *, place: str) -> Bundle:
         )
         for secret in bundle.keys.values():
             SigningKey.from_secret(secret)
-        strangers = {*bundle.roles, *bundle.keys} - {TRUNK_GROUP, *role_names(bundle.spec)}
+        islands = map(island_role, island_names(bundle.spec))  # their keys' names
+        known = {TRUNK_GROUP, *role_names(bundle.spec), *islands}
+        strangers = {*bundle.roles, *bundle.keys} - known
         if strangers:
             raise MalformedJson(f"its spec has no role {', '.join(sorted(strangers))}")
         if bundle.spec.identity.root_public_key is None or bundle.spec.placement.base_port is None:
@@ -151,12 +158,17 @@ def make_bundles(spec: RunSpec, identity: Identity) -> list[Bundle]:
 
     def bundle(name: str, *signers: str, names: tuple[str, ...] = ()) -> Bundle:
         keys = {signer: SigningKey.load(identity.key(signer)).secret_hex for signer in signers}
-        workers = read_own_workers(identity.folder) if names else {}
+        workers = read_own_workers(identity.folder) if name == TRUNK_GROUP else {}
         return Bundle(name, names or (name,), spec, roles, keys, workers)
 
-    trunk = (TRUNK_GROUP, *TRUNK)
+    trunk, first = (TRUNK_GROUP, *trunk_names(spec)), map(island_role, island_names(spec)[:1])
+    islands = []
+    for name, (speaker, *others) in island_processes(spec).items():
+        islands.append(bundle(speaker, island_role(name), names=(speaker, shares_name(name))))
+        islands += [bundle(other) for other in others]
     return [
-        bundle(TRUNK_GROUP, "coordinator", "publisher", names=trunk),
+        bundle(TRUNK_GROUP, "coordinator", "publisher", *first, names=trunk),
+        *islands,
         *(bundle(name) for name in (*learner_names(spec)[1:], *relay_names(spec))),
         *(bundle(name, name) for name in (*validator_names(spec), *worker_names(spec))),
     ]
@@ -197,7 +209,7 @@ def install(bundle: Bundle, folder: Path) -> Identity:
         write_atomic(keys / "roles.json", bundle.roles_document)
         write_atomic(keys / OWN_WORKERS_FILE, canonical_json(dict(bundle.workers)))
     else:
-        write_atomic(folder / SPEC_FILE, dump_resolved(bundle.spec))
+        write_spec(bundle.spec, folder, bundle.roles)
     return Identity(keys, bundle.root_public_key)
 
 

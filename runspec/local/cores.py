@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Container, Mapping, Sequence
 
 from runspec.core.models.hardware import device_count
-from runspec.core.spec.role_names import validator_names, worker_names
+from runspec.core.spec.islands import island_spec
+from runspec.core.spec.role_names import island_processes, validator_names, worker_names
 from runspec.core.spec.schema import Hardware, RunSpec
 
 
 def assign_cores(
-    busy: Sequence[str], cores: Sequence[int], *, others: bool = True
+    busy: Sequence[str], cores: Sequence[int], *, others: bool = True, evenly: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """Spreads the roles that compute all the time over the cores; the others stay unpinned.
 
@@ -23,6 +24,8 @@ def assign_cores(
         busy: names of the busy roles, the learner first.
         cores: the cores this process may use.
         others: whether roles that are not busy run here too.
+        evenly: whether the first role shares its core like the others, where cores are few. Islands
+            wait for the slowest of them.
 
     Returns:
         Cores by role; a role that is not named is not pinned. On one core nothing is.
@@ -32,6 +35,8 @@ def assign_cores(
     share = max(1, len(cores) // (len(busy) + others))
     if share * len(busy) <= len(cores):
         return {role: tuple(cores[i * share : (i + 1) * share]) for i, role in enumerate(busy)}
+    if evenly:
+        return {role: (cores[i % len(cores)],) for i, role in enumerate(busy)}
     first, *more = busy
     rest = cores[1:]
     shared = {role: (rest[i % len(rest)],) for i, role in enumerate(more)}
@@ -41,9 +46,9 @@ def assign_cores(
 def assign_devices(spec: RunSpec, here: Container[str]) -> dict[str, list[int]]:
     """Numbers of the accelerators that each role of one machine sees.
 
-    `placement.devices` says so, and where it does not, learner, validators and workers in this
-    order take the next free ones: two processes on one TPU chip or GPU both fail. A backend that is
-    not `local` says by itself what is free.
+    `placement.devices` says so, and where it does not, learner, islands, validators and workers in
+    this order take the next free ones: two processes on one TPU chip or GPU both fail. A backend
+    that is not `local` says by itself what is free.
 
     Args:
         spec: of the run.
@@ -58,6 +63,10 @@ def assign_devices(spec: RunSpec, here: Container[str]) -> dict[str, list[int]]:
     wanted: list[tuple[str, Hardware, int]] = []
     if learner.hosts == 1:
         wanted.append(("learner", learner.hardware, learner.mesh.devices))
+    for island, processes in island_processes(spec).items():
+        own = island_spec(spec, island).learner
+        if own.hosts == 1:
+            wanted.append((processes[0], own.hardware, own.mesh.devices))
     if spec.verify.hardware is not None:
         count = device_count(spec.verify.hardware) or 1
         wanted += [(name, spec.verify.hardware, count) for name in validator_names(spec)]

@@ -15,7 +15,14 @@ from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.keys import SigningKey
-from runspec.core.spec.role_names import elsewhere, server_names
+from runspec.core.spec.islands import members
+from runspec.core.spec.role_names import (
+    elsewhere,
+    island_processes,
+    rendezvous_names,
+    server_names,
+    shares_name,
+)
 from runspec.core.spec.schema import RunSpec
 
 FILE_NAME = "endpoints.json"
@@ -43,12 +50,21 @@ class Endpoints:
     """Relays that other machines start, by name: where they can be reached."""
     public: dict[str, str] = field(default_factory=dict)
     """Addresses of proxies before what listens here, by role name."""
+    shares: dict[str, str] = field(default_factory=dict)
+    """Where islands serve their shares, by the island's name."""
+    islands: dict[str, str] = field(default_factory=dict)
+    """Where the processes of an island with several find each other, by the name of the first."""
 
     def all(self) -> dict[str, str]:
         """URL by role name, of what listens on this machine."""
         named = {f"relay-{name}": url for name, url in self.relays.items()}
-        learner = {"learner": self.learner} if self.learner else {}
-        return {"coordinator": self.coordinator, "origin": self.origin} | named | learner
+        named |= {"learner": self.learner} if self.learner else {}
+        named |= self.islands | {shares_name(name): url for name, url in self.shares.items()}
+        return {"coordinator": self.coordinator, "origin": self.origin} | named
+
+    def shares_url(self, island: str) -> str:
+        """Where the other islands reach an island's shares."""
+        return self.public.get(shares_name(island), self.shares[island])
 
     def weights(self) -> list[str]:
         """Where workers elsewhere fetch versions: relays in the order of the spec, then origin."""
@@ -132,6 +148,16 @@ def plan_endpoints(
         },
         learner=place("learner") if "learner" in servers else None,
         public=public,
+        shares={
+            member.name: place(shares_name(member.name), member.url)
+            for member in members(spec)
+            if shares_name(member.name) not in away
+        },
+        islands={
+            name: place(name)
+            for name in rendezvous_names(spec)
+            if name != "learner" and name not in away
+        },
     )
 
 
@@ -140,12 +166,24 @@ def fixed_endpoints(spec: RunSpec) -> Endpoints:
     place, relays = spec.placement, spec.broadcast.relays
     base = place.base_port
     assert base is not None, "a site has one"
-    listens = {name: _url(place.host, base + i) for i, name in enumerate(server_names(spec))}
+    ports = {name: base + i for i, name in enumerate(server_names(spec))}
+    listens = {name: _url(place.host, port) for name, port in ports.items()}
+    shares = {
+        member.name: (member.url or listens[shares_name(member.name)]).rstrip("/")
+        for member in members(spec)
+    }
     return Endpoints(
         coordinator=(place.url or listens["coordinator"]).rstrip("/"),
         origin=(spec.broadcast.origin.url or listens["origin"]).rstrip("/"),
         relays={relay.name: relay.url.rstrip("/") for relay in relays if relay.url is not None},
         learner=listens.get("learner"),
+        shares=shares,
+        islands={
+            # The first process of an island is on the machine that serves its shares.
+            first: _url(urlsplit(shares[name]).hostname or place.host, ports[first])
+            for name, (first, *others) in island_processes(spec).items()
+            if others
+        },
     )
 
 

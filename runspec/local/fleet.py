@@ -4,7 +4,8 @@ Invariants:
 - A role is started only while the run is up or draining.
 - A role that dies is started again after a pause that doubles with each death in a row; a step
   trained while the role runs ends the row. One death more than `rules.restarts` in a row ends the
-  run.
+  run. A role that may fail never ends the run: it is tried again after the longest pause, unless
+  it said that it cannot go on.
 - The run ends once: trained and published, by a role that cannot go on, by its budget, or on
   request. What began the stopping is the outcome.
 - Roles that must read a changed spec are renewed one by one, and only while the run is up: the next
@@ -24,6 +25,8 @@ from runspec.core.process import EXIT_FINAL
 
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 10.0
+_LONGEST_ROW = 16
+"""Deaths in a row after which the pause is the longest; its power must not overflow."""
 DRAIN_S = 30.0
 PUBLISH_S = 1800.0
 STOP_S = 20.0
@@ -73,6 +76,8 @@ class Rules:
     """Roles whose exit 0 ends the run, once it is trained."""
     ends_when_sampled: frozenset[str] = frozenset()
     """Roles whose exit 0 is no death once every step has its rollouts."""
+    may_fail: frozenset[str] = frozenset()
+    """Roles that the run can do without for a time, however often they die."""
     servers: frozenset[str] = frozenset()
     """Roles that others talk to."""
     budget_ends_at: float | None = None
@@ -216,18 +221,19 @@ class Fleet:
             role.state = State.FINISHED
             return []
         # Any other exit 0 is a death too: someone sent it SIGTERM, and the run needs it.
+        needed = name not in rules.may_fail
         if code == EXIT_FINAL:
             role.state = State.FAILED
-            return self._stop(Outcome("stopped", name, code), now)
+            return self._stop(Outcome("stopped", name, code), now) if needed else []
         if role.state is State.RENEWING:
             role.state = State.WAITING
             return []
         role.deaths_in_a_row += 1
-        if role.deaths_in_a_row > rules.restarts:
+        if needed and role.deaths_in_a_row > rules.restarts:
             role.state = State.FAILED
             return self._stop(Outcome("failed", name, code), now)
         role.state = State.BACKOFF
-        pause = BACKOFF_FIRST_S * 2 ** (role.deaths_in_a_row - 1)
+        pause = BACKOFF_FIRST_S * 2 ** min(role.deaths_in_a_row - 1, _LONGEST_ROW)
         role.retry_at = now + min(BACKOFF_MAX_S, pause)
         return []
 

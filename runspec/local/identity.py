@@ -20,7 +20,14 @@ from runspec.core.roles import (
     sign_roles,
 )
 from runspec.core.signed import BadSignature
-from runspec.core.spec.role_names import elsewhere, validator_names, worker_names
+from runspec.core.spec.islands import island_names
+from runspec.core.spec.role_names import (
+    elsewhere,
+    island_role,
+    shares_name,
+    validator_names,
+    worker_names,
+)
 from runspec.core.spec.schema import RunSpec
 
 YEAR_S = 365 * 86400.0
@@ -39,7 +46,8 @@ class Identity:
         return self.folder / "roles.json"
 
     def key(self, role: str) -> Path:
-        """The private key of a role: publisher, coordinator, validator-<i> or <pool>-<i>."""
+        """The private key of a role: publisher, coordinator, validator-<i>, <pool>-<i>, or
+        island-<name>."""
         return self.folder / f"{role}.key"
 
 
@@ -51,8 +59,9 @@ def make_identity(
     Validators that the spec asks for no more stay in it, for what they signed. The public keys of
     the run's own workers are kept too; one whose private key lies elsewhere was named by a bundle.
 
-    A spec that pins a root brings its own keys: the publisher's, the coordinator's and the
-    validators', and the roles.json in which that root names them. Workers' keys are always made.
+    A spec that pins a root brings its own keys: the publisher's, the coordinator's, the validators'
+    and the islands', and the roles.json in which that root names them. Workers' keys are always
+    made.
 
     Raises:
         UserError: the pinned root's files are missing or not its own.
@@ -73,12 +82,14 @@ def make_identity(
             "coordinator": [_key(identity.key("coordinator")).public_hex],
             "validator": [_key(path).public_hex for path in _validator_keys(identity, spec)],
         }
+        islands = {
+            name: _key(identity.key(island_role(name))).public_hex for name in island_names(spec)
+        }
         hours = spec.budget.max_hours
         valid_s = YEAR_S if hours is None else max(_SHORTEST_S, hours * 3600.0)
-        if not _still_good(identity, spec, held, now=now(), until=now() + valid_s / 2):
-            write_atomic(
-                identity.roles_file, sign_roles(spec.name, held, root, valid_s=valid_s, now=now())
-            )
+        if not _still_good(identity, spec, held, islands, now=now(), until=now() + valid_s / 2):
+            signed = sign_roles(spec.name, held, root, valid_s=valid_s, now=now(), islands=islands)
+            write_atomic(identity.roles_file, signed)
     _write_own_workers(identity, spec)
     return identity
 
@@ -109,8 +120,14 @@ def pinned_root_problem(run_dir: Path, spec: RunSpec) -> UserError | None:
             "there; or leave the root out, and `runspec prepare` makes and pins one",
         )
     wanted = {"publisher": roles.publisher, "coordinator": roles.coordinator}
-    here = [name for name in validator_names(spec) if name not in elsewhere(spec)]
+    away = elsewhere(spec)
+    here = [name for name in validator_names(spec) if name not in away]
     wanted |= dict.fromkeys(here, roles.validator)
+    wanted |= {
+        island_role(name): frozenset({roles.islands.get(name, "")})
+        for name in island_names(spec)
+        if shares_name(name) not in away
+    }
     for role, allowed in wanted.items():
         try:
             key = SigningKey.load(folder / f"{role}.key")
@@ -149,14 +166,20 @@ def _read_roles(folder: Path, root: str, spec: RunSpec, now: float | None = None
 
 
 def _still_good(
-    identity: Identity, spec: RunSpec, held: dict[str, list[str]], *, now: float, until: float
+    identity: Identity,
+    spec: RunSpec,
+    held: dict[str, list[str]],
+    islands: dict[str, str],
+    *,
+    now: float,
+    until: float,
 ) -> bool:
     try:
         roles = _read_roles(identity.folder, identity.root_public_key, spec, now)
     except (OSError, UserError, BadSignature):
         return False
     same = all(frozenset(keys) == getattr(roles, name) for name, keys in held.items())
-    return same and roles.expires >= until
+    return same and roles.islands == islands and roles.expires >= until
 
 
 def _validator_keys(identity: Identity, spec: RunSpec) -> list[Path]:

@@ -17,11 +17,14 @@ from runspec.core.models.hardware import device_count
 from runspec.core.models.parameters import WIDTH, trained_count, trained_parameters
 from runspec.core.models.spec_model import model_config
 from runspec.core.run_files import checkpoints_folder, numbered, versions_in
+from runspec.core.spec.islands import island_spec
 from runspec.core.spec.plugins import PREFILL_GROUP, installed_kinds, missing_plugins
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.role_names import (
     elsewhere,
+    island_processes,
+    island_role,
     placeable,
     relay_names,
     validator_names,
@@ -125,6 +128,10 @@ def _hardware(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
     learner, here = spec.learner, _groups_here(spec)
     parts = learner.hosts if learner.hosts > 1 and "learners" not in here else 1
     asked = [("learner.hardware", learner.hardware, Fraction(1, parts), learner.mesh.slices)]
+    for name in island_processes(spec):
+        if island_role(name) in here:
+            own, path = island_spec(spec, name).learner, f"learner.islands.members.{name}.hardware"
+            asked.append((path, own.hardware, Fraction(1), own.mesh.slices))
     asked += [
         (f"samplers.{pool.name}.hardware", pool.hardware, Fraction(pool.replicas), 1)
         for pool in spec.samplers

@@ -9,10 +9,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from runspec.core.errors import UserError
-from runspec.core.files import require_writable, write_atomic
+from runspec.core.files import require_writable
 from runspec.core.run_files import FOLDERS, initial_model, state_folder, warm_start_cache
-from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
-from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.local.children import end_leftovers
 from runspec.local.endpoints import (
@@ -26,9 +24,9 @@ from runspec.local.identity import make_identity
 from runspec.local.machine import Machine, find_files, this_machine
 from runspec.local.model_folders import link_model, link_tokenizer
 from runspec.local.planning import RunPlan, current, refuse_stale, starts_anew
-from runspec.local.processes import PreparedRun
+from runspec.local.processes import PreparedRun, roles_here
 from runspec.local.rollback import complete_rollback, start_anew
-from runspec.local.run_dir import hold
+from runspec.local.run_dir import hold, write_spec
 from runspec.local.state import RunState
 from runspec.local.supervisor_requests import record_applied
 
@@ -77,7 +75,7 @@ def prepare_run(plan: RunPlan) -> Iterator[PreparedRun]:
             machine, identity = this_machine(), make_identity(run_dir, spec)
             save_endpoints(run_dir, endpoints)
             link_starting_model(spec, run_dir, machine)
-            write_atomic(run_dir / SPEC_FILE, dump_resolved(spec))
+            write_spec(spec, run_dir, roles_here(spec))
             record_applied(state, spec, plan.changes)
         yield PreparedRun(spec, run_dir, endpoints, identity, machine, lock)
 

@@ -9,17 +9,22 @@ from pathlib import Path
 
 from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
+from runspec.core.run_files import island_folder
+from runspec.core.spec.islands import island_names, island_spec
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.role_names import (
     DRAWN,
     WARM_START,
     elsewhere,
+    island_processes,
+    island_role,
     learner_names,
     role_names,
+    shares_name,
     validator_names,
     worker_names,
 )
-from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.schema import Learner, RunSpec
 from runspec.local.cores import (
     assign_cores,
     assign_devices,
@@ -89,6 +94,8 @@ class RoleSpec:
     """Its exit 0 ends the run."""
     ends_when_sampled: bool = False
     """Its exit 0 is no death once every step of the run has its rollouts."""
+    may_fail: bool = False
+    """However often it dies, the run goes on: the other islands may do without it."""
 
 
 def first_version_role(run: PreparedRun, cache: Path) -> RoleSpec:
@@ -96,8 +103,8 @@ def first_version_role(run: PreparedRun, cache: Path) -> RoleSpec:
     command: tuple[str, ...] = ("learner_jax", "draw", str(run.directory))
     if run.spec.supervised is None:
         command = ("learner_jax", "warm-start", str(run.directory), "--cache", str(cache))
-    devices = assign_devices(run.spec, _all_here(run.spec)).get("learner")
-    env = _learner_env(run, (), devices)
+    devices = assign_devices(run.spec, roles_here(run.spec)).get("learner")
+    env = _learner_env(run, run.spec.learner, (), devices)
     name = WARM_START if run.spec.supervised is None else DRAWN
     return RoleSpec(name, run.machine.module(*command), env, ends_run=True)
 
@@ -120,16 +127,17 @@ def role_specs(
         UserError: two roles would have one name.
     """
     if here is None:
-        here = _all_here(run.spec)
+        here = roles_here(run.spec)
     make = _Roles(run, here, cores)
     roles = [*make.origin(), *make.relays(), *make.coordinator(), make.publisher()]
-    roles += [*make.learners(), *make.validators(), *make.workers()]
+    roles += [*make.learners(), *make.islands(), *make.shares()]
+    roles += [*make.validators(), *make.workers()]
     _refuse_equal_names(roles)
     secrets = secret_values(run.spec, run.machine)
     return [replace(role, env={**role.env, **secrets}) for role in roles if role.name in here]
 
 
-def _all_here(spec: RunSpec) -> set[str]:
+def roles_here(spec: RunSpec) -> set[str]:
     """Return the processes that one machine starts."""
     return set(role_names(spec)) - elsewhere(spec)
 
@@ -146,9 +154,11 @@ class _Roles:
         self._relays = run.endpoints.relays | run.endpoints.elsewhere
         self._root = ("--public-key", run.identity.root_public_key)
         if cores is None:
-            names = (*learner_names(run.spec), *worker_names(run.spec))
+            islands = [name for each in island_processes(run.spec).values() for name in each]
+            names = (*learner_names(run.spec), *islands, *worker_names(run.spec))
             busy = [name for name in names if name in here]
-            cores = assign_cores(busy, run.machine.cores, others=len(busy) < len(here))
+            others, evenly = len(busy) < len(here), bool(islands)
+            cores = assign_cores(busy, run.machine.cores, others=others, evenly=evenly)
         self._cores = cores
         self._assigned = assign_devices(run.spec, here)
 
@@ -181,19 +191,73 @@ class _Roles:
         return RoleSpec("publisher", command, thread_limits(()))
 
     def learners(self) -> Iterator[RoleSpec]:
-        for i, name in enumerate(learner_names(self._spec)):
-            mine = self._cores.get(name, ())
-            joining = _joining(self._endpoints, i)
-            hosts = self._spec.learner.hosts
-            env = _learner_env(self._run, mine, self._assigned.get(name), hosts=hosts)
+        names, own = learner_names(self._spec), self._run.directory
+        first = next(iter(island_names(self._spec)), None)
+        for role in self._training(names, own, first, self._endpoints.learner, ()):
+            ends_run = role.name == "learner"
+            yield replace(role, ends_run=ends_run, ends_when_sampled=not ends_run)
+
+    def islands(self) -> Iterator[RoleSpec]:
+        """The islands after the first, which is the learner."""
+        for i, (island, names) in enumerate(island_processes(self._spec).items()):
+            own = island_folder(self._run.directory, island_role(island))
+            weights = (option for url in self._weights(i) for option in ("--weights", url))
+            join = self._endpoints.islands.get(names[0])
+            for role in self._training(names, own, island, join, (*weights, *self._root)):
+                yield replace(role, ends_when_sampled=True, may_fail=True)
+
+    def shares(self) -> Iterator[RoleSpec]:
+        """The servers of the islands' shares."""
+        for i, island in enumerate(island_names(self._spec)):
+            command = ("broadcast", "origin", str(self._store(island)))
+            for role in self._server(shares_name(island), *command):
+                yield replace(role, may_fail=i > 0)
+
+    def _training(
+        self,
+        names: Sequence[str],
+        folder: Path,
+        island: str | None,
+        join: str | None,
+        fetching: Sequence[str],
+    ) -> Iterator[RoleSpec]:
+        """The processes of one program that trains.
+
+        Args:
+            names: of the processes.
+            folder: what they take for the run directory.
+            island: its name; None if the learner is one program.
+            join: where the processes find each other; None for a single one.
+            fetching: further arguments of the first, which speaks for its island.
+        """
+        for i, name in enumerate(names):
+            if name not in self._here:
+                continue
+            mine, options = self._cores.get(name, ()), _joining(join, i)
+            learner = self._spec.learner
+            if island is not None:
+                learner = island_spec(self._spec, island).learner
+                options += ("--island", island)
+                options += (*self._speaking(island), *fetching) if i == 0 else ()
             yield RoleSpec(
                 name,
-                self._module("learner_jax", "train", str(self._run.directory), *joining),
-                env | _tpu_worker(self._run.machine, i),
+                self._module("learner_jax", "train", str(folder), *options),
+                _learner_env(self._run, learner, mine, self._assigned.get(name))
+                | _tpu_worker(self._run.machine, i),
                 cores=mine,
-                ends_run=i == 0,
-                ends_when_sampled=i > 0,
             )
+
+    def _speaking(self, island: str) -> tuple[str, ...]:
+        """How an island exchanges shares with the others."""
+        return (
+            *("--coordinator-url", self._endpoints.coordinator),
+            *("--key", str(self._run.identity.key(island_role(island)))),
+            *("--share-url", self._endpoints.shares_url(island)),
+            *("--share-store", str(self._store(island))),
+        )
+
+    def _store(self, island: str) -> Path:
+        return self._run.directory / "store" / shares_name(island)
 
     def validators(self) -> Iterator[RoleSpec]:
         kind = (self._spec.verify.hardware or self._spec.learner.hardware).kind
@@ -258,21 +322,20 @@ def secret_values(spec: RunSpec, machine: Machine) -> dict[str, str]:
     return {name: machine.env[source] for name, source in sources.items() if source in machine.env}
 
 
-def _joining(endpoints: Endpoints, process: int) -> tuple[str, ...]:
-    """How the processes of a learner find each other; nothing for a single one."""
-    if endpoints.learner is None:
+def _joining(join: str | None, process: int) -> tuple[str, ...]:
+    """How the processes of a program find each other; nothing for a single one."""
+    if join is None:
         return ()
-    host, port = address(endpoints.learner)
+    host, port = address(join)
     options = ("--coordinator", f"{host}:{port}", "--process", str(process))
     return (*options, "--heartbeat", str(HEARTBEAT_S)) if is_loopback(host) else options
 
 
 def _learner_env(
-    run: PreparedRun, cores: tuple[int, ...], numbers: Sequence[int] | None, *, hosts: int = 1
+    run: PreparedRun, learner: Learner, cores: tuple[int, ...], numbers: Sequence[int] | None
 ) -> dict[str, str]:
-    """Environment of a learner's process, one of `hosts`, that sees these accelerators."""
-    learner = run.spec.learner
-    kind, devices = learner.hardware.kind, learner.mesh.devices // hosts
+    """Environment of one of a learner's processes, which sees these accelerators."""
+    kind, devices = learner.hardware.kind, learner.mesh.devices // learner.hosts
     return (
         thread_limits(cores)
         | jax_environment(run.machine.env, on_cpu=kind == "cpu", devices=devices)

@@ -10,14 +10,17 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import RunElsewhere, UserError
 from runspec.core.files import expand_user, read_bounded, write_atomic
+from runspec.core.run_files import island_folder
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
+from runspec.core.spec.resolved import dump_resolved
+from runspec.core.spec.role_names import island_processes, island_role
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import backend
 
@@ -122,6 +125,23 @@ def run_directory(spec: RunSpec, runs_dir: Path | None) -> Path:
     else under `runs`."""
     folder = runs_dir or Path(spec.storage.dir or RUNS)
     return (expand_user(folder) / spec.name).absolute()
+
+
+def write_spec(spec: RunSpec, folder: Path, roles: Container[str]) -> None:
+    """Write a resolved spec where processes read it: their folder, and those of islands in it.
+
+    Args:
+        spec: resolved.
+        folder: the run directory, or what a role has for one.
+        roles: names of the processes that start there.
+    """
+    data = dump_resolved(spec)
+    write_atomic(folder / SPEC_FILE, data)
+    for name, processes in island_processes(spec).items():
+        if any(process in roles for process in processes):
+            own = island_folder(folder, island_role(name))
+            own.mkdir(parents=True, exist_ok=True)
+            write_atomic(own / SPEC_FILE, data)
 
 
 def own_folder(spec: RunSpec, role: str) -> Path:

@@ -6,13 +6,14 @@ Each member of a group is started by one command on a machine that has what the 
 
 The trunk's member supervises the coordinator, the publisher, the origin and the learner's process
 0, which share the run directory. Everybody else needs HTTP and a folder of its own; the learner's
-other processes need `checkpoints.dir` besides. No group has to wait for another before it starts:
+other processes need `checkpoints.dir` besides. An island's first process and the server of its
+shares have one bundle and one folder. No group has to wait for another before it starts:
 a role tries again until its servers answer, and says for whom it waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -21,17 +22,21 @@ from pathlib import Path, PurePath
 from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.models.hardware import device_count
+from runspec.core.spec.islands import island_spec
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import dump_resolved, load_resolved
 from runspec.core.spec.role_names import (
     elsewhere,
+    island_processes,
+    island_role,
     learner_names,
     relay_names,
     server_names,
+    shares_name,
     validator_names,
     worker_names,
 )
-from runspec.core.spec.schema import Hardware, RunSpec
+from runspec.core.spec.schema import Hardware, Learner, RunSpec
 from runspec.local.bundle import TRUNK_GROUP, Bundle, make_bundles
 from runspec.local.identity import make_identity
 from runspec.local.run_dir import LOCK_FILE
@@ -78,6 +83,8 @@ class Group:
     restart: Restart = Restart.ALONE
     secrets: tuple[str, ...] = ()
     """Environment variables that each member needs and no bundle holds."""
+    beside: tuple[str, ...] = ()
+    """Processes that run beside the first member, from its bundle and in its folder."""
 
     @property
     def machine(self) -> str:
@@ -87,22 +94,21 @@ class Group:
         return f"{self.devices} x {self.hardware.kind}"
 
     def command(self, member: str, bundles: PurePath, folder: PurePath | None) -> tuple[str, ...]:
-        """The command line of a member.
+        """The command line of a member, or of a process beside the first one.
 
         Args:
-            member: one of the group.
+            member: one of the group, or of `beside`.
             bundles: folder of the bundles there.
             folder: the member's own there; None: as `runspec role` chooses.
         """
         where = () if folder is None else ("--dir", str(folder))
-        return ("runspec", "role", member, "--bundle", str(bundles / f"{member}.json"), *where)
+        of = self.members[0] if member in self.beside else member
+        return ("runspec", "role", member, "--bundle", str(bundles / f"{of}.json"), *where)
 
 
 def groups_of(spec: RunSpec) -> list[Group]:
     """The role groups of a run, the trunk first."""
     secrets = tuple(secret.source.env for secret in spec.secrets)
-    learner, hosts = spec.learner, spec.learner.hosts
-    share = (device_count(learner.hardware, learner.mesh.slices) or 1) // hosts
 
     def group(
         name: str,
@@ -113,18 +119,37 @@ def groups_of(spec: RunSpec) -> list[Group]:
         disk: Disk = Disk.OWN,
         restart: Restart = Restart.ALONE,
         waits_for: Sequence[str] = (TRUNK_GROUP,),
+        beside: Sequence[str] = (),
     ) -> Group:
         if hardware is not None and hardware.kind == "cpu":
             hardware = None
         count = 0 if hardware is None else devices or device_count(hardware, 1) or 1
-        after = tuple(waits_for)
-        return Group(name, tuple(members), hardware, count, after, disk, restart, secrets)
+        return Group(
+            name,
+            tuple(members),
+            hardware,
+            count,
+            tuple(waits_for),
+            disk,
+            restart,
+            secrets,
+            tuple(beside),
+        )
 
-    restart = Restart.ALONE if hosts == 1 else Restart.TOGETHER
-    learners = partial(group, hardware=learner.hardware, devices=share, restart=restart)
+    def training(learner: Learner) -> Callable[..., Group]:
+        share = (device_count(learner.hardware, learner.mesh.slices) or 1) // learner.hosts
+        restart = Restart.ALONE if learner.hosts == 1 else Restart.TOGETHER
+        return partial(group, hardware=learner.hardware, devices=share, restart=restart)
+
+    learner = spec.learner
+    learners = training(learner)
     groups = [learners(TRUNK_GROUP, [TRUNK_GROUP], disk=Disk.RUN, waits_for=())]
-    if hosts > 1:
+    if learner.hosts > 1:
         groups.append(learners("learners", learner_names(spec)[1:], disk=Disk.CHECKPOINTS))
+    for name, processes in island_processes(spec).items():
+        disk = Disk.OWN if len(processes) == 1 else Disk.CHECKPOINTS
+        own = training(island_spec(spec, name).learner)
+        groups.append(own(island_role(name), processes, disk=disk, beside=[shares_name(name)]))
     groups += [group(name, [name], None) for name in relay_names(spec)]
     if spec.verify.validators:
         hardware = spec.verify.hardware or learner.hardware
@@ -157,8 +182,18 @@ def site_spec(spec: RunSpec, root_public_key: str) -> RunSpec:
         relay.model_copy(update={"url": relay.url or f"http://{host}:{port}"})
         for relay, port in zip(broadcast.relays, relay_ports, strict=True)
     ]
+    learner, islands = spec.learner, spec.learner.islands
+    if islands is not None:
+        members = islands.members[:1]
+        for member in islands.members[1:]:
+            port = base + servers.index(shares_name(member.name))
+            url = member.url or f"http://{host}:{port}"
+            members = [*members, member.model_copy(update={"url": url})]
+        islands = islands.model_copy(update={"members": members})
+        learner = learner.model_copy(update={"islands": islands})
     return spec.model_copy(
         update={
+            "learner": learner,
             "identity": spec.identity.model_copy(update={"root_public_key": root_public_key}),
             "placement": place.model_copy(update={"base_port": base}),
             "broadcast": broadcast.model_copy(update={"relays": relays}),

@@ -15,15 +15,13 @@ from typing import Any
 
 from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.errors import UserError
-from runspec.core.files import write_atomic
-from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import MAX_BYTES, dump_resolved, parse_resolved, spec_digest
 from runspec.core.spec.role_names import elsewhere, validator_names, worker_names
 from runspec.core.spec.schema import RunSpec
 from runspec.local import budget
 from runspec.local.fleet import Changed
-from runspec.local.processes import PreparedRun, RoleSpec
-from runspec.local.run_dir import EXIT_LOCKED, holder
+from runspec.local.processes import PreparedRun, RoleSpec, roles_here
+from runspec.local.run_dir import EXIT_LOCKED, holder, write_spec
 from runspec.local.state import RequestRow, RunState
 from runspec.plan.changes import LIVE, Change, Readers, difference, roles_to_restart
 
@@ -168,7 +166,7 @@ class LiveRun:
         signed_before = self._signed_roles()
         changed = self.run.changed(new)
         roles = self._roles_of(changed)
-        write_atomic(self.run.directory / SPEC_FILE, dump_resolved(new))
+        write_spec(new, self.run.directory, roles_here(new))
         record_applied(self._state, new, changes)
         self.run = changed
         renew = readers_names(roles_to_restart(changes), new)

@@ -13,7 +13,7 @@ from runspec.backends.kubernetes.naming import cluster_of
 from runspec.backends.kubernetes.remote import RemoteRun
 from runspec.backends.kubernetes.render import SITE, render_site
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.role_names import STAGES, TRUNK
+from runspec.core.spec.role_names import STAGES, trunk_names
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import LocalProcesses, Processes
 from runspec.local.processes import PreparedRun
@@ -64,6 +64,6 @@ def _logs(run: RemoteRun, arguments: Sequence[str]) -> int:
     parser.add_argument("-f", "--follow", action="store_true")
     parser.add_argument("--tail", type=int)
     asked, _ = parser.parse_known_args(list(arguments))
-    if asked.role is None or asked.role in (*TRUNK, *STAGES):
+    if asked.role is None or asked.role in (*trunk_names(run.spec), *STAGES):
         return run.inside(arguments)
     return run.logs(asked.role, asked.follow, asked.tail)

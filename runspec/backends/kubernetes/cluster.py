@@ -97,11 +97,12 @@ class Cluster:
         found = self._ask("GET", path, [("labelSelector", selector)]) or {"items": []}
         return sorted(found["items"], key=lambda pod: str(pod["metadata"]["name"]))
 
-    def logs(self, pod: str, follow: bool, tail: int | None) -> Iterator[str]:
-        """The lines of a pod's log, which end with the pod if they are followed."""
+    def logs(self, pod: str, container: str, follow: bool, tail: int | None) -> Iterator[str]:
+        """The lines of a container's log, which end with its pod if they are followed."""
         from kubernetes.client import ApiException, CoreV1Api
 
-        options: dict[str, Any] = {} if tail is None else {"tail_lines": tail}
+        options: dict[str, Any] = {"container": container}
+        options |= {} if tail is None else {"tail_lines": tail}
         try:
             response = CoreV1Api(self._api).read_namespaced_pod_log(
                 pod, self.namespace, follow=follow, _preload_content=False, **options

@@ -5,7 +5,13 @@ from __future__ import annotations
 import re
 
 from runspec.core.errors import UserError
-from runspec.core.spec.role_names import learner_names, server_names
+from runspec.core.spec.islands import island_spec
+from runspec.core.spec.role_names import (
+    island_processes,
+    rendezvous_names,
+    server_names,
+    shares_name,
+)
 from runspec.core.spec.schema import Kubernetes, RunSpec
 from runspec.local.bundle import TRUNK_GROUP
 from runspec.local.site import BASE_PORT
@@ -73,10 +79,11 @@ def pod_host(run: str, group: str, index: int) -> str:
 
 
 def server_ports(spec: RunSpec) -> dict[str, int]:
-    """Port by server, each of which has a Service of its own: coordinator, origin and relays."""
+    """Port by server, each of which has a Service of its own: the coordinator and whoever serves
+    weights or shares."""
     base = spec.placement.base_port or BASE_PORT
     ports = {name: base + i for i, name in enumerate(server_names(spec))}
-    return {name: port for name, port in ports.items() if name not in learner_names(spec)}
+    return {name: port for name, port in ports.items() if name not in rendezvous_names(spec)}
 
 
 def addressed(spec: RunSpec) -> RunSpec:
@@ -86,12 +93,20 @@ def addressed(spec: RunSpec) -> RunSpec:
         UserError: it asks for what is not rendered.
     """
     cluster_of(spec)
+    by_hand = "or start the roles by hand (`runspec prepare`)"
     if spec.learner.mesh.slices > 1:
         raise UserError(
             f"{spec.learner.mesh.slices} slices; the Kubernetes backend places a learner on one",
             place="learner.mesh.slices",
-            remedy="use one slice, or start the roles by hand (`runspec prepare`)",
+            remedy=f"use one slice, {by_hand}",
         )
+    for name, processes in island_processes(spec).items():
+        if len(processes) > 1 or island_spec(spec, name).learner.mesh.slices > 1:
+            raise UserError(
+                f"{len(processes)} hosts; the Kubernetes backend places an island on one",
+                place=f"learner.islands.members.{name}",
+                remedy=f"use one host and one slice, {by_hand}",
+            )
     run, ports = label(spec.name), server_ports(spec)
     host = pod_host(run, TRUNK_GROUP, 0)
 
@@ -106,6 +121,14 @@ def addressed(spec: RunSpec) -> RunSpec:
         "placement": spec.placement.model_copy(update={"host": host, "backend": "kubernetes"}),
         "broadcast": spec.broadcast.model_copy(update={"relays": relays}),
     }
+    if spec.learner.islands is not None:
+        first, *others = spec.learner.islands.members
+        others = [
+            each.model_copy(update={"url": each.url or address(shares_name(each.name))})
+            for each in others
+        ]
+        islands = spec.learner.islands.model_copy(update={"members": [first, *others]})
+        update["learner"] = spec.learner.model_copy(update={"islands": islands})
     if spec.learner.hosts > 1 and spec.checkpoints.dir is None:
         update["checkpoints"] = spec.checkpoints.model_copy(update={"dir": CHECKPOINTS})
     return spec.model_copy(update=update)

@@ -12,10 +12,13 @@ from runspec.backends.kubernetes.naming import (
     pod_host,
     server_ports,
 )
+from runspec.core.spec.role_names import trunk_names
 from runspec.core.spec.schema import Hardware, RunSpec
 from runspec.local.bundle import TRUNK_GROUP
 from runspec.local.site import Disk, Group
 
+ROLE, BESIDE = "role", "server"
+"""Containers of a pod: of its role, and of a server beside that."""
 BUNDLES, DATA, MODELS = "/etc/runspec", "/data", "/models"
 """Folders in a container: its group's bundles, what the role keeps, model files."""
 RUNS = f"{DATA}/runs"
@@ -40,7 +43,7 @@ def pod(spec: RunSpec, run: str, group: Group, labels: dict[str, str]) -> dict[s
     folder = f"{RUNS}/{spec.name}" if trunk else DATA
     command = ["runspec", "role", "--bundle", f"{BUNDLES}/{INDEX}.json", "--dir", folder]
     container: dict[str, Any] = {
-        "name": "role",
+        "name": ROLE,
         "image": cluster.images.get(group.name, cluster.image),
         "command": command,
         "env": _environment(spec, run, group),
@@ -54,7 +57,7 @@ def pod(spec: RunSpec, run: str, group: Group, labels: dict[str, str]) -> dict[s
     }
     ports = server_ports(spec)
     if trunk:
-        served = {name: port for name, port in ports.items() if not name.startswith("relay-")}
+        served = {name: port for name, port in ports.items() if name in trunk_names(spec)}
         probe = {"tcpSocket": {"port": ports["coordinator"]}, "periodSeconds": 5}
         container["readinessProbe"] = probe
     else:
@@ -66,8 +69,20 @@ def pod(spec: RunSpec, run: str, group: Group, labels: dict[str, str]) -> dict[s
     if group.name in served:
         command += ["--listen", f"0.0.0.0:{served[group.name]}"]
     _mount(made, container, spec, run, group)
+    made["containers"] += [_beside(container, name, ports[name]) for name in group.beside]
     _place(made, container, spec, group, labels)
     return made
+
+
+def _beside(container: dict[str, Any], name: str, port: int) -> dict[str, Any]:
+    """The container of a server beside a pod's role: the same bundle and folder."""
+    role, *options = container["command"][1:]
+    return {
+        **container,
+        "name": BESIDE,
+        "command": ["runspec", role, name, *options, "--listen", f"0.0.0.0:{port}"],
+        "ports": [{"containerPort": port, "protocol": "TCP"}],
+    }
 
 
 def _environment(spec: RunSpec, run: str, group: Group) -> list[dict[str, Any]]:

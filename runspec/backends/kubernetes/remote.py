@@ -8,10 +8,10 @@ from typing import Any
 
 from runspec.backends.kubernetes.cluster import Cluster
 from runspec.backends.kubernetes.naming import cluster_of, label
-from runspec.backends.kubernetes.pods import RUNS
+from runspec.backends.kubernetes.pods import BESIDE, ROLE, RUNS
 from runspec.backends.kubernetes.render import env_secret
 from runspec.core.errors import UserError
-from runspec.core.spec.role_names import TRUNK
+from runspec.core.spec.role_names import trunk_names
 from runspec.core.spec.schema import RunSpec
 from runspec.local.bundle import TRUNK_GROUP
 from runspec.local.site import groups_of
@@ -30,7 +30,7 @@ class RemoteRun:
     """
 
     def __init__(self, spec: RunSpec) -> None:
-        self._spec, self._run, self._jobset = spec, spec.name, label(spec.name)
+        self.spec, self._run, self._jobset = spec, spec.name, label(spec.name)
         self._cluster = Cluster(cluster_of(spec).namespace)
 
     def apply(self, objects: Iterable[Mapping[str, Any]]) -> None:
@@ -39,7 +39,7 @@ class RemoteRun:
         Raises:
             UserError: a secret of the spec has no value here, or the cluster refuses.
         """
-        secret = env_secret(self._spec, os.environ)
+        secret = env_secret(self.spec, os.environ)
         found = self._cluster.jobset(self._jobset)
         if found is not None and _ended(found):
             self._cluster.delete_jobset(self._jobset)
@@ -77,7 +77,7 @@ class RemoteRun:
 
     def logs(self, role: str, follow: bool, tail: int | None) -> int:
         """Prints the log of the pod of a role that is not the trunk's."""
-        for line in self._cluster.logs(self._pod(role), follow, tail):
+        for line in self._cluster.logs(*self._container(role), follow, tail):
             print(line)
         return 0
 
@@ -99,21 +99,23 @@ class RemoteRun:
         """Deletes the run on the cluster, its volumes too."""
         self._cluster.delete(self._jobset)
 
-    def _pod(self, role: str) -> str:
-        """The newest pod of a role."""
-        for group in groups_of(self._spec):
-            if role in group.members:
-                index = str(group.members.index(role))
+    def _container(self, role: str) -> tuple[str, str]:
+        """The newest pod of a role, and its container there."""
+        for group in groups_of(self.spec):
+            if role in (*group.members, *group.beside):
+                beside = role in group.beside
+                index = str(0 if beside else group.members.index(role))
                 pods = self._cluster.pods(self._jobset, label(group.name))
                 own = [pod for pod in pods if pod["metadata"]["labels"].get(_INDEX) == index]
                 if own:
                     newest = max(own, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
-                    return str(newest["metadata"]["name"])
-        names = [name for group in groups_of(self._spec) for name in group.members]
+                    return str(newest["metadata"]["name"]), BESIDE if beside else ROLE
+        groups = groups_of(self.spec)
+        names = [name for group in groups for name in (*group.members, *group.beside)]
         raise UserError(
             f"no pod of role {role!r}",
             place=self._jobset,
-            remedy=f"one of: {', '.join([*TRUNK, *names])}",
+            remedy=f"one of: {', '.join([*trunk_names(self.spec), *names])}",
         )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from runspec.core.spec.islands import island_names, members
 from runspec.core.spec.schema import RunSpec
 
 TRUNK = ("origin", "coordinator", "publisher", "learner")
-"""Names of the processes that share the run directory."""
+"""Names of the processes that share the run directory; `trunk_names` has the islands' too."""
 WARM_START, DRAWN = "warm-start", "initial-model"
 STAGES = (WARM_START, DRAWN)
 """Names of the processes that may make version 0, before the others start."""
@@ -16,14 +17,47 @@ def learner_names(spec: RunSpec) -> list[str]:
     return ["learner", *(f"learner-{i}" for i in range(1, spec.learner.hosts))]
 
 
+def trunk_names(spec: RunSpec) -> list[str]:
+    """Return the processes that share the run directory."""
+    return [*TRUNK, *(shares_name(name) for name in island_names(spec)[:1])]
+
+
+def island_role(name: str) -> str:
+    """Return the name of an island's key, and of its process or group of processes.
+
+    The processes of the first island are the learner's.
+    """
+    return f"island-{name}"
+
+
+def shares_name(name: str) -> str:
+    """Return the name of the process that serves an island's shares."""
+    return f"shares-{name}"
+
+
+def island_processes(spec: RunSpec) -> dict[str, list[str]]:
+    """Return the training processes of each island after the first, by the island's name."""
+    found = {}
+    for member in members(spec)[1:]:
+        role, hosts = island_role(member.name), member.hosts or spec.learner.hosts
+        found[member.name] = [role] if hosts == 1 else [f"{role}-{i}" for i in range(hosts)]
+    return found
+
+
 def relay_names(spec: RunSpec) -> list[str]:
     return [f"relay-{relay.name}" for relay in spec.broadcast.relays]
 
 
+def rendezvous_names(spec: RunSpec) -> list[str]:
+    """Return the processes at whose address the processes of one program find each other."""
+    several = ["learner"] if spec.learner.hosts > 1 else []
+    return [*several, *(each[0] for each in island_processes(spec).values() if len(each) > 1)]
+
+
 def server_names(spec: RunSpec) -> list[str]:
     """Return the roles that listen, in the order of their ports from `placement.base_port` on."""
-    several = ["learner"] if spec.learner.hosts > 1 else []
-    return ["coordinator", "origin", *relay_names(spec), *several]
+    shares = [shares_name(name) for name in island_names(spec)]
+    return ["coordinator", "origin", *relay_names(spec), *rendezvous_names(spec), *shares]
 
 
 def validator_names(spec: RunSpec) -> list[str]:
@@ -39,7 +73,10 @@ def role_names(spec: RunSpec) -> list[str]:
     """Return every long-running process on any machine; a name that clashes appears twice."""
     return [
         *("origin", *relay_names(spec), "coordinator", "publisher"),
-        *(*learner_names(spec), *validator_names(spec)),
+        *learner_names(spec),
+        *(name for names in island_processes(spec).values() for name in names),
+        *(shares_name(name) for name in island_names(spec)),
+        *validator_names(spec),
         *(f"{pool.name}-{i}" for pool in spec.samplers for i in range(pool.replicas)),
     ]
 
@@ -50,6 +87,8 @@ def placeable(spec: RunSpec) -> dict[str, list[str]]:
     All other processes always start on this machine.
     """
     groups = {"learners": learner_names(spec)[1:]} if spec.learner.hosts > 1 else {}
+    for name, processes in island_processes(spec).items():
+        groups[island_role(name)] = [*processes, shares_name(name)]
     groups["validators"] = validator_names(spec)
     groups |= {name: [name] for name in relay_names(spec)}
     for worker, pool in worker_names(spec).items():

@@ -37,6 +37,25 @@ def island_trunk(context: Context) -> Iterator[Violation]:
                 )
 
 
+@rule("island-backend", "placement")
+def island_backend(context: Context) -> Iterator[Violation]:
+    """Islands need another backend than Ray.
+
+        placement.backend: not ray, where learner.islands is given
+
+    Islands are for machines that no fast network joins; a Ray cluster is one that does, and one
+    learner over its nodes trains faster. `local` starts islands on this machine, `kubernetes` on a
+    cluster; `runspec prepare` lets people start each on a machine of their own.
+    """
+    spec = context.spec
+    if spec.learner.islands is not None and spec.placement.backend == "ray":
+        yield Violation(
+            ("placement", "backend"),
+            "the Ray backend places no islands",
+            suggestion="local, kubernetes, or learner.islands: null",
+        )
+
+
 @rule("island-masters", "algorithm")
 def island_masters(context: Context) -> Iterator[Violation]:
     """Islands must keep their weights in float32.

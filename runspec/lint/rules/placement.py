@@ -6,13 +6,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from runspec.core.address import is_loopback, parse_url, server_urls
+from runspec.core.spec.islands import island_names, island_spec
 from runspec.core.spec.role_names import (
     elsewhere,
+    island_processes,
+    island_role,
     learner_names,
     placeable,
     relay_names,
     role_names,
     server_names,
+    shares_name,
     worker_names,
 )
 from runspec.core.spec.schema import RunSpec
@@ -54,7 +58,7 @@ def reserved_names(context: Context) -> Iterator[Violation]:
 def role_clash(context: Context) -> Iterator[Violation]:
     """Every process must have a name of its own, and so must what `placement.roles` names.
 
-        relay-<name>, <pool>-<i>, validator-<i>, learner-<i>, ...
+        relay-<name>, <pool>-<i>, validator-<i>, learner-<i>, island-<name>, shares-<name>, ...
 
     Names are made of parts: the first worker of a pool `relay-eu` is `relay-eu-0`, and so is the
     relay `eu-0`. Two processes of one name would share a key, a log and a line in `status`. In
@@ -63,16 +67,18 @@ def role_clash(context: Context) -> Iterator[Violation]:
     spec = context.spec
     workers = worker_names(spec)
     processes = Counter(role_names(spec))
-    groups = Counter([*relay_names(spec), *(pool.name for pool in spec.samplers)])
+    islands = map(island_role, island_names(spec))
+    groups = Counter([*relay_names(spec), *islands, *(pool.name for pool in spec.samplers)])
     counts = processes | groups  # of each name the larger
     for name in sorted(name for name, count in counts.items() if count > 1):
         pool = workers.get(name, name)
         if pool in RESERVED:
             continue  # `reserved-names` says so
+        of_pool = any(pool == each.name for each in spec.samplers)
         yield Violation(
-            ("samplers", pool),
+            ("samplers", pool) if of_pool else ("learner", "islands", "members"),
             f"{counts[name]} roles would be called {name}",
-            suggestion="give the pool or the relay another name",
+            suggestion="give the pool, the relay or the island another name",
         )
 
 
@@ -80,11 +86,11 @@ def role_clash(context: Context) -> Iterator[Violation]:
 def unknown_role(context: Context) -> Iterator[Violation]:
     """`placement` must name roles of the run in `roles`, `devices` and `kubernetes`.
 
-    `roles` says what is started here: `validators`, a pool, relay-<name>, or `learners`, the
-    learner's processes after the first; learner, publisher, origin and coordinator always are.
-    `devices` goes by process, as `status` names them: `learner`, `<pool>-<i>`, `validator-<i>`.
-    `kubernetes.images` and `kubernetes.node_selectors` go by group, the trunk included. A name that
-    is nothing starts nothing and assigns nothing, in silence.
+    `roles` says what is started here: `validators`, a pool, relay-<name>, island-<name>, or
+    `learners`, the learner's processes after the first; learner, publisher, origin and coordinator
+    always are. `devices` goes by process, as `status` names them: `learner`, `<pool>-<i>`,
+    `validator-<i>`. `kubernetes.images` and `kubernetes.node_selectors` go by group, the trunk
+    included. A name that is nothing starts nothing and assigns nothing, in silence.
     """
     spec = context.spec
     startable = placeable(spec)
@@ -129,6 +135,9 @@ def shared_device(context: Context) -> Iterator[Violation]:
     away = set(elsewhere(spec))
     if spec.learner.hardware.kind != "cpu":
         away |= set(learner_names(spec)[1:])
+    for name, processes in island_processes(spec).items():
+        if island_spec(spec, name).learner.hardware.kind != "cpu":
+            away |= set(processes[1:])
     users: dict[int, list[str]] = defaultdict(list)
     for name, numbers in spec.placement.devices.items():
         for number in set(numbers) if name not in away else ():
@@ -147,7 +156,7 @@ def too_few_devices(context: Context) -> Iterator[Violation]:
     """A process must see the accelerators that its part of the model is divided over.
 
         devices of a worker  >= parallel.tensor x parallel.data of its pool
-        devices of a learner >= data x fsdp x context x tensor / hosts
+        devices of a learner >= data x fsdp x context x tensor / hosts,  of an island likewise
 
     `placement.devices` hides all others from the process; with fewer it dies as it starts. CPUs
     have no such numbers.
@@ -157,6 +166,10 @@ def too_few_devices(context: Context) -> Iterator[Violation]:
     if spec.learner.hardware.kind != "cpu":
         share = -(-spec.learner.mesh.devices // spec.learner.hosts)
         needed |= dict.fromkeys(learner_names(spec), share)
+    for name, processes in island_processes(spec).items():
+        own = island_spec(spec, name).learner
+        if own.hardware.kind != "cpu":
+            needed |= dict.fromkeys(processes, -(-own.mesh.devices // own.hosts))
     pools = {pool.name: pool for pool in spec.samplers if pool.hardware.kind != "cpu"}
     for worker, name in worker_names(spec).items():
         if name in pools:
@@ -222,7 +235,8 @@ def server_url(context: Context) -> Iterator[Violation]:
     """The URL of a server must be http or https, with a host.
 
     Workers reach the coordinator at `placement.url`, and fetch policy versions from
-    `broadcast.origin.url` and `broadcast.relays[].url`; the port is 80 or 443 where none is given.
+    `broadcast.origin.url` and `broadcast.relays[].url`, islands one another's shares at
+    `learner.islands.members[].url`; the port is 80 or 443 where none is given.
     """
     for where, text in server_urls(context.spec).items():
         if parse_url(text) is None:
@@ -237,11 +251,11 @@ def server_url(context: Context) -> Iterator[Violation]:
 def port_clash(context: Context) -> Iterator[Violation]:
     """No two servers may listen at one address.
 
-        base_port + 0 coordinator, + 1 origin, + 2 + i relay i, then the learner
+        base_port + 0 coordinator, + 1 origin, + 2 + i relay i, then learner and islands
 
-    An http URL fixes the address of origin or relay, `placement.base_port` those of all others, on
-    `placement.host`. The second server that wants an address dies as it starts. An https URL is a
-    proxy's.
+    An http URL fixes the address of origin, relay or island, `placement.base_port` those of all
+    others, on `placement.host`. The second server that wants an address dies as it starts. An https
+    URL is a proxy's.
     """
     users: dict[tuple[str, int], str] = {}
     for role, where, host, port in _addresses(context.spec):
@@ -260,6 +274,9 @@ def _addresses(spec: RunSpec) -> Iterator[tuple[str, tuple[str, ...], str, int]]
     urls, base = server_urls(spec), spec.placement.base_port
     named: dict[str, tuple[str, ...]] = {"origin": ("broadcast", "origin")}
     named |= {f"relay-{r.name}": ("broadcast", "relays", r.name) for r in spec.broadcast.relays}
+    named |= {
+        shares_name(name): ("learner", "islands", "members", name) for name in island_names(spec)
+    }
     for position, role in enumerate(server_names(spec)):
         where = named.get(role, ("placement", "base_port"))
         url = parse_url(urls[where]) if where in urls else None

@@ -70,7 +70,8 @@ class Kubernetes(Block):
     image: str
     """Container image of every role that `images` does not name."""
     images: dict[str, str] = {}
-    """Container image by role group: `trunk`, `learners`, `validators`, relay-<name> or a pool."""
+    """Container image by role group: `trunk`, `learners`, island-<name>, `validators`, relay-<name>
+    or a pool."""
     node_selectors: dict[str, dict[str, str]] = {}
     """Labels that the nodes of a role group must have, beside those of its TPU slice."""
     namespace: Name = "default"
@@ -115,9 +116,10 @@ class Placement(Block):
     """Numbers of the accelerators that a role sees, by the role's name in `status`; a role that is
     not named sees all."""
     roles: list[str] | None = None
-    """Groups that start here: `validators`, pools, relays as relay-<name>, and `learners`, the
-    learner's processes after the first. Learner, publisher, origin and coordinator always start
-    here. Null: every group. Whoever has the other machines starts the other groups."""
+    """Groups that start here: `validators`, pools, relays as relay-<name>, islands after the first
+    as island-<name>, and `learners`, the learner's processes after the first. Learner, publisher,
+    origin and coordinator always start here. Null: every group. Whoever has the other machines
+    starts the other groups."""
 
 
 class SecretSource(Block):

@@ -27,7 +27,7 @@ def test_a_count_becomes_members() -> None:
     spec = spec_of(BASE, "learner.islands.count=3")
     assert island_names(spec) == ["0", "1", "2"]
     assert spec.learner.islands is not None and spec.learner.islands.count is None
-    assert parse_resolved(dump_resolved(spec)) == spec
+    assert parse_resolved(dump_resolved(spec), place="spec.json") == spec
 
 
 @pytest.mark.parametrize("wrong", ["{}", "{count: 2, members: [{name: a}]}", "{members: []}"])

@@ -111,7 +111,8 @@ BREACHES = [
      "tokens-per-update", "algorithm.tokens_per_update", "error"),
     (DOCUMENTS, ["learner.islands.members=[{name: a}, {name: b, mesh: {fsdp: 4}}]"],
      "mesh-fits", "learner.islands.members.b.mesh", "error"),
-    (DOCUMENTS, ["learner.islands.members=[{name: a}, {name: b, hardware: {kind: mine, count: 2}}]"],
+    (DOCUMENTS, ["learner.islands.members="
+                 "[{name: a}, {name: b, hardware: {kind: mine, count: 2}}]"],
      "unknown-hardware", "learner.islands.members.b.hardware.kind", "warning"),
     (DOCUMENTS, ["learner.islands.members=[{name: a}, {name: b, hosts: 3}]"],
      "hosts-divide", "learner.islands.members.b.hosts", "error"),
