@@ -1,4 +1,4 @@
-"""roles.json: the keys of publisher, coordinator, validators and islands, signed by the root."""
+"""roles.json: the keys of the roles and of the learner islands, signed by the root key."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ class Roles:
     validator: frozenset[str]
     islands: Mapping[str, str] = field(default_factory=dict)
     """Public key of each learner island by its name; empty for a run with one learner."""
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """All keys that have a role."""
+        held = self.publisher | self.coordinator | self.validator
+        return held.union(self.islands.values())
 
     def signers(self, who: Signers) -> frozenset[str]:
         """Return the keys that may sign the versions of a store."""

@@ -25,7 +25,7 @@ from verify.coordinator.machine import events
 from verify.coordinator.machine.gap_history import fault, is_fault
 from verify.coordinator.machine.history import History
 from verify.coordinator.machine.state import Policy, State
-from verify.coordinator.machine.transitions import IllegalTransition, apply
+from verify.coordinator.machine.transitions import apply
 from verify.formats.batch import BatchGroup
 from verify.formats.lease import Lease, lease_digest, open_lease
 
@@ -260,7 +260,7 @@ class _Replay:
         before = self._state
         try:
             self._state = apply(before, event)
-        except (IllegalTransition, KeyError, ValueError) as error:
+        except (events.IllegalTransition, KeyError, ValueError) as error:
             self._report.add(row, "state", error, "an event that can follow")
             self._broken = True
             return None

@@ -205,9 +205,7 @@ def sign_commit(record: CommitRecord, key: SigningKey) -> bytes:
     return sign_document(COMMIT_KIND, asdict(record), key)
 
 
-def open_commit(
-    data: bytes, *, coordinators: frozenset[str], run: str, step: int
-) -> CommitRecord:
+def open_commit(data: bytes, *, coordinators: frozenset[str], run: str, step: int) -> CommitRecord:
     """Check a commit record and return it.
 
     Args:
@@ -225,7 +223,8 @@ def open_commit(
     if record.run != run or record.step != step:
         of = f"{record.run[:80]} step {record.step}"
         raise BadSignature(f"{COMMIT_KIND}: of {of}, not {run} step {step}")
-    names = [each.island for each in (*record.contributors, *record.dropped)]
+    names = [each.island for each in record.contributors]
+    names += [each.island for each in record.dropped]
     if len(set(names)) != len(names):
         raise BadSignature(f"{COMMIT_KIND}: an island is named twice")
     if not sum(each.weight for each in record.contributors) > 0.0:
