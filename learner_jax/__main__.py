@@ -112,7 +112,10 @@ def _add_island_options(train: argparse.ArgumentParser) -> None:
     island.add_argument("--share-url", metavar="URL", help="where others reach its shares")
     island.add_argument("--share-store", type=Path, metavar="DIR", help="what is served there")
     island.add_argument(
-        *("--weights", action="append", default=[], metavar="URL"),
+        "--weights",
+        action="append",
+        default=[],
+        metavar="URL",
         help="of relays and origin, for an island without the run directory",
     )
     island.add_argument("--public-key", metavar="HEX", help="root key, for such an island")
@@ -221,14 +224,14 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
 def _train(options: argparse.Namespace, log: logging.Logger) -> None:
     from learner_jax.compile_cache import cache_folder, keep_compiled
     from learner_jax.distributed import joined
-    from learner_jax.islands.mirror import prepare_folder
+    from learner_jax.islands.folder import prepare_folder
     from learner_jax.runner import train
     from runspec.core.spec.islands import island_spec
     from runspec.core.spec.resolved import load_resolved
 
     logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of each save, at length
     link = _link(options)
-    if link is not None and options.process in (None, 0):
+    if link is not None:
         prepare_folder(options.run_dir, link, log)
     spec = load_resolved(options.run_dir)
     own = spec if link is None else island_spec(spec, link.name)
@@ -253,6 +256,8 @@ def _link(options: argparse.Namespace) -> IslandLink | None:
     """
     if options.island is None:
         return None
+    if options.process not in (None, 0):
+        return IslandLink(options.island)
     needed = ["coordinator_url", "key", "share_url", "share_store"]
     needed += ["public_key"] if options.weights else []
     missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(options, name) is None]

@@ -12,13 +12,13 @@ class IslandLink:
 
     name: str
     """Its name in `learner.islands.members`."""
-    coordinator: str
-    """URL of the coordinator."""
-    key: Path
+    coordinator: str = ""
+    """URL of the coordinator. This and what follows is known to process 0 of the island alone."""
+    key: Path = Path()
     """File of the key that signs its shares; roles.json names the public half."""
-    share_url: str
+    share_url: str = ""
     """URL at which the other islands reach its server of shares."""
-    share_store: Path
+    share_store: Path = Path()
     """Folder that this server serves."""
     weights: tuple[str, ...] = ()
     """URLs of relays and origin, from which an island elsewhere gets version 0."""

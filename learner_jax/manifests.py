@@ -44,8 +44,9 @@ def own_share(manifest: BatchManifest | RangeManifest, island: str | None) -> sl
         UserError: the manifest names no share for the island.
     """
     if island is None:
-        rows = isinstance(manifest, RangeManifest)
-        return slice(manifest.rows.first, manifest.rows.last) if rows else slice(None)
+        if isinstance(manifest, RangeManifest):
+            return slice(manifest.rows.first, manifest.rows.last)
+        return slice(len(manifest.groups))
     for share in manifest.shares:
         if share.island == island:
             return slice(share.first, share.last)

@@ -23,6 +23,7 @@ from learner_jax.document_batch import (
 from learner_jax.document_records import DocumentRecords
 from learner_jax.feed import BatchFeed, decode_batch, encode_batch
 from learner_jax.full_states import Start
+from learner_jax.islands.folder import reader_of
 from learner_jax.manifests import ManifestReader
 from learner_jax.report import Records
 from learner_jax.step import Programs, TrainState
@@ -109,7 +110,8 @@ class Rollouts:
         first = run.peers.first
         read = partial(BatchReader, run.folder, run.spec)
         self.reader = read(run.root_public_key(), run.island) if first else None
-        self._feed = BatchFeed(self.reader, run.peers, stop, run.log, encode_batch, decode_batch)
+        feed = reader_of(run, self.reader) if self.reader else None
+        self._feed = BatchFeed(feed, run.peers, stop, run.log, encode_batch, decode_batch)
         self._records = Records(run) if first else None
 
     def compile(self, state: TrainState, start: Start, published: Any | None) -> None:
@@ -173,9 +175,8 @@ class Documents:
         self._held_out = decode_rows(held_out) if held_out and run.trunk else None
         self.reader = opened[0] if opened else None
         self.corpus: str = peers.json_from_first(lambda: opened[0].corpus.digest)
-        self._feed = BatchFeed(
-            self.reader, peers, stop, run.log, encode_documents, decode_documents
-        )
+        feed = reader_of(run, self.reader) if self.reader else None
+        self._feed = BatchFeed(feed, peers, stop, run.log, encode_documents, decode_documents)
         self._records = DocumentRecords(run, self.reader.corpus) if self.reader else None
         self._held_out_nll: float | None = None
 

@@ -26,7 +26,9 @@ from verify.formats.islands import (
     MAX_RECORD_BYTES,
     CommitRecord,
     ShareOffered,
+    StoredOuter,
     open_commit,
+    read_stored,
     record_digest,
     sign_offer,
 )
@@ -97,6 +99,20 @@ class IslandClient:
             raise self._http.not_believed(error) from error
         self._coordinators = time.monotonic(), roles.coordinator
         return data
+
+    def announce(self, url: str, version: int, digest: str) -> None:
+        """Say that this island's store has the outer state of a version, for islands that join."""
+        body = canonical_json({"url": url, "version": version, "digest": digest})
+        self._http.call("POST", "/v1/islands/outer", body=body)
+
+    def stored(self) -> list[StoredOuter]:
+        """Return the newest outer state of each island that announced one."""
+        answer = self._get("/v1/islands/outer", 0.0, max_bytes=MAX_RECORD_BYTES)
+        try:
+            body = parse_object(answer.content, max_bytes=MAX_RECORD_BYTES)
+            return read_stored(list(body["stored"]))
+        except (BadSignature, MalformedJson, KeyError, TypeError) as error:
+            raise self._http.not_believed(error) from error
 
     def offer(self, offer: ShareOffered) -> bool:
         """Sign an offer and send it; the same offer again changes nothing.

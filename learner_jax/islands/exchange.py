@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import numpy as np
-from verify.island_client import IslandClient
 
 from bridge.codecs import Codec
 from broadcast.store import AlreadyPublished
@@ -25,11 +24,11 @@ from learner_jax.islands.state import Flat
 from learner_jax.islands.transport import ShareFetcher, ShareStore
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
-from verify.formats.islands import CommitRecord, Contribution, ShareOffered, sign_offer
+from verify.formats.islands import CommitRecord, Contribution, ShareOffered
+from verify.island_client import Committed, IslandClient
 
-WAIT_S = 20.0
-"""Seconds that the coordinator may hold a question for a record."""
+WAIT_S = 5.0
+"""Seconds that the coordinator may hold a question for a record; a stop takes effect after it."""
 FETCH_S = 1800.0
 """Seconds that the shares of a step may take to arrive."""
 REPORT_EVERY_S = 30.0
@@ -71,7 +70,6 @@ class Exchange(AbstractContextManager["Exchange"]):
 
     run: str
     island: str
-    key: SigningKey
     url: str
     """Where the others find this island's store."""
     corpus: str
@@ -109,7 +107,7 @@ class Exchange(AbstractContextManager["Exchange"]):
                 remedy=_REJOIN,
             ) from there
         self.store.keep(KEPT_STATES)
-        self.client.hello(self.url, version, outer.digest())
+        self.client.announce(self.url, version, outer.digest())
 
     def fetch_outer(self) -> tuple[int, OuterState]:
         """Return the newest outer state that another island has stored, and its version.
@@ -120,7 +118,7 @@ class Exchange(AbstractContextManager["Exchange"]):
         """
         begun, report_at = time.monotonic(), REPORT_EVERY_S
         while True:
-            found = [each for each in self.client.islands() if each.island != self.island]
+            found = [each for each in self.client.stored() if each.island != self.island]
             if found:
                 newest = max(found, key=lambda each: each.version)
                 theta, momentum = self.fetcher.fetch_outer(
@@ -180,12 +178,13 @@ class Exchange(AbstractContextManager["Exchange"]):
             weight=weight,
             norm=norm,
         )
-        if not self.client.offer(step, sign_offer(offer, self.key)):
+        if not self.client.offer(offer):
             self.log.info("step %d is committed already", step)
 
     def record(self, step: int) -> CommitRecord | None:
         """Return the record of a step if there is one already."""
-        return self.client.record(step, wait_s=0.0).record
+        answer = self.client.record(step, 0.0)
+        return answer.record if isinstance(answer, Committed) else None
 
     def settle(self, step: int) -> None:
         """Begin to wait for the record of a step and for its shares."""
@@ -241,12 +240,12 @@ class Exchange(AbstractContextManager["Exchange"]):
         while True:
             if self.stop.is_set() or self._ended.is_set():
                 raise Stopped
-            answer = self.client.record(step, wait_s=WAIT_S)
-            if answer.record is not None:
+            answer = self.client.record(step, WAIT_S)
+            if isinstance(answer, Committed):
                 return answer.record
             waited = time.monotonic() - begun
             if waited >= report_at:
-                names = ", ".join(answer.waiting_for) or "the coordinator"
+                names = ", ".join(answer.waiting_for) or "nobody: the coordinator is late"
                 self.log.info("step %d: %.0f s waiting for the shares of %s", step, waited, names)
                 report_at = waited + REPORT_EVERY_S
 

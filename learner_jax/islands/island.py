@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from verify.island_client import IslandClient
 
 from bridge.codecs import Codec, codec
 from bridge.flat import FlatLayout
@@ -34,6 +33,7 @@ from runspec.core.files import read_bounded
 from runspec.core.keys import SigningKey
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.spec.schema import Islands
+from verify.island_client import IslandClient
 
 
 class Island:
@@ -107,8 +107,9 @@ class Island:
         if version < 0:
             raise Stopped
         own = found[0][1] if found else None
-        theta = self._from_first(own and own.theta)
-        return version, OuterState(theta, self._from_first(own and own.momentum))
+        theta = self._from_first(None if own is None else own.theta)
+        momentum = self._from_first(None if own is None else own.momentum)
+        return version, OuterState(theta, momentum)
 
     def _announce(self) -> None:
         """Store the outer state for islands that join."""
@@ -305,12 +306,11 @@ def join(
         return
     name, root = run.spec.name, run.root_public_key()
     key = SigningKey.load(link.key)
-    client = IslandClient(link.coordinator, key, run=name, root_public_key=root)
+    client = IslandClient(link.coordinator, name, key, root_public_key=root)
     roles = read_bounded(run.folder / "keys" / "roles.json", MAX_ROLES_BYTES)
     with Exchange(
         run=name,
         island=link.name,
-        key=key,
         url=link.share_url,
         corpus=corpus or "",
         codec=codec(islands.codec.kind),

@@ -13,12 +13,18 @@ from learner_jax.step import TrainState
 class Member(Protocol):
     """What the learner's loop asks of an island; every method is collective over its processes."""
 
-    version: int
-    """Newest committed version."""
-    joined: bool
-    """Whether it began at an outer state of another island."""
-    last: dict[str, Any] | None
-    """What a step's line of metrics says of the last commit; None for a run with one learner."""
+    @property
+    def version(self) -> int:
+        """Newest committed version."""
+
+    @property
+    def joined(self) -> bool:
+        """Whether it began at an outer state of another island."""
+
+    @property
+    def last(self) -> dict[str, Any] | None:
+        """What a step's line of metrics says of the last commit; None for a run with one
+        learner."""
 
     def begin(
         self, state: TrainState, step: int, stored: Mapping[str, np.ndarray]

@@ -30,6 +30,7 @@ from broadcast.store import prune, publish_objects
 from broadcast.transport import Access
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
+from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature
 from verify.formats.islands import Contribution
@@ -106,6 +107,27 @@ class ShareStore:
         """
         state = {THETA_FILE: theta, MOMENTUM_FILE: momentum}
         return self._put(2 * step, {n: a.astype(_FLOAT, copy=False) for n, a in state.items()})
+
+    def share(self, step: int) -> bytes | None:
+        """Return the share of a step as it was published; None if it was not, or is gone.
+
+        Raises:
+            UserError: the store is damaged.
+        """
+        path = self._store / layout.manifest_name(self._run, 2 * step + 1)
+        if not path.exists():
+            return None
+        try:
+            data = read_bounded(path, MAX_BYTES)
+            manifest = open_manifest(data, run=self._run, publishers={self._key.public_hex})
+            info = manifest.objects[SHARE_FILE]
+            names = (layout.chunk_name(self._run, chunk.blake3) for chunk in info.chunks)
+            found = b"".join((self._store / name).read_bytes() for name in names)
+        except (OSError, KeyError, BadSignature) as error:
+            raise _damaged(path, str(error)) from error
+        if digest_bytes(found) != info.blake3:
+            raise _damaged(path, "its chunks are not those that were published")
+        return found
 
     def keep(self, count: int) -> None:
         """Remove old objects, except those that are being read.
@@ -317,6 +339,14 @@ class ShareFetcher:
                 place=error.place or url,
                 remedy=f"see that the server of island {island} is up, can be reached and has it",
             ) from error
+
+
+def _damaged(path: Path, why: str) -> UserError:
+    return UserError(
+        f"the island's own share cannot be read: {why}",
+        place=str(path),
+        remedy="remove this island's folder and its store, so that it joins anew",
+    )
 
 
 def _bytes(data: bytes | np.ndarray) -> memoryview:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from http import HTTPStatus
 
 from aiohttp import web
 
 from runspec.core.hashing import is_digest
+from runspec.core.signed import BadSignature
 from verify.coordinator.edge.authentication import Authentication
 from verify.coordinator.edge.bodies import read_body, read_json
-from verify.coordinator.intake import Refusal
+from verify.coordinator.intake import Refusal, refusing
 from verify.coordinator.services.data import send_file
 from verify.coordinator.services.islands import Islands
+from verify.formats.islands import read_stored
 from verify.request_auth import SignedRequest
 
 MAX_WAIT_S = 30.0
@@ -32,6 +35,8 @@ class IslandApi:
 
     def routes(self) -> list[web.RouteDef]:
         return [
+            web.post("/v1/islands/outer", self._announce),
+            web.get("/v1/islands/outer", self._stored),
             web.post("/v1/islands/offer", self._offer),
             web.get(f"/v1/islands/records/{_STEP}", self._record),
             web.post("/v1/islands/result", self._result),
@@ -39,6 +44,18 @@ class IslandApi:
             web.get(f"/v1/islands/batches/{_STEP}", self._batch),
             web.get(f"/v1/islands/files/{_STEP}/{{name:[0-9a-z.]{{1,100}}}}", self._file),
         ]
+
+    async def _announce(self, request: web.Request) -> web.StreamResponse:
+        island, caller = self._island(request)
+        body = await read_json(request, caller, {"url", "version", "digest"})
+        with refusing(400, BadSignature):
+            (outer,) = read_stored([{"island": island, **body}])
+        self._islands.announce(outer)
+        return web.json_response({})
+
+    async def _stored(self, request: web.Request) -> web.StreamResponse:
+        self._island(request)
+        return web.json_response({"stored": [asdict(each) for each in self._islands.stored()]})
 
     async def _offer(self, request: web.Request) -> web.StreamResponse:
         island, caller = self._island(request)

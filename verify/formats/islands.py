@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from runspec.core.address import is_server_url
+from runspec.core.canonical import canonical_json
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, sign_document
@@ -116,6 +117,20 @@ class ShareOffered:
 
 
 @dataclass(frozen=True)
+class StoredOuter:
+    """The newest outer state in an island's store, from which another island can join."""
+
+    __pydantic_config__ = STRICT
+
+    island: _Island
+    url: _Url
+    """Server of the store."""
+    version: Natural
+    digest: Digest
+    """Digest of the outer state."""
+
+
+@dataclass(frozen=True)
 class Contribution:
     """A share that counts; the fields are those of its offer."""
 
@@ -173,6 +188,19 @@ class CommitRecord:
 
 _OFFER = TypeAdapter(ShareOffered)
 _RECORD = TypeAdapter(CommitRecord)
+_STORED = TypeAdapter(list[StoredOuter])
+
+
+def read_stored(values: list[object]) -> list[StoredOuter]:
+    """Check a list of outer states that islands announced.
+
+    Raises:
+        BadSignature: it is malformed.
+    """
+    try:
+        return _STORED.validate_json(canonical_json(values))
+    except ValidationError as error:
+        raise BadSignature(f"outer states: {error.errors()[0]['msg'][:120]}") from error
 
 
 def sign_offer(offer: ShareOffered, key: SigningKey) -> bytes:

@@ -25,7 +25,7 @@ from verify.coordinator.machine.stalls import Stalled, uncommitted
 from verify.coordinator.machine.state import State
 from verify.coordinator.services.activity import Activity
 from verify.formats.batch import open_batch
-from verify.formats.islands import CommitRecord, open_offer, sign_commit
+from verify.formats.islands import CommitRecord, StoredOuter, open_offer, sign_commit
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0
@@ -52,6 +52,7 @@ class Islands:
         self._seen = seen
         self._keys = {name: roles.islands[name] for name in policy.names}
         self._names = {key: name for name, key in self._keys.items()}
+        self._stored: dict[str, StoredOuter] = {}
         self._files: tuple[int, Mapping[str, Path]] = (-1, {})
         """A step, and the paths of the files that its manifest names."""
 
@@ -65,6 +66,17 @@ class Islands:
             raise Refusal(403, "roles.json does not name this key as an island's")
         self._seen.seen(self._names[key], self._journal.clock())
         return self._names[key]
+
+    def announce(self, outer: StoredOuter) -> None:
+        """Remember the newest outer state that an island's store has, for islands that join.
+
+        It is not recorded: an island announces itself again when it starts and when it stores one.
+        """
+        self._stored[outer.island] = outer
+
+    def stored(self) -> list[StoredOuter]:
+        """Return the outer states that were announced."""
+        return list(self._stored.values())
 
     def offer(self, island: str, data: bytes) -> None:
         """Record an island's signed offer for the next step to commit.
