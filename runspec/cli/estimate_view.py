@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.text import Text
 
 from runspec.estimate.assumed import Assumed
 from runspec.estimate.broadcast import Arrival
+from runspec.estimate.islands import IslandEstimate, IslandsEstimate
 from runspec.estimate.run import LearnerEstimate, RunEstimate, SupervisedEstimate
 from runspec.estimate.steady import Timeline
 from runspec.estimate.timeline import BROADCAST, LEARNER, PUBLISHER, VALIDATORS, Interval
@@ -42,6 +43,8 @@ def show_estimate(estimate: RunEstimate, console: Console) -> None:
         _samplers(estimate, console)
     if estimate.parameters is not None and (estimate.arrivals or estimate.supervised is None):
         _broadcast(estimate, console)
+    if estimate.islands is not None:
+        _islands(estimate.islands, console)
     if estimate.supervised is not None:
         _supervised(estimate, estimate.supervised, console)
     if estimate.timeline is not None:
@@ -100,6 +103,40 @@ def _learner(learner: LearnerEstimate, console: Console) -> None:
         _say(console, f"and {size(memory.host)} in the host's memory")
     if learner.step_s is not None:
         _say(console, f"trains a step in {_time(learner.step_s)}")
+
+
+def _islands(islands: IslandsEstimate, console: Console) -> None:
+    """Print what islands send in a step, and what of it they wait for."""
+    smaller = islands.whole_bytes / islands.share_bytes
+    times = f", {smaller:.3g} times smaller than float32" if smaller > 1 else ""
+    text = f"a share is {size(islands.share_bytes)} as {islands.codec}{times}"
+    _title(console, "Islands", text)
+    columns = ("devices", ">up", ">down", ">exchange", ">updates", ">busy")
+    table = _table("island", *columns)
+    for alike in _alike(islands.islands):
+        each, more = alike[0], len(alike) - 1
+        table.add_row(
+            "",
+            f"{each.name} and {more} more" if more else each.name,
+            f"{number(each.devices)} x {each.hardware}",
+            size(each.up_bytes),
+            size(each.down_bytes),
+            _time(each.transfer_s),
+            "-" if each.compute_s is None else _time(each.compute_s),
+            "-" if each.utilization is None else f"{each.utilization:.1%}",
+        )
+    console.print(table)
+    if islands.exposed_s is not None:
+        how = "beside the next step's updates" if islands.overlap else "between two steps"
+        _say(console, f"they exchange shares {how}, and wait for {_time(islands.exposed_s)} a step")
+
+
+def _alike(islands: Sequence[IslandEstimate]) -> Iterator[list[IslandEstimate]]:
+    """Yield islands in groups of which only the names differ."""
+    groups: dict[IslandEstimate, list[IslandEstimate]] = {}
+    for each in islands:
+        groups.setdefault(replace(each, name=""), []).append(each)
+    yield from groups.values()
 
 
 def _samplers(estimate: RunEstimate, console: Console) -> None:

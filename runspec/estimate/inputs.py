@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_of
 from runspec.core.models.memory import MEMORY_UTILIZATION
+from runspec.core.spec.islands import members
 from runspec.core.spec.schema import Hardware, RunSpec, SamplerPool
 from runspec.estimate import assumed
 from runspec.estimate.assumed import Assumed
@@ -48,6 +49,7 @@ def inputs(spec: RunSpec, config: ModelConfig | None) -> tuple[Assumed, ...]:
         *lengths,
         assumed.learner_mfu(spec),
         *_hardware(spec.learner.hardware, "learner.hardware", "peak_flops"),
+        *_islands(spec),
         *(entry for pool in spec.samplers for entry in _pool(pool, spec)),
         *filter(None, [check_tokens_per_s(spec, config)]),
         Assumed("publishing", assumed.PUBLISH_BYTES_S, "bytes/s", assumed.OURS),
@@ -69,6 +71,21 @@ def _pool(pool: SamplerPool, spec: RunSpec) -> Iterator[Assumed]:
         yield from _hardware(pool.hardware, f"{path}.hardware", "memory_bandwidth", "peak_flops")
     if device_of(pool.hardware).memory is not None:
         yield Assumed("vLLM's share of memory", MEMORY_UTILIZATION, "share", "vLLM 0.32's default")
+
+
+def _islands(spec: RunSpec) -> Iterator[Assumed]:
+    for member in members(spec):
+        path = f"learner.islands.members.{member.name}"
+        if member.hardware is not None:
+            yield from _hardware(member.hardware, f"{path}.hardware", "peak_flops")
+        for field, rate in (("upload", member.upload), ("download", member.download)):
+            if rate is not None:
+                yield Assumed("link", rate, "bits/s", f"{path}.{field}")
+        if member.latency is not None:
+            yield Assumed("latency", member.latency, "s", f"{path}.latency")
+    if members(spec):
+        yield Assumed("making and reading shares", assumed.SHARE_BYTES_S, "bytes/s", assumed.OURS)
+        yield Assumed("exchange of shares", assumed.ROUND_TRIPS, "round trips", assumed.OURS)
 
 
 _FIELDS = {"peak_flops": ("peak", "FLOP/s"), "memory_bandwidth": ("bandwidth", "bytes/s")}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runspec.core.models.hardware import device_count
+from runspec.core.spec.islands import island_names, island_spec
+from runspec.core.spec.role_names import island_role
 from runspec.core.spec.schema import Hardware, RunSpec
 
 
@@ -14,13 +16,15 @@ class Cost:
 
     per_hour: float
     by_role: dict[str, float]
-    """Cost an hour of `learner`, the pools by name, and `validators`; only those with a price."""
+    """Cost an hour of `learner`, islands, the pools by name, and `validators`; only those with a
+    price."""
     run: float | None
     """Cost of all steps; None if their time is unknown."""
 
 
 def hourly_price(spec: RunSpec) -> float | None:
-    """Return the sum of devices times `price_per_hour`: learner, pools x replicas, validators.
+    """Return the sum of devices times `price_per_hour`: learner, islands, pools x replicas,
+    validators.
 
     Hardware without a price costs nothing. Hardware without a count has one device. None if nothing
     has a price.
@@ -30,8 +34,11 @@ def hourly_price(spec: RunSpec) -> float | None:
 
 
 def hourly_prices(spec: RunSpec) -> dict[str, float]:
-    """Return `hourly_price` by role: `learner`, the pools by name, `validators`."""
+    """Return `hourly_price` by role: `learner`, island-<name>, the pools by name, `validators`."""
     prices = {"learner": _price(spec.learner.hardware, 1, spec.learner.mesh.slices)}
+    for name in island_names(spec)[1:]:
+        own = island_spec(spec, name).learner
+        prices[island_role(name)] = _price(own.hardware, 1, own.mesh.slices)
     for pool in spec.samplers:
         prices[pool.name] = _price(pool.hardware, pool.replicas)
     if spec.verify.hardware is not None:

@@ -13,15 +13,17 @@ from runspec.core.models.config import ModelConfig
 from runspec.core.models.flops import StepFlops, step_flops
 from runspec.core.models.hardware import device_count, device_of
 from runspec.core.models.parameters import parameter_count
+from runspec.core.spec.islands import island_names, island_spec
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate import assumed
 from runspec.estimate.assumed import Assumed
 from runspec.estimate.broadcast import Arrival, VersionSize, arrivals, broadcast_times, version_size
 from runspec.estimate.inputs import check_tokens_per_s, inputs
+from runspec.estimate.islands import IslandEstimate, IslandsEstimate, exchange
 from runspec.estimate.learner import LearnerMemory, learner_memory, update_microbatches
 from runspec.estimate.price import Cost, cost
 from runspec.estimate.sampler import SamplerMemory, lease_groups, sampler_memory
-from runspec.estimate.speed import decode_speed, learner_seconds, mean_tokens
+from runspec.estimate.speed import decode_speed, island_seconds, learner_seconds, mean_tokens
 from runspec.estimate.steady import Timeline, start_and_step, timeline
 from runspec.estimate.timeline import Lengths, Model, Replica
 
@@ -104,6 +106,8 @@ class RunEstimate:
     """Missing fields of the spec that the timeline, or the time of a step, needs."""
     supervised: SupervisedEstimate | None = None
     """Figures of `pretrain` and `sft`; None for `grpo`."""
+    islands: IslandsEstimate | None = None
+    """Exchange of shares; None for one learner. `learner` then is the first island."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data under stable keys, derived figures included."""
@@ -137,12 +141,13 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
     run_s = settled.start_s + (spec.steps - 1) * settled.step_s if settled else None
     if supervised is not None and step_s is not None:
         run_s = spec.steps * step_s
+    own = island_spec(spec, next(iter(island_names(spec)), ""))
     return RunEstimate(
         parameters=parameter_count(config) if config is not None else None,
         learner=LearnerEstimate(
             devices=device_count(spec.learner.hardware, spec.learner.mesh.slices),
             device_memory=device_of(spec.learner.hardware).memory,
-            memory=learner_memory(spec, config) if config is not None else None,
+            memory=learner_memory(own, config) if config is not None else None,
             flops=flops,
             step_s=step_s,
         ),
@@ -161,6 +166,40 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
         assumed=inputs(spec, config),
         unknown=unknown,
         supervised=supervised,
+        islands=_islands(spec, config, step_s) if config is not None else None,
+    )
+
+
+def _islands(spec: RunSpec, config: ModelConfig, step_s: float | None) -> IslandsEstimate | None:
+    """Return the figures of islands; None for one learner."""
+    islands = spec.learner.islands
+    if islands is None:
+        return None
+    sent, computed = exchange(spec, config), island_seconds(spec, config)
+    known = {name: seconds for name, seconds in computed.items() if seconds is not None}
+    fetched, found = (len(islands.members) - 1) * sent.share_bytes, []
+    for member in islands.members:
+        own, compute_s = island_spec(spec, member.name).learner, known.get(member.name)
+        found.append(
+            IslandEstimate(
+                name=member.name,
+                hardware=own.hardware.kind,
+                devices=device_count(own.hardware, own.mesh.slices),
+                compute_s=compute_s,
+                up_bytes=fetched,
+                down_bytes=fetched,
+                transfer_s=sent.transfer_s[member.name],
+                utilization=compute_s / step_s if compute_s and step_s else None,
+            )
+        )
+    return IslandsEstimate(
+        codec=islands.codec.kind,
+        share_bytes=sent.share_bytes,
+        whole_bytes=sent.whole_bytes,
+        overlap=islands.overlap,
+        host_s=sent.host_s,
+        exposed_s=sent.exposed_seconds(islands, known) if len(known) == len(computed) else None,
+        islands=tuple(found),
     )
 
 
@@ -173,7 +212,9 @@ def _supervised(
     tokens = algorithm.updates_per_step * algorithm.tokens_per_update
     return SupervisedEstimate(
         updates=algorithm.updates_per_step,
-        microbatches=update_microbatches(spec),
+        microbatches=sum(
+            update_microbatches(island_spec(spec, name)) for name in island_names(spec) or [""]
+        ),
         step_tokens=tokens,
         run_tokens=spec.steps * tokens,
         tokens_per_s=tokens / step_s if step_s else None,
@@ -321,7 +362,11 @@ def unknown_speeds(spec: RunSpec, config: ModelConfig | None) -> Iterator[str]:
         yield "model.hf"
         return
     if learner_seconds(spec, config) is None:
-        yield "learner.hardware.peak_flops"
+        speeds = island_seconds(spec, config)
+        first = next(iter(speeds), "")
+        for name in [name for name, seconds in speeds.items() if seconds is None] or [first]:
+            member = "" if name == first else f"islands.members.{name}."
+            yield f"learner.{member}hardware.peak_flops"
     for pool in spec.samplers:
         if decode_speed(pool, spec, config) is None:
             yield f"samplers.{pool.name}.tokens_per_s"

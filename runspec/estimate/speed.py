@@ -10,7 +10,8 @@ matrices, t the devices, P their peak FLOP/s, and m the share of it that is reac
 second term alone. Measured speeds (`tokens_per_s` of a pool and of the validators) replace both.
 
 The learner takes (useful + old + reference + held-out FLOPs) / (devices x P x mfu), at the mean
-length. The mfu already counts the time that remat takes (`runspec.core.models.flops`).
+length. The mfu already counts the time that remat takes (`runspec.core.models.flops`). Islands
+exchange shares besides (`runspec.estimate.islands`).
 
 A whole step takes at least
 
@@ -30,8 +31,10 @@ from runspec.core.models.config import ModelConfig
 from runspec.core.models.flops import forward_flops, matrix_parameters, step_flops
 from runspec.core.models.hardware import device_count, device_of
 from runspec.core.models.memory import MAX_SEQUENCES, kv_token_bytes
+from runspec.core.spec.islands import island_names, island_spec
 from runspec.core.spec.schema import Hardware, RunSpec, SamplerPool
 from runspec.estimate import assumed
+from runspec.estimate.islands import exchange
 from runspec.estimate.sampler import lease_groups, sampler_memory, weight_bytes
 
 
@@ -127,7 +130,27 @@ def prefill_tokens_per_s(hardware: Hardware, spec: RunSpec, config: ModelConfig)
 
 
 def learner_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
-    """Return the seconds of one step on the learner; None if its peak is unknown."""
+    """Return the seconds of one step on the learner; None if its peak is unknown.
+
+    Of islands: the time of the slowest one's updates, and what the slowest exchange exposes.
+    """
+    islands = spec.learner.islands
+    if islands is None:
+        return _program_seconds(spec, config)
+    computed = island_seconds(spec, config)
+    known = {name: seconds for name, seconds in computed.items() if seconds is not None}
+    if config is None or len(known) < len(computed):
+        return None
+    return max(known.values()) + exchange(spec, config).exposed_seconds(islands, known)
+
+
+def island_seconds(spec: RunSpec, config: ModelConfig | None) -> dict[str, float | None]:
+    """Return the seconds of each island's updates of one step; None where a peak is unknown."""
+    return {name: _program_seconds(island_spec(spec, name), config) for name in island_names(spec)}
+
+
+def _program_seconds(spec: RunSpec, config: ModelConfig | None) -> float | None:
+    """Return the seconds of one step of one program; None if its peak is unknown."""
     peak = device_of(spec.learner.hardware).peak_flops
     devices = device_count(spec.learner.hardware, spec.learner.mesh.slices)
     if config is None or peak is None or devices is None:

@@ -1,0 +1,123 @@
+"""Estimates the exchange of shares between islands: bytes, seconds, and what of them is waited for.
+
+In a step each of k islands offers one share of S bytes and fetches those of the k - 1 others. An
+island's upload is shared by those who fetch from it, so island j has all shares after
+
+    transfer_j = (k - 1) S / min( download_j, min over i != j of upload_i ) + R L
+
+where L is the longest declared latency and R the round trips one after another: offer, record,
+manifest, chunks, and a connection. Before and after, the host makes and reads the shares:
+
+    host = (k + 3) 4 n / B          n parameters; encode and hash, decode k shares, outer update
+
+B is the rate of one pass over the parameters. What an island waits for is exposed:
+
+    exposed = host + transfer                              without overlap
+    exposed = max(0, host + transfer - its updates' time)  with overlap
+    step_s  = max over islands of their updates' time + max over islands of exposed
+
+An island's utilization is the time of its updates over step_s. Links that nothing declares take no
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf, prod
+
+from bridge.weight_map import hf_shapes
+from runspec.core.models.config import ModelConfig
+from runspec.core.spec.schema import Islands, RunSpec
+from runspec.estimate.assumed import ROUND_TRIPS, SHARE_BYTES_S
+
+
+@dataclass(frozen=True)
+class IslandEstimate:
+    """One island in one step."""
+
+    name: str
+    hardware: str
+    """Kind of its accelerators."""
+    devices: int | None
+    compute_s: float | None
+    """Seconds of its updates; None if its peak is unknown."""
+    up_bytes: int
+    """Bytes that the others fetch from it."""
+    down_bytes: int
+    """Bytes that it fetches."""
+    transfer_s: float
+    """Seconds until it has the others' shares, from when the last was offered."""
+    utilization: float | None
+    """Time of its updates over that of the step."""
+
+
+@dataclass(frozen=True)
+class IslandsEstimate:
+    """The islands of a run."""
+
+    codec: str
+    share_bytes: int
+    """Bytes of one encoded share."""
+    whole_bytes: int
+    """Bytes of a share in float32."""
+    overlap: int
+    host_s: float
+    """Seconds in which an island's host makes and reads shares."""
+    exposed_s: float | None
+    """Seconds of a step in which the slowest island waits; None if a speed is unknown."""
+    islands: tuple[IslandEstimate, ...]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one step sends between islands."""
+
+    share_bytes: int
+    whole_bytes: int
+    """Bytes of a share in float32."""
+    host_s: float
+    transfer_s: Mapping[str, float]
+    """Seconds until an island has the others' shares, by its name."""
+
+    def exposed_seconds(self, islands: Islands, compute_s: Mapping[str, float]) -> float:
+        """Return the seconds of a step in which the slowest island waits.
+
+        Args:
+            islands: of the spec.
+            compute_s: seconds of each island's updates, by name.
+        """
+        hidden = compute_s if islands.overlap else dict.fromkeys(compute_s, 0.0)
+        return max(
+            max(0.0, self.host_s + seconds - hidden[name])
+            for name, seconds in self.transfer_s.items()
+        )
+
+
+def exchange(spec: RunSpec, config: ModelConfig) -> Exchange:
+    """Return what a step of a run with islands sends.
+
+    Args:
+        spec: has `learner.islands`.
+        config: shape of the model.
+    """
+    from bridge.codecs import codec  # numpy, which a spec without islands does not wait for
+
+    islands = spec.learner.islands
+    assert islands is not None, "asked for the exchange of one learner"
+    elements = sum(prod(shape) for _, shape in hf_shapes(config))
+    share, count = codec(islands.codec.kind).size(elements), len(islands.members)
+    latency = max((member.latency or 0.0) for member in islands.members) if count > 1 else 0.0
+    up = {member.name: _rate(member.upload) for member in islands.members}
+    transfer = {}
+    for member in islands.members:
+        others = (rate for name, rate in up.items() if name != member.name)
+        rate = min(_rate(member.download), *others, inf)
+        transfer[member.name] = (count - 1) * share / rate + ROUND_TRIPS * latency
+    passes = count + 3
+    return Exchange(share, 4 * elements, passes * 4 * elements / SHARE_BYTES_S, transfer)
+
+
+def _rate(bits_s: float | None) -> float:
+    """Bytes/s of a declared link; infinite where nothing is declared."""
+    return inf if bits_s is None else bits_s / 8
