@@ -115,7 +115,9 @@ def banned(state: State) -> Stalled:
 
 def waited_for(state: State) -> str:
     """Return what the next step to close waits for, for people."""
-    uncommitted = _islands(state) if state.islands.step < state.next_close else ""
+    uncommitted = ""
+    if state.islands.step < state.next_close and (islands := _islands(state)):
+        uncommitted = f"the share of step {state.islands.step} of {islands}"
     if state.finished:
         return uncommitted or "nobody: every step is closed"
     number, newest = state.next_close, state.newest
@@ -146,8 +148,8 @@ def _islands(state: State) -> str:
     """Return the learner islands whose shares the next commit lacks; empty if it lacks none."""
     if state.policy.islands is None:
         return ""
-    step, missing = state.islands.step, state.islands.missing(state.policy.islands)
-    return ", ".join(f"island {name} ({why} for step {step})" for name, why in missing.items())
+    missing = state.islands.missing(state.policy.islands)
+    return ", ".join(f"island {name} ({why})" for name, why in missing.items())
 
 
 def _losses(state: State, tally: Tally) -> list[_Loss]:
