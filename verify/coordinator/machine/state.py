@@ -86,13 +86,15 @@ class Policy:
 
     @classmethod
     def _without_workers(cls, spec: RunSpec, algorithm: Supervised) -> Policy:
+        islands = spec.learner.islands
+        overlap = 0 if islands is None else islands.overlap  # versions are committed so much later
         return cls(
             run=spec.name,
             steps=spec.steps,
             groups=0,
             group_size=0,
             # The learner trains on while a version is published, and at most one more waits.
-            async_level=2 * algorithm.publish_every - 1,
+            async_level=2 * algorithm.publish_every - 1 + overlap,
             zero_variance_filter=False,
             max_groups=0,
             min_groups=0,

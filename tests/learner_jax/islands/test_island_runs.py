@@ -1,0 +1,101 @@
+"""Islands of one run: they hold the same outer parameters, whoever is killed, late or away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bridge.flat import FlatLayout
+from bridge.load import LeafReader
+from runspec.core.models.config import read_config
+from runspec.core.models.family import parse_config
+from runspec.core.spec.schema import RunSpec
+from tests.learner_jax.islands.island_runs import DEADLINE_S, After, IslandRun
+from tests.learner_jax.test_document_runs import document_spec, files
+
+__all__ = ["files"]
+STEPS = 4
+
+
+def spec_of(folder: Path, **islands: Any) -> RunSpec:
+    """Two islands of one device each: 2 updates of 128 positions a step for each."""
+    spec = document_spec(folder, tokens_per_update=256, publish_every=1)
+    fields = spec.model_dump(mode="json")
+    fields["steps"] = STEPS
+    fields["checkpoints"] |= {"every": 2}
+    fields["learner"] |= {
+        "hardware": {"kind": "cpu", "count": 1},
+        "mesh": {},
+        "packing": {"tokens": 64, "rows": 2},
+        "islands": {"members": [{"name": "a"}, {"name": "b"}], **islands},
+    }
+    return RunSpec.model_validate(fields)
+
+
+def ended(run: IslandRun) -> dict[str, dict[str, np.ndarray]]:
+    return {name: run.arrays(name) for name in run.names}
+
+
+def assert_same_end(a: dict[str, Any], b: dict[str, Any]) -> None:
+    for island, arrays in a.items():
+        assert arrays.keys() == b[island].keys()
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(array, b[island][name], err_msg=f"{island} {name}")
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["in step", "overlapping"])
+def straight(
+    request: pytest.FixtureRequest, files: Path, tmp_path_factory: pytest.TempPathFactory
+) -> IslandRun:
+    """A run that nothing disturbed."""
+    spec = spec_of(files, codec={"kind": "int8"}, overlap=request.param)
+    run = IslandRun(tmp_path_factory.mktemp("straight") / "runs" / "run", spec, files / "tokenizer")
+    with run:
+        run.train()
+    return run
+
+
+def test_islands_end_with_the_same_outer_parameters_which_are_the_version(
+    straight: IslandRun,
+) -> None:
+    a, b = (straight.arrays(name) for name in straight.names)
+    # then both hold the same bits, which moved, and different rows and residuals
+    for name in ("theta", "momentum"):
+        np.testing.assert_array_equal(a[name], b[name])
+    assert a["version"] == [STEPS] and "sent_params" not in a
+    assert np.abs(a["residual"] - b["residual"]).max() > 0
+    assert np.abs(a["momentum"]).max() > 0
+    # and the newest version is the outer parameters
+    folder = straight.path / "weights" / f"v{STEPS}"
+    config = parse_config(read_config(folder), place=str(folder))
+    reader = LeafReader(folder, config)
+    leaves = {path: reader.read(path) for path in reader.entries}
+    np.testing.assert_array_equal(FlatLayout(config).flatten(leaves), a["theta"])
+    # and each step's line says who contributed and what it cost
+    for name in straight.names:
+        last = straight.lines(name)[-1]["islands"]
+        assert last["contributors"] == ["a", "b"] and last["dropped"] == []
+        assert last["received_bytes"] == last["share_bytes"] > a["theta"].size
+        assert -1.0 <= last["cosine"] <= 1.0 and last["share_norm"] > 0
+    assert straight.lines("a")[-1]["loss"] < straight.lines("a")[0]["loss"]
+
+
+@pytest.mark.parametrize("stopped", [1, 3])
+def test_a_run_stopped_anywhere_ends_with_the_same_bits(
+    stopped: int, straight: IslandRun, files: Path, tmp_path: Path
+) -> None:
+    # given a run whose islands are stopped, one after the other, in different steps
+    run = IslandRun(tmp_path / "runs" / "run", straight.spec, files / "tokenizer")
+    with run:
+        started = run.start({name: After(run, "a", stopped) for name in run.names})
+        for future in started.values():
+            future.result(DEADLINE_S)
+    # when all processes start again, the servers too
+    again = IslandRun(run.path, run.spec, files / "tokenizer")
+    with again:
+        again.train()
+    # then parameters, momentum and residuals are those of the undisturbed run
+    assert_same_end(ended(straight), ended(again))
