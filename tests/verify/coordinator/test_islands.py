@@ -236,6 +236,15 @@ def test_a_missing_quorum_stops_the_coordinator_and_names_the_islands(tmp_path: 
             task.result()
 
 
+def test_a_version_that_is_not_committed_stops_the_coordinator(patient: Site) -> None:
+    with patient.serving() as task:
+        assert island(patient, "a").batch(1, DEADLINE_S)
+        patient.publish(1)
+        eventually(task.done, "its end")
+        with pytest.raises(RunStopped, match="only 0 steps are committed"):
+            task.result()
+
+
 def test_a_rollback_opens_the_steps_again(patient: Site) -> None:
     with patient.serving():
         first = commit(patient, 0)
