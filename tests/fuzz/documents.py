@@ -12,6 +12,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from runspec.core import invite, latest, roles
+from runspec.core.address import is_server_url
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.hashing import is_digest
@@ -20,8 +21,9 @@ from runspec.core.signed import CLOCK_SKEW_S, BadSignature, sign_document
 from tests.fuzz.bounds import bounded
 from tests.fuzz.mutate import Changer, damaged_json
 from tests.verify.coordinator.deployment import tiny_spec
-from verify.formats import batch, joining, lease, ranges, submission, verdict
+from verify.formats import batch, islands, joining, lease, ranges, submission, verdict
 from verify.formats.batch import BatchManifest
+from verify.formats.islands import CommitRecord, ShareOffered, without_empty_shares
 from verify.formats.joining import SPEC_KIND, Site, is_inside, open_spec, sign_spec
 from verify.formats.lease import Lease
 from verify.formats.ranges import RangeManifest
@@ -86,7 +88,7 @@ def said(document: Any) -> dict[str, Any]:
         held = {name: sorted(getattr(document, name)) for name in roles.ROLE_NAMES}
         times = {"issued": document.issued, "expires": document.expires}
         return {"run": document.run, "roles": held, **times}
-    return asdict(document)
+    return without_empty_shares(asdict(document))
 
 
 def _as_read(document: Any, payload: dict[str, Any]) -> dict[str, Any]:
@@ -96,11 +98,31 @@ def _as_read(document: Any, payload: dict[str, Any]) -> dict[str, Any]:
         return {**payload, "roles": held}
     if isinstance(document, Site):
         return {name: payload[name] for name in asdict(document)}
-    return payload
+    return without_empty_shares(payload)
 
 
 def natural(number: object) -> bool:
     return type(number) is int and 0 <= number < 2**31
+
+
+def check_share(share: ShareOffered | islands.Contribution) -> None:
+    assert is_digest(share.manifest) and is_digest(share.share)
+    assert is_server_url(share.url) and share.bytes > 0
+    assert all(0.0 <= float(number) < 2**53 for number in (share.weight, share.norm))
+
+
+def check_of_islands(document: ShareOffered | CommitRecord) -> None:
+    assert document.run == "demo" and natural(document.step) and is_digest(document.base)
+    if isinstance(document, ShareOffered):
+        assert not document.data or is_digest(document.data)
+        check_share(document)
+        return
+    assert document.step == 3 and document.ledger_rows > 0 and is_digest(document.ledger_chain)
+    assert document.previous is None or is_digest(document.previous)
+    assert all(isinstance(drop.reason, str) for drop in document.dropped)
+    assert sum(each.weight for each in document.contributors) > 0.0
+    for each in document.contributors:
+        check_share(each)
 
 
 def check_fields(document: object) -> None:
@@ -131,6 +153,9 @@ def check_fields(document: object) -> None:
         case RangeManifest():
             assert (document.run, document.step, document.rows.first) == ("demo", 3, 18)
             assert document.rows.last == 24 and document.ledger_rows > 0
+            assert sum(share.last - share.first for share in document.shares) in (0, 6)
+        case ShareOffered() | CommitRecord():
+            check_of_islands(document)
         case Site():
             assert all(isinstance(url, str) and len(url) <= 400 for url in document.weights)
             for file in document.files:
@@ -156,6 +181,15 @@ def _open_invite(data: bytes) -> invite.Invite:
     return invite.open_invite(used, run="demo", worker=OTHER, coordinators=KEYS, now=NOW)
 
 
+_SHARE = {
+    "island": "a",
+    "url": "http://127.0.0.1:8000",
+    "manifest": DIGEST,
+    "share": OTHER,
+    "bytes": 400,
+    "weight": 128.0,
+    "norm": 0.5,
+}
 _GROUP = {"submission": DIGEST, "verdict": OTHER, "group": 0, "step": 3, "version": 2}
 KINDS = [
     Kind(
@@ -194,10 +228,34 @@ KINDS = [
             "rows": {"first": 18, "last": 24},
             "ledger_rows": 7,
             "ledger_chain": DIGEST,
+            "shares": [
+                {"island": "a", "first": 18, "last": 21},
+                {"island": "b", "first": 21, "last": 24},
+            ],
         },
         lambda data: ranges.open_ranges(
             data, coordinators=KEYS, run="demo", step=3, rows_per_step=6
         ),
+    ),
+    Kind(
+        islands.OFFER_KIND,
+        {"run": "demo", "step": 3, "base": DIGEST, "data": OTHER, **_SHARE},
+        lambda data: islands.open_offer(data, keys={"a": KEY.public_hex}, run="demo"),
+    ),
+    Kind(
+        islands.COMMIT_KIND,
+        {
+            "run": "demo",
+            "step": 3,
+            "base": DIGEST,
+            "codec": "float16",
+            "contributors": [_SHARE, {**_SHARE, "island": "b"}],
+            "dropped": [{"island": "c", "reason": "no share offered"}],
+            "previous": OTHER,
+            "ledger_rows": 7,
+            "ledger_chain": DIGEST,
+        },
+        lambda data: islands.open_commit(data, coordinators=KEYS, run="demo", step=3),
     ),
     Kind(
         joining.SITE_KIND,

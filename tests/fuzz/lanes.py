@@ -34,7 +34,7 @@ def _of(module: str, *names: str, cheap: bool = False) -> list[Lane]:
 
 _DOCUMENTS = (
     *("submission", "lease", "verdict", "latest", "roles"),
-    *("invite", "batch", "ranges", "site"),
+    *("invite", "batch", "ranges", "site", "share", "commit"),
 )
 _EVERY = [
     *_of("text", "chunk range", "forwarded", "poll parameters", "bearer", "join link"),

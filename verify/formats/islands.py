@@ -36,7 +36,7 @@ def _server_url(text: str) -> str:
 
 _Island = Annotated[str, Field(pattern=NAME_PATTERN)]
 _Url = Annotated[str, AfterValidator(_server_url)]
-_Number = Annotated[float, Field(ge=0.0, lt=2.0**1000)]
+_Number = Annotated[float, Field(ge=0.0, lt=2.0**53)]
 _Bytes = Annotated[int, Field(gt=0, lt=2**53)]
 _Position = Annotated[int, Field(ge=0, lt=2**53)]
 

@@ -83,11 +83,14 @@ class Closing:
         Raises:
             RunStopped: by this ledger the version cannot exist yet, or it was another before.
         """
-        newest = self._journal.state.newest
-        if latest.version > self._journal.state.next_close:
+        state = self._journal.state
+        newest, steps, trained = state.newest, state.next_close, "closed"
+        if state.policy.islands is not None:
+            steps, trained = state.islands.step, "committed"
+        if latest.version > steps:
             raise RunStopped(
-                f"version {latest.version} is published, but by the ledger only "
-                f"{self._journal.state.next_close} steps are closed",
+                f"version {latest.version} is published, but by the ledger only {steps} steps are "
+                f"{trained}",
                 place=str(self._journal.run_dir / STATE_FILE),
                 remedy="restore the ledger, or delete the run and its published weights",
             )

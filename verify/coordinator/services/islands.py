@@ -95,8 +95,11 @@ class Islands:
         if offer.step < state.islands.step:
             raise Refusal(409, f"step {offer.step} is committed: its record names who contributed")
         if not offer.step == state.islands.step < state.next_close:
-            signed = min(state.islands.step, state.next_close - 1)
-            raise Refusal(409, f"step {offer.step} cannot be offered yet: the newest is {signed}")
+            raise Refusal(
+                409,
+                f"an offer for step {offer.step}: the next step to commit is {state.islands.step}, "
+                f"and {state.next_close} steps have a batch manifest",
+            )
         before = state.islands.offers.get(island)
         if before is not None and before.offer == offer:
             return
