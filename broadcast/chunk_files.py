@@ -39,24 +39,24 @@ class ChunkWriter:
         self.new: list[Path] = []
         """Chunks that this writer wrote: they were missing or damaged."""
 
-    def add(self, path: Path) -> ObjectInfo:
-        """Store the chunks of a file and return its description.
+    def add(self, source: Path | memoryview) -> ObjectInfo:
+        """Store the chunks of a file, or of bytes, and return the description of the whole.
 
-        It reads the file once: this thread hashes the whole, another hashes and writes each chunk.
+        It reads a file once: this thread hashes the whole, another hashes and writes each chunk.
 
         Raises:
             UserError: a chunk cannot be written.
         """
         whole = blake3()
         chunks = []
-        with path.open("rb") as file, ThreadPoolExecutor(1) as beside:
-            while data := file.read(self._chunk_bytes):
+        with ThreadPoolExecutor(1) as beside:
+            for data in _pieces(source, self._chunk_bytes):
                 stored = beside.submit(self._put, data)
                 whole.update(data)
                 chunks.append(stored.result())
         return ObjectInfo(sum(c.size for c in chunks), whole.hexdigest(), tuple(chunks))
 
-    def _put(self, data: bytes) -> Chunk:
+    def _put(self, data: bytes | memoryview) -> Chunk:
         chunk = Chunk(digest_bytes(data), len(data))
         target = self._folder / chunk.blake3
         if not _holds(target, data):
@@ -148,15 +148,25 @@ def _digest(path: Path) -> str | None:
     return hasher.hexdigest()
 
 
-def _holds(path: Path, data: bytes) -> bool:
+def _pieces(source: Path | memoryview, size: int) -> Iterator[bytes | memoryview]:
+    if isinstance(source, memoryview):
+        yield from (source[start : start + size] for start in range(0, len(source), size))
+        return
+    with source.open("rb") as file:
+        while data := file.read(size):
+            yield data
+
+
+def _holds(path: Path, data: bytes | memoryview) -> bool:
     try:
         with path.open("rb") as file:
-            return os.fstat(file.fileno()).st_size == len(data) and file.read() == data
+            # A memoryview compares element by element, which is slow: compare bytes.
+            return os.fstat(file.fileno()).st_size == len(data) and file.read() == bytes(data)
     except FileNotFoundError:
         return False
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes | memoryview) -> None:
     temporary = temporary_name(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,12 +21,19 @@ from broadcast.manifest import WeightsManifest
 from broadcast.transport import Access
 from runspec.core.errors import UserError
 from runspec.core.latest import Latest
+from runspec.core.roles import Signers
 
 T = TypeVar("T")
 Manifests = Mapping[int, WeightsManifest]
 DETOUR_S = 3.0
 """Seconds to request an older manifest that can only save bytes."""
+_SHOWN = 4
+"""Files of a manifest that a message names, at most."""
 _LOG = logging.getLogger(__name__)
+
+
+class WrongFiles(UserError):
+    """A version does not consist of the files that it must consist of."""
 
 
 class WeightsClient:
@@ -38,6 +45,7 @@ class WeightsClient:
         root_public_key: the pinned key that signs roles.json.
         cache_dir: versions appear here as `v<N>`; partial downloads are kept here and resumed.
         access: token and certificates for the servers.
+        signers: whose keys sign the versions.
     """
 
     def __init__(
@@ -48,6 +56,7 @@ class WeightsClient:
         root_public_key: str,
         cache_dir: Path,
         access: Access = NO_TOKEN,
+        signers: Signers = "publisher",
     ) -> None:
         runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = runner.get_loop()
@@ -61,7 +70,12 @@ class WeightsClient:
 
         async def make() -> Fetcher:
             return Fetcher(
-                urls, run=run, root_public_key=root_public_key, folder=cache_dir, access=access
+                urls,
+                run=run,
+                root_public_key=root_public_key,
+                folder=cache_dir,
+                access=access,
+                signers=signers,
             )
 
         try:
@@ -84,7 +98,19 @@ class WeightsClient:
         """
         return self._run(self._fetcher.latest(after, wait_s))
 
-    def fetch(self, version: int, *, manifest_digest: str | None, deadline_s: float) -> Path:
+    @property
+    def received(self) -> int:
+        """Bytes of chunks received so far, damaged and repeated ones too."""
+        return sum(upstream.received for upstream in self._fetcher.upstreams.all)
+
+    def fetch(
+        self,
+        version: int,
+        *,
+        manifest_digest: str | None,
+        deadline_s: float,
+        sizes: Mapping[str, int] | None = None,
+    ) -> Path:
         """Fetch a version to `cache_dir/v<N>`, complete and checked; return at once if it is there.
 
         It chooses the way with the fewest bytes: the files of an anchor, or deltas on the files of
@@ -95,14 +121,17 @@ class WeightsClient:
             manifest_digest: the only manifest accepted (of a lease or latest.json); None accepts
                 any that a publisher of the run signed.
             deadline_s: seconds until it gives up. Deltas that have all arrived are still applied.
+            sizes: bytes of each file that the version must consist of, without a delta; compared
+                with the manifest before any file is fetched. None accepts any files.
 
         Returns:
             The directory: the published files and `manifest.json`.
 
         Raises:
+            WrongFiles: the manifest names other files or sizes.
             UserError: not fetched in time; the message names each server and its fault.
         """
-        return self._run(self._fetch(version, manifest_digest, deadline_s))
+        return self._run(self._fetch(version, manifest_digest, deadline_s, sizes))
 
     def prune(self, keep: set[int]) -> None:
         """Remove versions other than `keep`, partial ones too, but none that a fetch works on."""
@@ -139,7 +168,13 @@ class WeightsClient:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    async def _fetch(self, version: int, manifest_digest: str | None, deadline_s: float) -> Path:
+    async def _fetch(
+        self,
+        version: int,
+        manifest_digest: str | None,
+        deadline_s: float,
+        sizes: Mapping[str, int] | None,
+    ) -> Path:
         deadline = time.monotonic() + deadline_s
         if manifest_digest is None and version == self._fetcher.seen_version:
             manifest_digest = self._fetcher.seen_digest
@@ -154,7 +189,7 @@ class WeightsClient:
                 self._cache.remove(version)
                 self._distrusted.discard(version)
             with self._cache.reading() as versions:
-                return await self._obtain(version, manifest_digest, versions, deadline)
+                return await self._obtain(version, manifest_digest, versions, deadline, sizes)
 
     def _held(self, version: int, digest: str | None) -> Path | None:
         """Return the folder of a version that is here and trusted, or None."""
@@ -164,11 +199,18 @@ class WeightsClient:
         return self._cache.whole(version)
 
     async def _obtain(
-        self, version: int, digest: str | None, held: Manifests, deadline: float
+        self,
+        version: int,
+        digest: str | None,
+        held: Manifests,
+        deadline: float,
+        sizes: Mapping[str, int] | None,
     ) -> Path:
         """Fetch a version; fetch it again from an anchor if a held base proves damaged."""
         started = time.monotonic()
         manifest, data = await self._fetcher.manifest(version, digest, deadline)
+        if sizes is not None:
+            self._check_files(manifest, sizes)
         usable = held.keys() - self._distrusted
         cancellation = Cancellation(deadline)
         blamed: int | None = None
@@ -200,6 +242,20 @@ class WeightsClient:
             time.monotonic() - started,
         )
         return path
+
+    def _check_files(self, manifest: WeightsManifest, sizes: Mapping[str, int]) -> None:
+        found = {name: info.size for name, info in manifest.objects.items()}
+        if found == sizes and manifest.base is None:
+            return
+        listed = ", ".join(f"{name} of {size} bytes" for name, size in sizes.items())
+        named = ", ".join(f"{name} of {size}" for name, size in [*found.items()][:_SHOWN])
+        raise WrongFiles(
+            f"version {manifest.version} must be {listed}; its manifest names {named}"
+            + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+            + ("" if manifest.base is None else f" and a delta of version {manifest.base}"),
+            place=", ".join(upstream.url for upstream in self._fetcher.upstreams.all),
+            remedy="its publisher is at fault; nothing of it was fetched",
+        )
 
     async def _recipe(
         self,

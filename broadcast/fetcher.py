@@ -1,7 +1,8 @@
 """Requests to untrusted servers, with checked answers; used by client and relay.
 
 All trust starts at the pinned root key. It signs roles.json, which names the publishers. A
-publisher signs latest.json and the manifests. A manifest has the digest of each chunk.
+publisher signs latest.json and the manifests; in the store of a learner island, an island does.
+A manifest has the digest of each chunk.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.hashing import digest_bytes
 from runspec.core.latest import Latest, open_latest
-from runspec.core.roles import Roles, open_roles
+from runspec.core.roles import Roles, Signers, open_roles
 from runspec.core.signed import CLOCK_SKEW_S, BadSignature, open_document
 
 T = TypeVar("T")
@@ -66,6 +67,7 @@ class Fetcher:
         root_public_key: the pinned key that signs roles.json.
         folder: stores roles.json and the newest latest.json for the next start.
         access: token and certificates for these servers.
+        signers: whose keys sign latest.json and the manifests.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Fetcher:
         root_public_key: str,
         folder: Path,
         access: Access = NO_TOKEN,
+        signers: Signers = "publisher",
     ) -> None:
         self._requester = Requester([base_url(url) for url in urls], most=MOST_CHUNKS)
         self.upstreams = self._requester.upstreams
@@ -88,7 +91,7 @@ class Fetcher:
         self._issued = 0.0
         self._roles_asked: dict[Upstream, float] = {}
         self._opening = asyncio.Lock()
-        self._run = run
+        self._run, self._signers = run, signers
         self._root = root_public_key
         self._roles_path = folder / "roles.json"
         self._latest_path = folder / "latest.json"
@@ -160,7 +163,7 @@ class Fetcher:
                 # It may take a second and 256 MB: in a thread, one manifest at a time.
                 async with self._opening:
                     return await asyncio.to_thread(
-                        open_manifest, data, run=self._run, publishers=roles.publisher
+                        open_manifest, data, run=self._run, publishers=roles.signers(self._signers)
                     )
 
             manifest = await self._checked(upstream, check, deadline)
@@ -251,7 +254,7 @@ class Fetcher:
         data = await self._get(upstream, name, latest_format.MAX_BYTES, timeout_s)
 
         async def check(roles: Roles) -> Latest:
-            return open_latest(data, run=self._run, publishers=roles.publisher)
+            return open_latest(data, run=self._run, publishers=roles.signers(self._signers))
 
         latest = await self._checked(upstream, check, deadline)
         # No `await` from here on: no other poll may change the fields in between.
@@ -326,7 +329,7 @@ class Fetcher:
             open_document(
                 self.latest_bytes,
                 kind=latest_format.KIND,
-                keys=self.roles.publisher,
+                keys=self.roles.signers(self._signers),
                 max_bytes=latest_format.MAX_BYTES,
             )
         except BadSignature as error:

@@ -102,6 +102,14 @@ def renew_keys(directory: Path, names: Sequence[str]) -> None:
         waiting.unlink(missing_ok=True)  # left by an interrupted renewal
         key.save(waiting)
     issued = max(time.time(), payload["issued"] + 1.0)  # later, even if the clock went back
-    write_atomic(path, sign_roles(payload["run"], named, root, valid_s=VALID_S, now=issued))
+    roles = sign_roles(
+        payload["run"],
+        named,
+        root,
+        valid_s=VALID_S,
+        now=issued,
+        islands=payload.get("islands"),
+    )
+    write_atomic(path, roles)
     for name in new:
         (directory / f"{name}.new").rename(directory / f"{name}.key")

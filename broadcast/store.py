@@ -10,7 +10,7 @@ Chunks are not: they are verified before they are served (`chunk_files`).
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ from broadcast.manifest import (
     sign_manifest,
 )
 from broadcast.pins import Pins
+from broadcast.store_roles import check_newest, signers_of
 from runspec.core import latest as latest_format
-from runspec.core import roles as roles_format
 from runspec.core.canonical import MalformedJson
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, read_object, remove_leftovers, write_atomic
@@ -45,6 +45,19 @@ DELTA_NAME = "delta"
 """Sub-folder of a version's directory that holds its delta."""
 LOCK_DEADLINE_S = 30.0
 """Seconds to wait for another process that publishes or prunes."""
+
+
+class AlreadyPublished(UserError):
+    """A version's number is taken, by other contents or another key.
+
+    Args:
+        manifest_digest: digest of the manifest that is there.
+        thing, place, remedy: see `UserError`.
+    """
+
+    def __init__(self, manifest_digest: str, thing: str, *, place: str, remedy: str) -> None:
+        self.manifest_digest = manifest_digest
+        super().__init__(thing, place=place, remedy=remedy)
 
 
 def publish(
@@ -81,21 +94,21 @@ def publish(
         The manifest digest.
 
     Raises:
-        UserError: the version was published with other contents or by another key, or is older
-            than the newest and pruned; the base or its delta is missing; an unusable file name;
-            a newer roles.json is in the store; another publisher is at work; disk full (then
-            nothing new stays in the store).
+        AlreadyPublished: the version was published with other contents or by another key.
+        UserError: it is older than the newest and pruned; the base or its delta is missing; an
+            unusable file name; a newer roles.json is in the store; another publisher is at work;
+            disk full (then nothing new stays in the store).
     """
     if not layout.is_run(run) or not layout.is_version(version):
         raise UserError(f"run {run!r} or version {version} is malformed", place=str(directory))
     if not 0 < chunk_bytes <= MAX_CHUNK_BYTES:
         raise UserError(f"chunk_bytes {chunk_bytes} is not in 1 to {MAX_CHUNK_BYTES}")
-    publishers = _publishers_of(roles, run, key)
+    publishers = signers_of(roles, run, key)
     model_digest, tensors, files = _tensors(directory / TENSORS_NAME)
     if base is not None or not whole:
         _check_delta(directory, version, files, base)
     with locked(store, run, LOCK_DEADLINE_S):
-        _check_newest(store / layout.roles_name(run), roles)
+        check_newest(store / layout.roles_name(run), roles)
         if base is not None:
             _check_base(store, run, base, version, files, publishers)
         newest = newest_version(store, run=run)
@@ -114,12 +127,51 @@ def publish(
                 WeightsManifest(run, version, base, model_digest, tensors, files, objects, delta),
                 key,
             )
-        write_atomic(store / layout.roles_name(run), roles)
-        if newest is None or newest < version:
-            write_atomic(
-                store / layout.latest_name(run),
-                latest_format.sign_latest(run, version, digest, key),
-            )
+        _announce(store, run, version, digest, roles, key)
+    return digest
+
+
+def publish_objects(
+    store: Path,
+    contents: Mapping[str, memoryview],
+    *,
+    run: str,
+    version: int,
+    key: SigningKey,
+    roles: bytes,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> str:
+    """Publish bytes in memory as a version of a learner island's own store.
+
+    Readers know such a version by the digest of its manifest. So versions may come in any order,
+    and a pruned one may come again. Repeating a publication is harmless, as in `publish`.
+
+    Args:
+        store: the store's directory.
+        contents: the bytes (format "B") of each file by name.
+        run: the run's id.
+        version: its number.
+        key: an island's key, which `roles` names.
+        roles: the signed roles.json to publish with it.
+        chunk_bytes: size of the pieces that files are cut into.
+
+    Returns:
+        The manifest digest.
+
+    Raises:
+        AlreadyPublished: the version is there with other contents or by another key.
+        UserError: a newer roles.json is in the store; another process is at work; disk full (then
+            nothing new stays in the store).
+    """
+    signers_of(roles, run, key, "island")
+    with locked(store, run, LOCK_DEADLINE_S):
+        check_newest(store / layout.roles_name(run), roles)
+        remove_leftovers(store / layout.chunks_name(run))
+        with new_chunks(store / layout.chunks_name(run), chunk_bytes) as chunks:
+            objects = {name: chunks.add(data) for name, data in contents.items()}
+            manifest = WeightsManifest(run, version, None, None, {}, (), objects, {})
+            digest = _write_manifest(store, manifest, key)
+        _announce(store, run, version, digest, roles, key)
     return digest
 
 
@@ -140,7 +192,7 @@ def refresh_latest(store: Path, *, run: str, key: SigningKey, roles: bytes | Non
         if newest is None:
             return
         if roles is not None:
-            _check_newest(store / layout.roles_name(run), roles)
+            check_newest(store / layout.roles_name(run), roles)
             write_atomic(store / layout.roles_name(run), roles)
         digest = digest_bytes(read_bounded(store / layout.manifest_name(run, newest), MAX_BYTES))
         write_atomic(
@@ -187,6 +239,17 @@ def prune(store: Path, *, run: str, keep_versions: int) -> None:
         pins.keep_only(remaining)
 
 
+def _announce(
+    store: Path, run: str, version: int, digest: str, roles: bytes, key: SigningKey
+) -> None:
+    """Write roles.json, and latest.json unless it names the version or a newer one already."""
+    write_atomic(store / layout.roles_name(run), roles)
+    newest = newest_version(store, run=run)
+    if newest is None or newest < version:
+        latest = latest_format.sign_latest(run, version, digest, key)
+        write_atomic(store / layout.latest_name(run), latest)
+
+
 def newest_version(store: Path, *, run: str) -> int | None:
     """Return the version that latest.json names; None if none is published."""
     path = store / layout.latest_name(run)
@@ -219,53 +282,6 @@ def _stored(path: Path, run: str, identity: Identity | None) -> WeightsManifest:
         raise UserError(
             f"damaged: {error}", place=str(path), remedy="remove the version's folder"
         ) from error
-
-
-def _publishers_of(roles: bytes, run: str, key: SigningKey) -> list[str]:
-    """Return the publishers' keys in a roles.json; refuse what every client would refuse later.
-
-    Its signature is not checked here: the clients pin the root's key.
-    """
-    payload = _roles_payload(roles)
-    publishers: list[str] = payload["roles"]["publisher"] if payload["run"] == run else []
-    if key.public_hex not in publishers:
-        raise UserError(
-            f"roles.json does not name {key.public_hex[:16]} a publisher of run {run!r}",
-            remedy="publish with a publisher's key, or sign a roles.json that names this one",
-        )
-    return publishers
-
-
-def _check_newest(path: Path, roles: bytes) -> None:
-    """Refuse a roles.json older than the one at `path`: new clients would trust a revoked key."""
-    if not path.exists():
-        return
-    try:
-        stored = _roles_payload(read_bounded(path, roles_format.MAX_BYTES))
-    except UserError:  # a damaged one may be replaced
-        return
-    given = _roles_payload(roles)
-    if given["run"] == stored["run"] and given["issued"] < stored["issued"]:
-        raise UserError(
-            "this roles.json is newer than the one to publish with",
-            place=str(path),
-            remedy="put the newest roles.json beside the key",
-        )
-
-
-def _roles_payload(roles: bytes) -> dict[str, Any]:
-    """Return the payload of a roles.json after a check of its form."""
-    try:
-        payload = open_document(
-            roles, kind=roles_format.KIND, keys=None, max_bytes=roles_format.MAX_BYTES
-        ).payload
-        run, issued, publishers = payload["run"], payload["issued"], payload["roles"]["publisher"]
-        types = isinstance(run, str), isinstance(issued, int | float), isinstance(publishers, list)
-        if not all(types):
-            raise TypeError("run, issued or publisher is malformed")
-    except (BadSignature, KeyError, TypeError) as error:
-        raise UserError(f"cannot read roles.json: {error}", remedy="sign a new one") from error
-    return payload
 
 
 def _check_delta(directory: Path, version: int, files: Collection[str], base: int | None) -> None:
@@ -334,7 +350,8 @@ def _write_manifest(store: Path, manifest: WeightsManifest, key: SigningKey) -> 
     """Write a manifest unless it exists; return its digest.
 
     Raises:
-        UserError: another manifest of that version is there, or no client would accept this one.
+        AlreadyPublished: another manifest of that version is there.
+        UserError: no client would accept this one.
     """
     path = store / layout.manifest_name(manifest.run, manifest.version)
     data = sign_manifest(manifest, key)
@@ -346,7 +363,8 @@ def _write_manifest(store: Path, manifest: WeightsManifest, key: SigningKey) -> 
     if not path.exists():
         write_atomic(path, data)
     elif (there := digest_bytes(read_bounded(path, MAX_BYTES))) != digest:
-        raise UserError(
+        raise AlreadyPublished(
+            there,
             f"version {manifest.version} is published already, with other contents or by another "
             f"key ({there[:16]}, not {digest[:16]})",
             place=str(path),

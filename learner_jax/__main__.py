@@ -8,6 +8,8 @@ import logging
 import sys
 from pathlib import Path
 
+from learner_jax.island_link import IslandLink
+from runspec.core.errors import UserError
 from runspec.core.process import run_role, stop_event
 
 
@@ -41,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     train.add_argument(
         "--heartbeat", type=int, default=60, metavar="S", help="seconds of silence that mean death"
     )
+    _add_island_options(train)
     aot = commands.add_parser(
         "aot", help="compile the run's programs for its hardware, without it; prints JSON"
     )
@@ -99,6 +102,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 _SEQUENCES = "documents: text, JSON lines, Parquet, FASTA or FASTQ, plain or gzip"
+
+
+def _add_island_options(train: argparse.ArgumentParser) -> None:
+    island = train.add_argument_group("a run with learner.islands")
+    island.add_argument("--island", metavar="NAME", help="which island this is")
+    island.add_argument("--coordinator-url", metavar="URL", help="of the run's coordinator")
+    island.add_argument("--key", type=Path, metavar="FILE", help="signs the island's shares")
+    island.add_argument("--share-url", metavar="URL", help="where others reach its shares")
+    island.add_argument("--share-store", type=Path, metavar="DIR", help="what is served there")
+    island.add_argument(
+        "--weights",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="of relays and origin, for an island without the run directory",
+    )
+    island.add_argument("--public-key", metavar="HEX", help="root key, for such an island")
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -204,14 +224,20 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
 def _train(options: argparse.Namespace, log: logging.Logger) -> None:
     from learner_jax.compile_cache import cache_folder, keep_compiled
     from learner_jax.distributed import joined
+    from learner_jax.islands.folder import prepare_folder
     from learner_jax.runner import train
+    from runspec.core.spec.islands import island_spec
     from runspec.core.spec.resolved import load_resolved
 
     logging.getLogger("absl").setLevel(logging.WARNING)  # Orbax tells of each save, at length
+    link = _link(options)
+    if link is not None:
+        prepare_folder(options.run_dir, link, log)
     spec = load_resolved(options.run_dir)
+    own = spec if link is None else island_spec(spec, link.name)
     keep_compiled(cache_folder(spec))
     with joined(
-        spec.learner.hosts,
+        own.learner.hosts,
         options.coordinator,
         options.process,
         log,
@@ -219,7 +245,33 @@ def _train(options: argparse.Namespace, log: logging.Logger) -> None:
         heartbeat_s=options.heartbeat,
     ) as peers:
         # Not before: joining puts JAX's own handler in SIGTERM's place.
-        train(options.run_dir, log, stop_event(), peers)
+        train(options.run_dir, log, stop_event(), peers, link)
+
+
+def _link(options: argparse.Namespace) -> IslandLink | None:
+    """The island that the command line names; None where it names none.
+
+    Raises:
+        UserError: an option is missing.
+    """
+    if options.island is None:
+        return None
+    if options.process not in (None, 0):
+        return IslandLink(options.island)
+    needed = ["coordinator_url", "key", "share_url", "share_store"]
+    needed += ["public_key"] if options.weights else []
+    missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(options, name) is None]
+    if missing:
+        raise UserError(f"island {options.island} needs {', '.join(missing)}")
+    return IslandLink(
+        options.island,
+        options.coordinator_url,
+        options.key,
+        options.share_url,
+        options.share_store,
+        tuple(options.weights),
+        options.public_key,
+    )
 
 
 if __name__ == "__main__":

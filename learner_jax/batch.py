@@ -16,7 +16,7 @@ import numpy as np
 from learner_jax.advantage import group_advantages
 from learner_jax.agreement import Agreement, agreement
 from learner_jax.manifests import REMEDY as _REMEDY
-from learner_jax.manifests import ManifestReader, manifest_digest
+from learner_jax.manifests import ManifestReader, manifest_digest, own_share
 from runspec.core.canonical import parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
@@ -68,13 +68,21 @@ class TrainingRollout:
 
 @dataclass(frozen=True)
 class Batch:
-    """The batch of one step: the manifest, and its groups' rollouts in training order."""
+    """The batch of one step: the manifest, and groups with rollouts in training order."""
 
     manifest: BatchManifest
     groups: list[list[TrainingRollout]]
+    """Groups of the manifest: all, or those of an island's share."""
     agreement: Agreement | None = None
     """Agreement of the samplers' log-probs with ours; None where nothing was recomputed, and on
     processes that read no files."""
+    first: int = 0
+    """Number of the first of `groups` in the manifest."""
+
+    @property
+    def named(self) -> list[BatchGroup]:
+        """What the manifest says of `groups`."""
+        return self.manifest.groups[self.first : self.first + len(self.groups)]
 
     @property
     def rollouts(self) -> list[TrainingRollout]:
@@ -93,13 +101,17 @@ class BatchReader(ManifestReader[BatchManifest]):
         run_dir: the run directory.
         spec: its resolved spec.
         root_public_key: pinned; signs `keys/roles.json`.
+        island: whose share is read; None: the whole step.
 
     Raises:
         UserError: the run's roles cannot be read, or the run is of an older version.
     """
 
-    def __init__(self, run_dir: Path, spec: RunSpec, root_public_key: str) -> None:
+    def __init__(
+        self, run_dir: Path, spec: RunSpec, root_public_key: str, island: str | None = None
+    ) -> None:
         super().__init__(run_dir, spec, root_public_key)
+        self._island = island
         # What a validator accepted has to be read: one that is refused here ends the run.
         self._max_read = max(MAX_TABLE_BYTES, largest_submission_bytes(spec))
         self._max_bytes = min(self._max_read, largest_accepted_bytes(spec))
@@ -129,7 +141,8 @@ class BatchReader(ManifestReader[BatchManifest]):
         """
         opened: dict[tuple[str, str], dict[int, list[_Row]]] = {}
         groups, compared = [], []
-        for named in manifest.groups:
+        share = own_share(manifest, self._island)
+        for named in manifest.groups[share]:
             key = (named.submission, named.verdict)
             if key not in opened:
                 opened[key] = self._open_group(named)
@@ -142,7 +155,7 @@ class BatchReader(ManifestReader[BatchManifest]):
                 for row in rows
                 if (ours := row.verdict.logprobs) is not None
             ]
-        return Batch(manifest, groups, agreement(compared))
+        return Batch(manifest, groups, agreement(compared), share.start or 0)
 
     def _open_group(self, named: BatchGroup) -> dict[int, list[_Row]]:
         """The rows of one submission with their verdicts, by group."""

@@ -1,7 +1,8 @@
 """Orbax checkpoints: the parameters of each policy version, and full training states.
 
     params/v<N>/        params/ (Orbax, in `broadcast.dtype`) and probe.json
-    state/step_<N>/     state/ (Orbax: masters, optax's state, counts) and state.json
+    state/step_<N>/     state/ (Orbax: masters, optax's state, counts) and state.json; for an
+                        island beside/<name>.npy too, whole arrays in host memory
 
 On a disk both appear by one rename. In an object store the JSON file is the marker
 (`runspec.core.object_store`), and `learner_jax.object_arrays` writes and reads the arrays.
@@ -17,16 +18,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from learner_jax.object_arrays import await_all, copy_to_host, load_arrays, write_arrays
+from learner_jax.object_arrays import (
+    await_all,
+    copy_to_host,
+    host_leaf,
+    load_arrays,
+    load_host_array,
+    write_arrays,
+)
 from learner_jax.saver import DEADLINE_S, Finish
 from runspec.core.canonical import MalformedJson, canonical_json
 from runspec.core.errors import UserError
@@ -34,6 +43,7 @@ from runspec.core.files import write_atomic
 from runspec.core.object_store import Folder, ObjectPath, last_file
 from runspec.core.run_files import (
     ARRAYS_NAME,
+    BESIDE_NAME,
     PARAMS_NAME,
     PROBE_FILE,
     RECORD_NAME,
@@ -67,6 +77,9 @@ class StateInfo:
     """`learner_jax.fingerprint` of the program that wrote it."""
     corpus: str | None = None
     """Digest of the documents that it was trained on; None for rollouts."""
+    beside: dict[str, list[Any]] = field(default_factory=dict)
+    """Type and shape of each array beside the state, by name: [name of the type, [sizes]]; a save
+    fills it in."""
 
 
 def save_params(folder: Folder, version: int, params: Any, probe: dict[str, Any]) -> Finish:
@@ -80,7 +93,7 @@ def save_params(folder: Folder, version: int, params: Any, probe: dict[str, Any]
     """
 
     last = json.dumps(probe).encode()
-    return _save(folder / f"v{version}", PARAMS_NAME, params, PROBE_FILE, lambda _: last)
+    return _save(folder / f"v{version}", PARAMS_NAME, params, PROBE_FILE, lambda _: last, {})
 
 
 def load_params(folder: Folder, version: int, target: Any) -> Any:
@@ -98,7 +111,14 @@ def load_params(folder: Folder, version: int, target: Any) -> Any:
     return _load(path / PARAMS_NAME, target, remedy=f"remove {path}: the learner writes it again")
 
 
-def save_state(folder: Folder, info: StateInfo, state: Any, *, keep: int) -> Finish:
+def save_state(
+    folder: Folder,
+    info: StateInfo,
+    state: Any,
+    *,
+    keep: int,
+    beside: Mapping[str, np.ndarray] | None = None,
+) -> Finish:
     """Copies the training state to the host; the rest writes it, and drops all but the newest
     `keep` states.
 
@@ -107,12 +127,20 @@ def save_state(folder: Folder, info: StateInfo, state: Any, *, keep: int) -> Fin
         info: what it is of.
         state: tree of arrays.
         keep: full states to keep.
+        beside: arrays of process 0 that are written too, each under its name, in one of NumPy's own
+            types and with one axis at least. They are not copied: they must not change until the
+            save has ended.
     """
+
+    beside = beside or {}
+    kinds = {name: [str(array.dtype), list(array.shape)] for name, array in beside.items()}
+    info = replace(info, beside=kinds)
 
     def record(directory: Folder) -> bytes:
         return canonical_json({"format": FORMAT, **asdict(info), "files": file_digests(directory)})
 
-    write = _save(folder / f"step_{info.step}", ARRAYS_NAME, state, RECORD_NAME, record)
+    final = folder / f"step_{info.step}"
+    write = _save(final, ARRAYS_NAME, state, RECORD_NAME, record, beside)
 
     def finish() -> None:
         write()
@@ -168,6 +196,41 @@ def load_state(folder: Folder, step: int, target: Any) -> Any:
     return _load(path / ARRAYS_NAME, target, remedy=_remedy(path))
 
 
+def load_beside(folder: Folder, info: StateInfo) -> dict[str, np.ndarray]:
+    """Reads the arrays that were saved beside a full state, by name.
+
+    Args:
+        folder: `checkpoints/state`.
+        info: of the state.
+
+    Raises:
+        UserError: one is missing, unreadable, or of another shape or type than `info` says.
+    """
+    path = folder / f"step_{info.step}"
+    try:
+        return {
+            name: _load_array(path, name, tuple(shape), np.dtype(dtype))
+            for name, (dtype, shape) in info.beside.items()
+        }
+    except (OSError, EOFError, ValueError, TypeError) as error:
+        raise UserError(
+            f"unreadable checkpoint: {str(error)[:400]}",
+            place=f"{path}/{BESIDE_NAME}",
+            remedy=_remedy(path),
+        ) from error
+
+
+def _load_array(path: Folder, name: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    if isinstance(path, ObjectPath):
+        return load_host_array(path / BESIDE_NAME, name, shape, dtype)
+    # Mapped, so that its kind is compared before its data is read.
+    stored = np.load(path / BESIDE_NAME / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+    found, wanted = f"{stored.dtype}{stored.shape}", f"{dtype}{shape}"
+    if found != wanted:
+        raise ValueError(f"{name} is {found} there, {wanted} in this run")
+    return np.array(stored)
+
+
 def state_steps(folder: Folder) -> list[int]:
     """The steps whose full states lie in `checkpoints/state`, in order."""
     return numbered(folder, "step_")
@@ -193,9 +256,15 @@ def _storage_options(keys: Any, leaf: Any) -> ocp.options.ArrayOptions.Saving.St
 
 
 def _save(
-    final: Folder, name: str, tree: Any, last: str, content: Callable[[Folder], bytes]
+    final: Folder,
+    name: str,
+    tree: Any,
+    last: str,
+    content: Callable[[Folder], bytes],
+    beside: Mapping[str, np.ndarray],
 ) -> Finish:
-    """Copies `tree` to the host; the rest writes it as <final>/<name>, and then the last file.
+    """Copies `tree` to the host; the rest writes it as <final>/<name>, what goes beside it, and
+    then the last file.
 
     What it writes to has a fixed name, on which all processes agree without a word; what a killed
     process left there was removed when this one started (`layout.clear_unfinished`).
@@ -206,6 +275,9 @@ def _save(
         def finish_objects() -> None:
             with _named(final):
                 write_arrays(final / name, arrays)
+                if beside and jax.process_index() == 0:
+                    leaves = [host_leaf(extra, array) for extra, array in beside.items()]
+                    write_arrays(final / BESIDE_NAME, leaves)
                 if await_all(final):
                     write_atomic(final.marker, content(final))
 
@@ -221,6 +293,9 @@ def _save(
         with _named(temporary):
             response.result()
             if first:
+                for extra, array in beside.items():
+                    (temporary / BESIDE_NAME).mkdir(exist_ok=True)
+                    np.save(temporary / BESIDE_NAME / f"{extra}.npy", array, allow_pickle=False)
                 write_atomic(temporary / last, content(temporary))
                 temporary.rename(final)
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,10 +33,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from learner_jax.island_link import IslandLink
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
 from runspec.core.models.config import ModelConfig
 from runspec.core.process import EXIT_USER_ERROR, RunStopped
+from runspec.core.spec.islands import island_names, island_spec
 from runspec.core.spec.schema import RunSpec
 
 SHUTDOWN_S = 3600
@@ -367,3 +371,27 @@ class LearnerRun:
     peers: Peers
     """The processes of the learner."""
     log: logging.Logger
+    link: IslandLink | None = None
+    """Which island of the run this program is; None for a run with one learner."""
+
+    @property
+    def island(self) -> str | None:
+        """Name of this island."""
+        return None if self.link is None else self.link.name
+
+    @cached_property
+    def own(self) -> RunSpec:
+        """The spec by which this program trains: `spec`, or an island's part of it."""
+        return self.spec if self.link is None else island_spec(self.spec, self.link.name)
+
+    @property
+    def trunk(self) -> bool:
+        """Whether this program's folder is the run directory: it writes the versions."""
+        return self.island is None or self.island == island_names(self.spec)[0]
+
+    def root_public_key(self) -> str:
+        """The public key that the run's roles are signed with."""
+        pinned = self.spec.identity.root_public_key
+        if self.link is not None and self.link.root_public_key is not None:
+            pinned = self.link.root_public_key
+        return pinned or SigningKey.load(self.folder / "keys" / "root.key").public_hex

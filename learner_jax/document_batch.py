@@ -10,10 +10,11 @@ import numpy as np
 from learner_jax.corpus.packed import Corpus, open_corpus
 from learner_jax.corpus.rows import CorpusRows
 from learner_jax.distributed import LearnerRun
-from learner_jax.manifests import RangeReader, manifest_digest
+from learner_jax.manifests import RangeReader, manifest_digest, own_share
 from learner_jax.packing import TokenBatch
 from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.run_files import corpus_cache, initial_model
+from verify.formats.islands import IslandShare
 from verify.formats.ranges import RangeManifest, RowRange
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
 
@@ -44,7 +45,7 @@ class DocumentBatch:
 
 
 class DocumentReader(RangeReader):
-    """Waits for the manifests of a run, and reads the rows that they number.
+    """Waits for the manifests of a run, and reads the rows that they number for this learner.
 
     While a step is trained, the rows of the next one are read: a manifest names the rows that
     follow those of the manifest before.
@@ -59,19 +60,22 @@ class DocumentReader(RangeReader):
 
     def __init__(self, run: LearnerRun, root_public_key: str) -> None:
         super().__init__(run.folder, run.spec, root_public_key)
+        self._island = run.island
         cache = corpus_cache(run.folder)
         self.corpus: Corpus = open_corpus(run.spec, initial_model(run.folder), cache, run.log)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
         self._ahead: tuple[RowRange, Future[CorpusRows]] | None = None
 
     def read(self, manifest: RangeManifest) -> DocumentBatch:
-        """Read the rows that a manifest numbers."""
-        asked, ahead = manifest.rows, self._ahead
+        """Read the rows that a manifest numbers for this learner."""
+        share = own_share(manifest, self._island)
+        asked, ahead = RowRange(share.start, share.stop), self._ahead
         if ahead is not None and ahead[0] == asked:
             rows = ahead[1].result()
         else:
             rows = self.corpus.read(asked.first, asked.last)
-        following = RowRange(asked.last, 2 * asked.last - asked.first)
+        count = manifest.rows.last - manifest.rows.first
+        following = RowRange(asked.first + count, asked.last + count)
         read = self._thread.submit(self.corpus.read, following.first, following.last)
         self._ahead = following, read
         return DocumentBatch(manifest, rows)
@@ -110,7 +114,8 @@ def decode_documents(data: bytes) -> DocumentBatch:
     columns = _columns(data)
     said = parse_object(columns["manifest"][0].encode(), max_bytes=len(data))
     rows = RowRange(**said.pop("rows"))
-    return DocumentBatch(RangeManifest(**said, rows=rows), _rows(columns))
+    shares = [IslandShare(**share) for share in said.pop("shares")]
+    return DocumentBatch(RangeManifest(**said, rows=rows, shares=shares), _rows(columns))
 
 
 def _columns(data: bytes) -> dict[str, list]:

@@ -53,6 +53,7 @@ class DocumentRecords:
         waits: Mapping[str, float],
         replay_difference: float | None,
         held_out_nll: float | None,
+        islands: dict[str, Any] | None = None,
     ) -> None:
         """Writes a step's lines.
 
@@ -65,11 +66,13 @@ class DocumentRecords:
                 replay.
             held_out_nll: sum of -log p over the held-out tokens, in nats; None where it was not
                 measured.
+            islands: the commit that an island followed; None for a run with one learner.
         """
         step = batch.manifest.step
         if replay_difference is not None:
             self._replay_difference = max(self._replay_difference or 0.0, replay_difference)
         line = self._line(batch, result, train_s, waits, held_out_nll)
+        line["islands"] = islands
         if self._metrics.append(step, [line]):
             self._replay_difference = None
         for skipped in result.skipped:

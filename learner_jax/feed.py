@@ -22,6 +22,7 @@ from learner_jax.manifests import StopSignal
 from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.errors import UserError
 from verify.formats.batch import BatchGroup, BatchManifest
+from verify.formats.islands import IslandShare
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
 
 B = TypeVar("B")
@@ -54,7 +55,9 @@ def encode_batch(batch: Batch) -> bytes:
     names = [field.name for field in fields(TrainingRollout)]
     columns = {name: [getattr(rollout, name) for rollout in rollouts] for name in names}
     columns["manifest"] = [canonical_json(asdict(batch.manifest)).decode()] * len(rollouts)
-    columns["group"] = [number for number, group in enumerate(batch.groups) for _ in group]
+    columns["group"] = [
+        number for number, group in enumerate(batch.groups, batch.first) for _ in group
+    ]
     return encode_table(columns, SCHEMA)
 
 
@@ -68,10 +71,12 @@ def decode_batch(data: bytes) -> Batch:
     (manifest, *_), numbers = columns.pop("manifest"), columns.pop("group")
     said = parse_object(manifest.encode(), max_bytes=len(data))
     groups = [BatchGroup(**group) for group in said.pop("groups")]
+    shares = [IslandShare(**share) for share in said.pop("shares")]
     rows = zip(numbers, zip(*columns.values(), strict=True), strict=True)
     return Batch(
-        BatchManifest(**said, groups=groups),
+        BatchManifest(**said, groups=groups, shares=shares),
         [[TrainingRollout(*row) for _, row in own] for _, own in groupby(rows, lambda row: row[0])],
+        first=numbers[0],
     )
 
 

@@ -5,11 +5,21 @@ A run resumes at its newest full state, or starts at version 0.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from learner_jax.checkpoint import StateInfo, check_state, load_state, save_state, state_steps
+import numpy as np
+
+from learner_jax.checkpoint import (
+    StateInfo,
+    check_state,
+    load_beside,
+    load_state,
+    save_state,
+    state_steps,
+)
 from learner_jax.distributed import LearnerRun
 from learner_jax.fingerprint import differences
 from learner_jax.leaves import load_params
@@ -53,6 +63,8 @@ class Start:
     """Digest of the batch manifest trained last."""
     published: bool
     """Whether the masters should give version `step` its published bits."""
+    beside: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Arrays of an island beside the state; empty at version 0 and for a run with one learner."""
 
 
 def find_start(
@@ -104,6 +116,7 @@ def find_start(
     return Start(
         *(info.step, state, reference, base),
         *(found["digest"], corpus, info.batch, info.published),
+        load_beside(states, info),
     )
 
 
@@ -203,13 +216,21 @@ class StateWriter:
         self._reference, self._corpus = start.model_digest, start.corpus
         self._newest = start.step
 
-    def write(self, step: int, state: TrainState, *, batch: str | None) -> None:
+    def write(
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        batch: str | None,
+        beside: Mapping[str, np.ndarray],
+    ) -> None:
         """Saves the state after `step` steps, unless it is saved already.
 
         Args:
             step: rollout steps trained.
             state: copied to the host before this returns.
             batch: digest of the batch manifest trained last.
+            beside: an island's arrays; nobody writes to them afterwards.
         """
         if step == self._newest:
             return
@@ -223,12 +244,14 @@ class StateWriter:
             published=self._versions.published,
             fingerprint=self._run.fingerprint,
         )
-        self._saver.run(f"the full state of step {step}", lambda: self._begin(info, state))
+        self._saver.run(f"the full state of step {step}", lambda: self._begin(info, state, beside))
 
-    def _begin(self, info: StateInfo, state: TrainState) -> Finish:
+    def _begin(
+        self, info: StateInfo, state: TrainState, beside: Mapping[str, np.ndarray]
+    ) -> Finish:
         run, spec = self._run, self._run.spec
         folder = state_folder(run.folder, spec)
-        write = save_state(folder, info, state, keep=spec.checkpoints.keep)
+        write = save_state(folder, info, state, keep=spec.checkpoints.keep, beside=beside)
 
         def finish() -> None:
             write()

@@ -67,8 +67,9 @@ class LossMetrics:
 
     @staticmethod
     def zeros() -> LossMetrics:
+        wide = jax.dtypes.canonicalize_dtype(float)
         names = ("loss", "policy_loss", *_SUMS, "ratio_max")
-        numbers = {name: np.zeros((), np.float32) for name in names}
+        numbers = {name: np.zeros((), wide) for name in names}
         counts = {name: np.zeros((), np.int32) for name in _COUNTS}
         return LossMetrics(**numbers, **counts, log_ratios=np.zeros(_BINS, np.int32))
 

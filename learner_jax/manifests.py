@@ -23,6 +23,7 @@ from runspec.core.run_files import step_folder
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from verify.formats.batch import FILE_NAME, BatchManifest
+from verify.formats.islands import without_empty_shares
 from verify.formats.ranges import MAX_BYTES as MAX_RANGES_BYTES
 from verify.formats.ranges import RangeManifest, open_ranges, rows_per_step
 
@@ -32,9 +33,33 @@ REMEDY = "see the coordinator's log; a copy of the file from before the damage m
 M = TypeVar("M", BatchManifest, RangeManifest)
 
 
+def own_share(manifest: BatchManifest | RangeManifest, island: str | None) -> slice:
+    """Return what an island trains of a step: indices of its rows or of its groups.
+
+    Args:
+        manifest: of the step.
+        island: its name; None for a run with one learner, which trains all.
+
+    Raises:
+        UserError: the manifest names no share for the island.
+    """
+    if island is None:
+        if isinstance(manifest, RangeManifest):
+            return slice(manifest.rows.first, manifest.rows.last)
+        return slice(len(manifest.groups))
+    for share in manifest.shares:
+        if share.island == island:
+            return slice(share.first, share.last)
+    raise UserError(
+        f"the manifest of step {manifest.step} names no share of island {island}",
+        place="learner.islands",
+        remedy="apply the same spec to the coordinator and to every island",
+    )
+
+
 def manifest_digest(manifest: BatchManifest | RangeManifest) -> str:
     """BLAKE3 of a manifest's canonical JSON, without its signature."""
-    return digest_bytes(canonical_json(asdict(manifest)))
+    return digest_bytes(canonical_json(without_empty_shares(asdict(manifest))))
 
 
 class StopSignal(Protocol):

@@ -56,6 +56,14 @@ def copy_to_host(tree: Any) -> list[HostLeaf]:
     return [_copied(_keys(path), leaf) for path, leaf in flat]
 
 
+def host_leaf(name: str, array: np.ndarray) -> HostLeaf:
+    """Describes an array in this process's memory, cut along its first axis."""
+    row = array.itemsize * math.prod(array.shape[1:])
+    chunk = [min(array.shape[0], max(1, CHUNK_BYTES // row)), *array.shape[1:]]
+    whole = tuple(slice(0, size) for size in array.shape)
+    return HostLeaf((name,), array.shape, array.dtype, chunk, [(whole, array)])
+
+
 def write_arrays(folder: ObjectPath, leaves: Sequence[HostLeaf]) -> None:
     """Writes this process's parts as <folder>/state/<leaf>; process 0 also the metadata.
 
@@ -134,11 +142,27 @@ def load_arrays(folder: ObjectPath, target: Any) -> Any:
     return jax.tree_util.tree_unflatten(structure, arrays)
 
 
-def _read(store: ts.TensorStore, name: str, leaf: Any) -> jax.Array:
-    found = f"{store.dtype.name}{tuple(store.shape)}"
-    wanted = f"{leaf.dtype}{tuple(leaf.shape)}"
+def load_host_array(
+    folder: ObjectPath, name: str, shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    """Reads one array of those that `write_arrays` wrote.
+
+    Raises:
+        ValueError, UserError: another shape or type; or data missing or damaged.
+    """
+    store = ts.open(_spec(folder, (name,)), open=True, read=True).result(timeout=DEADLINE_S)
+    _check_kind(store, name, shape, dtype)
+    return store.read().result(timeout=DEADLINE_S)
+
+
+def _check_kind(store: ts.TensorStore, name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    found, wanted = f"{store.dtype.name}{tuple(store.shape)}", f"{dtype}{tuple(shape)}"
     if found != wanted:
         raise ValueError(f"{name} is {found} there, {wanted} in this run")
+
+
+def _read(store: ts.TensorStore, name: str, leaf: Any) -> jax.Array:
+    _check_kind(store, name, leaf.shape, leaf.dtype)
     places = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
     reading = {key: store[index].read() for key, index in {str(i): i for i in places}.items()}
     return jax.make_array_from_callback(

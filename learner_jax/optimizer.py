@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
 from learner_jax.execution import widen
 from learner_jax.leaves import leaf_at, leaf_path
@@ -167,6 +167,7 @@ def apply_gradients(
     grads: Any,
     *,
     made: Bool[Array, ""] | bool = True,
+    scale: Float[Array, ""] | None = None,
 ) -> tuple[Any, optax.OptState]:
     """One update, inside jit, computed in at least float32 and rounded once to the masters' type.
 
@@ -176,8 +177,11 @@ def apply_gradients(
         state: of the optimizer.
         grads: float32 tree.
         made: where false, parameters and state come back as they are.
+        scale: factor of the learning rate; None: 1.
     """
     updates, state = optimizer.update(grads, state, jax.tree.map(widen, params), made=made)
+    if scale is not None:
+        updates = jax.tree.map(lambda x: scale * x, updates)
     return optax.apply_updates(params, updates), state
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
+
+import numpy as np
 
 from learner_jax.batch import Batch, BatchReader
 from learner_jax.distributed import LearnerRun
@@ -20,6 +23,7 @@ from learner_jax.document_batch import (
 from learner_jax.document_records import DocumentRecords
 from learner_jax.feed import BatchFeed, decode_batch, encode_batch
 from learner_jax.full_states import Start
+from learner_jax.islands.folder import reader_of
 from learner_jax.manifests import ManifestReader
 from learner_jax.report import Records
 from learner_jax.step import Programs, TrainState
@@ -30,7 +34,6 @@ from learner_jax.supervised import (
     supervised_step,
 )
 from learner_jax.training import StepResult, compile_ahead, train_step
-from runspec.core.keys import SigningKey
 
 Waited = Callable[[str], None]
 """Called with whom or what the learner waited for since the call before."""
@@ -44,6 +47,16 @@ class Times:
     """Seconds of work."""
     waits: Mapping[str, float]
     """Seconds of waiting, by whom or what it was for."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What else a step's line says."""
+
+    difference: float | None
+    """`VersionWriter.difference`."""
+    islands: dict[str, Any] | None = None
+    """The commit that an island followed (`islands.island.Commit`); None for one learner."""
 
 
 class Recipe(Protocol):
@@ -66,11 +79,14 @@ class Recipe(Protocol):
     def train(self, state: TrainState, batch: Any, start: Start, published: Any | None) -> Any:
         """Train a batch; the result has the new `state`. Uses up the old one."""
 
+    def weight(self, batch: Any) -> float:
+        """Return the loss denominator of a batch, by which an island counts among the others."""
+
     def measure(self, version: int, weights: Callable[[], Any]) -> None:
         """Measure a version where that is due; `weights` gives its bits as they are published."""
 
-    def record(self, batch: Any, result: Any, times: Times, difference: float | None) -> None:
-        """Write the lines of a step, in process 0; `difference` is `VersionWriter.difference`."""
+    def record(self, batch: Any, result: Any, times: Times, said: Said) -> None:
+        """Write the lines of a step, in process 0."""
 
 
 def recipe_of(run: LearnerRun, programs: Programs, stop: threading.Event) -> Recipe:
@@ -92,8 +108,10 @@ class Rollouts:
     def __init__(self, run: LearnerRun, programs: Programs, stop: threading.Event) -> None:
         self._run, self._programs = run, programs
         first = run.peers.first
-        self.reader = BatchReader(run.folder, run.spec, _root_key(run)) if first else None
-        self._feed = BatchFeed(self.reader, run.peers, stop, run.log, encode_batch, decode_batch)
+        read = partial(BatchReader, run.folder, run.spec)
+        self.reader = read(run.root_public_key(), run.island) if first else None
+        feed = reader_of(run, self.reader) if self.reader else None
+        self._feed = BatchFeed(feed, run.peers, stop, run.log, encode_batch, decode_batch)
         self._records = Records(run) if first else None
 
     def compile(self, state: TrainState, start: Start, published: Any | None) -> None:
@@ -107,7 +125,7 @@ class Rollouts:
         self, state: TrainState, batch: Batch, start: Start, published: Any | None
     ) -> StepResult:
         return train_step(
-            self._run.spec,
+            self._run.own,
             self._run.mesh,
             self._programs,
             state,
@@ -117,19 +135,23 @@ class Rollouts:
             base=start.base,
         )
 
+    def weight(self, batch: Batch) -> float:
+        if self._run.spec.grpo.loss_normalizer == "token":
+            return float(sum(len(rollout.output_tokens) for rollout in batch.rollouts))
+        return float(len(batch.rollouts))
+
     def measure(self, version: int, weights: Callable[[], Any]) -> None:
         pass  # rewards measure a version
 
-    def record(
-        self, batch: Batch, result: StepResult, times: Times, difference: float | None
-    ) -> None:
+    def record(self, batch: Batch, result: StepResult, times: Times, said: Said) -> None:
         if self._records is not None:
             self._records.write(
                 batch,
                 result,
                 train_s=times.train_s,
                 waits=times.waits,
-                replay_difference=difference,
+                replay_difference=said.difference,
+                islands=said.islands,
             )
 
 
@@ -143,18 +165,18 @@ class Documents:
         opened: list[DocumentReader] = []
 
         def open_documents() -> bytes:
-            opened.append(DocumentReader(run, _root_key(run)))
+            opened.append(DocumentReader(run, run.root_public_key()))
             held_out = opened[0].corpus.held_out()
             return b"" if held_out is None else encode_rows(held_out)
 
         # The other processes are given what process 0 reads: they need no file of the data.
         held_out = peers.from_first(open_documents)
-        self._held_out = decode_rows(held_out) if held_out else None
+        # Every island would find the same: the trunk's measures.
+        self._held_out = decode_rows(held_out) if held_out and run.trunk else None
         self.reader = opened[0] if opened else None
         self.corpus: str = peers.json_from_first(lambda: opened[0].corpus.digest)
-        self._feed = BatchFeed(
-            self.reader, peers, stop, run.log, encode_documents, decode_documents
-        )
+        feed = reader_of(run, self.reader) if self.reader else None
+        self._feed = BatchFeed(feed, peers, stop, run.log, encode_documents, decode_documents)
         self._records = DocumentRecords(run, self.reader.corpus) if self.reader else None
         self._held_out_nll: float | None = None
 
@@ -169,19 +191,22 @@ class Documents:
     ) -> SupervisedResult:
         run = self._run
         return supervised_step(
-            run.spec, run.mesh, self._programs, state, batch.rows, base=start.base
+            run.own, run.mesh, self._programs, state, batch.rows, base=start.base
         )
+
+    def weight(self, batch: DocumentBatch) -> float:
+        return float(batch.rows.weights.sum(dtype=np.float64))
 
     def measure(self, version: int, weights: Callable[[], Any]) -> None:
         due = version % self._algorithm.held_out.every == 0 or version == self._run.spec.steps
         self._held_out_nll = None
         if due and self._held_out is not None:
             self._held_out_nll = held_out_loss(
-                self._run.spec, self._run.mesh, self._programs, weights(), self._held_out
+                self._run.own, self._run.mesh, self._programs, weights(), self._held_out
             )
 
     def record(
-        self, batch: DocumentBatch, result: SupervisedResult, times: Times, difference: float | None
+        self, batch: DocumentBatch, result: SupervisedResult, times: Times, said: Said
     ) -> None:
         if self._records is not None:
             self._records.write(
@@ -189,12 +214,7 @@ class Documents:
                 result,
                 train_s=times.train_s,
                 waits=times.waits,
-                replay_difference=difference,
+                replay_difference=said.difference,
                 held_out_nll=self._held_out_nll,
+                islands=said.islands,
             )
-
-
-def _root_key(run: LearnerRun) -> str:
-    """The public key that the run's roles are signed with."""
-    pinned = run.spec.identity.root_public_key
-    return pinned or SigningKey.load(run.folder / "keys" / "root.key").public_hex

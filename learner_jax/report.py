@@ -180,6 +180,7 @@ class Records:
         train_s: float,
         waits: Mapping[str, float],
         replay_difference: float | None,
+        islands: dict[str, Any] | None = None,
     ) -> None:
         """Writes a step's lines.
 
@@ -189,6 +190,7 @@ class Records:
             train_s, waits: see `report.metrics_line`.
             replay_difference: `VersionWriter.difference`; the next new line has the largest of a
                 replay.
+            islands: the commit that an island followed; None for a run with one learner.
         """
         step = batch.manifest.step
         if replay_difference is not None:
@@ -197,6 +199,7 @@ class Records:
             batch, result, self._meter, train_s=train_s, waits=waits, logprob_alarm=self._alarm
         )
         line["replay_difference"] = self._replay_difference
+        line["islands"] = islands
         if self._metrics.append(step, [line]):
             self._replay_difference = None
         self._samples.append(step, sample_lines(batch, self._tokenizer))

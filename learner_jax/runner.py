@@ -6,6 +6,9 @@ give the same bits. So the history that survives has trained those of a manifest
 
 Over several processes each runs this loop on its share of the mesh. Process 0 alone reads batches
 and weights, and writes records; what it learns that the others must know goes through `Peers`.
+
+Of a run with islands each runs this loop on its share of every step. At a step's end `island` makes
+the parameters those that all have agreed on; in a run with one learner it changes nothing.
 """
 
 from __future__ import annotations
@@ -13,104 +16,196 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from learner_jax.compile_cache import CompileCounter
 from learner_jax.distributed import LearnerRun, Peers, Word, mesh_devices
 from learner_jax.execution import full_float32
 from learner_jax.fingerprint import fingerprint
-from learner_jax.full_states import StateWriter, find_start
+from learner_jax.full_states import Start, StateWriter, find_start
+from learner_jax.island_link import IslandLink
+from learner_jax.islands.exchange import Stopped
+from learner_jax.islands.island import join
+from learner_jax.islands.member import Member
 from learner_jax.metrics import Clock
-from learner_jax.recipes import Times, recipe_of
+from learner_jax.recipes import Recipe, Said, Times, recipe_of
 from learner_jax.saver import Saver
 from learner_jax.sharding import make_mesh
-from learner_jax.step import build_programs
+from learner_jax.step import Programs, build_programs
 from learner_jax.versions import VersionWriter, build_probe
 from runspec.core.errors import UserError
 from runspec.core.models.config import CONFIG_NAME, ModelConfig, read_config
 from runspec.core.models.family import parse_config
 from runspec.core.process import not_retried
 from runspec.core.run_files import initial_model
+from runspec.core.spec.islands import island_spec
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
 
 
 def train(
-    run_dir: Path, log: logging.Logger, stop: threading.Event, peers: Peers | None = None
+    run_dir: Path,
+    log: logging.Logger,
+    stop: threading.Event,
+    peers: Peers | None = None,
+    link: IslandLink | None = None,
 ) -> None:
     """Trains every step that is left; returns when the last is done or `stop` is set.
 
     Args:
-        run_dir: the run directory. A process other than 0 reads only `spec.json` there, so it may
-            have a folder of its own where `checkpoints.dir` is set.
+        run_dir: the run directory, or the folder of an island elsewhere. A process other than 0
+            reads only `spec.json` there, so it may have a folder of its own where `checkpoints.dir`
+            is set.
         log: told of each step.
         stop: set when this process is told to end; all end then.
         peers: the processes of this program; None for one.
+        link: which island of the run this program is; None for a run with one learner.
 
     Raises:
         UserError: no batch in time, an unreadable checkpoint, a damaged file: each named.
         RunStopped: too many updates were not finite, or a replay differs from what was published.
     """
-    peers, compiled = peers or Peers(), CompileCounter()
-    spec, config = _of_run(run_dir, peers)
-
-    full_float32(spec.learner.compute_dtype)
-
-    # The mesh, and where to go on.
-    devices = mesh_devices(peers.count, spec.learner.mesh.devices)
-    mesh = make_mesh(spec.learner.mesh, devices)
-    programs = build_programs(spec, config, mesh)
-    here = peers.json_from_first(lambda: fingerprint(spec, mesh))
-    run = LearnerRun(run_dir, spec, config, mesh, here, peers, log)
-    with Saver(log) as saver:
+    peers = peers or Peers()
+    run, programs = _open(run_dir, peers, link, log)
+    with Saver(log) as saver, ExitStack() as joined:
         recipe = recipe_of(run, programs, stop)
         start = find_start(run, programs, recipe.reader, recipe.corpus)
-        state, base, step, trained = start.state, start.base, start.step, start.batch
-        log.info(
-            "version %d on %d devices, %d steps to go%s",
-            *(step, mesh.size, spec.steps - step),
-            ", compiling the step" if step < spec.steps else "",
-        )
-
-        # What is written and read.
-        versions = VersionWriter(run, build_probe(spec, config, mesh), saver)
-        states = StateWriter(run, start, versions, saver)
-        published = None
-        if spec.publishes(step):
-            bits = programs.publish(state.params, base)
-            published = versions.start(step, bits, start.published)
-        if step < spec.steps:
-            recipe.compile(state, start, published)
-            log.info("%s", compiled)
-        clock = Clock()
-        while step < spec.steps:
-            try:
-                batch = recipe.next(step, clock.waited)
-            except UserError:
-                if peers.agreed is Word.FAILED:  # what is saved now need not be trained again
-                    states.write(step, state, batch=trained)
-                raise
-            if batch is None:
-                break
-            result = recipe.train(state, batch, start, published)
-            clock.trained()
-            state, step, trained = result.state, step + 1, batch.digest
-            weights = partial(programs.publish, state.params, base)
-            if spec.publishes(step):
-                peers.each(saver.wait)
-                clock.waited("checkpoint")
-                published = versions.write(step, weights())
-            recipe.measure(step, weights)
-            clock.trained()
-            recipe.record(batch, result, Times(*clock.take()), versions.difference)
-            if step % spec.checkpoints.every == 0:
-                states.write(step, state, batch=trained)
-            clock.trained()  # writing is work too: nobody was waited for
-        # Also when told to end early.
-        states.write(step, state, batch=trained)
+        island = joined.enter_context(join(run, programs, recipe.corpus, stop))
+        try:
+            loop = _Loop(run, programs, recipe, start, island, saver)
+            while loop.step < run.spec.steps and loop.advance():
+                pass
+        except Stopped:
+            log.info("stopped while it waited for other islands; this step is trained again")
+            return
+        loop.save()  # also when told to end early
         peers.each(saver.wait)
-    log.info("%s at version %d", "finished" if step == spec.steps else "stopped", step)
+    done = loop.step == run.spec.steps
+    log.info("%s at version %d", "finished" if done else "stopped", loop.version)
+
+
+class _Loop:
+    """The learner between two steps, and what makes one of them.
+
+    Raises:
+        Stopped: this process was told to end before it had the others' outer parameters.
+    """
+
+    def __init__(
+        self,
+        run: LearnerRun,
+        programs: Programs,
+        recipe: Recipe,
+        start: Start,
+        island: Member,
+        saver: Saver,
+    ) -> None:
+        self._run, self._programs, self._recipe = run, programs, recipe
+        self._start, self._island, self._saver = start, island, saver
+        self._state, self.step = island.begin(start.state, start.step, start.beside)
+        self.version = island.version
+        """The newest version that is committed."""
+        self._batch = start.batch
+        """Digest of the batch manifest trained last."""
+        self._versions = VersionWriter(run, build_probe(run.own, run.config, run.mesh), saver)
+        self._states = StateWriter(run, start, self._versions, saver)
+        self._published = None
+        """The version's bits, where something needs them."""
+        left, compiled = run.spec.steps - self.step, CompileCounter()
+        run.log.info(
+            "version %d on %d devices, %d steps to go%s",
+            *(self.version, run.mesh.size, left, ", compiling the step" if left else ""),
+        )
+        if run.spec.publishes(self.version):
+            self._published = self._versions.start(self.version, self._weights(), start.published)
+        if island.joined:  # so that another start goes on from here
+            self.save()
+        if left:
+            recipe.compile(self._state, start, self._published)
+            run.log.info("%s", compiled)
+        self._clock = Clock()
+
+    def advance(self) -> bool:
+        """Train the next step; return whether to go on.
+
+        Raises:
+            Stopped: as the class; the step is trained again.
+        """
+        batch = result = None
+        if not self._island.sits_out(self.step):
+            batch = self._next()
+            if batch is None:
+                return False
+            result = self._recipe.train(self._state, batch, self._start, self._published)
+            self._state = result.state
+            self._clock.trained()
+        going_on = self._end_step(batch)
+        self.step, self._batch = self.step + 1, batch and batch.digest
+        if not going_on:
+            return False
+        if self._island.version > self.version:
+            self.version = self._island.version
+            self._publish()
+        if batch is not None:
+            said = Said(self._versions.difference, self._island.last)
+            self._recipe.record(batch, result, Times(*self._clock.take()), said)
+        if self.step % self._run.spec.checkpoints.every == 0:
+            self.save()
+        self._clock.trained()  # writing is work too: nobody was waited for
+        return True
+
+    def save(self) -> None:
+        """Write the full state after `step` steps."""
+        beside = self._island.arrays()
+        self._states.write(self.step, self._state, batch=self._batch, beside=beside)
+
+    def _next(self) -> Any | None:
+        try:
+            return self._recipe.next(self.step, self._clock.waited)
+        except UserError:
+            if self._run.peers.agreed is Word.FAILED:  # what is saved now need not be trained again
+                self.save()
+            raise
+
+    def _end_step(self, batch: Any | None) -> bool:
+        """Give the others this island's share; return whether to go on."""
+        weight = None if batch is None else self._recipe.weight(batch)
+        try:
+            self._state = self._island.end_step(self.step, self._state, weight)
+        except Stopped:
+            if not self._island.sent(self.step):
+                raise
+            return False
+        if self._run.link is not None:
+            self._clock.waited("islands")
+        return True
+
+    def _publish(self) -> None:
+        if self._run.spec.publishes(self.version):
+            self._run.peers.each(self._saver.wait)
+            self._clock.waited("checkpoint")
+            self._published = self._versions.write(self.version, self._weights())
+        self._recipe.measure(self.version, self._weights)
+        self._clock.trained()
+
+    def _weights(self) -> Any:
+        """The bits of the newest version that is committed."""
+        return self._programs.publish(self._island.weights(self._state), self._start.base)
+
+
+def _open(
+    run_dir: Path, peers: Peers, link: IslandLink | None, log: logging.Logger
+) -> tuple[LearnerRun, Programs]:
+    """The run on its mesh, and its programs, none of which is compiled."""
+    spec, config = _of_run(run_dir, peers)
+    own = spec if link is None else island_spec(spec, link.name)
+    full_float32(own.learner.compute_dtype)
+    mesh = make_mesh(own.learner.mesh, mesh_devices(peers.count, own.learner.mesh.devices))
+    programs = build_programs(own, config, mesh, island=link is not None)
+    here = peers.json_from_first(lambda: fingerprint(own, mesh))
+    return LearnerRun(run_dir, spec, config, mesh, here, peers, log, link), programs
 
 
 def _of_run(run_dir: Path, peers: Peers) -> tuple[RunSpec, ModelConfig]:

@@ -39,6 +39,9 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec, ZLoss
 
+JOINING_UPDATES = 10
+"""Updates over which the learning rate of an island rises when it begins with zero moments."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -52,6 +55,9 @@ class TrainState:
     """Moments, in at least float32, and the count of updates made."""
     skipped: Data
     """Updates skipped in a row since the last one that was made, int32 []."""
+    joined: Data | None = None
+    """Updates since an island began with zero moments, int32 []; None for a run with one
+    learner."""
 
 
 @jax.tree_util.register_dataclass
@@ -186,8 +192,16 @@ def policy_logprobs(
     )
 
 
-def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
+def build_programs(
+    spec: RunSpec, config: ModelConfig, mesh: Mesh, *, island: bool = False
+) -> Programs:
     """Makes the programs of a run on a mesh.
+
+    Args:
+        spec: of the run, or that by which one island trains.
+        config: of the model.
+        mesh: of the program.
+        island: whether it is an island, whose rate rises when it joins (`TrainState.joined`).
 
     Raises:
         UserError: the packing does not divide over the mesh, its rows are longer than the model
@@ -198,7 +212,7 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
     lora, updates = spec.learner.lora, spec.steps * spec.algorithm.updates_per_step
     trained = abstract_params(config) if lora is None else abstract_lora(config, lora)
     optimizer = build_optimizer(spec.optimizer, updates, trained)
-    abstract_state = _abstract_state(spec, trained, mesh, optimizer)
+    abstract_state = _abstract_state(spec, trained, mesh, optimizer, island=island)
     abstract_batch = _abstract_batch(spec, mesh)
     weights = abstract_like(abstract_params(config), mesh, jnp.dtype(spec.broadcast.dtype))
     state, published = shardings(abstract_state), shardings(weights)
@@ -207,7 +221,8 @@ def build_programs(spec: RunSpec, config: ModelConfig, mesh: Mesh) -> Programs:
     summed = Accumulated(
         state.params, jax.tree.map(lambda _: replicated, _no_metrics(spec)), per_token
     )
-    run = _Run(spec, config, execution(spec.learner, mesh), sampling_temperature(spec), optimizer)
+    how, temperature = execution(spec.learner, mesh), sampling_temperature(spec)
+    run = _Run(spec, config, how, temperature, optimizer, island)
     return Programs(
         abstract_state=abstract_state,
         abstract_batch=abstract_batch,
@@ -231,13 +246,17 @@ class _Run:
     temperature: float
     """Temperature of sampling."""
     optimizer: optax.GradientTransformationExtraArgs
+    island: bool
 
     def init_state(self, params: Any) -> TrainState:
         learner = self.spec.learner
         if learner.lora is not None:
             params = init_lora(self.config, learner.lora, jax.random.key(self.spec.seed))
         masters = _copy_as(params, jnp.dtype(learner.master_dtype))
-        return TrainState(masters, init_state(self.optimizer, masters), jnp.zeros((), jnp.int32))
+        # Version 0 has the schedule's own warm-up.
+        joined = jnp.full((), JOINING_UPDATES, jnp.int32) if self.island else None
+        optimizer = init_state(self.optimizer, masters)
+        return TrainState(masters, optimizer, jnp.zeros((), jnp.int32), joined)
 
     def freeze(self, params: Any) -> Any:
         return _copy_as(params, jnp.dtype(self.spec.broadcast.dtype))
@@ -275,11 +294,15 @@ class _Run:
     def apply(self, state: TrainState, total: Accumulated) -> tuple[TrainState, Update]:
         norm = optax.tree.norm(total.grads)
         made = jnp.isfinite(norm) & jnp.isfinite(total.metrics.loss)
+        joined, scale = state.joined, None
+        if joined is not None:
+            scale = jnp.minimum(1.0, (joined + 1) / JOINING_UPDATES)
+            joined = joined + made
         params, optimizer = apply_gradients(
-            self.optimizer, state.params, state.optimizer, total.grads, made=made
+            self.optimizer, state.params, state.optimizer, total.grads, made=made, scale=scale
         )
         skipped = jnp.where(made, 0, state.skipped + 1)
-        return TrainState(params, optimizer, skipped), Update(norm, skipped)
+        return TrainState(params, optimizer, skipped, joined), Update(norm, skipped)
 
     def _logprobs(self, policy: Policy, batch: TokenBatch) -> tuple[Array, Array]:
         return policy_logprobs(
@@ -350,12 +373,17 @@ def abstract_like(specs: Any, mesh: Mesh, dtype: np.dtype | type) -> Any:
 
 
 def _abstract_state(
-    spec: RunSpec, trained: Any, mesh: Mesh, optimizer: optax.GradientTransformation
+    spec: RunSpec,
+    trained: Any,
+    mesh: Mesh,
+    optimizer: optax.GradientTransformation,
+    *,
+    island: bool,
 ) -> TrainState:
     params = abstract_like(trained, mesh, jnp.dtype(spec.learner.master_dtype))
     moments = abstract_state(optimizer, params, offload=spec.optimizer.offload)
     number = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-    return TrainState(params, moments, number)
+    return TrainState(params, moments, number, number if island else None)
 
 
 def _abstract_batch(spec: RunSpec, mesh: Mesh) -> tuple[TokenBatch, Any]:

@@ -244,7 +244,7 @@ def _split(batch: Batch, parts: int) -> list[list[tuple[RolloutName, TrainingRol
     step may have fewer than `parts`."""
     groups = [
         [(RolloutName(named.submission, named.group, i), each) for i, each in enumerate(rollouts)]
-        for named, rollouts in zip(batch.manifest.groups, batch.groups, strict=True)
+        for named, rollouts in zip(batch.named, batch.groups, strict=True)
     ]
     bounds = [round(i * len(groups) / parts) for i in range(parts + 1)]
     shares = ([each for group in groups[a:b] for each in group] for a, b in pairwise(bounds))

@@ -47,6 +47,8 @@ class VersionWriter:
     fingerprint must come out with the same bits; of others the difference is reported. Either way
     the published bits stay the version.
 
+    Of a run with islands the trunk's writes versions; the others make the same bits for themselves.
+
     Args:
         run: whose versions these are; published bits are read back onto its mesh, its log is told
             of what is compared, and every method is collective over its processes.
@@ -121,12 +123,14 @@ class VersionWriter:
         return trained if self._recompute else None
 
     def _write(self, version: int, bits: Any) -> None:
+        self.newest, self.difference, self.published = version, None, True
+        if not self._run.trunk:
+            return
         self._made_on.note(version)
         probe = self._probe(bits)
         self._saver.run(
             f"version {version}", lambda: save_params(self._params, version, bits, probe)
         )
-        self.newest, self.difference, self.published = version, None, True
 
     def _compare(self, version: int, replayed: Any, *, exact: bool) -> Any:
         run, peers, config = self._run, self._run.peers, self._run.config

@@ -16,6 +16,7 @@ from typing import Any, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from runspec.cli.options import TemplateName
+from runspec.cli.sums import data_files, tokenizer_files
 from runspec.core.errors import UserError, bad_usage
 from runspec.core.files import expand_user, temporary_name
 from runspec.core.models.family import load_config
@@ -29,7 +30,7 @@ from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.local.machine import find_model, gpu_names
 from runspec.lock.cache import is_repository
 
-SPEC, SCHEMA = "spec.yaml", "runspec.schema.json"
+SPEC, SECOND_SPEC, SCHEMA = "spec.yaml", "rl.yaml", "runspec.schema.json"
 PROBLEMS, CONVERSATIONS = "problems.jsonl", "conversations.jsonl"
 # For JetBrains' editors and for those with yaml-language-server; the first wants its line first.
 MODELINES = f"# $schema: ./{SCHEMA}\n# yaml-language-server: $schema=./{SCHEMA}\n"
@@ -117,6 +118,11 @@ def initial_files(template: TemplateName, name: str, model: str | None = None) -
         bases = resources.files("runspec.lint") / "examples" / "models" / "bases"
         for file in ("tokenizer.json", "tokenizer_config.json"):
             files[f"tokenizer/{file}"] = (bases / file).read_text(encoding="utf-8")
+    if template == "sums":
+        # With `-rl` behind it a name needs no quotes.
+        files[SECOND_SPEC] = MODELINES + Template(_template("sums-rl.yaml")).substitute(name=name)
+        files |= {**data_files(seed=0), **tokenizer_files()}
+        files["tokenizer/tokenizer.json"] = _template("digits.json")
     return files
 
 

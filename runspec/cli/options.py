@@ -22,7 +22,7 @@ Placement = Annotated[
     Path | None, typer.Option("--placement", help="A file of kind Placement: one site's part.")
 ]
 TemplateName = Literal[
-    "laptop", "problems", "model", "node-8gpu", "tpu-and-volunteers", "pretrain", "sft"
+    "laptop", "problems", "sums", "model", "node-8gpu", "tpu-and-volunteers", "pretrain", "sft"
 ]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="Changes one value.")

@@ -1,4 +1,4 @@
-"""roles.json: keys of publisher, coordinator, validators and islands, signed by the root key."""
+"""roles.json: the keys of the roles and of the learner islands, signed by the root key."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
@@ -15,6 +16,8 @@ from runspec.core.signed import BadSignature, check_times, open_document, sign_d
 
 KIND = "roles"
 ROLE_NAMES = ("publisher", "coordinator", "validator")
+Signers = Literal["publisher", "island"]
+"""Whose keys sign the versions of a store: the publishers', or those of the learner's islands."""
 MAX_BYTES = 64 * 1024
 OWN_WORKERS_FILE = "workers.json"
 
@@ -31,6 +34,16 @@ class Roles:
     validator: frozenset[str]
     islands: Mapping[str, str] = field(default_factory=dict)
     """Public key of each learner island by its name; empty for a run with one learner."""
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """All keys that have a role."""
+        held = self.publisher | self.coordinator | self.validator
+        return held.union(self.islands.values())
+
+    def signers(self, who: Signers) -> frozenset[str]:
+        """Return the keys that may sign the versions of a store."""
+        return self.publisher if who == "publisher" else frozenset(self.islands.values())
 
 
 def sign_roles(

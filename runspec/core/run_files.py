@@ -27,6 +27,8 @@ FOLDERS = ("keys", "logs", "checkpoints", "weights", "store", "rollouts", "work"
 """Folders of a run directory that roles write to."""
 ARRAYS_NAME = "state"
 """Folder of the arrays of a full state, in step_<N>/."""
+BESIDE_NAME = "beside"
+"""Folder beside it, of arrays that are no part of the training state (of learner islands)."""
 RECORD_NAME = "state.json"
 """Record of a full state, in step_<N>/; it is written last."""
 MAX_RECORD_BYTES = 64 * 1024 * 1024
@@ -162,8 +164,15 @@ def record_of(state: Folder) -> dict[str, Any]:
 
 
 def file_digests(state: Folder) -> dict[str, str]:
-    """Return the BLAKE3 digests of the arrays' files by name; on a disk it reads all of them."""
-    root = state / ARRAYS_NAME
+    """Return the BLAKE3 digests of the arrays' files by name; on a disk it reads all of them.
+
+    Names are relative to the folder `state`; those of files in `beside` begin with its name.
+    """
+    found = _digests(state / ARRAYS_NAME)
+    return found | {f"{BESIDE_NAME}/{n}": d for n, d in _digests(state / BESIDE_NAME).items()}
+
+
+def _digests(root: Folder) -> dict[str, str]:
     if isinstance(root, ObjectPath):
         return dict.fromkeys(sorted(root.names()), _CHECKED_WHEN_READ)
     paths = sorted(path for path in root.rglob("*") if path.is_file())

@@ -95,7 +95,9 @@ def _measure(options: argparse.Namespace, log: logging.Logger) -> None:
             done = {index: one for index, one in progress.done.items() if index < problems}
             write_rows(out, tasks, done, field=field, about=about)
         progress_path.unlink()
+        solved, graded = (sum(getattr(t, n) for t in done.values()) for n in ("solved", "graded"))
         log.info("wrote %d rows with %s to %s", len(done), field, out)
+        log.info("%d of %d graded tries are right: %.3f", solved, graded, solved / max(graded, 1))
 
 
 def only_source(spec: RunSpec, name: str, folder: Path) -> RunSpec:

@@ -14,8 +14,8 @@ import pytest
 from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import Backlog
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, tiny_spec
-from verify.coordinator import intake, server
-from verify.coordinator.edge import limits
+from verify.coordinator import intake
+from verify.coordinator.edge import bodies, limits
 from verify.request_auth import ENVELOPE, sign_request
 
 WAITING = 2
@@ -29,7 +29,7 @@ def impatient_site(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Si
     monkeypatch.setattr(limits, "HEAD_S", 1.0)
     monkeypatch.setattr(limits, "LINGER_S", 0.2)
     monkeypatch.setattr(limits, "MAX_CONNECTIONS", 24)
-    monkeypatch.setattr(server, "BODY_S", 1.5)
+    monkeypatch.setattr(bodies, "BODY_S", 1.5)
     monkeypatch.setattr(intake, "UPLOAD_TIMEOUT_S", 1.5)
     spec = tiny_spec()
     backlog = Backlog.model_validate({"submissions": WAITING})

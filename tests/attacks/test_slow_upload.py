@@ -24,8 +24,8 @@ from tests.attacks.impatient import (
 from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission
 from tests.verify.coordinator.over_http import granted
 from tests.waiting import eventually
-from verify.coordinator import intake, server
-from verify.coordinator.edge import limits
+from verify.coordinator import intake
+from verify.coordinator.edge import bodies, limits
 from verify.coordinator.services import leasing
 
 
@@ -101,7 +101,7 @@ class TestSlowUpload:
                 stream.sendall(head(site, key, "/v1/leases", body) + b"{")
             began = time.monotonic()
             worker.heartbeat({"version": 0})
-            assert time.monotonic() - began < server.BODY_S / 2
+            assert time.monotonic() - began < bodies.BODY_S / 2
 
     async def test_of_an_answer_that_is_not_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Asks for more than sockets hold, and reads none of it."""

@@ -99,7 +99,8 @@ class Size:
 
 
 READS_SIZE = Size(BASE_TOKENS, 64, 2, row=128, rows=16, updates=600, lr=5e-3)
-GSM8K_SIZE = Size(1024, 128, 4, row=512, rows=16, updates=500)
+GSM8K_SIZE = Size(1024, 128, 4, row=768, rows=10, updates=500)
+"""The longest conversation has 697 tokens."""
 
 
 def write_model(folder: Path, spec: RunSpec, texts: Iterable[str], scheme: Scheme) -> Tokenizer:

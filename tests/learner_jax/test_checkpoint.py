@@ -7,6 +7,7 @@ import json
 import logging
 import resource
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from learner_jax import checkpoint
 from learner_jax.checkpoint import (
     StateInfo,
     check_state,
+    load_beside,
     load_params,
     load_state,
     save_params,
@@ -32,10 +34,17 @@ from runspec.core.run_files import clear_unfinished, versions_in
 from tests.waiting import eventually
 
 
-def save(folder: Path, step: int, state: Any, *, keep: int = 3) -> None:
+def save(
+    folder: Path,
+    step: int,
+    state: Any,
+    *,
+    keep: int = 3,
+    beside: dict[str, np.ndarray] | None = None,
+) -> None:
     """A full state, both parts of its save."""
     info = StateInfo(step, "cd" * 32, 7, "ab" * 32, published=True, fingerprint={"mesh": "fsdp=2"})
-    save_state(folder, info, state, keep=keep)()
+    save_state(folder, info, state, keep=keep, beside=beside)()
 
 
 def load(folder: Path, step: int, target: Any) -> Any:
@@ -225,3 +234,43 @@ def test_a_state_of_another_shape_is_refused(tmp_path: Path) -> None:
     larger = {"layers": {"q": jnp.zeros((3, 16))}, "updates": jnp.zeros((), jnp.int32)}
     with pytest.raises(UserError, match="unreadable checkpoint"):
         load(tmp_path, 1, like(larger, mesh_of(1)))
+
+
+def outer_state() -> dict[str, np.ndarray]:
+    """Arrays of an island; the first is cut into three chunks in an object store."""
+    theta = np.random.default_rng(1).normal(size=5_000_001).astype(np.float32)
+    return {"theta": theta, "pending": np.arange(3)}
+
+
+def test_arrays_beside_a_state_come_back_and_a_flipped_bit_is_named(tmp_path: Path) -> None:
+    # given a state with arrays beside it
+    beside = outer_state()
+    save(tmp_path, 2, tree(mesh_of(1)), beside=beside)
+    info = check_state(tmp_path, 2)
+    # then they come back bit for bit
+    read = load_beside(tmp_path, info)
+    for name, array in beside.items():
+        np.testing.assert_array_equal(read[name], array)
+        assert read[name].dtype == array.dtype
+    # and one that is not there, or is of another kind, is an error by name
+    for name, shape, said in (("momentum", (3,), "momentum"), ("pending", (4,), r"int64\(3,\)")):
+        with pytest.raises(UserError, match=f"unreadable checkpoint: .*{said}") as caught:
+            load_beside(tmp_path, replace(info, beside={name: ["int64", list(shape)]}))
+        assert "step_2/beside" in caught.value.place
+    # and a flipped bit is found before anything is read, as in the state itself
+    path = tmp_path / "step_2" / "beside" / "theta.npy"
+    flip = bytearray(path.read_bytes())
+    flip[-1] ^= 1
+    path.write_bytes(flip)
+    with pytest.raises(UserError, match=r"beside/theta.npy is missing or not what was written"):
+        check_state(tmp_path, 2)
+    path.unlink()
+    with pytest.raises(UserError, match=r"beside/theta.npy is missing or not what was written"):
+        check_state(tmp_path, 2)
+
+
+def test_a_state_without_arrays_beside_it_is_as_before(tmp_path: Path) -> None:
+    save(tmp_path, 2, tree(mesh_of(1)))
+    assert sorted(p.name for p in (tmp_path / "step_2").iterdir()) == ["state", "state.json"]
+    record = json.loads((tmp_path / "step_2" / "state.json").read_bytes())
+    assert not any(name.startswith("beside") for name in record["files"])

@@ -32,13 +32,25 @@ from verify.formats.ranges import RangeManifest, RowRange, sign_ranges
 STEPS, ROWS = 6, 8
 WORDS = ("red", "green", "blue", "one", "two", "three", "sun", "moon")
 
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}<|eos|>{% endgeneration %}"
+    "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
 
-def document_spec(folder: Path, **algorithm: object) -> RunSpec:
+
+def conversation(turns: list[tuple[str, str]]) -> str:
+    return json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]})
+
+
+def document_spec(folder: Path, lora: object = None, **algorithm: object) -> RunSpec:
+    talk = algorithm.get("kind") == "sft"
+    kind, name = ("jsonl", "talk.jsonl") if talk else ("text", "words.txt")
     shape = tiny_spec().model.shape.model_dump() | {"vocab_size": 300}
     return tiny_spec(
         steps=STEPS,
         model={"shape": shape, "max_context": 64, "tokenizer": {"hf": str(folder / "tokenizer")}},
-        data={"sources": [{"name": "words", "kind": "text", "uri": str(folder / "words.txt")}]},
+        data={"sources": [{"name": "words", "kind": kind, "uri": str(folder / name)}]},
         algorithm={
             "kind": "pretrain",
             "tokens_per_update": 256,
@@ -47,6 +59,7 @@ def document_spec(folder: Path, **algorithm: object) -> RunSpec:
             "held_out": {"tokens": 200, "every": 3},
             **algorithm,
         },
+        learner={**tiny_spec().learner.model_dump(), "lora": lora},
         reward=[],
         samplers=[],
         verify={"validators": 0},
@@ -72,15 +85,18 @@ LOG = logging.getLogger("test")
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four hundred short documents, and a tokenizer of bytes."""
+    """Four hundred short documents, as many conversations, and a tokenizer of bytes."""
     folder = tmp_path_factory.mktemp("files")
     draw = np.random.default_rng(1)
-    documents = (" ".join(draw.choice(WORDS, draw.integers(1, 9))) for _ in range(400))
+    documents = [" ".join(draw.choice(WORDS, draw.integers(1, 9))) for _ in range(400)]
     (folder / "words.txt").write_text("".join(f"{text}\n" for text in documents))
+    talk = ([("user", "Say it."), ("assistant", text)] for text in documents)
+    (folder / "talk.jsonl").write_text("".join(f"{conversation(turns)}\n" for turns in talk))
     from learner_jax.__main__ import main
 
     words, tokenizer = str(folder / "words.txt"), str(folder / "tokenizer")
     assert main(["tokenizer", "train", words, "--vocab", "280", "-o", tokenizer]) == 0
+    (folder / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
@@ -130,6 +146,23 @@ def test_stopped_anywhere_it_ends_with_the_same_bits(
     )
     assert_same_weights(resumed, whole)
     assert [row["step"] for row in lines(run, "metrics")] == list(range(STEPS))
+
+
+def test_sft_trains_adapters_and_nothing_else(files: Path, tmp_path: Path) -> None:
+    # given a run on conversations that trains adapters of two matrices
+    lora = {"rank": 4, "alpha": 8.0, "targets": ["q", "down"]}
+    run = ready_run(tmp_path / "runs" / "run", files, kind="sft", lora=lora)
+    # when it is stopped in the middle, and goes on
+    train(run.path, LOG, StopAt(run, 3))
+    train_to_the_end(run)
+    # then it has learned the assistant's part, and those matrices alone have changed
+    rows = lines(run, "metrics")
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert all(0 < row["trained_tokens"] < row["tokens"] for row in rows)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    first, last = (weights(run, version, tmp_path / str(version)) for version in (0, STEPS))
+    changed = {name for name in first if (first[name] != last[name]).any()}
+    assert changed == {name for name in first if ".q_proj.w" in name or ".down_proj.w" in name}
 
 
 def test_other_documents_are_refused(straight: Run, files: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -14,7 +15,13 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from bridge.orbax_io import open_leaves, read_leaf
-from learner_jax.checkpoint import load_params, save_params, state_steps
+from learner_jax.checkpoint import (
+    check_state,
+    load_beside,
+    load_params,
+    save_params,
+    state_steps,
+)
 from learner_jax.step import TrainState
 from runspec.core import object_store
 from runspec.core.errors import UserError
@@ -22,7 +29,15 @@ from runspec.core.object_store import ObjectPath, folder_at
 from runspec.core.run_files import clear_unfinished, versions_in
 from runspec.core.spec.resolved import dump_resolved
 from tests.learner_jax.conftest import Run, changed, write_initial_model
-from tests.learner_jax.test_checkpoint import like, load, mesh_of, save, sharded, tree
+from tests.learner_jax.test_checkpoint import (
+    like,
+    load,
+    mesh_of,
+    outer_state,
+    save,
+    sharded,
+    tree,
+)
 from tests.learner_jax.test_runner import train_to_the_end
 from tests.object_store import BUCKET, s3_server
 
@@ -115,6 +130,30 @@ def test_a_damaged_or_missing_object_is_named(store: ObjectPath) -> None:
         assert str(caught.value.place).endswith("step_1")
         (folder / name).write(whole)
     load(store, 1, target)
+
+
+def test_arrays_beside_a_state_come_back_and_lost_ones_are_named(store: ObjectPath) -> None:
+    # given a state with arrays beside it
+    beside = outer_state()
+    save(store, 2, tree(mesh_of(1)), beside=beside)
+    info = check_state(store, 2)
+    # then they come back bit for bit, cut into objects that any store takes
+    read = load_beside(store, info)
+    for name, array in beside.items():
+        np.testing.assert_array_equal(read[name], array)
+    chunks = [name for name in (store / "step_2" / "beside").names() if "theta/c/" in name]
+    assert len(chunks) == 3
+    with pytest.raises(UserError, match=r"pending is int64\(3,\) there"):
+        load_beside(store, replace(info, beside={"pending": ["int64", [4]]}))
+    # and a damaged object is found when it is read, a lost one at once
+    lost = store / "step_2" / "beside" / chunks[1]
+    whole = lost.read(1 << 24)
+    lost.write(bytes([whole[0] ^ 1]) + whole[1:])
+    with pytest.raises(UserError, match="unreadable checkpoint"):
+        load_beside(store, info)
+    lost.unlink()
+    with pytest.raises(UserError, match=r"beside/.*theta/c/1 is missing"):
+        check_state(store, 2)
 
 
 def test_a_state_of_another_shape_is_refused(store: ObjectPath) -> None:

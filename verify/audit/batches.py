@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,20 @@ class BatchAudit:
         run_dir: the run directory.
         run: name of the run.
         rows_per_step: of a run that trains on documents; 0: it samples.
+        islands: names of the learner islands, in the order of the spec.
         report: receives the findings.
     """
 
-    def __init__(self, run_dir: Path, run: str, rows_per_step: int, report: Report) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        run: str,
+        rows_per_step: int,
+        islands: Sequence[str],
+        report: Report,
+    ) -> None:
         self._run_dir, self._run, self._report = run_dir, run, report
-        self._rows_per_step = rows_per_step
+        self._rows_per_step, self._islands = rows_per_step, list(islands)
         self._closed: dict[int, tuple[int, str]] = {}
         """For each step the row and the document of its first closing."""
 
@@ -87,6 +96,8 @@ class BatchAudit:
         expected = f"{row - 1}:{chain_before}"
         if require(found == expected, row, "anchor", expected, f"{found}, as signed"):
             self._report.anchored_rows = row - 1
+        shares = [share.island for share in manifest.shares]
+        require(shares == self._islands, row, "batch shares", shares, self._islands)
         if isinstance(manifest, RangeManifest):
             require(not event.trained, row, "batch groups", event.trained, "none: it names rows")
         elif groups is None:

@@ -17,6 +17,7 @@ from runspec.core.spec.schema import RunSpec
 from verify.audit.batches import BatchAudit, batches_on_disk
 from verify.audit.files import FileAudit
 from verify.audit.findings import Credit, Report
+from verify.audit.islands import IslandAudit
 from verify.audit.signers import Signers, read_roles
 from verify.coordinator.ledger.ledger import FIRST_CHAIN, BadRow, decode_event
 from verify.coordinator.ledger.snapshot import open_snapshot
@@ -25,7 +26,7 @@ from verify.coordinator.machine import events
 from verify.coordinator.machine.gap_history import fault, is_fault
 from verify.coordinator.machine.history import History
 from verify.coordinator.machine.state import Policy, State
-from verify.coordinator.machine.transitions import IllegalTransition, apply
+from verify.coordinator.machine.transitions import apply
 from verify.formats.batch import BatchGroup
 from verify.formats.lease import Lease, lease_digest, open_lease
 
@@ -175,7 +176,9 @@ class _Replay:
         self._report = report
         self._leases = LeaseAudit(run, report)
         self._files = FileAudit(run_dir, run, policy, report)
-        self._batches = BatchAudit(run_dir, run, policy.rows_per_step, report)
+        names = () if policy.islands is None else policy.islands.names
+        self._batches = BatchAudit(run_dir, run, policy.rows_per_step, names, report)
+        self._islands = IslandAudit(run, policy.islands, report)
         self._answers: dict[str, _Answered] = {}
         self.last_at = 0.0
         """Time of the last event, seconds since the epoch."""
@@ -226,10 +229,17 @@ class _Replay:
                 manifest = self._batches.closed(row.seq, event, chain_before, groups, signers)
                 if manifest is not None and before is not None:
                     self._batches.follows(row.seq, event, manifest, before, counted)
+            case events.OfferReceived():
+                self._islands.offered(row.seq, event, signers)
+            case events.IslandsCommitted():
+                self._islands.committed(row.seq, event, chain_before, signers, before)
+            case events.OuterResult():
+                self._islands.reported(row.seq, event)
             case events.RolledBack():
                 self._next_close = event.version
                 self._files.rolled_back()
                 self._batches.rolled_back(event.version)
+                self._islands.rolled_back(event.version)
                 self._answers = {}
 
     def end(self, on_disk: dict[int, Path], closed_since: int) -> None:
@@ -260,7 +270,7 @@ class _Replay:
         before = self._state
         try:
             self._state = apply(before, event)
-        except (IllegalTransition, KeyError, ValueError) as error:
+        except (events.IllegalTransition, KeyError, ValueError) as error:
             self._report.add(row, "state", error, "an event that can follow")
             self._broken = True
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from runspec.core.canonical import MalformedJson, parse_object
@@ -62,23 +62,39 @@ class Signers:
     """Keys that may sign the documents of the rows between two rollbacks.
 
     Before the last rollback the run had other keys, which roles.json does not name. Documents of
-    that time must all be signed by one coordinator, which is none of the current ones.
+    that time must all be signed by one coordinator, which is none of the current ones. The same
+    holds for each learner island.
     """
 
     roles: Roles
     current: bool
     """Whether no rollback follows."""
-    _earlier: str | None = None
+    _earlier: dict[str, str] = field(default_factory=dict)
+    """Keys of that time: the coordinator's under an empty name, the islands' under theirs."""
 
     def coordinators(self, document: bytes) -> frozenset[str]:
         """Return the keys that may have signed a lease or a batch."""
         if self.current:
             return self.roles.coordinator
-        if self._earlier is None:
-            with suppress(MalformedJson):
-                key = parse_object(document, max_bytes=len(document)).get("key")
-                self._earlier = key if isinstance(key, str) else None
-        return frozenset({self._earlier} if self._earlier else ()) - self.roles.coordinator
+        key = self._earlier_key("", document)
+        return frozenset(() if key is None else (key,)) - self.roles.coordinator
+
+    def islands(self, name: str, document: bytes) -> dict[str, str]:
+        """Return the key that may have signed an island's offer, by the island's name."""
+        keys = self.roles.islands
+        if self.current:
+            return {name: keys[name]} if name in keys else {}
+        key = self._earlier_key(name, document)
+        return {} if key is None or key in keys.values() else {name: key}
 
     def is_validator(self, key: str) -> bool:
         return (key in self.roles.validator) == self.current
+
+    def _earlier_key(self, name: str, document: bytes) -> str | None:
+        """Return the key of the first document under a name; None if that has none."""
+        if name not in self._earlier:
+            with suppress(MalformedJson):
+                key = parse_object(document, max_bytes=len(document)).get("key")
+                if isinstance(key, str):
+                    self._earlier[name] = key
+        return self._earlier.get(name)

@@ -19,6 +19,7 @@ from runspec.core.process import not_retried, stop_event_of_loop
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.roles import Roles, open_roles, read_own_workers
 from runspec.core.signed import BadSignature
+from runspec.core.spec.islands import island_names
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.role_names import worker_names
 from runspec.core.spec.schema import RunSpec
@@ -32,6 +33,7 @@ from verify.coordinator.server import Api, Documents, Services
 from verify.coordinator.services.activity import Peers
 from verify.coordinator.services.closing import Closing, watch_latest
 from verify.coordinator.services.data import SiteService
+from verify.coordinator.services.islands import Islands
 from verify.coordinator.services.judging import Judging
 from verify.coordinator.services.leasing import Admission, Leasing
 from verify.coordinator.services.operator import OperatorService
@@ -85,7 +87,10 @@ async def serve(
     admission = Admission(spec, roles, mine, NewKeys(limiter))
     backlog = Backlog(journal, spec.verify.backlog)
     peers = Peers()
-    closing = Closing(journal, spec.name, key, peers.workers)
+    islands = None
+    if journal.state.policy.islands is not None:
+        islands = Islands(journal, spec.name, key, roles, peers.islands)
+    closing = Closing(journal, spec.name, key, peers.workers, islands)
     site = SiteService(spec, key, public_weights or [weights])
     services = Services(
         Leasing(journal, spec, key, roles, admission, backlog),
@@ -93,6 +98,7 @@ async def serve(
         OperatorService(journal, roles),
         site,
         Status(spec.name, journal, judging, backlog, peers),
+        islands,
     )
     documents = Documents(sign_spec(spec, key), roles_document)
     api = Api(journal, services, peers, authentication, roles, documents)
@@ -149,6 +155,13 @@ def _read_roles(
             f"does not name keys/coordinator.key ({key.public_hex[:16]}) as a coordinator's",
             place=str(path),
             remedy="sign roles.json for this key with the root key",
+        )
+    unnamed = [name for name in island_names(spec) if name not in roles.islands]
+    if unnamed:
+        raise UserError(
+            f"does not name the keys of learner islands {', '.join(unnamed)}",
+            place=str(path),
+            remedy="sign roles.json for all of learner.islands.members with the root key",
         )
     return document, roles
 

@@ -12,24 +12,24 @@ import binascii
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
-from runspec.core.canonical import MalformedJson, parse_object
-from runspec.core.connection_limits import connection_of
 from runspec.core.errors import NotNow, UserError
-from runspec.core.hashing import digest_bytes, is_digest
+from runspec.core.hashing import is_digest
 from runspec.core.roles import Roles
 from runspec.core.signed import BadSignature
 from verify.coordinator.edge.authentication import Authentication
+from verify.coordinator.edge.bodies import read_json
 from verify.coordinator.intake import Refusal, refusing
+from verify.coordinator.island_server import IslandApi
 from verify.coordinator.journal import Finished, Journal
-from verify.coordinator.machine.transitions import IllegalTransition
+from verify.coordinator.machine.events import IllegalTransition
 from verify.coordinator.services.activity import Peers, scalars
 from verify.coordinator.services.data import SiteService, send_file, send_json
+from verify.coordinator.services.islands import Islands
 from verify.coordinator.services.judging import Judging
 from verify.coordinator.services.leasing import Leasing
 from verify.coordinator.services.operator import OperatorService
@@ -41,10 +41,6 @@ from verify.request_auth import ENVELOPE, SignedRequest, Unauthorised
 _log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 30.0
-MAX_BODY_BYTES = 64 * 1024
-"""Largest size of a JSON body."""
-BODY_S = 30.0
-"""Seconds a JSON body may take to arrive."""
 _MAX_HOLDING = 64
 _CHUNK_BYTES = 1 << 20
 _SMALL_BYTES = 64 * 1024
@@ -66,6 +62,8 @@ class Services:
     """For volunteers, who need more than the spec."""
     status: Status
     """For everybody."""
+    islands: Islands | None
+    """For learner islands; None for one learner."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class Api:
         self._authentication, self._documents = authentication, documents
         self._leasing, self._judging = services.leasing, services.judging
         self._operator, self._site = services.operator, services.site
-        self._status = services.status
+        self._status, self._islands = services.status, services.islands
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Receives the error after which the process must end: the ledger cannot be written."""
 
@@ -131,6 +129,8 @@ class Api:
                 web.post("/v1/operator/revoke", self._ordered(self._operator.revoke)),
             ]
         )
+        if self._islands is not None:
+            application.add_routes(IslandApi(self._islands, self._authentication).routes())
         return application
 
     def _public(self, handler: _Handler) -> _Handler:
@@ -177,7 +177,7 @@ class Api:
 
     async def _register(self, request: web.Request) -> web.StreamResponse:
         caller = self._authentication.caller(request, "registration")
-        body = await self._json(request, caller, {"pool", "info"}, {"invite"})
+        body = await read_json(request, caller, {"pool", "info"}, {"invite"})
         if not isinstance(body["pool"], str) or not isinstance(body["info"], dict):
             raise Refusal(400, "pool must be a name and info a map")
         with refusing(400, ValueError, what="info: "):
@@ -189,7 +189,7 @@ class Api:
 
     async def _heartbeat(self, request: web.Request) -> web.StreamResponse:
         caller = self._authentication.caller(request, "heartbeat")
-        body = await self._json(request, caller, {"state"})
+        body = await read_json(request, caller, {"state"})
         if caller.key in self._roles.validator:
             activity = self._peers.validators
         elif caller.key in self._journal.state.workers:
@@ -203,7 +203,7 @@ class Api:
 
     async def _lease(self, request: web.Request) -> web.StreamResponse:
         caller = self._authentication.caller(request, "lease")
-        wait_s, holding = _wait_and_holding(await self._json(request, caller, {"wait", "holding"}))
+        wait_s, holding = _wait_and_holding(await read_json(request, caller, {"wait", "holding"}))
         if caller.key in self._journal.state.workers:
             self._peers.workers.seen(caller.key, self._journal.clock())
         with self._authentication.poll(caller.key, request):
@@ -214,7 +214,7 @@ class Api:
 
     async def _release(self, request: web.Request) -> web.StreamResponse:
         caller = self._authentication.caller(request, "release")
-        leases = _digests("leases", (await self._json(request, caller, {"leases"}))["leases"])
+        leases = _digests("leases", (await read_json(request, caller, {"leases"}))["leases"])
         self._leasing.release(caller.key, leases)
         return web.json_response({})
 
@@ -234,7 +234,7 @@ class Api:
 
     async def _next(self, request: web.Request) -> web.StreamResponse:
         caller = self._validator(request)
-        wait_s, holding = _wait_and_holding(await self._json(request, caller, {"wait", "holding"}))
+        wait_s, holding = _wait_and_holding(await read_json(request, caller, {"wait", "holding"}))
         found = await self._judging.next_submission(caller.key, holding, wait_s)
         if found is None:
             return web.Response(status=204)
@@ -251,7 +251,7 @@ class Api:
 
     async def _release_claims(self, request: web.Request) -> web.StreamResponse:
         caller = self._validator(request)
-        body = await self._json(request, caller, {"submissions", "fault"})
+        body = await read_json(request, caller, {"submissions", "fault"})
         submissions = _digests("submissions", body["submissions"])
         if not isinstance(body["fault"], str):
             raise Refusal(400, "fault must be a text")
@@ -285,27 +285,10 @@ class Api:
             caller = self._authentication.caller(request)
             if caller.key not in self._roles.coordinator:
                 raise Refusal(403, "only the coordinator's own key may do this")
-            action(await self._json(request, caller, {"key", "reason"}))
+            action(await read_json(request, caller, {"key", "reason"}))
             return web.json_response({})
 
         return answer
-
-    async def _json(
-        self,
-        request: web.Request,
-        caller: SignedRequest,
-        fields: set[str],
-        optional: AbstractSet[str] = frozenset(),
-    ) -> dict[str, Any]:
-        """Return the body of a JSON request; it must have `fields` and may have `optional`."""
-        data = await _read(request)
-        if digest_bytes(data) != caller.body_digest:
-            raise Unauthorised("the body is not the one that was signed")
-        with refusing(400, MalformedJson):
-            body = parse_object(data, max_bytes=MAX_BODY_BYTES)
-        if set(body) - optional != fields:
-            raise Refusal(400, f"fields {sorted(body)} instead of {sorted(fields)}")
-        return body
 
     # -- Validators' keys and errors -------------------------------------------------------------
 
@@ -342,25 +325,6 @@ def _error(status: int, words: str, retry_after_s: float | None = None) -> web.R
     if retry_after_s is not None:
         headers = {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
     return web.json_response({"error": words}, status=status, headers=headers)
-
-
-async def _read(request: web.Request) -> bytes:
-    """Read a JSON request's body. While it arrives, the connection counts as idle.
-
-    Raises:
-        Refusal: it is too large or too slow.
-    """
-    data = bytearray()
-    try:
-        with connection_of(request).receiving():
-            async with asyncio.timeout(BODY_S):
-                async for chunk in request.content.iter_chunked(MAX_BODY_BYTES):
-                    data += chunk
-                    if len(data) > MAX_BODY_BYTES:
-                        raise Refusal(413, f"larger than the {MAX_BODY_BYTES} bytes allowed")
-    except TimeoutError:
-        raise Refusal(408, f"the body took longer than {BODY_S:.0f} s") from None
-    return bytes(data)
 
 
 def _wait_and_holding(body: dict[str, Any]) -> tuple[float, list[str]]:

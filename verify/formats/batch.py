@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, sign_document
+from verify.formats.islands import IslandShare, check_shares, without_empty_shares
 from verify.formats.lease import Lease
 from verify.formats.payload import STRICT, Digest, Natural, open_payload
 
@@ -54,13 +55,16 @@ class BatchManifest:
     """Number of rows that the ledger had when the step closed."""
     ledger_chain: Digest
     """Chain of the last of these rows; so the signature covers the whole ledger before."""
+    shares: list[IslandShare] = field(default_factory=list)
+    """Positions in `groups` of each learner island, in the order of the spec; empty for one
+    learner."""
 
 
 _CODEC = TypeAdapter(BatchManifest)
 
 
 def sign_batch(manifest: BatchManifest, key: SigningKey) -> bytes:
-    return sign_document(KIND, asdict(manifest), key)
+    return sign_document(KIND, without_empty_shares(asdict(manifest)), key)
 
 
 def open_batch(
@@ -75,7 +79,7 @@ def open_batch(
 
     Raises:
         BadSignature: it is not signed by a coordinator, is of another run or step, is malformed, or
-            has a group twice.
+            has a group twice, or has shares that do not divide its groups.
     """
     manifest, _ = open_payload(_CODEC, data, kind=KIND, keys=coordinators, max_bytes=MAX_BYTES)
     if manifest.run != run or manifest.step != step:
@@ -83,4 +87,5 @@ def open_batch(
         raise BadSignature(f"batch: of {of}, not {run} step {step}")
     if len({(g.submission, g.group) for g in manifest.groups}) != len(manifest.groups):
         raise BadSignature("batch: a group is named twice")
+    check_shares("batch", manifest.shares, 0, len(manifest.groups))
     return manifest

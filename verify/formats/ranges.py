@@ -6,7 +6,7 @@ trains. Step s has the rows [s R, (s + 1) R), where R is `rows_per_step`.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter
@@ -14,10 +14,11 @@ from pydantic import Field, TypeAdapter
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, sign_document
 from runspec.core.spec.schema import RunSpec
+from verify.formats.islands import IslandShare, check_shares, without_empty_shares
 from verify.formats.payload import STRICT, Digest, Natural, open_payload
 
 KIND = "ranges"
-MAX_BYTES = 4096
+MAX_BYTES = 256 * 1024
 _Row = Annotated[int, Field(ge=0, lt=2**53)]
 
 
@@ -49,6 +50,8 @@ class RangeManifest:
     """Number of rows that the ledger had when the manifest was signed."""
     ledger_chain: Digest
     """Chain of the last of these rows; so the signature covers the whole ledger before."""
+    shares: list[IslandShare] = field(default_factory=list)
+    """Rows of each learner island, in the order of the spec; empty for one learner."""
 
 
 _CODEC = TypeAdapter(RangeManifest)
@@ -63,7 +66,7 @@ def rows_per_step(spec: RunSpec) -> int:
 
 
 def sign_ranges(manifest: RangeManifest, key: SigningKey) -> bytes:
-    return sign_document(KIND, asdict(manifest), key)
+    return sign_document(KIND, without_empty_shares(asdict(manifest)), key)
 
 
 def open_ranges(
@@ -84,7 +87,7 @@ def open_ranges(
 
     Raises:
         BadSignature: it is not signed by a coordinator, is of another run or step, is malformed, or
-            does not name the rows of its step.
+            does not name the rows of its step, or has shares that do not divide them.
     """
     manifest, _ = open_payload(_CODEC, data, kind=KIND, keys=coordinators, max_bytes=MAX_BYTES)
     if manifest.run != run or manifest.step != step:
@@ -96,4 +99,5 @@ def open_ranges(
             f"ranges: rows {found.first} to {found.last} in step {step}, which has "
             f"{expected.first} to {expected.last}"
         )
+    check_shares("ranges", manifest.shares, found.first, found.last)
     return manifest

@@ -22,6 +22,7 @@ from runspec.core.invite import make_invite
 from runspec.core.keys import SigningKey
 from runspec.core.latest import sign_latest
 from runspec.core.roles import OWN_WORKERS_FILE, sign_roles
+from runspec.core.spec.islands import island_names
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from tests.waiting import eventually
@@ -75,6 +76,7 @@ class Site:
         self.root, self.publisher, self.coordinator, self.validator = (
             SigningKey.generate() for _ in range(4)
         )
+        self.islands = {name: SigningKey.generate() for name in island_names(spec)}
         self.coordinator.save(self.run_dir / "keys" / "coordinator.key")
         self.invite = make_invite(
             self.run, pool=None, uses=1000, valid_s=3600.0, coordinator=self.coordinator
@@ -91,12 +93,14 @@ class Site:
             "coordinator": [self.coordinator.public_hex],
             "validator": [validator.public_hex for validator in validators],
         }
-        document = sign_roles(self.run, roles, self.root, valid_s=3600.0)
+        islands = {name: key.public_hex for name, key in self.islands.items()}
+        document = sign_roles(self.run, roles, self.root, valid_s=3600.0, islands=islands)
         write_atomic(self.run_dir / "keys" / "roles.json", document)
 
     def new_coordinator(self) -> None:
-        """Replaces the coordinator's key, as a rollback does."""
+        """Replaces the keys of coordinator and islands, as a rollback does."""
         self.coordinator = SigningKey.generate()
+        self.islands = {name: SigningKey.generate() for name in self.islands}
         (self.run_dir / "keys" / "coordinator.key").unlink()
         self.coordinator.save(self.run_dir / "keys" / "coordinator.key")
         self.sign_roles()

@@ -34,9 +34,13 @@ from verify.client import SubmissionRefused
 from verify.coordinator.edge import backlog as backlog_module
 from verify.coordinator.intake import Refusal
 from verify.coordinator.ledger.ledger import Ledger
-from verify.coordinator.machine.events import SubmissionDeferred, SubmissionReceived
+from verify.coordinator.machine.events import (
+    IllegalTransition,
+    SubmissionDeferred,
+    SubmissionReceived,
+)
 from verify.coordinator.machine.state import LeaseRecord
-from verify.coordinator.machine.transitions import IllegalTransition, apply
+from verify.coordinator.machine.transitions import apply
 from verify.formats.lease import lease_digest
 from verify.formats.submission import SubmissionEnvelope
 from verify.request_auth import ENVELOPE, sign_request

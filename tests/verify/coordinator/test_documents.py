@@ -24,10 +24,14 @@ from tests.waiting import eventually
 from verify.audit.findings import Report
 from verify.audit.replay import audit
 from verify.coordinator.machine import filling
-from verify.coordinator.machine.events import RolledBack, StepClosed, TrainedGroup
+from verify.coordinator.machine.events import (
+    IllegalTransition,
+    RolledBack,
+    StepClosed,
+    TrainedGroup,
+)
 from verify.coordinator.machine.stalls import Stalled, waited_for
 from verify.coordinator.machine.state import Policy
-from verify.coordinator.machine.transitions import IllegalTransition
 from verify.coordinator.services.operator import closed_steps, record_rollback
 from verify.formats.joining import open_site
 from verify.formats.ranges import RangeManifest, RowRange, open_ranges

@@ -80,7 +80,7 @@ class Authentication:
         journal: has the workers and the bans.
         checker: checks signatures.
         limiter: counts requests.
-        roles: its coordinators and validators have no limits.
+        roles: its keys have no limits.
         proxies: address ranges whose `X-Forwarded-For` is trusted.
     """
 
@@ -93,7 +93,7 @@ class Authentication:
         proxies: Sequence[Network],
     ) -> None:
         self._journal, self._checker, self._limiter = journal, checker, limiter
-        self._staff = roles.coordinator | roles.validator
+        self._staff = roles.keys
         self._proxies = proxies
 
     def address(self, request: web.Request) -> str:

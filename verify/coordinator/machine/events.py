@@ -10,8 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from verify.formats.islands import CommitRecord, ShareOffered
 from verify.formats.lease import Lease
 from verify.thresholds import GapNoise
+
+
+class IllegalTransition(Exception):
+    """Raised for an event that cannot follow: a faulty coordinator, or a changed ledger."""
 
 
 @dataclass(frozen=True)
@@ -239,11 +244,38 @@ class StepClosed(Event):
 
 
 @dataclass(frozen=True)
+class OfferReceived(Event):
+    """A learner island offered its share of the next step to commit."""
+
+    offer: ShareOffered
+    document: str
+    """The signed offer."""
+
+
+@dataclass(frozen=True)
+class IslandsCommitted(Event):
+    """The shares that make the next version are settled: the step's one record is signed."""
+
+    record: CommitRecord
+    document: str
+    """The signed record."""
+
+
+@dataclass(frozen=True)
+class OuterResult(Event):
+    """An island was the first to report the outer state that follows from a step's record."""
+
+    step: int
+    island: str
+    digest: str
+
+
+@dataclass(frozen=True)
 class RolledBack(Event):
     """The run went back to a policy version, and its keys were replaced.
 
     Registrations, leases, submissions and signatures from before are void; only the steps closed
-    below the version stay.
+    below the version stay, and what learner islands committed below it.
     """
 
     version: int

@@ -40,6 +40,10 @@ _EASIER = (
 )
 _HARDER = "take harder problems (data.sources.NAME.solve_rate bounds them)"
 _BETWEEN = "keep the problems between (data.sources.NAME.solve_rate, say min: 0.1 and max: 0.9)"
+_CHECK_ISLANDS = (
+    f"check the islands' logs (`runspec logs {RUN_DIR}`); if they are only slow, raise "
+    "learner.islands.deadline; with a lower learner.islands.quorum the run goes on without them"
+)
 _NO_FILTER = "; or train such groups too, with algorithm.filters.zero_variance: false"
 
 
@@ -90,6 +94,16 @@ def unopened(state: State, now: float) -> Stalled:
     )
 
 
+def uncommitted(state: State, now: float) -> Stalled:
+    """Return the stall of a run whose islands did not offer enough shares in time."""
+    since = now if state.islands.since is None else state.islands.since
+    return Stalled(
+        f"step {state.islands.step} stalled: not committed {now - since:.0f} s after the first "
+        f"share; waited for {_islands(state)}",
+        _CHECK_ISLANDS,
+    )
+
+
 def banned(state: State) -> Stalled:
     """Return the stall of a run whose workers are all banned."""
     reason = next(state.bans[key] for key, worker in state.workers.items() if worker.own)
@@ -101,8 +115,11 @@ def banned(state: State) -> Stalled:
 
 def waited_for(state: State) -> str:
     """Return what the next step to close waits for, for people."""
+    uncommitted = ""
+    if state.islands.step < state.next_close and (islands := _islands(state)):
+        uncommitted = f"the share of step {state.islands.step} of {islands}"
     if state.finished:
-        return "nobody: every step is closed"
+        return uncommitted or "nobody: every step is closed"
     number, newest = state.next_close, state.newest
     awaited = [r for r in state.live if r.lease.step == number and r.awaited]
     if awaited:
@@ -113,6 +130,8 @@ def waited_for(state: State) -> str:
         return ", ".join(parts)
     needed = max(0, number - state.policy.async_level)
     if newest is None or newest.version < needed:
+        if uncommitted:
+            return uncommitted
         had = "none" if newest is None else newest.version
         whom, at_least = "the publisher", ""
         if state.policy.rows_per_step and newest is not None:
@@ -123,6 +142,14 @@ def waited_for(state: State) -> str:
     if state.workers:
         return f"a lease request of any of the {len(state.workers)} registered workers"
     return "a worker to register"
+
+
+def _islands(state: State) -> str:
+    """Return the learner islands whose shares the next commit lacks; empty if it lacks none."""
+    if state.policy.islands is None:
+        return ""
+    missing = state.islands.missing(state.policy.islands)
+    return ", ".join(f"island {name} ({why})" for name, why in missing.items())
 
 
 def _losses(state: State, tally: Tally) -> list[_Loss]:

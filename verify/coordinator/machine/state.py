@@ -21,6 +21,7 @@ from rpds import HashTrieMap
 
 from runspec.core.spec.schema import Fill, RunSpec, Supervised
 from verify.coordinator.machine.events import FailedAttempt, GroupGrade, VersionPublished
+from verify.coordinator.machine.islands import IslandPolicy, IslandState
 from verify.coordinator.machine.reputation import Standing, prefill_share
 from verify.formats.lease import Lease
 from verify.formats.ranges import rows_per_step
@@ -56,6 +57,8 @@ class Policy:
     """Groups of a step that new workers may hold together."""
     rows_per_step: int = 0
     """Packed rows of a step of a run that trains on documents and has no workers; 0: it samples."""
+    islands: IslandPolicy | None = None
+    """None: the learner is one program."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> Policy:
@@ -78,6 +81,7 @@ class Policy:
             prefill_share=spec.verify.prefill_share,
             prefill_floor=spec.verify.lowest_prefill_share,
             newcomer_groups=max(1, int(spec.verify.newcomer_share * groups + 1e-9)),
+            islands=IslandPolicy.of(spec),
         )
 
     @classmethod
@@ -99,6 +103,7 @@ class Policy:
             prefill_floor=spec.verify.lowest_prefill_share,
             newcomer_groups=0,
             rows_per_step=rows_per_step(spec),
+            islands=IslandPolicy.of(spec),
         )
 
 
@@ -278,6 +283,8 @@ class State:
     """Groups of all steps that were lost to faults of the grader."""
     last_fault: str = ""
     """The grader's error at the newest of these groups."""
+    islands: IslandState = field(default_factory=IslandState)
+    """Of a run with learner islands."""
 
     @property
     def finished(self) -> bool:

@@ -3,6 +3,7 @@
 `apply` keeps these invariants, and the property tests check them:
 - A group is trained at most once, and at a step that is at most `async_level` after its version.
 - Steps open in order and close in order, each once; a rollback takes both counts back.
+- Learner islands commit each closed step once, in order (`islands`).
 - The leases of one worker and one step are numbered 0, 1, 2, ... under one nonce, which was drawn
   after the worker's key was registered; so no two leases share a seed.
 """
@@ -13,7 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from verify.coordinator.machine import events
+from verify.coordinator.machine import events, islands
+from verify.coordinator.machine.events import IllegalTransition
 from verify.coordinator.machine.gap_history import with_gaps
 from verify.coordinator.machine.reputation import Standing
 from verify.coordinator.machine.state import (
@@ -30,10 +32,6 @@ from verify.coordinator.machine.state import (
 
 LONGEST_DEFERRAL_S = 600.0
 """Largest time from a deferral to the new end of its lease, in seconds."""
-
-
-class IllegalTransition(Exception):
-    """Raised for an event that cannot follow: a faulty coordinator, or a changed ledger."""
 
 
 def replay(policy: Policy, history: Iterable[events.Event]) -> State:
@@ -53,7 +51,8 @@ def apply(state: State, event: events.Event) -> State:
     match event:
         case events.CoordinatorStarted():
             steps = {n: replace(s, since=event.at, leased=0) for n, s in state.steps.items()}
-            return replace(state, steps=steps, progress=event.at)
+            again = islands.restarted(state.islands, event.at)
+            return replace(state, steps=steps, progress=event.at, islands=again)
         case events.WorkerRegistered():
             _require(event.worker not in state.workers, "a key is registered twice")
             _require(event.invite not in state.revoked, "a key that came with a revoked invite")
@@ -104,12 +103,31 @@ def apply(state: State, event: events.Event) -> State:
             return _set_aside(state, event)
         case events.StepClosed():
             return _close(state, event)
+        case events.OfferReceived() | events.IslandsCommitted() | events.OuterResult():
+            return _of_islands(state, event)
         case events.RolledBack():
             _require(0 <= event.version <= state.next_close, "a rollback to what was not trained")
             back = State(state.policy, next_step=event.version, next_close=event.version)
             back = replace(back, bans=state.bans, invited=state.invited, revoked=state.revoked)
-            return replace(back, progress=event.at)
+            committed = islands.rolled_back(state.islands, event.version)
+            return replace(back, progress=event.at, islands=committed)
     raise IllegalTransition(f"{type(event).__name__} is no event of a run")
+
+
+def _of_islands(
+    state: State, event: events.OfferReceived | events.IslandsCommitted | events.OuterResult
+) -> State:
+    policy, before = state.policy.islands, state.islands
+    if policy is None:
+        raise IllegalTransition("an island's event in a run with one learner")
+    match event:
+        case events.OfferReceived():
+            after = islands.offered(policy, before, event, state.next_close)
+        case events.IslandsCommitted():
+            after = islands.committed(policy, before, event)
+        case events.OuterResult():
+            after = islands.reported(before, event)
+    return replace(state, islands=after)
 
 
 def _ban(state: State, event: events.KeyBanned) -> State:

@@ -89,10 +89,12 @@ class Activity:
 
 @dataclass(frozen=True)
 class Peers:
-    """Activity of all workers and validators of a run."""
+    """Activity of all workers, validators and learner islands of a run."""
 
     workers: Activity = field(default_factory=Activity)
     validators: Activity = field(default_factory=Activity)
+    islands: Activity = field(default_factory=Activity)
+    """By name instead of key."""
 
 
 def scalars(state: Mapping[str, Any]) -> Scalars:

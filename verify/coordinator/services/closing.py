@@ -1,4 +1,4 @@
-"""Timed actions: finds new versions, expires leases, closes steps or stops a stalled run."""
+"""Timed actions: new versions, expired leases, steps to close and to commit, stalls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from verify.coordinator.machine.stalls import RUN_DIR, Stalled
 from verify.coordinator.machine.state import Tally
 from verify.coordinator.machine.verdicts import batch_stats
 from verify.coordinator.services.activity import Activity
+from verify.coordinator.services.islands import Islands
 from verify.formats.batch import BatchGroup, BatchManifest, sign_batch
+from verify.formats.islands import divide
 from verify.formats.ranges import RangeManifest, RowRange, sign_ranges
 
 _log = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class Closing:
         run: name of the run.
         key: signs the batch manifests.
         workers: activity of the samplers, for the manifests' statistics.
+        islands: commits the steps of learner islands; None for one learner.
         steady: seconds of a clock that nobody sets and that stops while the machine sleeps.
     """
 
@@ -61,11 +64,15 @@ class Closing:
         run: str,
         key: SigningKey,
         workers: Activity,
+        islands: Islands | None = None,
         *,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
         self._journal, self._run, self._key, self._workers = journal, run, key, workers
+        self._islands = islands
         self._rows_per_step = journal.state.policy.rows_per_step
+        of_islands = journal.state.policy.islands
+        self._island_names = of_islands.names if of_islands is not None else ()
         self._steady = steady
         self._ahead = journal.clock() - steady()
         self._unwritten: tuple[Path, bytes] | None = None
@@ -100,7 +107,7 @@ class Closing:
             )
 
     async def keep_time(self) -> None:
-        """Expire leases and close steps, after each event and when a time has passed.
+        """Expire leases, close and commit steps, after each event and when a time has passed.
 
         Raises:
             RunStopped: a step stalled.
@@ -112,11 +119,18 @@ class Closing:
             try:
                 more = self._advance(now)
                 # A time later than `now` would skip some.
-                due = now if more else filling.next_due(self._journal.state, now)
+                due = now if more else self._next_due(now)
             except NotNow as error:
                 self._journal.put_off(error)
                 due = self._journal.clock() + _AGAIN_S
             going_on = await self._journal.change(None, due=due)
+
+    def _next_due(self, now: float) -> float | None:
+        """Return when a decision next changes without an event, in seconds since the epoch."""
+        times = [filling.next_due(self._journal.state, now)]
+        if self._islands is not None:
+            times.append(self._islands.next_due(now))
+        return min((at for at in times if at is not None), default=None)
 
     def _advance(self, now: float) -> bool:
         """Do what is due; return whether more steps may close now."""
@@ -128,16 +142,14 @@ class Closing:
                 "worker %s did not answer its lease %d of step %d in time",
                 *(record.lease.worker[:16], record.lease.index, record.lease.step),
             )
+        if self._islands is not None and (stalled := self._islands.advance(now)):
+            raise self._stopped(stalled)
         for _ in range(_STEPS_AT_ONCE):
             decision = filling.decide_close(self._journal.state, now)
             if decision is None:
                 return False
             if isinstance(decision, Stalled):
-                raise RunStopped(
-                    decision.reason,
-                    place=f"run {self._run}",
-                    remedy=decision.remedy.replace(RUN_DIR, str(self._journal.run_dir)),
-                )
+                raise self._stopped(decision)
             if self._rows_per_step:
                 self._sign_rows(decision.step, now)
             else:
@@ -145,6 +157,10 @@ class Closing:
             if self._journal.state.finished:
                 _log.info("every step is closed; waiting to be stopped")
         return True
+
+    def _stopped(self, stalled: Stalled) -> RunStopped:
+        remedy = stalled.remedy.replace(RUN_DIR, str(self._journal.run_dir))
+        return RunStopped(stalled.reason, place=f"run {self._run}", remedy=remedy)
 
     def _notice_jump(self, now: float) -> None:
         """Restart the deadlines if the machine slept or its clock was set."""
@@ -168,7 +184,10 @@ class Closing:
         stats = batch_stats(tally, opened=opened, closed=now, busy_fraction=busy)
         stats |= self._journal.history.batch_stats(now, step, decision.groups)
         rows, chain = self._journal.ledger.head
-        manifest = BatchManifest(self._run, step, groups, decision.complete, stats, rows, chain)
+        shares = divide(0, len(groups), self._island_names)
+        manifest = BatchManifest(
+            *(self._run, step, groups, decision.complete, stats, rows, chain, shares)
+        )
         self._publish(step, now, decision.groups, sign_batch(manifest, self._key))
         _log.info(
             "step %d closed %.2f s after it opened: %d groups (%d leased, %d filtered), "
@@ -179,7 +198,8 @@ class Closing:
 
     def _sign_rows(self, step: int, now: float) -> None:
         rows = RowRange.of_step(step, self._rows_per_step)
-        manifest = RangeManifest(self._run, step, rows, *self._journal.ledger.head)
+        shares = divide(rows.first, rows.last, self._island_names)
+        manifest = RangeManifest(self._run, step, rows, *self._journal.ledger.head, shares)
         self._publish(step, now, (), sign_ranges(manifest, self._key))
         _log.info("step %d: rows %d to %d are signed", step, rows.first, rows.last)
 

@@ -129,7 +129,7 @@ class Leasing:
     ) -> None:
         self._journal, self._spec, self._key = journal, spec, key
         self._admission, self._backlog = admission, backlog
-        self._staff = roles.publisher | roles.coordinator | roles.validator
+        self._staff = roles.keys
         self._pools = {pool.name: pool for pool in spec.samplers}
         self._waiting: list[_Question] = []
         """Questions that wait for a lease."""

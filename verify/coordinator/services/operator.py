@@ -47,7 +47,7 @@ class OperatorService:
     def ban(self, body: dict[str, Any]) -> None:
         """Ban a key: its requests are refused, and its open leases end."""
         key, reason = _key_and_reason(body)
-        if key in self._roles.publisher | self._roles.coordinator | self._roles.validator:
+        if key in self._roles.keys:
             raise Refusal(409, "this key has a role: remove it from roles.json instead")
         if key in self._journal.state.bans:
             raise Refusal(409, f"banned already: {self._journal.state.bans[key]}")

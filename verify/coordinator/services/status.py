@@ -24,12 +24,13 @@ from verify.coordinator.edge.backlog import Backlog
 from verify.coordinator.journal import Journal
 from verify.coordinator.ledger.snapshot import damaged, read_events
 from verify.coordinator.ledger.store import NoLedger
-from verify.coordinator.machine.events import Event
+from verify.coordinator.machine.events import Event, IllegalTransition
 from verify.coordinator.machine.filling import needed_groups, tried_groups
 from verify.coordinator.machine.reputation import reputation
 from verify.coordinator.machine.stalls import waited_for
 from verify.coordinator.machine.state import LeaseRecord, Policy, State
-from verify.coordinator.machine.transitions import IllegalTransition, replay
+from verify.coordinator.machine.transitions import replay
+from verify.coordinator.services import islands
 from verify.coordinator.services.activity import Activity, Peer, Peers
 from verify.coordinator.services.judging import Judging
 
@@ -79,6 +80,7 @@ class Status(Collector):
     ) -> None:
         self._run, self._journal, self._judging, self._backlog = run, journal, judging, backlog
         self._workers, self._validators = peers.workers, peers.validators
+        self._islands = peers.islands
         registry = CollectorRegistry()
         self.report = Cache(self._of_now).get
         """Returns the status; times are seconds since the epoch, ages seconds. With thousands of
@@ -118,6 +120,7 @@ class Status(Collector):
                 "manifest": self._journal.history.to_manifest.report(),
             },
             "rejected_submissions": sum(w.standing.rejected for w in state.workers.values()),
+            "islands": islands.report(state, self._islands, now),
         }
 
     def collect(self) -> Iterator[Metric]:
@@ -150,6 +153,8 @@ class Status(Collector):
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(f"coordinator_{name}", text, value=value)
+        if report["islands"] is not None:
+            yield from islands.metrics(report["islands"])
         history = self._journal.history
         for name, durations in (("verdict", history.to_verdict), ("manifest", history.to_manifest)):
             buckets, total = durations.histogram()

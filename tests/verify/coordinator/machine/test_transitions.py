@@ -12,6 +12,7 @@ from verify.coordinator.machine.events import (
     BanLifted,
     Event,
     FailedAttempt,
+    IllegalTransition,
     InviteRevoked,
     KeyBanned,
     LeaseExpired,
@@ -27,7 +28,7 @@ from verify.coordinator.machine.events import (
     WorkerQuarantined,
     WorkerRegistered,
 )
-from verify.coordinator.machine.transitions import IllegalTransition, apply, replay
+from verify.coordinator.machine.transitions import apply, replay
 
 
 def test_what_cannot_follow_is_refused() -> None:

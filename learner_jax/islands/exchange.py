@@ -1,0 +1,336 @@
+"""The exchange of one island with the others: it offers a share, and gets what a record names.
+
+One thread waits for records and fetches shares, so that an island may train meanwhile. Everything
+here is numpy and HTTP, in process 0; the collective parts are in `island`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bridge.codecs import Codec
+from broadcast.store import AlreadyPublished
+from learner_jax.islands.outer import OuterState, weighted_mean
+from learner_jax.islands.state import Flat
+from learner_jax.islands.transport import ShareFetcher, ShareStore
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
+from verify.formats.islands import CommitRecord, Contribution, ShareOffered
+from verify.island_client import Committed, IslandClient
+
+WAIT_S = 5.0
+"""Seconds that the coordinator may hold a question for a record; a stop takes effect after it."""
+FETCH_S = 1800.0
+"""Seconds that the shares of a step may take to arrive."""
+REPORT_EVERY_S = 30.0
+KEPT_STATES = 2
+"""Outer states in this island's store, for islands that join, with all shares since the oldest."""
+_CANCEL_EVERY_S = 0.1
+_REJOIN = "remove this island's folder and its store, so that it joins anew"
+
+
+class Stopped(Exception):
+    """This process was told to end while it waited for the others."""
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A record and what its shares come to."""
+
+    record: CommitRecord
+    mean: Flat
+    """Weighted mean of the shares that count, float32 [n]."""
+    cosines: dict[str, float]
+    """Cosine of each share and the mean of the others, by island; none for a single share."""
+    refused: frozenset[str]
+    """Islands whose cosine is below `min_cosine`: the mean leaves out their shares."""
+    received: int
+    """Bytes of the other islands' shares."""
+    seconds: float
+    """From the question for the record to the mean."""
+
+    def counted(self, island: str) -> bool:
+        """Return whether an island's share is in the mean."""
+        named = any(each.island == island for each in self.record.contributors)
+        return named and island not in self.refused
+
+
+@dataclass
+class Exchange(AbstractContextManager["Exchange"]):
+    """Offers, records and shares of one island, in process 0 of its learner."""
+
+    run: str
+    island: str
+    url: str
+    """Where the others find this island's store."""
+    corpus: str
+    """Digest of the documents; empty for a run that trains on rollouts."""
+    codec: Codec
+    size: int
+    """n: elements of a share."""
+    min_cosine: float | None
+    client: IslandClient
+    store: ShareStore
+    fetcher: ShareFetcher
+    stop: threading.Event
+    """Set when this process is told to end."""
+    log: logging.Logger
+    _thread: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="exchange")
+    )
+    _settling: tuple[int, Future[Settled]] | None = None
+    _ended: threading.Event = field(default_factory=threading.Event)
+    _own: tuple[int, bytes] | None = None
+    """The last share that was offered, with its step."""
+
+    def publish_outer(self, version: int, outer: OuterState) -> None:
+        """Store an outer state for islands that join; remove those that are older than they need.
+
+        Raises:
+            UserError: the store cannot be written.
+        """
+        try:
+            self.store.put_outer(version, outer.theta, outer.momentum)
+        except AlreadyPublished as there:
+            raise UserError(
+                f"the outer state of version {version} was published with other contents",
+                place=there.place,
+                remedy=_REJOIN,
+            ) from there
+        self.store.keep(KEPT_STATES)
+        self.client.announce(self.url, version, outer.digest())
+
+    def fetch_outer(self) -> tuple[int, OuterState]:
+        """Return the newest outer state that another island has stored, and its version.
+
+        Raises:
+            Stopped: this process was told to end before there was one.
+            UserError: it did not arrive, or is not the one that was announced.
+        """
+        begun, report_at = time.monotonic(), REPORT_EVERY_S
+        while True:
+            found = [each for each in self.client.stored() if each.island != self.island]
+            if found:
+                newest = max(found, key=lambda each: each.version)
+                theta, momentum = self.fetcher.fetch_outer(
+                    newest.island,
+                    newest.url,
+                    newest.version,
+                    digest=newest.digest,
+                    size=self.size,
+                    deadline_s=FETCH_S,
+                )
+                return newest.version, OuterState(np.array(theta), np.array(momentum))
+            if self.stop.wait(1.0):
+                raise Stopped
+            waited = time.monotonic() - begun
+            if waited >= report_at:
+                self.log.info("%.0f s waiting for an island that has the outer state", waited)
+                report_at = waited + REPORT_EVERY_S
+
+    def offer(self, step: int, base: str, data: bytes, weight: float, norm: float) -> None:
+        """Store a share and tell the coordinator of it.
+
+        Where this island stored another share of the step before, that one counts: the others may
+        have it already.
+
+        Args:
+            step: its number.
+            base: digest of the outer state that the share is measured from.
+            data: the encoded share.
+            weight: loss denominator of the island's part of the step.
+            norm: L2 norm of the share.
+
+        Raises:
+            UserError: the store cannot be written, or the coordinator refuses the offer because
+                outer states or documents differ.
+        """
+        try:
+            manifest = self.store.put_share(step, data)
+        except AlreadyPublished as there:
+            before = self.store.share(step)
+            if before is None:
+                raise
+            self.log.warning(
+                "step %d: trained again, it gives another share: the first stays", step
+            )
+            data, manifest = before, there.manifest_digest
+        self._own = step, data
+        offer = ShareOffered(
+            run=self.run,
+            step=step,
+            island=self.island,
+            base=base,
+            data=self.corpus,
+            url=self.url,
+            manifest=manifest,
+            share=digest_bytes(data),
+            bytes=len(data),
+            weight=weight,
+            norm=norm,
+        )
+        if not self.client.offer(offer):
+            self.log.info("step %d is committed already", step)
+
+    def record(self, step: int) -> CommitRecord | None:
+        """Return the record of a step if there is one already."""
+        answer = self.client.record(step, 0.0)
+        return answer.record if isinstance(answer, Committed) else None
+
+    def settle(self, step: int) -> None:
+        """Begin to wait for the record of a step and for its shares."""
+        self._settling = step, self._thread.submit(self._settle, step)
+
+    def settled(self, step: int) -> Settled:
+        """Return what `settle` waited for.
+
+        Raises:
+            Stopped: this process was told to end.
+            UserError: a share cannot be had, or is not what its island signed.
+        """
+        if self._settling is None or self._settling[0] != step:
+            self.settle(step)
+        assert self._settling is not None, "just begun"
+        return self._settling[1].result()
+
+    def report(self, step: int, digest: str) -> None:
+        """Tell the coordinator of the outer state after a step.
+
+        Raises:
+            UserError: another island has another one: this island's memory or program is wrong.
+        """
+        self.client.result(step, digest)
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        while self._settling and not wait([self._settling[1]], _CANCEL_EVERY_S).done:
+            self.fetcher.cancel()
+        self._thread.shutdown()
+        self.fetcher.close()
+
+    def _settle(self, step: int) -> Settled:
+        begun = time.monotonic()
+        record = self._await_record(step)
+        if record.codec != self.codec.kind:
+            raise UserError(
+                f"the record of step {step} is of codec {record.codec}",
+                remedy="apply the same spec to every island",
+            )
+        data = self._gather(step, record.contributors)
+        weights = {each.island: each.weight for each in record.contributors}
+        mean = self._mean(data, weights)
+        cosines = self._cosines(data, weights, mean)
+        refused = self._refused(step, cosines)
+        if refused:
+            mean = self._mean({i: each for i, each in data.items() if i not in refused}, weights)
+        received = sum(len(each) for island, each in data.items() if island != self.island)
+        return Settled(record, mean, cosines, refused, received, time.monotonic() - begun)
+
+    def _await_record(self, step: int) -> CommitRecord:
+        begun, report_at = time.monotonic(), REPORT_EVERY_S
+        while True:
+            if self.stop.is_set() or self._ended.is_set():
+                raise Stopped
+            answer = self.client.record(step, WAIT_S)
+            if isinstance(answer, Committed):
+                return answer.record
+            waited = time.monotonic() - begun
+            if waited >= report_at:
+                names = ", ".join(answer.waiting_for) or "nobody: the coordinator is late"
+                self.log.info("step %d: %.0f s waiting for the shares of %s", step, waited, names)
+                report_at = waited + REPORT_EVERY_S
+
+    def _gather(self, step: int, contributors: Sequence[Contribution]) -> dict[str, bytes]:
+        """Return the shares of a record, in its order; those of others are fetched at once."""
+        others = [each for each in contributors if each.island != self.island]
+        try:
+            fetched = self.fetcher.fetch_shares(step, others, FETCH_S)
+        except CancelledError as error:
+            raise Stopped from error
+        found = {each.island: data for each, data in zip(others, fetched, strict=True)}
+        return {
+            each.island: bytes(found[each.island])
+            if each.island in found
+            else self._own_share(step, each)
+            for each in contributors
+        }
+
+    def _own_share(self, step: int, share: Contribution) -> bytes:
+        """Return this island's share as it was offered, also by a process before this one."""
+        own = self._own[1] if self._own is not None and self._own[0] == step else None
+        if own is None or digest_bytes(own) != share.share:
+            own = self.store.share(step)
+        if own is None or digest_bytes(own) != share.share:
+            raise UserError(
+                f"step {step}: this island's own share is not the one that it offered",
+                place=self.url,
+                remedy=_REJOIN,
+            )
+        return own
+
+    def _mean(self, data: Mapping[str, bytes], weights: Mapping[str, float]) -> Flat:
+        decoded = (self.codec.decode(each, self.size) for each in data.values())
+        return weighted_mean(decoded, [weights[island] for island in data])
+
+    def _cosines(
+        self, data: Mapping[str, bytes], weights: Mapping[str, float], mean: Flat
+    ) -> dict[str, float]:
+        total = sum(weights.values())
+        if len(data) < 2:
+            return {}
+        return {
+            island: cosine_to_others(
+                self.codec.decode(each, self.size), mean, weights[island] / total
+            )
+            for island, each in data.items()
+        }
+
+    def _refused(self, step: int, cosines: Mapping[str, float]) -> frozenset[str]:
+        """Return the islands below `min_cosine`.
+
+        Raises:
+            UserError: they are all of them.
+        """
+        if self.min_cosine is None:
+            return frozenset()
+        refused = frozenset(i for i, cosine in cosines.items() if cosine < self.min_cosine)
+        if refused and refused == cosines.keys():
+            raise UserError(
+                f"step {step}: every share's cosine to the others is below the bound: "
+                + ", ".join(f"{island} {cosine:.3f}" for island, cosine in cosines.items()),
+                place="learner.islands.min_cosine",
+                remedy="lower the bound, or see what the islands train on",
+            )
+        for island in sorted(refused):
+            self.log.warning(
+                "step %d: the share of island %s is refused: its cosine to the others is %.3f",
+                *(step, island, cosines[island]),
+            )
+        return refused
+
+
+def cosine_to_others(share: Flat, mean: Flat, part: float) -> float:
+    """Return the cosine of a share and of the weighted mean of the others; 0 where one is zero.
+
+    Args:
+        share: float32 [n].
+        mean: weighted mean of all shares, float32 [n].
+        part: weight of the share in the mean, 0 to 1.
+    """
+    others = mean - np.float32(part) * share  # up to a factor, which a cosine does not see
+
+    def product(a: Flat, b: Flat) -> float:
+        """Sum without BLAS, whose order of additions depends on the machine."""
+        return float(np.sum(a * b, dtype=np.float64))
+
+    norms = product(share, share) * product(others, others)
+    return product(share, others) / math.sqrt(norms) if norms > 0.0 else 0.0

@@ -1,0 +1,361 @@
+"""An island in the learner's loop: what it does at the end of each step instead of going on.
+
+Collective over the island's processes. Process 0 alone speaks to the coordinator and the other
+islands; the outer state is on every process, which computes the same from the mean that process 0
+gives it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from bridge.codecs import Codec, codec
+from bridge.flat import FlatLayout
+from learner_jax.distributed import LearnerRun, Peers
+from learner_jax.islands.exchange import Exchange, Settled, Stopped
+from learner_jax.islands.member import Alone, Member
+from learner_jax.islands.outer import OuterState, outer_update
+from learner_jax.islands.state import Flat, IslandState
+from learner_jax.islands.transport import ShareFetcher, ShareStore
+from learner_jax.leaves import HostLeaves, leaf_path
+from learner_jax.step import Programs, TrainState
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.keys import SigningKey
+from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
+from runspec.core.spec.schema import Islands
+from verify.island_client import IslandClient
+
+
+class Island:
+    """One island of a run, as `Member` describes it.
+
+    Args:
+        run: as this island sees it.
+        programs: of the island.
+        islands: of the spec.
+        exchange: in process 0; None elsewhere.
+    """
+
+    def __init__(
+        self, run: LearnerRun, programs: Programs, islands: Islands, exchange: Exchange | None
+    ) -> None:
+        assert run.island is not None, "a run with islands"
+        self._run, self._programs, self._islands = run, programs, islands
+        self._exchange, self._name, self._peers = exchange, run.island, run.peers
+        self._layout = FlatLayout(run.config)
+        self._codec: Codec = codec(islands.codec.kind)
+        self._state: IslandState | None = None
+        self._norm: float | None = None
+        """L2 norm of the last share; None before the first."""
+        self.joined = False
+        self.last: dict[str, Any] | None = None
+
+    @property
+    def state(self) -> IslandState:
+        """The outer state, and what is under way."""
+        assert self._state is not None, "`begin` was called"
+        return self._state
+
+    @property
+    def version(self) -> int:
+        return self.state.version
+
+    # -- Beginning -------------------------------------------------------------------------------
+
+    def begin(
+        self, state: TrainState, step: int, stored: Mapping[str, np.ndarray]
+    ) -> tuple[TrainState, int]:
+        if stored:
+            self._state = IslandState.of_arrays(stored)
+            self._announce()
+            return self._settled(step, state), step
+        if self._run.trunk:
+            outer = OuterState.initial(self._flat(state.params))
+            self._state = IslandState.begin(0, outer, self._codec)
+            self._announce()
+            return state, step
+        version, outer = self._fetch_outer()
+        self.joined = True
+        self._state = IslandState.begin(version, outer, self._codec)
+        self._announce()
+        if version:
+            return self._rejoin(state, version - 1), version
+        return replace(state, params=self._tree(outer.theta)), 0
+
+    def _fetch_outer(self) -> tuple[int, OuterState]:
+        found: list[tuple[int, OuterState]] = []
+
+        def fetch() -> int:
+            assert self._exchange is not None, "process 0"
+            try:
+                found.append(self._exchange.fetch_outer())
+            except Stopped:
+                return -1
+            return found[0][0]
+
+        version = self._peers.json_from_first(fetch)
+        if version < 0:
+            raise Stopped
+        own = found[0][1] if found else None
+        theta = self._from_first(None if own is None else own.theta)
+        momentum = self._from_first(None if own is None else own.momentum)
+        return version, OuterState(theta, momentum)
+
+    def _announce(self) -> None:
+        """Store the outer state for islands that join."""
+        held = self.state
+
+        def publish() -> None:
+            if self._exchange is not None:
+                self._exchange.publish_outer(held.version, held.outer)
+
+        self._peers.each(publish)
+
+    # -- Steps -----------------------------------------------------------------------------------
+
+    def sits_out(self, step: int) -> bool:
+        def left_out() -> bool:
+            assert self._exchange is not None, "process 0"
+            record = self._exchange.record(step)
+            return record is not None and all(
+                each.island != self._name for each in record.contributors
+            )
+
+        return bool(self._peers.json_from_first(left_out))
+
+    def end_step(self, step: int, state: TrainState, weight: float | None) -> TrainState:
+        if self._islands.overlap and self.state.sent is not None:
+            state, rejoins = self._commit(state)
+            if rejoins:
+                weight = None
+        if weight is None:
+            self._state = self.state.sit_out()
+            state = self._rejoin(state, step)
+        else:
+            self._send(step, state, weight)
+        return self._settled(step + 1, state)
+
+    def sent(self, step: int) -> bool:
+        return self.state.sent is not None and self.state.version == step
+
+    def _settled(self, step: int, state: TrainState) -> TrainState:
+        """The state in which a step begins; with `overlap` the record is waited for at its end."""
+        if self.state.sent is None or (self._islands.overlap and step < self._run.spec.steps):
+            return state
+        return self._commit(state)[0]
+
+    def weights(self, state: TrainState) -> Any:
+        if self._islands.overlap:
+            return self._tree(self.state.outer.theta)
+        return state.params
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return self.state.arrays()
+
+    def _send(self, step: int, state: TrainState, weight: float) -> None:
+        held = self.state
+        assert held.version == step, "a share is measured from its step's version"
+        self._state, data, norm = held.send(self._flat(state.params), self._codec)
+        self._norm = norm
+
+        def offer() -> None:
+            if self._exchange is not None:
+                self._exchange.offer(step, held.outer.digest(), data, weight, norm)
+                self._exchange.settle(step)
+
+        self._peers.each(offer)
+
+    def _commit(self, state: TrainState) -> tuple[TrainState, bool]:
+        """Follow the record of the step that waits for one; return whether the island rejoins."""
+        held = self.state
+        sent, step = held.sent, held.version
+        assert sent is not None, "a step waits for its record"
+        mean, counted = self._mean(step)
+        outer = outer_update(held.outer, mean, self._islands.outer)
+
+        def report() -> None:
+            if self._exchange is not None:
+                self._exchange.report(step, outer.digest())
+
+        self._peers.each(report)
+        rejoins = sent.offered and not counted
+        self._state = held.commit(outer, counted=counted)
+        if self.version % self._run.spec.checkpoints.every == 0:
+            self._announce()
+        if rejoins:
+            return self._rejoin(state, step), True
+        if self._islands.overlap:
+            moved = self._flat(state.params) + (outer.theta - sent.params)
+            return replace(state, params=self._tree(moved)), False
+        return replace(state, params=self._tree(outer.theta)), False
+
+    def _mean(self, step: int) -> tuple[Flat, bool]:
+        """The mean of a step's shares, and whether this island's is among them; collective."""
+        found: list[Settled] = []
+
+        def settled() -> dict[str, Any]:
+            assert self._exchange is not None, "process 0"
+            try:
+                found.append(self._exchange.settled(step))
+            except Stopped:
+                return {"stopped": True}
+            one = found[0]
+            self._check_base(step, one)
+            return {
+                "counted": one.counted(self._name),
+                "contributors": [each.island for each in one.record.contributors],
+                "dropped": [each.island for each in one.record.dropped],
+                "refused": sorted(one.refused),
+                "share_bytes": self._codec.size(self._layout.size),
+                "received_bytes": one.received,
+                "share_norm": self._norm,
+                "cosine": one.cosines.get(self._name),
+                "settle_s": one.seconds,
+            }
+
+        said = self._peers.json_from_first(settled)
+        if said.pop("stopped", False):
+            raise Stopped
+        self.last = said
+        return self._from_first(found[0].mean if found else None), said["counted"]
+
+    def _check_base(self, step: int, settled: Settled) -> None:
+        """Compare the record's outer state with this island's.
+
+        Raises:
+            UserError: they differ.
+        """
+        own, theirs = self.state.outer.digest(), settled.record.base
+        if own != theirs:
+            raise UserError(
+                f"step {step} was trained from the outer state {theirs[:16]}, this island "
+                f"{self._name} has {own[:16]}",
+                place=str(self._run.folder),
+                remedy="remove this island's checkpoints, so that it joins anew",
+            )
+
+    # -- Arrays ----------------------------------------------------------------------------------
+
+    def _from_first(self, mine: Flat | None) -> Flat:
+        """Give every process the vector of process 0."""
+        if self._peers.count == 1:
+            assert mine is not None, "the only process"
+            return mine
+        data = b"" if mine is None else mine.tobytes()
+        return np.frombuffer(broadcast_long(self._peers, data, 4 * self._layout.size), np.float32)
+
+    def _flat(self, params: Any) -> Flat:
+        return self._layout.flatten(HostLeaves(params))
+
+    def _tree(self, flat: Flat) -> Any:
+        """The tree of a vector on the mesh, placed as the masters are."""
+        leaves = dict(self._layout.leaves(flat))
+
+        def put(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+            whole = leaves[leaf_path(path)].astype(like.dtype, copy=False)
+            return jax.make_array_from_callback(
+                like.shape, like.sharding, lambda index: whole[index]
+            )
+
+        return jax.tree.map_with_path(put, self._programs.abstract_state.params)
+
+    def _rejoin(self, state: TrainState, step: int) -> TrainState:
+        """The state of an island that goes on from the committed parameters with zero moments."""
+        updates = (step + 1) * self._run.spec.algorithm.updates_per_step
+        return replace(
+            state,
+            params=self._tree(self.state.outer.theta),
+            optimizer=without_moments(state.optimizer, updates),
+            skipped=jnp.zeros_like(state.skipped),
+            joined=None if state.joined is None else jnp.zeros_like(state.joined),
+        )
+
+
+@contextmanager
+def join(
+    run: LearnerRun, programs: Programs, corpus: str | None, stop: threading.Event
+) -> Iterator[Member]:
+    """Give the loop its island, with a connection to the others for the block's time.
+
+    Args:
+        run: as this island sees it.
+        programs: of the island.
+        corpus: digest of the documents; None for a run that trains on rollouts.
+        stop: set when this process is told to end.
+
+    Raises:
+        UserError: the key or the store cannot be read.
+    """
+    link, islands, peers = run.link, run.spec.learner.islands, run.peers
+    if link is None:
+        yield Alone()
+        return
+    assert islands is not None, "a link is of a run with islands"
+    if not peers.first:
+        yield Island(run, programs, islands, None)
+        return
+    name, root = run.spec.name, run.root_public_key()
+    key = SigningKey.load(link.key)
+    client = IslandClient(link.coordinator, name, key, root_public_key=root)
+    roles = read_bounded(run.folder / "keys" / "roles.json", MAX_ROLES_BYTES)
+    with Exchange(
+        run=name,
+        island=link.name,
+        url=link.share_url,
+        corpus=corpus or "",
+        codec=codec(islands.codec.kind),
+        size=FlatLayout(run.config).size,
+        min_cosine=islands.min_cosine,
+        client=client,
+        store=ShareStore(link.share_store, run=name, key=key, roles=roles),
+        fetcher=ShareFetcher(run=name, root_public_key=root, folder=run.folder / "shares"),
+        stop=stop,
+        log=run.log,
+    ) as exchange:
+        yield Island(run, programs, islands, exchange)
+
+
+def without_moments(state: optax.OptState, updates: int) -> optax.OptState:
+    """Return an optimizer's state with zero moments, its schedule at a number of updates.
+
+    Args:
+        state: of `learner_jax.optimizer.build_optimizer`.
+        updates: that the run has made.
+    """
+
+    def reset(node: Any) -> Any:
+        if isinstance(node, optax.ScaleByScheduleState):
+            return optax.ScaleByScheduleState(count=jnp.full_like(node.count, updates))
+        return jnp.zeros_like(node)
+
+    return jax.tree.map(
+        reset, state, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState)
+    )
+
+
+LONG_PART_BYTES = 1 << 30
+
+
+def broadcast_long(peers: Peers, data: bytes, size: int) -> bytes:
+    """Give every process the bytes of process 0, however many.
+
+    Args:
+        peers: the processes.
+        data: in process 0; empty elsewhere.
+        size: length of `data`, which all know.
+    """
+    parts = []
+    for begin in range(0, size, LONG_PART_BYTES):
+        length = min(LONG_PART_BYTES, size - begin)
+        parts.append(peers.broadcast(data[begin : begin + length], length))
+    return b"".join(parts)

@@ -1,0 +1,265 @@
+"""What an island without the run directory needs of it, brought by HTTP into a folder of its own.
+
+    FOLDER/keys/roles.json                  the keys of the run, from the coordinator
+    FOLDER/initial/                         the starting model: version 0, from the broadcast tree
+    FOLDER/rollouts/step_<s>/batch.json     the signed manifest of step s, from the coordinator
+    FOLDER/rollouts/step_<s>/...            the rollouts of the island's own groups, likewise
+
+The paths are those of a run directory, so its readers read the folder (`learner_jax.manifests`,
+`learner_jax.batch`). Every file is checked before it appears, and appears by one rename: what is
+there is not fetched again.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from broadcast.client import WeightsClient
+from broadcast.fetcher import NO_TOKEN
+from broadcast.transport import Access
+from learner_jax.manifests import StopSignal
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded, write_atomic
+from runspec.core.hashing import digest_bytes
+from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
+from runspec.core.roles import Roles, open_roles
+from runspec.core.run_files import initial_model, step_folder, submission_files
+from runspec.core.signed import BadSignature
+from runspec.core.spec.schema import RunSpec
+from verify.formats import submission as submission_format
+from verify.formats import verdict as verdict_format
+from verify.formats.batch import FILE_NAME as BATCH_FILE
+from verify.formats.batch import MAX_BYTES as MAX_BATCH_BYTES
+from verify.formats.batch import BatchGroup, open_batch
+from verify.formats.ranges import open_ranges, rows_per_step
+from verify.formats.submission import largest_submission_bytes, open_submission
+from verify.formats.verdict import open_verdict
+
+WAIT_S = 5.0
+"""Seconds of one request for a manifest; a stop takes effect after it."""
+REPORT_EVERY_S = 30.0
+_POLL_S = 0.1
+_AT_ONCE = 8
+"""Submissions that are fetched at a time."""
+_LOG = logging.getLogger(__name__)
+Check = Callable[[bytes, Roles], object]
+"""Raises a BadSignature if bytes are not to be believed, given the run's roles."""
+
+
+class Coordinator(Protocol):
+    """The part of `verify.island_client.IslandClient` that is needed here; threads share it."""
+
+    def roles(self) -> bytes: ...
+
+    def batch(self, step: int, wait_s: float) -> bytes | None: ...
+
+    def file(self, step: int, name: str, *, max_bytes: int) -> bytes: ...
+
+
+class Mirror:
+    """Brings the coordinator's files; it begins with the run's roles.
+
+    Args:
+        folder: the island's own.
+        spec: the run's resolved spec.
+        coordinator: answers the requests; each of its calls has a deadline.
+        root_public_key: pinned; signs roles.json.
+
+    Raises:
+        UserError: the coordinator does not answer, or its roles.json is not to be believed.
+    """
+
+    def __init__(
+        self, folder: Path, spec: RunSpec, coordinator: Coordinator, root_public_key: str
+    ) -> None:
+        self._folder, self._spec = folder, spec
+        self._coordinator, self._root_public_key = coordinator, root_public_key
+        self._roles = self.bring_roles()
+
+    def bring_roles(self) -> Roles:
+        """Write the newest roles.json and return it; one issued earlier than ours is ignored.
+
+        Raises:
+            UserError: the coordinator does not answer, or its roles.json is not to be believed.
+        """
+        path, data = self._folder / "keys" / "roles.json", self._coordinator.roles()
+        try:
+            found = self._open_roles(data)
+        except BadSignature as error:
+            raise self._not_believed("roles.json", error) from error
+        try:
+            held = self._open_roles(read_bounded(path, MAX_ROLES_BYTES))
+        except (FileNotFoundError, BadSignature, UserError):
+            held = None
+        if held is None or held.issued < found.issued:
+            write_atomic(path, data)
+            held = found
+        self._roles = held
+        return held
+
+    def bring_manifest(self, step: int, stop: StopSignal) -> bool:
+        """Wait until the manifest of a step is here; return False if `stop` was set meanwhile.
+
+        It waits as long as the coordinator does, which may wait for workers without end.
+
+        Raises:
+            UserError: the coordinator does not answer, or its manifest is not to be believed.
+        """
+        path = step_folder(self._folder, step) / BATCH_FILE
+        check = partial(self._open, step=step)
+        if self._holds(path, MAX_BATCH_BYTES, check):
+            return True
+        begun = time.monotonic()
+        report_at = begun + REPORT_EVERY_S
+        while True:
+            if stop.is_set():
+                return False
+            data = self._coordinator.batch(step, WAIT_S)
+            if data is not None:
+                self._check(f"the manifest of step {step}", data, check)
+                write_atomic(path, data)
+                return True
+            now = time.monotonic()
+            if now > report_at:
+                _LOG.info("step %d: %.0f s waiting for the coordinator's batch", step, now - begun)
+                report_at = now + REPORT_EVERY_S
+            stop.wait(_POLL_S)  # a server that does not wait itself is not asked without end
+
+    def bring_rollouts(self, step: int, groups: Iterable[BatchGroup]) -> None:
+        """Bring the submissions and verdicts of some groups.
+
+        Args:
+            step: step of the manifest that names them.
+            groups: those that the island trains on.
+
+        Raises:
+            UserError: the coordinator does not answer or has a file no more, or one is not what
+                the manifest names.
+        """
+        named = {(group.submission, group.verdict): group for group in groups}
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="rollouts") as threads:
+            bringing = [threads.submit(self._bring, step, group) for group in named.values()]
+            try:
+                for each in bringing:
+                    each.result()
+            finally:
+                threads.shutdown(cancel_futures=True)
+
+    def _bring(self, step: int, group: BatchGroup) -> None:
+        """Bring the four files of one submission."""
+        files = submission_files(self._folder, group.step, group.submission)
+        largest = max(verdict_format.MAX_BYTES, largest_submission_bytes(self._spec))
+        small = submission_format.MAX_ENVELOPE_BYTES, verdict_format.MAX_ENVELOPE_BYTES
+        bring = partial(self._bring_file, step)
+        bring(files.submission, largest, lambda data, _: digest_bytes(data), group.submission)
+        bring(files.verdict, largest, lambda data, _: digest_bytes(data), group.verdict)
+        bring(
+            *(files.submission_envelope, small[0]),
+            lambda data, _: open_submission(data).digest,
+            group.submission,
+        )
+        bring(
+            *(files.verdict_envelope, small[1]),
+            lambda data, roles: open_verdict(data, validators=roles.validator).digest,
+            group.verdict,
+        )
+
+    def _bring_file(
+        self, step: int, path: Path, max_bytes: int, digest: Callable[[bytes, Roles], str], of: str
+    ) -> None:
+        """Bring a file unless it is there; `digest` checks it and returns what it is of."""
+
+        def check(data: bytes, roles: Roles) -> None:
+            if (found := digest(data, roles)) != of:
+                raise BadSignature(f"of digest {found[:16]}, the manifest says {of[:16]}")
+
+        if self._holds(path, max_bytes, check):
+            return
+        data = self._coordinator.file(step, path.name, max_bytes=max_bytes)
+        self._check(f"{path.name} of step {step}", data, check)
+        write_atomic(path, data)
+
+    def _open(self, data: bytes, roles: Roles, *, step: int) -> object:
+        signers, run = roles.coordinator, self._spec.name
+        if self._spec.supervised is None:
+            return open_batch(data, coordinators=signers, run=run, step=step)
+        rows = rows_per_step(self._spec)
+        return open_ranges(data, coordinators=signers, run=run, step=step, rows_per_step=rows)
+
+    def _open_roles(self, data: bytes) -> Roles:
+        return open_roles(data, root_public_key=self._root_public_key, run=self._spec.name)
+
+    def _holds(self, path: Path, max_bytes: int, check: Check) -> bool:
+        """Return whether a file is here and right; after a rollback of the run it may be neither
+        signed by today's keys nor of today's step."""
+        try:
+            check(read_bounded(path, max_bytes), self._roles)
+        except FileNotFoundError:
+            return False
+        except BadSignature as error:
+            _LOG.info("%s: brought anew: %s", path, error)
+            return False
+        return True
+
+    def _check(self, what: str, data: bytes, check: Check) -> object:
+        """Run a check with the known roles; if it fails, with the newest, which may name more keys.
+
+        Raises:
+            UserError: it failed twice.
+        """
+        try:
+            return check(data, self._roles)
+        except BadSignature:
+            roles = self.bring_roles()
+        try:
+            return check(data, roles)
+        except BadSignature as error:
+            raise self._not_believed(what, error) from error
+
+    def _not_believed(self, what: str, error: BadSignature) -> UserError:
+        return UserError(
+            f"{what} of the coordinator is not to be believed: {error}",
+            remedy="check the coordinator's URL and the pinned root key, and see its log",
+        )
+
+
+def fetch_initial(
+    folder: Path,
+    urls: Sequence[str],
+    *,
+    run: str,
+    root_public_key: str,
+    deadline_s: float,
+    access: Access = NO_TOKEN,
+) -> Path:
+    """Fetch version 0 as the starting model, unless it is there; a fetch that was killed goes on.
+
+    Args:
+        folder: the island's own.
+        urls: relays or origins of the run's versions.
+        run: name of the run.
+        root_public_key: pinned; signs the roles.json that names the publisher.
+        deadline_s: seconds that it may take.
+        access: token and certificates for these servers.
+
+    Returns:
+        FOLDER/initial: a Hugging Face directory, in `broadcast.dtype`.
+
+    Raises:
+        UserError: not fetched in time; the message names each server and its fault.
+    """
+    final, cache = initial_model(folder), folder / "work" / "initial"
+    if not final.exists():
+        with WeightsClient(
+            urls, run=run, root_public_key=root_public_key, cache_dir=cache, access=access
+        ) as client:
+            client.fetch(0, manifest_digest=None, deadline_s=deadline_s).rename(final)
+    shutil.rmtree(cache, ignore_errors=True)
+    return final

@@ -1,0 +1,377 @@
+"""An island's shares and outer states: publishing one's own, fetching those of the others.
+
+Each island has a store of its own (`broadcast.store.publish_objects`), signed by its key, which
+`python -m broadcast origin` serves. Its versions are
+
+    2 s + 1   share.bin                  the share of step s
+    2 s       theta.bin, momentum.bin    the outer state of policy version s, float32
+
+No JAX here.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+
+from broadcast import layout
+from broadcast.client import WeightsClient, WrongFiles
+from broadcast.fetcher import NO_TOKEN
+from broadcast.manifest import MAX_BYTES, open_manifest
+from broadcast.store import prune, publish_objects
+from broadcast.transport import Access
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
+from runspec.core.signed import BadSignature
+from verify.formats.islands import Contribution
+
+SHARE_FILE, THETA_FILE, MOMENTUM_FILE = "share.bin", "theta.bin", "momentum.bin"
+REPORT_EVERY_S = 30.0
+_CANCEL_EVERY_S = 0.1
+_FLOAT = np.dtype("<f4")
+_LOG = logging.getLogger(__name__)
+
+
+class BadObject(UserError):
+    """An island's server holds something else than what was recorded of it."""
+
+
+class ShareStore:
+    """The store of one island.
+
+    Of versions that another key signed nobody would believe anything (a rollback of the run makes
+    new keys): they are removed at the start.
+
+    Args:
+        store: the store's directory, which the island's server serves.
+        run: the run's name.
+        key: the island's key.
+        roles: the signed roles.json, which names that key.
+
+    Raises:
+        UserError: the store cannot be read.
+    """
+
+    def __init__(self, store: Path, *, run: str, key: SigningKey, roles: bytes) -> None:
+        self._store, self._run, self._key = store, run, key
+        self.roles = roles
+        """Served with the next version; set it to a newer one when the run has one."""
+        for version in layout.stored_versions(store, run):
+            path = store / layout.manifest_name(run, version)
+            try:
+                open_manifest(read_bounded(path, MAX_BYTES), run=run, publishers={key.public_hex})
+            except BadSignature as error:
+                _LOG.warning("%s: removed: %s", path.parent, error)
+                shutil.rmtree(path.parent)
+
+    def put_share(self, step: int, data: bytes | np.ndarray) -> str:
+        """Publish the share of a step; repeating it is harmless.
+
+        Args:
+            step: its number.
+            data: the encoded share, contiguous.
+
+        Returns:
+            The digest of the manifest, by which an offer names it.
+
+        Raises:
+            AlreadyPublished: the step's share is there with other contents; the error has the
+                digest of its manifest.
+            UserError: it cannot be stored.
+        """
+        return self._put(2 * step + 1, {SHARE_FILE: data})
+
+    def put_outer(self, step: int, theta: np.ndarray, momentum: np.ndarray) -> str:
+        """Publish the outer state of policy version `step`; repeating it is harmless.
+
+        Args:
+            step: number of the version.
+            theta, momentum: float32 [n], contiguous.
+
+        Returns:
+            The digest of the manifest.
+
+        Raises:
+            AlreadyPublished: the version's state is there with other contents.
+            UserError: it cannot be stored.
+        """
+        state = {THETA_FILE: theta, MOMENTUM_FILE: momentum}
+        return self._put(2 * step, {n: a.astype(_FLOAT, copy=False) for n, a in state.items()})
+
+    def share(self, step: int) -> bytes | None:
+        """Return the share of a step as it was published; None if it was not, or is gone.
+
+        Raises:
+            UserError: the store is damaged.
+        """
+        path = self._store / layout.manifest_name(self._run, 2 * step + 1)
+        if not path.exists():
+            return None
+        try:
+            data = read_bounded(path, MAX_BYTES)
+            manifest = open_manifest(data, run=self._run, publishers={self._key.public_hex})
+            info = manifest.objects[SHARE_FILE]
+            names = (layout.chunk_name(self._run, chunk.blake3) for chunk in info.chunks)
+            found = b"".join((self._store / name).read_bytes() for name in names)
+        except (OSError, KeyError, BadSignature) as error:
+            raise _damaged(path, str(error)) from error
+        if digest_bytes(found) != info.blake3:
+            raise _damaged(path, "its chunks are not those that were published")
+        return found
+
+    def keep(self, count: int) -> None:
+        """Remove old objects, except those that are being read.
+
+        Args:
+            count: outer states to keep, at least 1: the newest, and all shares since the oldest of
+                these, so that an island that was away can go on from it.
+        """
+        stored = layout.stored_versions(self._store, self._run)
+        outer = [version for version in stored if version % 2 == 0]
+        oldest = outer[-count] if len(outer) >= count else 0
+        newer = sum(version >= oldest for version in stored)
+        if newer:
+            prune(self._store, run=self._run, keep_versions=newer)
+
+    def _put(self, version: int, contents: Mapping[str, bytes | np.ndarray]) -> str:
+        return publish_objects(
+            self._store,
+            {name: _bytes(data) for name, data in contents.items()},
+            run=self._run,
+            version=version,
+            key=self._key,
+            roles=self.roles,
+        )
+
+
+class ShareFetcher:
+    """Fetches shares and outer states from the islands' servers; any thread may call it.
+
+    What is fetched lies in a folder for each island, so a fetch that was killed goes on where it
+    stopped. Each chunk is checked as it comes; the log names the server that sent a wrong one.
+
+    Args:
+        run: the run's name.
+        root_public_key: the pinned key, which signs the roles.json that names the islands' keys.
+        folder: for what is fetched.
+        access: token and certificates for the islands' servers.
+    """
+
+    def __init__(
+        self, *, run: str, root_public_key: str, folder: Path, access: Access = NO_TOKEN
+    ) -> None:
+        self._run, self._root_public_key = run, root_public_key
+        self._folder, self._access = folder, access
+        self._lock = threading.Lock()
+        self._clients: dict[tuple[str, str], WeightsClient] = {}
+
+    def fetch_shares(
+        self, step: int, shares: Sequence[Contribution], deadline_s: float
+    ) -> list[np.ndarray]:
+        """Fetch the shares of a step, all at once.
+
+        Args:
+            step: its number.
+            shares: what the step's record says of them.
+            deadline_s: seconds that all of them may take together.
+
+        Returns:
+            uint8 [bytes] of each, in the order of `shares`; read-only, mapped from files.
+
+        Raises:
+            BadObject: a share is not the one that was recorded.
+            UserError: one did not arrive in time; the message names the island and its URL.
+            concurrent.futures.CancelledError: `cancel` was called.
+        """
+        deadline = time.monotonic() + deadline_s
+        with ThreadPoolExecutor(max(1, len(shares)), thread_name_prefix="share") as threads:
+            fetching = {
+                threads.submit(self.fetch_share, step, share, deadline_s): share for share in shares
+            }
+            pending = set(fetching)
+            try:
+                while pending:
+                    done, pending = wait(pending, REPORT_EVERY_S, return_when=FIRST_EXCEPTION)
+                    for future in done:
+                        future.result()
+                    if pending:
+                        missing = (fetching[future] for future in fetching if future in pending)
+                        _LOG.info(
+                            "step %d: %.0f s left for the shares of %s",
+                            step,
+                            deadline - time.monotonic(),
+                            ", ".join(f"{each.island} ({each.url})" for each in missing),
+                        )
+            except BaseException:
+                # Again and again: a thread may not have begun its request yet.
+                while wait(fetching, _CANCEL_EVERY_S).not_done:
+                    self.cancel()
+                raise
+        return [future.result() for future in fetching]
+
+    def fetch_share(self, step: int, share: Contribution, deadline_s: float) -> np.ndarray:
+        """Fetch one share; see `fetch_shares`."""
+        what = f"the share of step {step}"
+        started = time.monotonic()
+        folder = self._fetch(
+            what,
+            share.island,
+            share.url,
+            2 * step + 1,
+            {SHARE_FILE: share.bytes},
+            deadline_s,
+            share.manifest,
+        )
+        _check(what, share.island, share.url, folder, (SHARE_FILE,), share.share)
+        _LOG.info(
+            "%s of island %s is here: %.1f MB, %.2f s",
+            what,
+            share.island,
+            share.bytes / 1e6,
+            time.monotonic() - started,
+        )
+        return np.memmap(folder / SHARE_FILE, np.uint8, "r")
+
+    def fetch_outer(
+        self, island: str, url: str, step: int, *, digest: str, size: int, deadline_s: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Fetch the outer state of policy version `step`.
+
+        Args:
+            island: its name.
+            url: of its server.
+            step: number of the version.
+            digest: BLAKE3 of theta's bytes, then the momentum's, as a record or a result names it.
+            size: number of parameters.
+            deadline_s: seconds that it may take.
+
+        Returns:
+            theta and momentum, float32 [size]; read-only, mapped from files.
+
+        Raises:
+            BadObject: it is not the state that was recorded.
+            UserError: it did not arrive in time; the message names the island and its URL.
+            concurrent.futures.CancelledError: `cancel` was called.
+        """
+        what, names = f"the outer state of version {step}", (THETA_FILE, MOMENTUM_FILE)
+        sizes = dict.fromkeys(names, size * _FLOAT.itemsize)
+        folder = self._fetch(what, island, url, 2 * step, sizes, deadline_s, None)
+        _check(what, island, url, folder, names, digest)
+        theta, momentum = (np.memmap(folder / name, _FLOAT, "r") for name in names)
+        return theta, momentum
+
+    @property
+    def received(self) -> int:
+        """Bytes received so far, damaged and repeated ones too."""
+        with self._lock:
+            return sum(client.received for client in self._clients.values())
+
+    def keep(self, steps: Collection[int]) -> None:
+        """Remove what was fetched for other steps; arrays that are mapped from it stay valid."""
+        numbers = {number for step in steps for number in (2 * step, 2 * step + 1)}
+        for client in self._all():
+            client.prune(numbers)
+
+    def cancel(self) -> None:
+        """Cancel the fetches of other threads: they raise a `CancelledError`."""
+        for client in self._all():
+            client.cancel()
+
+    def close(self) -> None:
+        """Close the connections; no other thread may have a call under way."""
+        for client in self._all():
+            client.close()
+
+    def __enter__(self) -> ShareFetcher:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _all(self) -> list[WeightsClient]:
+        with self._lock:
+            return list(self._clients.values())
+
+    def _client(self, island: str, url: str) -> WeightsClient:
+        with self._lock:
+            if (island, url) not in self._clients:
+                self._clients[island, url] = WeightsClient(
+                    [url],
+                    run=self._run,
+                    root_public_key=self._root_public_key,
+                    cache_dir=self._folder / island,
+                    access=self._access,
+                    signers="island",
+                )
+            return self._clients[island, url]
+
+    def _fetch(
+        self,
+        what: str,
+        island: str,
+        url: str,
+        version: int,
+        sizes: Mapping[str, int],
+        deadline_s: float,
+        manifest: str | None,
+    ) -> Path:
+        try:
+            return self._client(island, url).fetch(
+                version, manifest_digest=manifest, deadline_s=deadline_s, sizes=sizes
+            )
+        except WrongFiles as error:
+            raise BadObject(
+                f"{what} of island {island}: {error.thing}", place=url, remedy=_blame(island)
+            ) from error
+        except UserError as error:
+            raise UserError(
+                f"{what} of island {island} did not arrive: {error.thing}",
+                place=error.place or url,
+                remedy=f"see that the server of island {island} is up, can be reached and has it",
+            ) from error
+
+
+def _damaged(path: Path, why: str) -> UserError:
+    return UserError(
+        f"the island's own share cannot be read: {why}",
+        place=str(path),
+        remedy="remove this island's folder and its store, so that it joins anew",
+    )
+
+
+def _bytes(data: bytes | np.ndarray) -> memoryview:
+    return memoryview(data) if isinstance(data, bytes) else data.reshape(-1).view(np.uint8).data
+
+
+def _check(
+    what: str, island: str, url: str, folder: Path, names: Sequence[str], digest: str
+) -> None:
+    """Compare the digest of some files, one after the other, with what was recorded."""
+    hasher = blake3()
+    for name in names:
+        hasher.update_mmap(folder / name)
+    found = hasher.hexdigest()
+    if found != digest:
+        shutil.rmtree(folder)  # if it was damaged on this disk, the next try fetches it anew
+        raise BadObject(
+            f"{what} of island {island} has digest {found[:16]}, recorded is {digest[:16]}",
+            place=url,
+            remedy=_blame(island),
+        )
+
+
+def _blame(island: str) -> str:
+    return (
+        f"start again: it is fetched anew; if it is wrong again, island {island} offered something "
+        "else than what its server holds: mend or remove that island"
+    )

@@ -1,0 +1,327 @@
+"""Shares and outer states travel between islands' servers: whole, refused, blamed, resumed."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from broadcast import store as store_module
+from broadcast.layout import stored_versions
+from broadcast.origin import run_origin
+from broadcast.store import AlreadyPublished
+from learner_jax.islands.transport import BadObject, ShareFetcher, ShareStore
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
+from runspec.core.roles import sign_roles
+from tests.broadcast.conftest import Served
+from tests.broadcast.fake_relay import FakeRelay, flipped, head, held_until, honest, only
+from tests.waiting import eventually
+from verify.formats.islands import Contribution
+
+LOG = logging.getLogger("test")
+RUN = "demo"
+N = 3000
+SIZE = 10_000
+
+
+def share_of(seed: int) -> bytes:
+    return np.random.default_rng(seed).bytes(SIZE)
+
+
+class Islands:
+    """Some islands with keys and stores; their servers are started one by one."""
+
+    def __init__(self, folder: Path, stack: ExitStack, names: tuple[str, ...] = ("a", "b")) -> None:
+        self.folder, self._stack = folder, stack
+        self.root = SigningKey.generate()
+        self.keys = {name: SigningKey.generate() for name in names}
+        self.roles = self.sign_roles(self.keys)
+
+    def sign_roles(self, keys: dict[str, SigningKey]) -> bytes:
+        others: dict[str, list[str]] = {"publisher": [], "coordinator": [], "validator": []}
+        islands = {name: key.public_hex for name, key in keys.items()}
+        return sign_roles(RUN, others, self.root, valid_s=1000.0, islands=islands)
+
+    def store(self, name: str) -> ShareStore:
+        return ShareStore(self.folder / name, run=RUN, key=self.keys[name], roles=self.roles)
+
+    def serve(self, name: str) -> str:
+        """A real origin of an island's store."""
+        served = Served(lambda started: run_origin(self.folder / name, log=LOG, started=started))
+        self._stack.callback(served.stop)
+        return served.url
+
+    def fake(self, name: str) -> FakeRelay:
+        """A server of an island's store that may lie."""
+        server = FakeRelay(self.folder / name)
+        self._stack.callback(server.stop)
+        return server
+
+    def fetcher(self, name: str = "fetched") -> ShareFetcher:
+        fetcher = ShareFetcher(
+            run=RUN, root_public_key=self.root.public_hex, folder=self.folder / name
+        )
+        self._stack.callback(fetcher.close)
+        return fetcher
+
+    def offered(self, name: str, url: str, step: int = 4, seed: int = 0) -> Contribution:
+        """Publishes a share and says of it what a record would."""
+        data = share_of(seed)
+        manifest = self.store(name).put_share(step, data)
+        return Contribution(name, url, manifest, digest_bytes(data), SIZE, 1.0, 1.0)
+
+
+@pytest.fixture
+def islands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Islands]:
+    monkeypatch.setitem(store_module.publish_objects.__kwdefaults__, "chunk_bytes", 1000)
+    with ExitStack() as stack:
+        yield Islands(tmp_path, stack)
+
+
+def test_all_shares_of_a_step_arrive_in_the_order_of_the_record(
+    islands: Islands, caplog: pytest.LogCaptureFixture
+) -> None:
+    # given the shares of two islands on real servers
+    shares = [islands.offered(n, islands.serve(n), seed=s) for s, n in enumerate(("a", "b"))]
+    fetcher = islands.fetcher()
+    # when they are fetched
+    with caplog.at_level(logging.INFO):
+        arrays = fetcher.fetch_shares(4, shares[::-1], 20.0)
+    # then each is what was put, in that order, and every byte is counted and reported
+    assert [array.tobytes() for array in arrays] == [share_of(1), share_of(0)]
+    assert arrays[0].dtype == np.uint8 and not arrays[0].flags.writeable
+    assert fetcher.received == 2 * SIZE
+    assert "the share of step 4 of island b is here" in caplog.text
+    # and once more they come from the disk, until they are dropped, when they are still readable
+    fetcher.fetch_shares(4, shares, 20.0)
+    assert fetcher.received == 2 * SIZE
+    fetcher.keep({5})
+    assert list(islands.folder.glob("fetched/*/v*")) == []
+    assert arrays[0].tobytes() == share_of(1)
+
+
+def test_an_outer_state_comes_back_bit_for_bit(islands: Islands) -> None:
+    theta, momentum = np.random.default_rng(0).normal(size=(2, N)).astype(np.float32)
+    islands.store("a").put_outer(10, theta, momentum)
+    digest = digest_bytes(theta.tobytes() + momentum.tobytes())
+    url = islands.serve("a")
+
+    found = islands.fetcher().fetch_outer("a", url, 10, digest=digest, size=N, deadline_s=20.0)
+
+    np.testing.assert_array_equal(found[0], theta)
+    np.testing.assert_array_equal(found[1], momentum)
+    assert found[0].dtype == np.float32
+    # and one that is not the recorded one, or of another size, is refused by name
+    for wrong, match in (
+        ({"digest": "ab" * 32, "size": N}, "outer state of version 10 of island a has digest"),
+        ({"digest": digest, "size": N - 1}, f"theta.bin of {4 * (N - 1)} bytes"),
+    ):
+        fetcher = islands.fetcher("another")
+        with pytest.raises(BadObject, match=match) as caught:
+            fetcher.fetch_outer("a", url, 10, deadline_s=20.0, **wrong)  # type: ignore[arg-type]
+        assert caught.value.place == url
+
+
+def test_an_object_of_another_size_is_refused_before_it_is_fetched(islands: Islands) -> None:
+    # given an island whose record names fewer bytes than its object has
+    server = islands.fake("a")
+    share = replace(islands.offered("a", server.url, step=5), bytes=SIZE - 1)
+    # when its share is fetched
+    with pytest.raises(BadObject, match=r"share of step 5 of island a: .* of 9999 bytes") as caught:
+        islands.fetcher().fetch_shares(5, [share], 20.0)
+    # then no chunk was asked for, and the error names the island
+    assert server.asked("/chunks/") == 0
+    assert "mend or remove that island" in caught.value.remedy
+
+
+def test_a_share_that_is_not_the_recorded_one_is_refused_and_dropped(islands: Islands) -> None:
+    url = islands.serve("a")
+    share = islands.offered("a", url)
+    fetcher = islands.fetcher()
+    with pytest.raises(BadObject, match=f"recorded is {'ab' * 8}"):
+        fetcher.fetch_share(4, replace(share, share="ab" * 32), 20.0)
+    assert fetcher.fetch_share(4, share, 20.0).tobytes() == share_of(0)
+    assert fetcher.received == 2 * SIZE  # it was fetched anew
+
+
+def test_a_flipped_byte_is_blamed_on_its_server_and_fetched_again(
+    islands: Islands, caplog: pytest.LogCaptureFixture
+) -> None:
+    # given a server that flips a bit of one chunk, once
+    server = islands.fake("a")
+    share = islands.offered("a", server.url)
+    chunk = sorted((islands.folder / "a" / RUN / "chunks").iterdir())[3].name
+    server.answer(chunk, only(1, flipped))
+    # when the share is fetched, then it is right, and the log names server and chunk
+    assert islands.fetcher().fetch_share(4, share, 20.0).tobytes() == share_of(0)
+    blame = [r.getMessage() for r in caplog.records if "sent something wrong" in r.getMessage()]
+    assert len(blame) == 1 and server.url in blame[0] and chunk[:16] in blame[0]
+
+
+def test_a_server_that_always_lies_ends_the_wait_at_its_deadline(islands: Islands) -> None:
+    # given one honest island and one whose chunks are all damaged
+    server = islands.fake("b")
+    shares = [islands.offered("a", islands.serve("a")), islands.offered("b", server.url)]
+    server.answer("/chunks/", flipped)
+    started = time.monotonic()
+    # when both are fetched, then the error names the island, its URL and its fault
+    with pytest.raises(UserError, match="share of step 4 of island b did not arrive") as caught:
+        islands.fetcher().fetch_shares(4, shares, 1.0)
+    assert time.monotonic() - started < 10
+    assert server.url in caught.value.place and "not the chunk's" in caught.value.place
+
+
+def test_what_no_island_signed_is_not_believed(islands: Islands) -> None:
+    # given a store whose roles name a key that the root's roles do not
+    good, stranger = islands.roles, SigningKey.generate()
+    islands.keys["a"] = stranger
+    islands.roles = islands.sign_roles(islands.keys)
+    url = islands.serve("a")
+    share = islands.offered("a", url)
+    served = islands.folder / "a" / RUN / "roles.json"
+    # when its roles are the run's, or of a root that nobody pinned, then nothing is fetched
+    served.write_bytes(good)
+    fetcher = islands.fetcher()
+    with pytest.raises(UserError, match="which may not sign it"):
+        fetcher.fetch_share(4, share, 0.5)
+    assert fetcher.received == 0
+    islands.root = SigningKey.generate()
+    served.write_bytes(islands.sign_roles(islands.keys))
+    with pytest.raises(UserError, match="did not arrive"):
+        fetcher.fetch_share(4, share, 0.5)
+
+
+def test_one_bad_share_ends_the_others_at_once(islands: Islands) -> None:
+    # given a share that never ends, and one of the wrong size
+    server = islands.fake("b")
+    slow = islands.offered("b", server.url)
+    server.answer("/chunks/", held_until(threading.Event()))
+    wrong = replace(islands.offered("a", islands.serve("a")), bytes=1)
+    started = time.monotonic()
+    # when both are fetched, then nobody waits for the first
+    with pytest.raises(BadObject, match="island a"):
+        islands.fetcher().fetch_shares(4, [slow, wrong], 60.0)
+    assert time.monotonic() - started < 10
+
+
+def test_waits_are_reported_and_can_be_cancelled(
+    islands: Islands, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("learner_jax.islands.transport.REPORT_EVERY_S", 0.02)
+    server = islands.fake("b")
+    share = islands.offered("b", server.url)
+    server.answer("/chunks/", held_until(threading.Event()))
+    fetcher = islands.fetcher()
+    with caplog.at_level(logging.INFO), ThreadPoolExecutor(1) as thread:
+        fetching = thread.submit(fetcher.fetch_shares, 4, [share], 60.0)
+        eventually(lambda: f"for the shares of b ({server.url})" in caplog.text, "a report")
+        fetcher.cancel()
+        with pytest.raises(CancelledError):
+            fetching.result(10)
+
+
+def fetch_until_killed(folder: Path, root: str, share: Contribution) -> None:
+    ShareFetcher(run=RUN, root_public_key=root, folder=folder).fetch_share(4, share, 60.0)
+
+
+def test_a_killed_fetch_goes_on_where_it_stopped(islands: Islands) -> None:
+    # given a process that is killed when all chunks but one have arrived
+    server = islands.fake("a")
+    share = islands.offered("a", server.url)
+    chunks = {path.name for path in (islands.folder / "a" / RUN / "chunks").iterdir()}
+    last = sorted(chunks)[-1]
+    server.answer(last, held_until(threading.Event()))
+    spawn = multiprocessing.get_context("spawn")
+    arguments = (islands.folder / "fetched", islands.root.public_hex, share)
+    process = spawn.Process(target=fetch_until_killed, args=arguments)
+    process.start()
+    partial = islands.folder / "fetched/a/.partial-v9/share.bin"
+
+    def arrived() -> int:
+        data = partial.read_bytes() if partial.exists() else b""
+        return sum(digest_bytes(data[i : i + 1000]) in chunks for i in range(0, len(data), 1000))
+
+    eventually(lambda: arrived() == len(chunks) - 1, "all chunks but one")
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(10)
+    # when it is fetched again, then only the missing chunk is requested
+    server.answer(last, honest)
+    server.paths.clear()
+    fetcher = islands.fetcher()
+    assert fetcher.fetch_share(4, share, 20.0).tobytes() == share_of(0)
+    assert server.asked("/chunks/") == 1 and fetcher.received == 1000
+
+
+def test_a_put_may_be_repeated_and_a_differing_replay_is_told_apart(islands: Islands) -> None:
+    store = islands.store("a")
+    digest = store.put_share(4, share_of(0))
+    assert store.put_share(4, np.frombuffer(share_of(0), np.uint8)) == digest
+    assert islands.store("a").put_share(4, share_of(0)) == digest
+    with pytest.raises(AlreadyPublished) as caught:
+        store.put_share(4, share_of(1))
+    assert caught.value.manifest_digest == digest
+
+
+def test_a_put_that_was_cut_short_is_completed_by_the_next(islands: Islands) -> None:
+    # given a crash before the manifest was written: some chunks, one of them torn
+    store = islands.store("a")
+    digest = store.put_share(4, share_of(0))
+    folder = islands.folder / "a" / RUN
+    whole = {path.name: path.read_bytes() for path in (folder / "chunks").iterdir()}
+    first, second, *_ = sorted(whole)
+    (folder / "chunks" / first).unlink()
+    (folder / "chunks" / second).write_bytes(b"torn")
+    (folder / "chunks" / ".tmp-0-left").write_bytes(b"over")
+    for name in ("versions/9/manifest.json", "latest.json"):
+        (folder / name).unlink()
+    # when it is put again, then all is there as it would have been
+    assert islands.store("a").put_share(4, share_of(0)) == digest
+    assert {path.name: path.read_bytes() for path in (folder / "chunks").iterdir()} == whole
+
+
+def test_the_newest_outer_states_and_all_shares_since_are_kept(islands: Islands) -> None:
+    # given an outer state every second step; the next share may come before the outer state
+    store, theta = islands.store("a"), np.zeros(4, np.float32)
+    for step in range(5):
+        store.put_share(step, bytes([step]))
+        if step % 2 == 0:
+            store.put_outer(step, theta + step, theta)
+        store.keep(2)
+    # then the two newest outer states are there, with what leads from the older to now
+    assert stored_versions(islands.folder / "a", RUN) == [4, 5, 7, 8, 9]
+    islands.store("b").keep(1)  # of an empty store
+
+
+def test_what_an_older_key_signed_is_removed(
+    islands: Islands, caplog: pytest.LogCaptureFixture
+) -> None:
+    islands.store("a").put_share(4, share_of(0))
+    islands.keys["a"] = SigningKey.generate()
+    islands.roles = islands.sign_roles(islands.keys)
+    store = islands.store("a")
+    assert "removed" in caplog.text
+    assert stored_versions(islands.folder / "a", RUN) == []
+    store.put_share(4, share_of(1))
+
+
+def test_nothing_answers_and_the_error_names_island_and_url(islands: Islands) -> None:
+    server = islands.fake("a")
+    share = islands.offered("a", server.url)
+    server.answer("/", lambda request: request.write(head("503 Service Unavailable", 0)))
+    with pytest.raises(UserError, match="island a did not arrive") as caught:
+        islands.fetcher().fetch_share(4, share, 0.3)
+    assert server.url in caught.value.place and "503" in caught.value.place

@@ -1,0 +1,265 @@
+"""Documents of learner islands: shares of a step's data, offers of an update, commit records.
+
+An island's *share* of a step is the update that it offers to the others: the outer parameters minus
+its own after its inner updates, encoded. The same word names its part of a step's data in a batch
+manifest (`IslandShare`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+
+from runspec.core.address import is_server_url
+from runspec.core.canonical import canonical_json
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
+from runspec.core.signed import BadSignature, sign_document
+from runspec.core.spec.fields import NAME_PATTERN
+from verify.formats.payload import STRICT, Digest, Natural, open_payload
+
+OFFER_KIND = "share"
+COMMIT_KIND = "commit"
+MAX_OFFER_BYTES = 4 * 1024
+MAX_RECORD_BYTES = 2 * 1024 * 1024
+_MAX_URL = 400
+
+
+def _server_url(text: str) -> str:
+    if len(text) > _MAX_URL or not is_server_url(text):
+        raise ValueError(f"a server's URL of at most {_MAX_URL} characters is needed")
+    return text
+
+
+_Island = Annotated[str, Field(pattern=NAME_PATTERN)]
+_Url = Annotated[str, AfterValidator(_server_url)]
+_Number = Annotated[float, Field(ge=0.0, lt=2.0**1000)]
+_Bytes = Annotated[int, Field(gt=0, lt=2**53)]
+_Position = Annotated[int, Field(ge=0, lt=2**53)]
+
+
+@dataclass(frozen=True)
+class IslandShare:
+    """Part [first, last) of a step's rows or groups that one island trains on."""
+
+    __pydantic_config__ = STRICT
+
+    island: _Island
+    first: _Position
+    """A row of the run, or a position in the manifest's `groups`."""
+    last: _Position
+
+
+def divide(first: int, last: int, names: Sequence[str]) -> list[IslandShare]:
+    """Divide [first, last) among islands, in their order, as evenly as whole numbers allow.
+
+    Island i of n gets [first + round(i R / n), first + round((i + 1) R / n)), where R = last -
+    first and halves are rounded up. With fewer rows than islands some parts are empty.
+
+    Args:
+        first, last: rows or groups of the step.
+        names: islands in the order of the spec.
+    """
+    n, size = len(names), last - first
+    ends = [first + (2 * i * size + n) // (2 * n) for i in range(n + 1)] if n else []
+    return [IslandShare(name, ends[i], ends[i + 1]) for i, name in enumerate(names)]
+
+
+def check_shares(kind: str, shares: Sequence[IslandShare], first: int, last: int) -> None:
+    """Check that a manifest's shares divide its rows or groups; no shares are right too.
+
+    Raises:
+        BadSignature: they do not, or an island is named twice.
+    """
+    names = [share.island for share in shares]
+    if len(set(names)) != len(names):
+        raise BadSignature(f"{kind}: an island is named twice")
+    if list(shares) != divide(first, last, names):
+        raise BadSignature(f"{kind}: the islands' shares do not divide {first} to {last}")
+
+
+def without_empty_shares(payload: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a manifest as they are signed.
+
+    A manifest of a run with one learner has no field `shares`.
+    """
+    return {name: value for name, value in payload.items() if name != "shares" or value}
+
+
+@dataclass(frozen=True)
+class ShareOffered:
+    """An island's offer of its share of a step; the island signs it."""
+
+    __pydantic_config__ = STRICT
+
+    run: str
+    step: Natural
+    island: _Island
+    base: Digest
+    """Digest of the outer state of version `step`, from which the updates started."""
+    data: Digest | Annotated[str, Field(max_length=0)]
+    """Digest of the corpus; empty where there is none."""
+    url: _Url
+    """Server of the island's store."""
+    manifest: Digest
+    """Digest of the manifest of the share's object in the store."""
+    share: Digest
+    """Digest of `share.bin`."""
+    bytes: _Bytes
+    """Size of `share.bin`."""
+    weight: _Number
+    """Loss denominator over the step: the share's weight in the mean."""
+    norm: _Number
+    """L2 norm of the decoded share."""
+
+
+@dataclass(frozen=True)
+class StoredOuter:
+    """The newest outer state in an island's store, from which another island can join."""
+
+    __pydantic_config__ = STRICT
+
+    island: _Island
+    url: _Url
+    """Server of the store."""
+    version: Natural
+    digest: Digest
+    """Digest of the outer state."""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """A share that counts; the fields are those of its offer."""
+
+    __pydantic_config__ = STRICT
+
+    island: _Island
+    url: _Url
+    manifest: Digest
+    share: Digest
+    bytes: _Bytes
+    weight: _Number
+    norm: _Number
+
+    @classmethod
+    def of(cls, offer: ShareOffered) -> Contribution:
+        return cls(
+            *(offer.island, offer.url, offer.manifest, offer.share),
+            *(offer.bytes, offer.weight, offer.norm),
+        )
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """An island whose work on a step does not count."""
+
+    __pydantic_config__ = STRICT
+
+    island: _Island
+    reason: Annotated[str, Field(max_length=400)]
+
+
+@dataclass(frozen=True)
+class CommitRecord:
+    """The coordinator's statement of which shares make the next version: one a step."""
+
+    __pydantic_config__ = STRICT
+
+    run: str
+    step: Natural
+    base: Digest
+    """Digest of the outer state from which all contributors started."""
+    codec: Annotated[str, Field(max_length=40)]
+    """`learner.islands.codec.kind`."""
+    contributors: Annotated[list[Contribution], Field(min_length=1)]
+    """In the order of the spec, which is the order of the sum."""
+    dropped: list[Dropped]
+    """In the order of the spec."""
+    previous: Digest | None
+    """Digest of the signed record before; None for the first."""
+    ledger_rows: Annotated[int, Field(gt=0)]
+    """Number of rows that the ledger had when the step was committed."""
+    ledger_chain: Digest
+    """Chain of the last of these rows."""
+
+
+_OFFER = TypeAdapter(ShareOffered)
+_RECORD = TypeAdapter(CommitRecord)
+_STORED = TypeAdapter(list[StoredOuter])
+
+
+def read_stored(values: list[object]) -> list[StoredOuter]:
+    """Check a list of outer states that islands announced.
+
+    Raises:
+        BadSignature: it is malformed.
+    """
+    try:
+        return _STORED.validate_json(canonical_json(values))
+    except ValidationError as error:
+        raise BadSignature(f"outer states: {error.errors()[0]['msg'][:120]}") from error
+
+
+def sign_offer(offer: ShareOffered, key: SigningKey) -> bytes:
+    return sign_document(OFFER_KIND, asdict(offer), key)
+
+
+def open_offer(data: bytes, *, keys: Mapping[str, str], run: str) -> ShareOffered:
+    """Check an offer and return it.
+
+    Args:
+        data: the signed document.
+        keys: public key of each island by its name (`Roles.islands`).
+        run: name of the run.
+
+    Raises:
+        BadSignature: it is not signed by the island that it names, is of another run, or is
+            malformed.
+    """
+    offer, key = open_payload(
+        _OFFER, data, kind=OFFER_KIND, keys=frozenset(keys.values()), max_bytes=MAX_OFFER_BYTES
+    )
+    if offer.run != run:
+        raise BadSignature(f"{OFFER_KIND}: of run {offer.run[:80]}, not {run}")
+    if keys.get(offer.island) != key:
+        raise BadSignature(f"{OFFER_KIND}: of island {offer.island}, signed by another island")
+    return offer
+
+
+def sign_commit(record: CommitRecord, key: SigningKey) -> bytes:
+    return sign_document(COMMIT_KIND, asdict(record), key)
+
+
+def open_commit(data: bytes, *, coordinators: frozenset[str], run: str, step: int) -> CommitRecord:
+    """Check a commit record and return it.
+
+    Args:
+        data: the signed document.
+        coordinators: keys that may have signed it.
+        run, step: run and step of the record.
+
+    Raises:
+        BadSignature: it is not signed by a coordinator, is of another run or step, is malformed,
+            names an island twice, or has no weight.
+    """
+    record, _ = open_payload(
+        _RECORD, data, kind=COMMIT_KIND, keys=coordinators, max_bytes=MAX_RECORD_BYTES
+    )
+    if record.run != run or record.step != step:
+        of = f"{record.run[:80]} step {record.step}"
+        raise BadSignature(f"{COMMIT_KIND}: of {of}, not {run} step {step}")
+    names = [each.island for each in record.contributors]
+    names += [each.island for each in record.dropped]
+    if len(set(names)) != len(names):
+        raise BadSignature(f"{COMMIT_KIND}: an island is named twice")
+    if not sum(each.weight for each in record.contributors) > 0.0:
+        raise BadSignature(f"{COMMIT_KIND}: the weights of its shares are 0")
+    return record
+
+
+def record_digest(data: bytes) -> str:
+    """Return the digest by which the next record names a signed record."""
+    return digest_bytes(data)
