@@ -126,6 +126,7 @@ def _islands(islands: IslandsEstimate, console: Console) -> None:
             "-" if each.utilization is None else f"{each.utilization:.1%}",
         )
     console.print(table)
+    _say(console, f"each needs {size(islands.host_bytes)} in its host's memory")
     if islands.exposed_s is not None:
         how = "beside the next step's updates" if islands.overlap else "between two steps"
         _say(console, f"they exchange shares {how}, and wait for {_time(islands.exposed_s)} a step")

@@ -239,11 +239,12 @@ def role_groups(spec: RunSpec, files: SpecFiles, runs_dir: Path | None) -> list[
             named is None or spec.placement.backend != LOCAL or group.name in (TRUNK_GROUP, *named)
         )
         folder = run_directory(spec, runs_dir) if group.disk is Disk.RUN else None
-        alone = [group.command(member, SITE / BUNDLES, folder) for member in group.members]
+        processes = [*group.members, *group.beside]
+        alone = [group.command(process, SITE / BUNDLES, folder) for process in processes]
         groups.append(
             {
                 "name": group.name,
-                "processes": list(group.members),
+                "processes": processes,
                 "machine": group.machine,
                 "here": here,
                 "commands": [shlex.join(words) for words in ([apply] if here else alone)],

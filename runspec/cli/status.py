@@ -197,6 +197,10 @@ def _spec(seen: Snapshot) -> Iterator[tuple[str, str]]:
     else:
         yield "a step", f"{spec.grpo.prompts_per_step} x {spec.grpo.group_size} rollouts"
         yield "async level", str(spec.grpo.async_level)
+    if (islands := spec.learner.islands) is not None:
+        quorum = islands.quorum or len(islands.members)
+        names = ", ".join(member.name for member in islands.members)
+        yield "islands", f"{names}; {quorum} make a step; shares as {islands.codec.kind}"
     for pool in spec.samplers:
         yield f"pool {pool.name}", f"{pool.replicas} x {pool.hardware.kind}, {pool.trust}"
     if spec.secrets:

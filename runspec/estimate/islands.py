@@ -16,6 +16,11 @@ B is the rate of one pass over the parameters. What an island waits for is expos
     exposed = max(0, host + transfer - its updates' time)  with overlap
     step_s  = max over islands of their updates' time + max over islands of exposed
 
+The host holds the outer parameters and momentum, the updates' result, their sum and its successors,
+with error feedback two residuals, in float32 each, and all encoded shares:
+
+    host_bytes = (6 + 2 feedback) 4 n + k S
+
 An island's utilization is the time of its updates over step_s. Links that nothing declares take no
 time.
 """
@@ -64,6 +69,8 @@ class IslandsEstimate:
     overlap: int
     host_s: float
     """Seconds in which an island's host makes and reads shares."""
+    host_bytes: int
+    """Bytes in an island's host, at the most."""
     exposed_s: float | None
     """Seconds of a step in which the slowest island waits; None if a speed is unknown."""
     islands: tuple[IslandEstimate, ...]
@@ -77,6 +84,7 @@ class Exchange:
     whole_bytes: int
     """Bytes of a share in float32."""
     host_s: float
+    host_bytes: int
     transfer_s: Mapping[str, float]
     """Seconds until an island has the others' shares, by its name."""
 
@@ -106,7 +114,8 @@ def exchange(spec: RunSpec, config: ModelConfig) -> Exchange:
     islands = spec.learner.islands
     assert islands is not None, "asked for the exchange of one learner"
     elements = sum(prod(shape) for _, shape in hf_shapes(config))
-    share, count = codec(islands.codec.kind).size(elements), len(islands.members)
+    used, count = codec(islands.codec.kind), len(islands.members)
+    share, whole = used.size(elements), 4 * elements
     latency = max((member.latency or 0.0) for member in islands.members) if count > 1 else 0.0
     up = {member.name: _rate(member.upload) for member in islands.members}
     transfer = {}
@@ -114,8 +123,14 @@ def exchange(spec: RunSpec, config: ModelConfig) -> Exchange:
         others = (rate for name, rate in up.items() if name != member.name)
         rate = min(_rate(member.download), *others, inf)
         transfer[member.name] = (count - 1) * share / rate + ROUND_TRIPS * latency
-    passes = count + 3
-    return Exchange(share, 4 * elements, passes * 4 * elements / SHARE_BYTES_S, transfer)
+    vectors = 8 if used.feedback else 6
+    return Exchange(
+        share_bytes=share,
+        whole_bytes=whole,
+        host_s=(count + 3) * whole / SHARE_BYTES_S,
+        host_bytes=vectors * whole + count * share,
+        transfer_s=transfer,
+    )
 
 
 def _rate(bits_s: float | None) -> float:

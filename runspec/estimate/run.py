@@ -198,6 +198,7 @@ def _islands(spec: RunSpec, config: ModelConfig, step_s: float | None) -> Island
         whole_bytes=sent.whole_bytes,
         overlap=islands.overlap,
         host_s=sent.host_s,
+        host_bytes=sent.host_bytes,
         exposed_s=sent.exposed_seconds(islands, known) if len(known) == len(computed) else None,
         islands=tuple(found),
     )

@@ -25,6 +25,7 @@ CASES: dict[str, tuple[str | Path, ...]] = {
     "laptop": (TARGET_SHORT, "--profile", "laptop"),
     "tpu": (TARGET_SHORT, "--placement", SPECS / "placements" / "tpu_and_volunteers.yaml"),
     "h200": (LONG, *H200),
+    "islands": (SPECS / "opendiloco.yaml", "--set", "learner.islands.count=2"),
 }
 Object = dict[str, Any]
 
@@ -75,9 +76,10 @@ def test_published_models_take_every_object(rendered: tuple[str, list[Object]]) 
 def test_what_a_pod_mounts_is_made_and_holds_its_bundle(
     rendered: tuple[str, list[Object]],
 ) -> None:
-    _, objects = rendered
+    case, objects = rendered
     secrets, claims = of_kind(objects, "Secret"), of_kind(objects, "PersistentVolumeClaim")
-    signers = {"trunk": {"coordinator", "publisher"}, "learners": set()}
+    signers = {"trunk": {"coordinator", "publisher"}, "learners": set(), "island-1": {"island-1"}}
+    signers["trunk"] |= {"island-0"} if case == "islands" else set()
     for name, job in jobs(objects).items():
         volumes = {volume["name"]: volume for volume in pod(job)["volumes"]}
         data = secrets[volumes["bundles"]["secret"]["secretName"]]["data"]
@@ -133,6 +135,29 @@ def test_a_slice_is_the_trunk_and_the_learners_beside_it(tmp_path: Path) -> None
     assert beside["labelSelector"]["matchLabels"]["runspec.dev/group"] == "trunk"
 
 
+def test_an_island_is_a_pod_of_its_learner_and_the_server_of_its_shares(tmp_path: Path) -> None:
+    objects = render("islands", tmp_path)
+    # given two islands of one GPU: the trunk, and a pod with two containers
+    assert list(jobs(objects)) == ["trunk", "island-1"]
+    island = pod(jobs(objects)["island-1"])
+    role, server = island["containers"]
+    assert role["resources"]["limits"] == {"nvidia.com/gpu": "1"} and "resources" not in server
+    assert server["volumeMounts"] == role["volumeMounts"]
+    # then they have one bundle and one folder
+    assert role["command"][:2] == ["runspec", "role"]
+    assert server["command"][2:] == ["shares-1", *role["command"][2:], "--listen", "0.0.0.0:29403"]
+    # and the others reach the server under the address that the spec gives
+    service = of_kind(objects, "Service")["opendiloco-shares-1"]["spec"]
+    assert service["selector"]["runspec.dev/group"] == "island-1"
+    assert service["ports"][0]["port"] == 29403
+    spec = json.loads(of_kind(objects, "ConfigMap")["opendiloco-spec"]["data"]["spec.json"])
+    first, second = spec["learner"]["islands"]["members"]
+    assert (first["url"], second["url"]) == (None, "http://opendiloco-shares-1:29403")
+    # the trunk's is a server of the trunk's pod
+    ports = pod(jobs(objects)["trunk"])["containers"][0]["ports"]
+    assert {port["containerPort"] for port in ports} == {29400, 29401, 29402}
+
+
 def test_only_full_states_of_several_hosts_need_a_shared_volume(tmp_path: Path) -> None:
     for case, options, modes in (
         ("laptop", (), ["ReadWriteOnce"]),
@@ -178,6 +203,15 @@ def test_roles_that_the_spec_leaves_to_others_are_not_rendered(tmp_path: Path) -
             "h200",
             ("learner.mesh.slices=2", "learner.mesh.slice_axis=fsdp"),
             "places a learner on one",
+        ),
+        (
+            "islands",
+            (
+                "learner.islands={count: null, members: [{name: a}, {name: b, hosts: 2,"
+                " mesh: {fsdp: 2}, hardware: {kind: h100-80g, count: 2}}]}",
+                "checkpoints.dir=s3://bucket/states",
+            ),
+            "places an island on one",
         ),
     ],
 )

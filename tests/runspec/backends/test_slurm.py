@@ -102,6 +102,7 @@ def test_it_asks_for_the_nodes_that_the_hardware_fills(tmp_path: Path) -> None:
             (*H200, "--set", "learner.hosts=64"),
             "needs 2 devices on a node, the learner's have 1",
         ),
+        ((SPECS / "opendiloco.yaml",), "one cluster of Ray, which places no islands"),
     ],
 )
 def test_what_no_allocation_fits_is_said(

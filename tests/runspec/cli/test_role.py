@@ -156,6 +156,28 @@ def test_a_server_behind_a_proxy_listens_where_it_is_told(tmp_path: Path) -> Non
         refused(again, "relay-local is alive: held by process")
 
 
+def test_an_island_and_the_server_of_its_shares_have_one_bundle_and_one_folder(
+    tmp_path: Path,
+) -> None:
+    # given a site of two islands
+    spec = ROOT / "specs" / "opendiloco.yaml"
+    sets = ("--set", "learner.islands.count=2", "--set", f"placement.base_port={free_port()}")
+    done = runspec("prepare", spec, "--profile", "laptop", *sets, "-o", tmp_path)
+    assert done.returncode == 0, done.stderr
+    file = bundle(tmp_path, "island-1")
+    for role in ("island-1", "shares-1"):
+        assert f"runspec role {role} --bundle {file}" in done.stdout
+    # when the server is started behind an address of its own
+    port = free_port()
+    with started("shares-1", file, tmp_path, "--listen", f"127.0.0.1:{port}") as log:
+        eventually(lambda: port_answers("127.0.0.1", port), "it listens", context=log.read_text)
+    # then its folder has what the island reads
+    own = tmp_path / "shares-1"
+    assert (own / "work" / "island-1" / "spec.json").exists()
+    assert (own / "keys" / "island-1.key").exists()
+    assert (own / "store" / "shares-1").is_dir()
+
+
 def test_an_address_that_cannot_be_had_ends_a_server(site: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = f"127.0.0.1:{server.getsockname()[1]}"

@@ -59,6 +59,8 @@ def test_links_and_latency_are_waited_for_between_steps() -> None:
     host = 7 * 4 * n / SHARE_BYTES_S
     assert islands.islands[0].transfer_s == pytest.approx(transfer)
     assert islands.exposed_s == pytest.approx(transfer + host)
+    # and holds six vectors and all shares
+    assert islands.host_bytes == 6 * 4 * n + 4 * share
     # and a step is a quarter of the updates' work on each, and the wait
     alone = estimate_run(supervised_spec(learner={"hardware": CPU}), model_config(spec)).learner
     assert alone.flops is not None

@@ -32,7 +32,7 @@ def test_keys_are_stable_and_everything_is_json() -> None:
     keys = (
         "parameters learner samplers version_bytes follower_bytes joiner_bytes arrivals validators "
         "validator_tokens_per_s timeline steps fill_deadline_s run_s cost assumed unknown "
-        "supervised"
+        "supervised islands"
     )
     assert set(data) == set(keys.split())
     assert set(data["learner"]) == {"devices", "device_memory", "memory", "flops", "step_s"}

@@ -69,6 +69,14 @@ def test_a_run_on_documents_needs_its_files_and_a_tokenizer_and_nobody_who_grade
     assert paths(spec, LAPTOP, tmp_path) == ["model.tokenizer", "data.sources.wastewater.uri"]
 
 
+def test_islands_need_accelerators_beside_one_another(tmp_path: Path) -> None:
+    spec = check_spec(SpecFiles(ROOT / "specs" / "opendiloco.yaml"), environ={}).require()
+    facts = replace(LAPTOP, gpus=["NVIDIA H100 80GB HBM3"] * 7)
+    found = {item.path: item.thing for item in missing(spec, tmp_path, facts)}
+    assert [path for path in found if "hardware" in path] == ["learner.islands.members.7.hardware"]
+    assert "beside 7 of other roles" in found["learner.islands.members.7.hardware"]
+
+
 def test_a_laptop_lacks_all_of_the_full_run(full_spec: RunSpec, tmp_path: Path) -> None:
     found = {item.path: item.thing for item in missing(full_spec, tmp_path, LAPTOP)}
     assert list(found)[:4] == [

@@ -108,7 +108,8 @@ class ShareCodec(Block):
 
     kind: Literal["float32", "float16", "int8", "int4", "sparse"] = "float16"
     """`float16`, `int8` and `int4` round in blocks, each block with its own scale. `sparse` sends
-    the largest elements of each block. What a share leaves out is added to the next share."""
+    the largest elements of each block. What `int8`, `int4` and `sparse` leave out is added to the
+    next share."""
 
 
 class Outer(Block):
