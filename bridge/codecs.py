@@ -8,10 +8,10 @@ the elements, little-endian throughout. A scale is a float32 and belongs to a bl
     float16   1024    max |x|        float16 of x / scale                      2.004
     int8      256     max |x| / 127  x / scale, rounded half to even           1.016
     int4      128     max |x| / 7    likewise, + 8; two a byte, low half first  0.531
-    sparse    4096    max |x|        the 64 largest |x|, 2 bytes each          0.032
+    sparse    4096    max |x| / 7    the 64 largest |x|, 2 bytes each          0.032
 
-A value of `sparse` is a uint16: 12 bits of index within the block, a sign bit, and 3 bits that name
-one of `LEVELS`. Indices rise within a block. Where several |x| are equal, the first are taken.
+A value of `sparse` is a uint16: 12 bits of index within the block, then 4 bits as of int4. Indices
+rise within a block. Where several |x| are equal, the first are taken.
 
 Every operation is one of IEEE 754 on single elements, so that all platforms decode the same bits.
 Encoding and decoding need memory for the result and for one segment of 2^20 elements.
@@ -32,10 +32,6 @@ SEGMENT = 1 << 20
 """Elements that are encoded or decoded at a time: a multiple of every block."""
 LARGEST = 64
 """Elements of a block that `sparse` sends."""
-LEVELS = np.array([0, 13, 17, 22, 29, 37, 49, 64], np.float32) / 64
-"""Magnitudes that `sparse` can send, in units of the block's largest."""
-_SIGNED_LEVELS = np.concatenate([LEVELS, -LEVELS])
-_BOUNDS = (LEVELS[1:] + LEVELS[:-1]) / 2
 _SMALLEST = np.finfo(np.float32).smallest_normal
 
 
@@ -222,7 +218,7 @@ class _Int4(_Blocks):
 
 
 class _Sparse(_Blocks):
-    kind, feedback, block, steps, dtype = "sparse", 0.95, 4096, 1, "<u2"
+    kind, feedback, block, steps, dtype = "sparse", 0.95, 4096, 7, "<u2"
 
     def _value_bytes(self, n: int) -> int:
         return 2 * LARGEST * _blocks(n, self.block)
@@ -230,16 +226,15 @@ class _Sparse(_Blocks):
     def _encode(self, x: np.ndarray, scales: np.ndarray) -> np.ndarray:
         at = _largest(np.abs(x))
         found = np.take_along_axis(x, at, axis=1)
-        level = np.searchsorted(_BOUNDS, np.abs(found) / scales)
-        negative = (found < 0) & (level > 0)
-        return (at << 4 | negative << 3 | level).astype(np.uint16)
+        return at.astype(np.uint16) << 4 | (np.rint(found / scales) + 8).astype(np.uint16)
 
     def _decode(self, scales: np.ndarray, values: np.ndarray) -> np.ndarray:
         at = values >> 4
         if (at[:, 1:] <= at[:, :-1]).any():
             raise MalformedShare("the indices of a sparse share's block do not rise")
         x = np.zeros((len(values), self.block), np.float32)
-        np.put_along_axis(x, at.astype(np.intp), _SIGNED_LEVELS[values & 15] * scales, axis=1)
+        found = ((values & 15).astype(np.float32) - 8) * scales
+        np.put_along_axis(x, at.astype(np.intp), found, axis=1)
         return x
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.codecs import LARGEST, LEVELS, SEGMENT, Kind, MalformedShare, codec
+from bridge.codecs import LARGEST, SEGMENT, Kind, MalformedShare, codec
 
 KINDS: list[Kind] = list(get_args(Kind))
 SCALED = [kind for kind in KINDS if kind != "float32"]
@@ -39,8 +39,7 @@ def sparse_by_hand(x: np.ndarray) -> np.ndarray:
         block = x[start : start + 4096]
         largest = np.abs(block).max()
         for at in np.argsort(-np.abs(block), kind="stable")[:LARGEST]:
-            level = LEVELS[np.abs(np.abs(block[at]) / largest - LEVELS).argmin()]
-            out[start + at] = np.sign(block[at]) * level * largest
+            out[start + at] = round(7 * float(block[at]) / float(largest)) / 7 * largest
     return out
 
 
@@ -95,10 +94,12 @@ def test_bytes_lie_as_the_format_says() -> None:
     assert np.frombuffer(half, "<f2", offset=4)[0] == 1
     nibbles = codec("int4").encode(x * np.float32(7 / 127))
     assert nibbles[4 * 8] == (15 | 8 << 4)  # 7, and -0.06 as 0, each + 8
-    sparse = np.frombuffer(codec("sparse").encode(x[::-1]), "<u2", offset=4)
-    # 61 zeros come first, then the elements at 1021, 1022 and 1023: 2.5 and -1 are below half of
-    # the lowest level
-    assert sparse.tolist() == [*(i << 4 for i in range(61)), 1021 << 4, 1022 << 4, 1023 << 4 | 7]
+    # and of a sparse share 61 zeros come first, then the elements at 1021, 1022 and 1023
+    sparse = np.frombuffer(codec("sparse").encode(14 * x[::-1].clip(-1, 2)), "<u2", offset=4)
+    values = [8] * 61 + [8 + 7, 8 - 4, 8 + 7]
+    assert sparse.tolist() == [
+        at << 4 | value for at, value in zip([*range(61), 1021, 1022, 1023], values, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,216 @@
+"""Four learner islands come within 1 % of data-parallel's perplexity, with every codec.
+
+A model trains on generated reads. The first third of the tokens is data-parallel; then variants
+differ: one learner goes on, or four islands average through each codec. Seeds are paired: all
+variants of a seed have the initial weights, the rows of each update and the held-out reads in
+common. Rates are searched with seed 0, by the same number of trials, and measured with the others.
+
+Results are kept in the file ISLANDS_RESULTS, so that an interrupted campaign goes on. Variables:
+
+    ISLANDS_SIZE     0.1M (5M tokens, ten seeds) or 1.3M (10M tokens, three seeds)
+    ISLANDS_TOKENS   tokens of a variant, the first third included
+    ISLANDS_SEEDS    seeds that are measured
+    ISLANDS_UPDATES  H: an island's updates in a step
+    ISLANDS_KINDS    codecs, by commas
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+from scipy import stats
+
+from bridge.codecs import Kind, codec
+from runspec.core.files import write_atomic
+from tests.campaigns._islands import ROW, State, Trainer, reads
+
+LOG = logging.getLogger(__name__)
+PARALLEL = "data-parallel"
+KINDS: tuple[str, ...] = get_args(Kind)
+BOUNDS = {"float32": 0.01, "float16": 0.003, "int8": 0.003, "int4": 0.01, "sparse": 0.01}
+"""Largest relative difference in perplexity: of float32 to data-parallel, of others to float32."""
+DEFAULT_RESULTS = Path.home() / ".cache" / "runspec" / "islands_convergence.json"
+OUTER = {"dense": (0.4, 0.7, 1.0), "sparse": (1.0, 1.4, 2.0)}
+"""Outer rates that are tried; float32's is that of all dense codecs."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, and how long it trains."""
+
+    hidden: int
+    layers: int
+    tokens: int
+    seeds: int
+    inner: Sequence[float]
+    """Rates of AdamW that are tried, with data-parallel."""
+
+
+SIZES = {
+    "0.1M": Size(64, 2, 5_000_000, 10, (2e-3, 4e-3, 8e-3)),
+    "1.3M": Size(128, 6, 10_000_000, 3, (2e-3, 4e-3, 8e-3)),
+}
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The spec's block of the outer optimizer."""
+
+    lr: float
+    momentum: float
+    nesterov: bool = True
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """Perplexities of a size's variants, each computed once and kept in a file."""
+
+    results: Path
+    size: str
+    tokens: int
+    seeds: int
+    updates: int
+    """H."""
+    kinds: tuple[str, ...] = KINDS
+    islands: int = 4
+    rows: int = 8
+    """Of an island's update."""
+    held_out: int = 512
+    """Reads."""
+
+    @property
+    def steps(self) -> int:
+        """Steps of H updates, those of the first third included."""
+        return self.tokens // (self.islands * self.rows * ROW * self.updates)
+
+    def perplexity(self, variant: str, seed: int, inner: float, outer: float = 0.0) -> float:
+        """Return the perplexity of a held-out base at the end, from the file where it is there."""
+        words = (self.size, self.tokens, f"H{self.updates}", variant, inner, outer, f"seed {seed}")
+        name = " ".join(map(str, words))
+        known = json.loads(self.results.read_text()) if self.results.exists() else {}
+        if name not in known:
+            known[name] = math.exp(self._nats(variant, seed, inner, outer))
+            write_atomic(self.results, json.dumps(known, indent=1, sort_keys=True).encode())
+            LOG.info("%s: %.5f", name, known[name])
+        return float(known[name])
+
+    def _nats(self, variant: str, seed: int, inner: float, outer: float) -> float:
+        trainer, state, data = self._begun(seed, inner)
+        if variant == PARALLEL:
+            for rows in data:
+                state = trainer.parallel(state, rows)
+            theta = trainer.flat(state, 0)
+        else:
+            spec = Outer(outer, momentum=0.0 if variant == "sparse" else 0.9)
+            theta = trainer.islands(state, data, codec(variant), spec)  # type: ignore[arg-type]
+        return trainer.nats(theta, reads(0, self.held_out))
+
+    @lru_cache(1)  # noqa: B019 a campaign lives as long as its process
+    def _begun(self, seed: int, inner: float) -> tuple[Trainer, State, np.ndarray]:
+        """A learner after the first third, and the rows of the steps that are left."""
+        shape = (self.steps, self.updates, self.islands, self.rows)
+        count = math.prod(shape)
+        data = reads(self.held_out + seed * count, count).reshape(*shape, ROW)
+        trainer = self._trainer(inner)
+        state = trainer.initial(seed)
+        for rows in data[: self.steps // 3]:
+            state = trainer.parallel(state, rows)
+        return trainer, state, data[self.steps // 3 :]
+
+    @lru_cache(1)  # noqa: B019
+    def _trainer(self, inner: float) -> Trainer:
+        size = SIZES[self.size]
+        return Trainer(size.hidden, size.layers, inner, self.steps * self.updates)
+
+    def rates(self) -> dict[str, tuple[float, float]]:
+        """Return inner and outer rate of each variant, searched with seed 0."""
+        inner = min(SIZES[self.size].inner, key=lambda lr: self.perplexity(PARALLEL, 0, lr))
+        found = {PARALLEL: (inner, 0.0)}
+        for kind in self.kinds:
+            like, tried = ("sparse", "sparse") if kind == "sparse" else ("float32", "dense")
+            outer = min(OUTER[tried], key=lambda lr, like=like: self.perplexity(like, 0, inner, lr))
+            found[kind] = (inner, outer)
+        return found
+
+    def figures(self) -> dict[str, dict[str, object]]:
+        """Measure every variant: perplexities, and paired relative differences with intervals.
+
+        Raises:
+            RuntimeError: an interval leaves its bound.
+        """
+        rates = self.rates()
+        measured = {variant: [0.0] * self.seeds for variant in rates}
+        for seed in range(self.seeds):  # the first third is shared by the variants of a seed
+            for variant, (inner, outer) in rates.items():
+                measured[variant][seed] = self.perplexity(variant, seed + 1, inner, outer)
+        found, wrong = {}, []
+        for variant, (inner, outer) in rates.items():
+            values = np.array(measured[variant])
+            part = found[f"{self.size} {variant}"] = {
+                "tokens": self.tokens,
+                "seeds": self.seeds,
+                "perplexity": f"{values.mean():.4f}",
+                "spread of seeds": f"{values.std(ddof=1) / values.mean():.2%}",
+                "rate": inner,
+            }
+            if variant == PARALLEL:
+                continue
+            part |= {
+                "outer rate": outer,
+                "H": self.updates,
+                "bytes of a share": self._bytes(variant),
+            }
+            for other in dict.fromkeys((PARALLEL, "float32")):
+                if other == variant or other not in measured:
+                    continue
+                differences = values / np.array(measured[other]) - 1
+                low, high = interval(differences)
+                text = f"{differences.mean():+.2%} [{low:+.2%}, {high:+.2%}]"
+                part[f"over {other}"] = text
+                bound = BOUNDS[variant]
+                if (other == PARALLEL) == (variant == "float32") and max(-low, high) > bound:
+                    wrong.append(f"{variant} over {other} {text}, beyond {bound:.1%}")
+        if wrong:
+            raise RuntimeError(f"{'; '.join(wrong)}: {found}")
+        return found
+
+    def _bytes(self, kind: str) -> int:
+        size = SIZES[self.size]
+        layout = Trainer(size.hidden, size.layers, 1e-3, self.steps * self.updates).layout
+        return codec(kind).size(layout.size)  # type: ignore[arg-type]
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """Return the 95 % interval of the mean, by Student's t."""
+    half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values))
+    return float(values.mean() - half), float(values.mean() + half)
+
+
+def run() -> dict[str, dict[str, object]]:
+    """Measure one size, or what is left of it.
+
+    Returns:
+        The figures of each variant.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    name = os.environ.get("ISLANDS_SIZE", "0.1M")
+    size, kinds = SIZES[name], os.environ.get("ISLANDS_KINDS", "")
+    campaign = Campaign(
+        Path(os.environ.get("ISLANDS_RESULTS") or DEFAULT_RESULTS),
+        name,
+        tokens=int(os.environ.get("ISLANDS_TOKENS", size.tokens)),
+        seeds=int(os.environ.get("ISLANDS_SEEDS", size.seeds)),
+        updates=int(os.environ.get("ISLANDS_UPDATES", "20")),
+        kinds=tuple(kind for kind in kinds.split(",") if kind) or KINDS,
+    )
+    campaign.results.parent.mkdir(parents=True, exist_ok=True)
+    return campaign.figures()
