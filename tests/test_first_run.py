@@ -98,7 +98,7 @@ def test_the_second_run_starts_from_the_model_of_the_first(
     # given that the first run has ended, its model is the one that the second spec names
     said = printed["runspec apply carries/spec.yaml"]
     model = re.search(r"Hugging Face directory: (\S+)", said)
-    assert model is not None and Path(model[1]).match("first-run*/runs/carries/weights/v16")
+    assert model is not None and Path(model[1]).match("first-run*/runs/carries/weights/v17")
     assert "no directory" not in printed["runspec lint --data carries/rl.yaml"]
 
 

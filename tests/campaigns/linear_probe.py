@@ -36,8 +36,12 @@ def command(*words: str) -> None:
     subprocess.run([sys.executable, "-m", *words], check=True, stdout=sys.stderr)
 
 
-def panels() -> dict[str, tuple[np.ndarray, list[str], np.ndarray]]:
-    """Return the tables, new reads and organism of each read, of known and of unseen organisms."""
+def panels(reads: int = READS) -> dict[str, tuple[np.ndarray, list[str], np.ndarray]]:
+    """Return the tables, new reads and organism of each read, of known and of unseen organisms.
+
+    Args:
+        reads: of each panel.
+    """
     spec = load_layers(SpecFiles(SPEC, profile="laptop")).require()
     trained = GeneratedReads.of(spec.data.sources[0].params)
     found = {}
@@ -45,7 +49,7 @@ def panels() -> dict[str, tuple[np.ndarray, list[str], np.ndarray]]:
         ("known", trained.seed, trained.reads),
         ("unseen", UNSEEN_SEED, 0),
     ):
-        source = GeneratedReads(trained.organisms, skipped + READS, trained.length, seed)
+        source = GeneratedReads(trained.organisms, skipped + reads, trained.length, seed)
         documents = [each for n, each in enumerate(source.documents()) if n >= skipped]
         organisms = np.array([int(each.name.partition("-")[0]) for each in documents])
         found[name] = source.tables(), [each.text for each in documents], organisms
