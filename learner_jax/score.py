@@ -27,6 +27,7 @@ from learner_jax.step import policy_logprobs
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import load_config
+from runspec.core.models.hardware import xla_threads
 from runspec.core.spec import schema
 
 MAX_LINE_BYTES = 1 << 24
@@ -172,6 +173,7 @@ def _parse_mesh(text: str | None) -> schema.Mesh:
     flags, flag = os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count"
     if flag not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {flag}={mesh.devices}"
+        os.environ.update(xla_threads(mesh.devices))
     return mesh
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Mapping, Sequence
 
-from runspec.core.models.hardware import device_count
+from runspec.core.models.hardware import device_count, xla_threads
 from runspec.core.spec.islands import island_spec
 from runspec.core.spec.role_names import island_processes, validator_names, worker_names
 from runspec.core.spec.schema import Hardware, RunSpec
@@ -112,7 +112,7 @@ def jax_environment(inherited: Mapping[str, str], *, on_cpu: bool, devices: int)
         "--xla_cpu_multi_thread_eigen=false",
         f"--xla_force_host_platform_device_count={devices}",
     ]
-    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)} | xla_threads(devices)
 
 
 # Chips of one process on a TPU host that holds several, as libtpu wants them told (Cloud TPU's

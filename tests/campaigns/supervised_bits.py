@@ -99,7 +99,7 @@ class Size:
 
 
 READS_SIZE = Size(BASE_TOKENS, 64, 2, row=128, rows=16, updates=600, lr=5e-3)
-GSM8K_SIZE = Size(1024, 128, 4, row=768, rows=10, updates=500)
+GSM8K_SIZE = Size(1024, 128, 4, row=768, rows=5, updates=500)
 """The longest conversation has 697 tokens."""
 
 

@@ -112,3 +112,13 @@ def jax_device(device_kind: str) -> Device | None:
         named = [name for name in _JAX_GPUS if device_kind.startswith(name)]
         kind = _JAX_GPUS[max(named, key=len)] if named else None
     return None if kind is None else DEVICES[kind]
+
+
+def xla_threads(devices: int) -> dict[str, str]:
+    """Environment by which virtual CPU devices have threads enough for their collectives.
+
+    XLA's threads are as many as cores or devices, and one that waits in a collective does nothing
+    else. A device with two collectives at once can hold them all; then the others never join, and
+    XLA aborts the process after 40 s.
+    """
+    return {"NPROC": str(16 * devices)} if devices > 1 else {}

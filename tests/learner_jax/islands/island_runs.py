@@ -1,14 +1,16 @@
-"""A run whose learner is islands, all of it real and in threads of this process: coordinator,
-publisher, origin, the islands' servers of shares, and the islands themselves."""
+"""A run whose learner is islands, all of it real: coordinator, publisher, origin and the islands'
+servers of shares in threads, the islands as processes."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import subprocess
+import sys
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -21,14 +23,13 @@ from broadcast.origin import run_origin
 from learner_jax.checkpoint import check_state, load_beside, state_steps
 from learner_jax.drawn import draw_initial_model
 from learner_jax.island_link import IslandLink
-from learner_jax.islands.folder import prepare_folder
-from learner_jax.runner import train
 from runspec.core.keys import SigningKey
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import state_folder
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from tests.broadcast.conftest import Served
+from tests.waiting import eventually
 from verify.coordinator.run import serve
 
 LOG = logging.getLogger("test")
@@ -107,19 +108,41 @@ class IslandRun:
     ) -> None:
         self._stack.close()
 
-    def start(self, stops: Mapping[str, threading.Event]) -> dict[str, Future[None]]:
-        """Starts islands, each with the event that ends it."""
-        threads = ThreadPoolExecutor(len(stops), thread_name_prefix="island")
-        self._stack.callback(threads.shutdown)
-        for stop in stops.values():
-            self._stack.callback(stop.set)
-        return {name: threads.submit(self._train, name, stop) for name, stop in stops.items()}
+    def start(self, name: str) -> subprocess.Popen[bytes]:
+        """Starts an island; its log goes on in its folder."""
+        link, folder = self.links[name], self.folder(name)
+        words = ["learner_jax", "train", str(folder), "--island", name, "--key", str(link.key)]
+        words += ["--coordinator-url", link.coordinator, "--share-url", link.share_url]
+        words += ["--share-store", str(link.share_store)]
+        for url in link.weights:
+            words += ["--weights", url, "--public-key", self.root.public_hex]
+        env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        with self.log(name).open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *words], stdout=log, stderr=log, env=env
+            )
+        self._stack.callback(_end, process)
+        return process
 
     def train(self, names: Sequence[str] | None = None) -> None:
         """Trains islands, all by default, to the end of the run."""
-        started = self.start({name: threading.Event() for name in names or self.names})
-        for future in started.values():
-            future.result(DEADLINE_S)
+        started = {name: self.start(name) for name in names or self.names}
+        for name, process in started.items():
+            assert process.wait(DEADLINE_S) == 0, self.log(name).read_text()[-3000:]
+
+    def log(self, island: str) -> Path:
+        return self.folder(island) / "island.log"
+
+    def trained(self, island: str, steps: int) -> None:
+        """Waits until an island has trained so many steps."""
+
+        def log() -> str:
+            return self.log(island).read_text()[-3000:]
+
+        what = f"{steps} steps of island {island}"
+        eventually(
+            lambda: len(self.lines(island)) >= steps, what, context=log, deadline_s=DEADLINE_S
+        )
 
     def arrays(self, island: str) -> dict[str, np.ndarray]:
         """What lies beside the newest full state of an island."""
@@ -129,11 +152,6 @@ class IslandRun:
     def lines(self, island: str) -> list[dict[str, Any]]:
         path = self.folder(island) / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def _train(self, name: str, stop: threading.Event) -> None:
-        link, folder = self.links[name], self.folder(name)
-        prepare_folder(folder, link, LOG)
-        train(folder, LOG, stop, link=link)
 
     def _served(self, make: Any) -> str:
         served = Served(make)
@@ -156,12 +174,7 @@ class IslandRun:
         (keys / "roles.json").write_bytes(data)
 
 
-class After(threading.Event):
-    """Set once an island has so many lines of metrics."""
-
-    def __init__(self, run: IslandRun, island: str, steps: int) -> None:
-        super().__init__()
-        self._run, self._island, self._steps = run, island, steps
-
-    def is_set(self) -> bool:
-        return super().is_set() or len(self._run.lines(self._island)) >= self._steps
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait()

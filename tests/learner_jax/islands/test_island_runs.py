@@ -13,7 +13,7 @@ from bridge.load import LeafReader
 from runspec.core.models.config import read_config
 from runspec.core.models.family import parse_config
 from runspec.core.spec.schema import RunSpec
-from tests.learner_jax.islands.island_runs import DEADLINE_S, After, IslandRun
+from tests.learner_jax.islands.island_runs import DEADLINE_S, IslandRun
 from tests.learner_jax.test_document_runs import document_spec, files
 
 __all__ = ["files"]
@@ -83,17 +83,18 @@ def test_islands_end_with_the_same_outer_parameters_which_are_the_version(
     assert straight.lines("a")[-1]["loss"] < straight.lines("a")[0]["loss"]
 
 
-@pytest.mark.parametrize("stopped", [1, 3])
-def test_a_run_stopped_anywhere_ends_with_the_same_bits(
-    stopped: int, straight: IslandRun, files: Path, tmp_path: Path
+def test_a_run_that_is_killed_ends_with_the_same_bits(
+    straight: IslandRun, files: Path, tmp_path: Path
 ) -> None:
-    # given a run whose islands are stopped, one after the other, in different steps
+    # given a run of which one island is told to end, the other is killed, and the servers end
     run = IslandRun(tmp_path / "runs" / "run", straight.spec, files / "tokenizer")
     with run:
-        started = run.start({name: After(run, "a", stopped) for name in run.names})
-        for future in started.values():
-            future.result(DEADLINE_S)
-    # when all processes start again, the servers too
+        a, b = (run.start(name) for name in run.names)
+        run.trained("b", 3)
+        b.kill()
+        a.terminate()
+        assert a.wait(DEADLINE_S) == 0, run.log("a").read_text()[-3000:]
+    # when all start again
     again = IslandRun(run.path, run.spec, files / "tokenizer")
     with again:
         again.train()

@@ -76,6 +76,11 @@ def test_what_it_writes_is_clean_fits_its_schema_and_has_a_plan(
         **{name: ["problems.jsonl"] for name in ("problems", "model", "node-8gpu")},
         "pretrain": ["tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"],
         "sft": ["conversations.jsonl"],
+        "sums": [
+            *("rl.yaml", "sft.jsonl", "problems.jsonl", "held_out.jsonl"),
+            *(f"tokenizer/{name}" for name in ("tokenizer.json", "tokenizer_config.json")),
+            "tokenizer/chat_template.jinja",
+        ],
     }.get(template, [])
     assert (done.returncode, written(folder)) == (0, sorted([*FILES, *rows])), done.stderr
     # then its spec has no finding, and is what editors expect by the schema that it names
@@ -94,7 +99,7 @@ def test_what_it_writes_is_clean_fits_its_schema_and_has_a_plan(
     assert runspec("plan", spec, "--runs-dir", tmp_path).returncode == 0
 
 
-@pytest.mark.parametrize("template", ["laptop", "problems", "model", "pretrain", "sft"])
+@pytest.mark.parametrize("template", ["laptop", "problems", "sums", "model", "pretrain", "sft"])
 def test_what_is_for_this_machine_starts_on_it(tmp_path: Path, template: str, model: Path) -> None:
     folder = tmp_path / "here"
     assert runspec("init", folder, *arguments(template, model)).returncode == 0

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 from runspec.local.cores import (
     assign_cores,
     jax_environment,
@@ -27,6 +31,21 @@ def test_jax_on_a_cpu_has_the_mesh_as_virtual_devices_and_keeps_flags() -> None:
         "--xla_force_host_platform_device_count=2",
     ]
     assert jax_environment({}, on_cpu=False, devices=64) == {}
+
+
+def test_two_devices_on_one_core_have_threads_for_many_collectives() -> None:
+    # given a learner that is pinned to one core
+    script = """if True:
+        import os, pathlib, jax
+        os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
+        jax.devices()
+        names = [each.read_text() for each in pathlib.Path("/proc/self/task").glob("*/comm")]
+        print(len([name for name in names if "XLAEigen" in name]))
+    """
+    env = os.environ | jax_environment({}, on_cpu=True, devices=2)
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    # then XLA's threads are more than its devices
+    assert int(done.stdout) == 32
 
 
 def test_devices_are_named_in_the_words_of_their_driver() -> None:
