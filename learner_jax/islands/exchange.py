@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from bridge.codecs import Codec
 from broadcast.store import AlreadyPublished
 from learner_jax.islands.outer import OuterState, weighted_mean
 from learner_jax.islands.state import Flat
-from learner_jax.islands.transport import ShareFetcher, ShareStore
+from learner_jax.islands.transport import BadObject, ShareFetcher, ShareStore
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from verify.formats.islands import CommitRecord, Contribution, ShareOffered
@@ -31,6 +31,8 @@ WAIT_S = 5.0
 """Seconds that the coordinator may hold a question for a record; a stop takes effect after it."""
 FETCH_S = 1800.0
 """Seconds that the shares of a step may take to arrive."""
+ATTEMPT_S = 30.0
+"""Seconds of one try; the next one asks where the islands are now."""
 REPORT_EVERY_S = 30.0
 KEPT_STATES = 2
 """Outer states in this island's store, for islands that join, with all shares since the oldest."""
@@ -252,10 +254,7 @@ class Exchange(AbstractContextManager["Exchange"]):
     def _gather(self, step: int, contributors: Sequence[Contribution]) -> dict[str, bytes]:
         """Return the shares of a record, in its order; those of others are fetched at once."""
         others = [each for each in contributors if each.island != self.island]
-        try:
-            fetched = self.fetcher.fetch_shares(step, others, FETCH_S)
-        except CancelledError as error:
-            raise Stopped from error
+        fetched = self._fetch(step, others)
         found = {each.island: data for each, data in zip(others, fetched, strict=True)}
         return {
             each.island: bytes(found[each.island])
@@ -263,6 +262,24 @@ class Exchange(AbstractContextManager["Exchange"]):
             else self._own_share(step, each)
             for each in contributors
         }
+
+    def _fetch(self, step: int, others: Sequence[Contribution]) -> list[np.ndarray]:
+        """Fetch shares from where their islands are now: one may have moved since its offer."""
+        deadline = time.monotonic() + FETCH_S
+        while True:
+            urls = {each.island: each.url for each in self.client.stored()}
+            found = [replace(each, url=urls.get(each.island, each.url)) for each in others]
+            left = deadline - time.monotonic()
+            try:
+                return self.fetcher.fetch_shares(step, found, min(left, ATTEMPT_S))
+            except CancelledError as error:
+                raise Stopped from error
+            except BadObject:
+                raise
+            except UserError as error:
+                if left <= ATTEMPT_S:
+                    raise
+                self.log.warning("step %d: trying again: %s", step, error)
 
     def _own_share(self, step: int, share: Contribution) -> bytes:
         """Return this island's share as it was offered, also by a process before this one."""
