@@ -31,7 +31,7 @@ WAIT_S = 5.0
 """Seconds that the coordinator may hold a question for a record; a stop takes effect after it."""
 FETCH_S = 1800.0
 """Seconds that the shares of a step may take to arrive."""
-ATTEMPT_S = 30.0
+ATTEMPT_S = 60.0
 """Seconds of one try; the next one asks where the islands are now."""
 REPORT_EVERY_S = 30.0
 KEPT_STATES = 2
