@@ -1,7 +1,8 @@
 """The exchange of one island with the others: it offers a share, and gets what a record names.
 
-One thread waits for records and fetches shares, so that an island may train meanwhile. Everything
-here is numpy and HTTP, in process 0; the collective parts are in `island`.
+One thread sends an offer while another waits for its record and fetches shares, so that an island
+may train meanwhile. Everything here is numpy and HTTP, in process 0; the collective parts are in
+`island`.
 """
 
 from __future__ import annotations
@@ -86,9 +87,10 @@ class Exchange(AbstractContextManager["Exchange"]):
     stop: threading.Event
     """Set when this process is told to end."""
     log: logging.Logger
-    _thread: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="exchange")
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="exchange")
     )
+    _offering: Future[None] | None = None
     _settling: tuple[int, Future[Settled]] | None = None
     _ended: threading.Event = field(default_factory=threading.Event)
     _own: tuple[int, bytes] | None = None
@@ -140,9 +142,10 @@ class Exchange(AbstractContextManager["Exchange"]):
                 report_at = waited + REPORT_EVERY_S
 
     def offer(self, step: int, base: str, data: bytes, weight: float, norm: float) -> None:
-        """Store a share and tell the coordinator of it.
+        """Store a share, begin to tell the coordinator of it and to wait for the step's record.
 
-        Where this island stored another share of the step before, that one counts: the others may
+        The record may come as soon as the last offer has, so nobody waits for the answer to the
+        offer. Where this island stored another share of the step before, that one counts: the others may
         have it already.
 
         Args:
@@ -153,8 +156,7 @@ class Exchange(AbstractContextManager["Exchange"]):
             norm: L2 norm of the share.
 
         Raises:
-            UserError: the store cannot be written, or the coordinator refuses the offer because
-                outer states or documents differ.
+            UserError: the store cannot be written.
         """
         try:
             manifest = self.store.put_share(step, data)
@@ -180,27 +182,34 @@ class Exchange(AbstractContextManager["Exchange"]):
             weight=weight,
             norm=norm,
         )
-        if not self.client.offer(offer):
-            self.log.info("step %d is committed already", step)
+        self._offering = self._threads.submit(self._tell, offer)
+        self._settle_later(step)
+
+    def offered(self) -> None:
+        """Wait until the coordinator has the last offer, which no other process would repeat.
+
+        Raises:
+            UserError: the coordinator does not answer, or it refuses the offer because outer states
+                or documents differ.
+        """
+        if self._offering is not None:
+            self._offering.result()
 
     def record(self, step: int) -> CommitRecord | None:
         """Return the record of a step if there is one already."""
         answer = self.client.record(step, 0.0)
         return answer.record if isinstance(answer, Committed) else None
 
-    def settle(self, step: int) -> None:
-        """Begin to wait for the record of a step and for its shares."""
-        self._settling = step, self._thread.submit(self._settle, step)
-
     def settled(self, step: int) -> Settled:
-        """Return what `settle` waited for.
+        """Wait for the record of a step and for its shares.
 
         Raises:
             Stopped: this process was told to end.
-            UserError: a share cannot be had, or is not what its island signed.
+            UserError: as `offered`; or a share cannot be had, or is not what its island signed.
         """
+        self.offered()
         if self._settling is None or self._settling[0] != step:
-            self.settle(step)
+            self._settle_later(step)
         assert self._settling is not None, "just begun"
         return self._settling[1].result()
 
@@ -216,8 +225,15 @@ class Exchange(AbstractContextManager["Exchange"]):
         self._ended.set()
         while self._settling and not wait([self._settling[1]], _CANCEL_EVERY_S).done:
             self.fetcher.cancel()
-        self._thread.shutdown()
+        self._threads.shutdown()
         self.fetcher.close()
+
+    def _tell(self, offer: ShareOffered) -> None:
+        if not self.client.offer(offer):
+            self.log.info("step %d is committed already", offer.step)
+
+    def _settle_later(self, step: int) -> None:
+        self._settling = step, self._threads.submit(self._settle, step)
 
     def _settle(self, step: int) -> Settled:
         begun = time.monotonic()

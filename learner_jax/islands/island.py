@@ -124,6 +124,9 @@ class Island:
     # -- Steps -----------------------------------------------------------------------------------
 
     def sits_out(self, step: int) -> bool:
+        if self._islands.quorum in (None, len(self._islands.members)):
+            return False  # no step is committed before this island has offered its share
+
         def left_out() -> bool:
             assert self._exchange is not None, "process 0"
             record = self._exchange.record(step)
@@ -160,6 +163,13 @@ class Island:
         return state.params
 
     def arrays(self) -> dict[str, np.ndarray]:
+        if self.state.sent is not None:  # a start from this state offers nothing for the step
+
+            def offered() -> None:
+                if self._exchange is not None:
+                    self._exchange.offered()
+
+            self._peers.each(offered)
         return self.state.arrays()
 
     def _send(self, step: int, state: TrainState, weight: float) -> None:
@@ -171,7 +181,6 @@ class Island:
         def offer() -> None:
             if self._exchange is not None:
                 self._exchange.offer(step, held.outer.digest(), data, weight, norm)
-                self._exchange.settle(step)
 
         self._peers.each(offer)
 
