@@ -25,7 +25,7 @@ from learner_jax.islands.state import Flat
 from learner_jax.islands.transport import BadObject, ShareFetcher, ShareStore
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
-from verify.formats.islands import CommitRecord, Contribution, ShareOffered
+from verify.formats.islands import CommitRecord, Contribution, ShareOffered, StoredOuter
 from verify.island_client import Committed, IslandClient
 
 WAIT_S = 5.0
@@ -35,8 +35,9 @@ FETCH_S = 1800.0
 ATTEMPT_S = 60.0
 """Seconds of one try; the next one asks where the islands are now."""
 REPORT_EVERY_S = 30.0
-KEPT_STATES = 2
-"""Outer states in this island's store, for islands that join, with all shares since the oldest."""
+KEPT_PERIODS = 2
+"""Of `checkpoints.every` steps: so much of the past stays in a store, for islands that start again
+at an older full state, beside what came after the newest outer state."""
 _CANCEL_EVERY_S = 0.1
 _REJOIN = "remove this island's folder and its store, so that it joins anew"
 
@@ -80,6 +81,8 @@ class Exchange(AbstractContextManager["Exchange"]):
     codec: Codec
     size: int
     """n: elements of a share."""
+    every: int
+    """Steps between two outer states that every island stores."""
     min_cosine: float | None
     client: IslandClient
     store: ShareStore
@@ -95,51 +98,91 @@ class Exchange(AbstractContextManager["Exchange"]):
     _ended: threading.Event = field(default_factory=threading.Event)
     _own: tuple[int, bytes] | None = None
     """The last share that was offered, with its step."""
+    _outer: tuple[int, OuterState] | None = None
+    """The newest outer state, with its version."""
+    _announced = -1
+    """Version of the last outer state that was stored."""
 
-    def publish_outer(self, version: int, outer: OuterState) -> None:
-        """Store an outer state for islands that join; remove those that are older than they need.
+    def hold_outer(self, version: int, outer: OuterState, *, store: bool) -> None:
+        """Take the newest outer state, and store it now or when a wait is long.
 
         Raises:
             UserError: the store cannot be written.
         """
+        self._outer = version, outer
+        if store:
+            self.publish_outer()
+
+    def publish_outer(self) -> None:
+        """Store the newest outer state for islands that join; remove what nobody needs any more.
+
+        Raises:
+            UserError: the store cannot be written.
+        """
+        assert self._outer is not None, "`hold_outer` was called"
+        version, outer = self._outer
         try:
-            self.store.put_outer(version, outer.theta, outer.momentum)
+            if version != self._announced:
+                self.store.put_outer(version, outer.theta, outer.momentum)
         except AlreadyPublished as there:
             raise UserError(
                 f"the outer state of version {version} was published with other contents",
                 place=there.place,
                 remedy=_REJOIN,
             ) from there
-        self.store.keep(KEPT_STATES)
+        self._announced = version
+        self.store.keep(self._kept_since(version))
         self.client.announce(self.url, version, outer.digest())
+
+    def can_follow(self, version: int) -> bool:
+        """Return whether all shares are left that the records since a version name.
+
+        Shares of others are removed in time; this island's own may be lost with its disk.
+        """
+        step = version
+        while (record := self.record(step)) is not None:
+            own = [each for each in record.contributors if each.island == self.island]
+            data = self.store.share(step) if own else None
+            if own and (data is None or digest_bytes(data) != own[0].share):
+                return False
+            step += 1
+        return step == version or not self._removed(version)
 
     def fetch_outer(self) -> tuple[int, OuterState]:
         """Return the newest outer state that another island has stored, and its version.
 
         Raises:
             Stopped: this process was told to end before there was one.
-            UserError: it did not arrive, or is not the one that was announced.
+            BadObject: it is not the one that was announced.
         """
         begun, report_at = time.monotonic(), REPORT_EVERY_S
         while True:
             found = [each for each in self.client.stored() if each.island != self.island]
-            if found:
-                newest = max(found, key=lambda each: each.version)
-                theta, momentum = self.fetcher.fetch_outer(
-                    newest.island,
-                    newest.url,
-                    newest.version,
-                    digest=newest.digest,
-                    size=self.size,
-                    deadline_s=FETCH_S,
-                )
-                return newest.version, OuterState(np.array(theta), np.array(momentum))
+            for each in sorted(found, key=lambda each: -each.version):
+                if self.can_follow(each.version) and (outer := self._try_outer(each)) is not None:
+                    return each.version, outer
             if self.stop.wait(1.0):
                 raise Stopped
             waited = time.monotonic() - begun
             if waited >= report_at:
                 self.log.info("%.0f s waiting for an island that has the outer state", waited)
                 report_at = waited + REPORT_EVERY_S
+
+    def _try_outer(self, stored: StoredOuter) -> OuterState | None:
+        """Return an outer state; None if its server does not give it soon."""
+        try:
+            theta, momentum = self.fetcher.fetch_outer(
+                *(stored.island, stored.url, stored.version),
+                digest=stored.digest,
+                size=self.size,
+                deadline_s=ATTEMPT_S,
+            )
+        except BadObject:
+            raise
+        except UserError as error:
+            self.log.warning("trying another island: %s", error)
+            return None
+        return OuterState(np.array(theta), np.array(momentum))
 
     def offer(self, step: int, base: str, data: bytes, weight: float, norm: float) -> None:
         """Store a share, begin to tell the coordinator of it and to wait for the step's record.
@@ -248,6 +291,7 @@ class Exchange(AbstractContextManager["Exchange"]):
         mean = self._mean(data, weights)
         cosines = self._cosines(data, weights, mean)
         refused = self._refused(step, cosines)
+        self.fetcher.keep({step})
         if refused:
             mean = self._mean({i: each for i, each in data.items() if i not in refused}, weights)
         received = sum(len(each) for island, each in data.items() if island != self.island)
@@ -265,6 +309,8 @@ class Exchange(AbstractContextManager["Exchange"]):
             if waited >= report_at:
                 names = ", ".join(answer.waiting_for) or "nobody: the coordinator is late"
                 self.log.info("step %d: %.0f s waiting for the shares of %s", step, waited, names)
+                # One of them may wait for an outer state, and a restarted coordinator knows of none.
+                self.publish_outer()
                 report_at = waited + REPORT_EVERY_S
 
     def _gather(self, step: int, contributors: Sequence[Contribution]) -> dict[str, bytes]:
@@ -280,7 +326,14 @@ class Exchange(AbstractContextManager["Exchange"]):
         }
 
     def _fetch(self, step: int, others: Sequence[Contribution]) -> list[np.ndarray]:
-        """Fetch shares from where their islands are now: one may have moved since its offer."""
+        """Fetch shares from where their islands are now: one may have moved since its offer.
+
+        Raises:
+            Stopped: this process was told to end.
+            BadObject: a share is not what its island signed.
+            UserError: a share cannot be had: at the next start this island joins anew if it was
+                removed.
+        """
         deadline = time.monotonic() + FETCH_S
         while True:
             urls = {each.island: each.url for each in self.client.stored()}
@@ -293,9 +346,18 @@ class Exchange(AbstractContextManager["Exchange"]):
             except BadObject:
                 raise
             except UserError as error:
-                if left <= ATTEMPT_S:
+                if left <= ATTEMPT_S or self._removed(step):
                     raise
                 self.log.warning("step %d: trying again: %s", step, error)
+
+    def _kept_since(self, version: int) -> int:
+        """The version since which an island that stores an outer state keeps everything."""
+        return max(0, version // self.every - KEPT_PERIODS) * self.every
+
+    def _removed(self, step: int) -> bool:
+        """Return whether another island has removed its share of a step."""
+        others = (each for each in self.client.stored() if each.island != self.island)
+        return any(step < self._kept_since(each.version) for each in others)
 
     def _own_share(self, step: int, share: Contribution) -> bytes:
         """Return this island's share as it was offered, also by a process before this one."""

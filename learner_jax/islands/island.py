@@ -75,11 +75,15 @@ class Island:
     def begin(
         self, state: TrainState, step: int, stored: Mapping[str, np.ndarray]
     ) -> tuple[TrainState, int]:
-        if stored:
+        if stored and self._can_follow(version := IslandState.of_arrays(stored).version):
             self._state = IslandState.of_arrays(stored)
             self._announce()
             return self._settled(step, state), step
-        if self._run.trunk:
+        if stored:
+            self._run.log.warning(
+                "shares since version %d are not left: this island joins anew", version
+            )
+        elif self._run.trunk and self._can_follow(0):
             outer = OuterState.initial(self._flat(state.params))
             self._state = IslandState.begin(0, outer, self._codec)
             self._announce()
@@ -91,6 +95,13 @@ class Island:
         if version:
             return self._rejoin(state, version - 1), version
         return replace(state, params=self._tree(outer.theta)), 0
+
+    def _can_follow(self, version: int) -> bool:
+        def left() -> bool:
+            assert self._exchange is not None, "process 0"
+            return self._exchange.can_follow(version)
+
+        return bool(self._peers.json_from_first(left))
 
     def _fetch_outer(self) -> tuple[int, OuterState]:
         found: list[tuple[int, OuterState]] = []
@@ -113,13 +124,16 @@ class Island:
 
     def _announce(self) -> None:
         """Store the outer state for islands that join."""
+        self._hold(store=True)
+
+    def _hold(self, *, store: bool) -> None:
         held = self.state
 
-        def publish() -> None:
+        def hold() -> None:
             if self._exchange is not None:
-                self._exchange.publish_outer(held.version, held.outer)
+                self._exchange.hold_outer(held.version, held.outer, store=store)
 
-        self._peers.each(publish)
+        self._peers.each(hold)
 
     # -- Steps -----------------------------------------------------------------------------------
 
@@ -199,8 +213,7 @@ class Island:
         self._peers.each(report)
         rejoins = sent.offered and not counted
         self._state = held.commit(outer, counted=counted)
-        if self.version % self._run.spec.checkpoints.every == 0:
-            self._announce()
+        self._hold(store=self.version % self._run.spec.checkpoints.every == 0)
         if rejoins:
             return self._rejoin(state, step), True
         if self._islands.overlap:
@@ -324,6 +337,7 @@ def join(
         corpus=corpus or "",
         codec=codec(islands.codec.kind),
         size=FlatLayout(run.config).size,
+        every=run.spec.checkpoints.every,
         min_cosine=islands.min_cosine,
         client=client,
         store=ShareStore(link.share_store, run=name, key=key, roles=roles),
