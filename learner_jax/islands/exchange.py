@@ -58,10 +58,28 @@ class Settled:
     seconds: float
     """From the question for the record to the mean."""
 
-    def counted(self, island: str) -> bool:
-        """Return whether an island's share is in the mean."""
-        named = any(each.island == island for each in self.record.contributors)
-        return named and island not in self.refused
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weights of the shares in the mean, by island."""
+        return {
+            each.island: each.weight
+            for each in self.record.contributors
+            if each.island not in self.refused
+        }
+
+    @property
+    def dropped(self) -> dict[str, str]:
+        """Islands whose share is not in the mean, and why."""
+        reasons = {each.island: each.reason for each in self.record.dropped}
+        for island in sorted(self.refused):
+            cosine = self.cosines[island]
+            reasons[island] = f"the cosine of its share to the others is {cosine:.3f}"
+        return reasons
+
+    def part(self, island: str) -> float | None:
+        """Return an island's part of the weights in the mean, 0 to 1; None if it has none."""
+        weights = self.weights
+        return weights[island] / sum(weights.values()) if island in weights else None
 
 
 @dataclass
@@ -118,8 +136,10 @@ class Exchange(AbstractContextManager["Exchange"]):
         """
         begun, report_at = time.monotonic(), REPORT_EVERY_S
         while True:
-            found = [each for each in self.client.stored() if each.island != self.island]
-            if found:
+            states = self.client.outer_states()
+            # An island that has not noticed a rollback may still announce a later version.
+            within = (each for each in states.stored if each.version <= states.committed)
+            if found := [each for each in within if each.island != self.island]:
                 newest = max(found, key=lambda each: each.version)
                 theta, momentum = self.fetcher.fetch_outer(
                     newest.island,
@@ -136,6 +156,38 @@ class Exchange(AbstractContextManager["Exchange"]):
             if waited >= report_at:
                 self.log.info("%.0f s waiting for an island that has the outer state", waited)
                 report_at = waited + REPORT_EVERY_S
+
+    def misfit(self, version: int, outer: OuterState, *, offered: bool) -> str:
+        """Return why a full state does not fit what the coordinator has; empty if it does.
+
+        It does not after a rollback, or where one of the two was restored from a copy.
+
+        Args:
+            version: of the outer state.
+            outer: that state.
+            offered: whether the full state says that the share of step `version` was offered.
+        """
+        states = self.client.outer_states()
+        if version > states.committed:
+            return f"only {states.committed} steps are committed"
+        recorded = self.client.result_of(version - 1) if version else None
+        if recorded is not None and recorded != outer.digest():
+            return f"the others have another outer state of version {version}"
+        if version < states.oldest:
+            return f"records before step {states.oldest} are not served any more"
+        if offered and version == states.committed:
+            answer = self.client.record(version, 0.0)
+            if not isinstance(answer, Committed) and self.island not in answer.offered:
+                return f"the coordinator has no share of step {version} that it would count"
+        return ""
+
+    def forget(self, version: int) -> None:
+        """Remove what this island stored of a history that is not the run's.
+
+        Args:
+            version: of the full state that does not fit.
+        """
+        self.store.remove_from(min(version, self.client.outer_states().committed))
 
     def offer(self, step: int, base: str, data: bytes, weight: float, norm: float) -> None:
         """Store a share and tell the coordinator of it.

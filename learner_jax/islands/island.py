@@ -75,7 +75,7 @@ class Island:
     def begin(
         self, state: TrainState, step: int, stored: Mapping[str, np.ndarray]
     ) -> tuple[TrainState, int]:
-        if stored:
+        if stored and self._fits(IslandState.of_arrays(stored)):
             self._state = IslandState.of_arrays(stored)
             self._announce()
             return self._settled(step, state), step
@@ -91,6 +91,35 @@ class Island:
         if version:
             return self._rejoin(state, version - 1), version
         return replace(state, params=self._tree(outer.theta)), 0
+
+    def _fits(self, stored: IslandState) -> bool:
+        """Return whether this island can go on from a full state; it joins anew otherwise.
+
+        Raises:
+            UserError: this is the trunk's, which the others begin from.
+        """
+        offered, version = stored.sent is not None and stored.sent.offered, stored.version
+
+        def misfit() -> str:
+            assert self._exchange is not None, "process 0"
+            found = self._exchange.misfit(version, stored.outer, offered=offered)
+            if found and not self._run.trunk:
+                self._exchange.forget(version)
+            return found
+
+        why = self._peers.json_from_first(misfit)
+        if why and self._run.trunk:
+            raise UserError(
+                f"the full state of version {version} does not fit the coordinator's records: "
+                + why,
+                place=str(self._run.folder),
+                remedy="put the run directory back together from one copy",
+            )
+        if why:
+            self._run.log.warning(
+                "the full state of version %d is left, and the island joins anew: %s", version, why
+            )
+        return not why
 
     def _fetch_outer(self) -> tuple[int, OuterState]:
         found: list[tuple[int, OuterState]] = []
@@ -212,10 +241,10 @@ class Island:
             one = found[0]
             self._check_base(step, one)
             return {
-                "counted": one.counted(self._name),
-                "contributors": [each.island for each in one.record.contributors],
-                "dropped": [each.island for each in one.record.dropped],
-                "refused": sorted(one.refused),
+                "step": step,
+                "contributors": [*one.weights],
+                "dropped": one.dropped,
+                "part": one.part(self._name),
                 "share_bytes": self._codec.size(self._layout.size),
                 "received_bytes": one.received,
                 "share_norm": self._norm,
@@ -227,7 +256,8 @@ class Island:
         if said.pop("stopped", False):
             raise Stopped
         self.last = said
-        return self._from_first(found[0].mean if found else None), said["counted"]
+        counted = self._name in said["contributors"]
+        return self._from_first(found[0].mean if found else None), counted
 
     def _check_base(self, step: int, settled: Settled) -> None:
         """Compare the record's outer state with this island's.
