@@ -140,6 +140,12 @@ class ShareStore:
         if newer:
             prune(self._store, run=self._run, keep_versions=newer)
 
+    def remove_from(self, version: int) -> None:
+        """Remove the outer states from a policy version on, and the shares made from them."""
+        for stored in layout.stored_versions(self._store, self._run):
+            if stored >= 2 * version:
+                shutil.rmtree((self._store / layout.manifest_name(self._run, stored)).parent)
+
     def _put(self, version: int, contents: Mapping[str, bytes | np.ndarray]) -> str:
         return publish_objects(
             self._store,
