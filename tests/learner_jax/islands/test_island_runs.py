@@ -77,7 +77,7 @@ def test_islands_end_with_the_same_outer_parameters_which_are_the_version(
     # and each step's line says who contributed and what it cost
     for name in straight.names:
         last = straight.lines(name)[-1]["islands"]
-        assert last["contributors"] == ["a", "b"] and last["dropped"] == []
+        assert last["contributors"] == ["a", "b"] and last["dropped"] == {}
         assert last["received_bytes"] == last["share_bytes"] > a["theta"].size
         assert -1.0 <= last["cosine"] <= 1.0 and last["share_norm"] > 0
     assert straight.lines("a")[-1]["loss"] < straight.lines("a")[0]["loss"]
