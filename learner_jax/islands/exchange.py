@@ -293,7 +293,7 @@ class Exchange(AbstractContextManager["Exchange"]):
             if waited >= report_at:
                 names = ", ".join(answer.waiting_for) or "nobody: the coordinator is late"
                 self.log.info("step %d: %.0f s waiting for the shares of %s", step, waited, names)
-                # One of them may wait for an outer state, and a restarted coordinator knows of none.
+                # One may wait for an outer state, and a restarted coordinator knows of none.
                 self.publish_outer()
                 report_at = waited + REPORT_EVERY_S
 
