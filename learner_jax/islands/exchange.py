@@ -184,6 +184,8 @@ class Exchange(AbstractContextManager["Exchange"]):
     def forget(self, version: int) -> None:
         """Remove what this island stored of a history that is not the run's.
 
+        Shares of committed steps before it stay: the others may need them.
+
         Args:
             version: of the full state that does not fit.
         """
