@@ -26,8 +26,8 @@ from learner_jax.execution import full_float32
 from learner_jax.fingerprint import fingerprint
 from learner_jax.full_states import Start, StateWriter, find_start
 from learner_jax.island_link import IslandLink
-from learner_jax.islands.exchange import Stopped
-from learner_jax.islands.island import join
+from learner_jax.islands.join import join
+from learner_jax.islands.joining import Stopped
 from learner_jax.islands.member import Member
 from learner_jax.metrics import Clock
 from learner_jax.recipes import Recipe, Said, Times, recipe_of

@@ -1,7 +1,8 @@
 """The exchange of one island with the others: it offers a share, and gets what a record names.
 
-One thread waits for records and fetches shares, so that an island may train meanwhile. Everything
-here is numpy and HTTP, in process 0; the collective parts are in `island`.
+One thread sends an offer while another waits for its record and fetches shares, so that an island
+may train meanwhile. Everything here is numpy and HTTP, in process 0; the collective parts are in
+`island`.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from bridge.codecs import Codec
 from broadcast.store import AlreadyPublished
-from learner_jax.islands.outer import OuterState, weighted_mean
+from learner_jax.islands.joining import ATTEMPT_S, REJOIN, REPORT_EVERY_S, Joining, Stopped
+from learner_jax.islands.outer import weighted_mean
 from learner_jax.islands.state import Flat
-from learner_jax.islands.transport import ShareFetcher, ShareStore
+from learner_jax.islands.transport import BadObject, ShareFetcher, ShareStore
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from verify.formats.islands import CommitRecord, Contribution, ShareOffered
@@ -31,15 +33,7 @@ WAIT_S = 5.0
 """Seconds that the coordinator may hold a question for a record; a stop takes effect after it."""
 FETCH_S = 1800.0
 """Seconds that the shares of a step may take to arrive."""
-REPORT_EVERY_S = 30.0
-KEPT_STATES = 2
-"""Outer states in this island's store, for islands that join, with all shares since the oldest."""
 _CANCEL_EVERY_S = 0.1
-_REJOIN = "remove this island's folder and its store, so that it joins anew"
-
-
-class Stopped(Exception):
-    """This process was told to end while it waited for the others."""
 
 
 @dataclass(frozen=True)
@@ -99,103 +93,26 @@ class Exchange(AbstractContextManager["Exchange"]):
     client: IslandClient
     store: ShareStore
     fetcher: ShareFetcher
+    joining: Joining
+    """Outer states, from which islands start."""
     stop: threading.Event
     """Set when this process is told to end."""
     log: logging.Logger
-    _thread: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="exchange")
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="exchange")
     )
+    _offering: Future[None] | None = None
     _settling: tuple[int, Future[Settled]] | None = None
     _ended: threading.Event = field(default_factory=threading.Event)
     _own: tuple[int, bytes] | None = None
     """The last share that was offered, with its step."""
 
-    def publish_outer(self, version: int, outer: OuterState) -> None:
-        """Store an outer state for islands that join; remove those that are older than they need.
-
-        Raises:
-            UserError: the store cannot be written.
-        """
-        try:
-            self.store.put_outer(version, outer.theta, outer.momentum)
-        except AlreadyPublished as there:
-            raise UserError(
-                f"the outer state of version {version} was published with other contents",
-                place=there.place,
-                remedy=_REJOIN,
-            ) from there
-        self.store.keep(KEPT_STATES)
-        self.client.announce(self.url, version, outer.digest())
-
-    def fetch_outer(self) -> tuple[int, OuterState]:
-        """Return the newest outer state that another island has stored, and its version.
-
-        Raises:
-            Stopped: this process was told to end before there was one.
-            UserError: it did not arrive, or is not the one that was announced.
-        """
-        begun, report_at = time.monotonic(), REPORT_EVERY_S
-        while True:
-            states = self.client.outer_states()
-            # An island that has not noticed a rollback may still announce a later version.
-            within = (each for each in states.stored if each.version <= states.committed)
-            if found := [each for each in within if each.island != self.island]:
-                newest = max(found, key=lambda each: each.version)
-                theta, momentum = self.fetcher.fetch_outer(
-                    newest.island,
-                    newest.url,
-                    newest.version,
-                    digest=newest.digest,
-                    size=self.size,
-                    deadline_s=FETCH_S,
-                )
-                return newest.version, OuterState(np.array(theta), np.array(momentum))
-            if self.stop.wait(1.0):
-                raise Stopped
-            waited = time.monotonic() - begun
-            if waited >= report_at:
-                self.log.info("%.0f s waiting for an island that has the outer state", waited)
-                report_at = waited + REPORT_EVERY_S
-
-    def misfit(self, version: int, outer: OuterState, *, offered: bool) -> str:
-        """Return why a full state does not fit what the coordinator has; empty if it does.
-
-        It does not after a rollback, or where one of the two was restored from a copy.
-
-        Args:
-            version: of the outer state.
-            outer: that state.
-            offered: whether the full state says that the share of step `version` was offered.
-        """
-        states = self.client.outer_states()
-        if version > states.committed:
-            return f"only {states.committed} steps are committed"
-        recorded = self.client.result_of(version - 1) if version else None
-        if recorded is not None and recorded != outer.digest():
-            return f"the others have another outer state of version {version}"
-        if version < states.oldest:
-            return f"records before step {states.oldest} are not served any more"
-        if offered and version == states.committed:
-            answer = self.client.record(version, 0.0)
-            if not isinstance(answer, Committed) and self.island not in answer.offered:
-                return f"the coordinator has no share of step {version} that it would count"
-        return ""
-
-    def forget(self, version: int) -> None:
-        """Remove what this island stored of a history that is not the run's.
-
-        Shares of committed steps before it stay: the others may need them.
-
-        Args:
-            version: of the full state that does not fit.
-        """
-        self.store.remove_from(min(version, self.client.outer_states().committed))
-
     def offer(self, step: int, base: str, data: bytes, weight: float, norm: float) -> None:
-        """Store a share and tell the coordinator of it.
+        """Store a share, begin to tell the coordinator of it and to wait for the step's record.
 
-        Where this island stored another share of the step before, that one counts: the others may
-        have it already.
+        The record may come as soon as the last offer has, so nobody waits for the answer to the
+        offer. Where this island stored another share of the step before, that one counts: the
+        others may have it already.
 
         Args:
             step: its number.
@@ -205,8 +122,7 @@ class Exchange(AbstractContextManager["Exchange"]):
             norm: L2 norm of the share.
 
         Raises:
-            UserError: the store cannot be written, or the coordinator refuses the offer because
-                outer states or documents differ.
+            UserError: the store cannot be written.
         """
         try:
             manifest = self.store.put_share(step, data)
@@ -232,27 +148,34 @@ class Exchange(AbstractContextManager["Exchange"]):
             weight=weight,
             norm=norm,
         )
-        if not self.client.offer(offer):
-            self.log.info("step %d is committed already", step)
+        self._offering = self._threads.submit(self._tell, offer)
+        self._settle_later(step)
+
+    def offered(self) -> None:
+        """Wait until the coordinator has the last offer, which no other process would repeat.
+
+        Raises:
+            UserError: the coordinator does not answer, or it refuses the offer because outer states
+                or documents differ.
+        """
+        if self._offering is not None:
+            self._offering.result()
 
     def record(self, step: int) -> CommitRecord | None:
         """Return the record of a step if there is one already."""
         answer = self.client.record(step, 0.0)
         return answer.record if isinstance(answer, Committed) else None
 
-    def settle(self, step: int) -> None:
-        """Begin to wait for the record of a step and for its shares."""
-        self._settling = step, self._thread.submit(self._settle, step)
-
     def settled(self, step: int) -> Settled:
-        """Return what `settle` waited for.
+        """Wait for the record of a step and for its shares.
 
         Raises:
             Stopped: this process was told to end.
-            UserError: a share cannot be had, or is not what its island signed.
+            UserError: as `offered`; or a share cannot be had, or is not what its island signed.
         """
+        self.offered()
         if self._settling is None or self._settling[0] != step:
-            self.settle(step)
+            self._settle_later(step)
         assert self._settling is not None, "just begun"
         return self._settling[1].result()
 
@@ -268,8 +191,15 @@ class Exchange(AbstractContextManager["Exchange"]):
         self._ended.set()
         while self._settling and not wait([self._settling[1]], _CANCEL_EVERY_S).done:
             self.fetcher.cancel()
-        self._thread.shutdown()
+        self._threads.shutdown()
         self.fetcher.close()
+
+    def _tell(self, offer: ShareOffered) -> None:
+        if not self.client.offer(offer):
+            self.log.info("step %d is committed already", offer.step)
+
+    def _settle_later(self, step: int) -> None:
+        self._settling = step, self._threads.submit(self._settle, step)
 
     def _settle(self, step: int) -> Settled:
         begun = time.monotonic()
@@ -284,6 +214,7 @@ class Exchange(AbstractContextManager["Exchange"]):
         mean = self._mean(data, weights)
         cosines = self._cosines(data, weights, mean)
         refused = self._refused(step, cosines)
+        self.fetcher.keep({step})
         if refused:
             mean = self._mean({i: each for i, each in data.items() if i not in refused}, weights)
         received = sum(len(each) for island, each in data.items() if island != self.island)
@@ -301,15 +232,14 @@ class Exchange(AbstractContextManager["Exchange"]):
             if waited >= report_at:
                 names = ", ".join(answer.waiting_for) or "nobody: the coordinator is late"
                 self.log.info("step %d: %.0f s waiting for the shares of %s", step, waited, names)
+                # One of them may wait for an outer state; a restarted coordinator knows of none.
+                self.joining.publish()
                 report_at = waited + REPORT_EVERY_S
 
     def _gather(self, step: int, contributors: Sequence[Contribution]) -> dict[str, bytes]:
         """Return the shares of a record, in its order; those of others are fetched at once."""
         others = [each for each in contributors if each.island != self.island]
-        try:
-            fetched = self.fetcher.fetch_shares(step, others, FETCH_S)
-        except CancelledError as error:
-            raise Stopped from error
+        fetched = self._fetch(step, others)
         found = {each.island: data for each, data in zip(others, fetched, strict=True)}
         return {
             each.island: bytes(found[each.island])
@@ -317,6 +247,31 @@ class Exchange(AbstractContextManager["Exchange"]):
             else self._own_share(step, each)
             for each in contributors
         }
+
+    def _fetch(self, step: int, others: Sequence[Contribution]) -> list[np.ndarray]:
+        """Fetch shares from where their islands are now: one may have moved since its offer.
+
+        Raises:
+            Stopped: this process was told to end.
+            BadObject: a share is not what its island signed.
+            UserError: a share cannot be had: at the next start this island joins anew if it was
+                removed.
+        """
+        deadline = time.monotonic() + FETCH_S
+        while True:
+            urls = {each.island: each.url for each in self.client.outer_states().stored}
+            found = [replace(each, url=urls.get(each.island, each.url)) for each in others]
+            left = deadline - time.monotonic()
+            try:
+                return self.fetcher.fetch_shares(step, found, min(left, ATTEMPT_S))
+            except CancelledError as error:
+                raise Stopped from error
+            except BadObject:
+                raise
+            except UserError as error:
+                if left <= ATTEMPT_S or self.joining.removed(step):
+                    raise
+                self.log.warning("step %d: trying again: %s", step, error)
 
     def _own_share(self, step: int, share: Contribution) -> bytes:
         """Return this island's share as it was offered, also by a process before this one."""
@@ -327,7 +282,7 @@ class Exchange(AbstractContextManager["Exchange"]):
             raise UserError(
                 f"step {step}: this island's own share is not the one that it offered",
                 place=self.url,
-                remedy=_REJOIN,
+                remedy=REJOIN,
             )
         return own
 

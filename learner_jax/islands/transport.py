@@ -129,17 +129,14 @@ class ShareStore:
             raise _damaged(path, "its chunks are not those that were published")
         return found
 
-    def keep(self, count: int) -> None:
+    def keep(self, since: int) -> None:
         """Remove old objects, except those that are being read.
 
         Args:
-            count: outer states to keep, at least 1: the newest, and all shares since the oldest of
-                these, so that an island that was away can go on from it.
+            since: a policy version; its outer state and all that is newer stays.
         """
         stored = layout.stored_versions(self._store, self._run)
-        outer = [version for version in stored if version % 2 == 0]
-        oldest = outer[-count] if len(outer) >= count else 0
-        newer = sum(version >= oldest for version in stored)
+        newer = sum(version >= 2 * since for version in stored)
         if newer:
             prune(self._store, run=self._run, keep_versions=newer)
 

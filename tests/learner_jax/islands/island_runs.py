@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -43,10 +43,19 @@ class IslandRun:
         folder: gets the run directory, and the folders of the other islands below it.
         spec: with `learner.islands`.
         tokenizer: folder of the run's tokenizer.
+        through: gives a link to the server of a URL. The islands reach the coordinator and each
+            other's shares by such links.
     """
 
-    def __init__(self, folder: Path, spec: RunSpec, tokenizer: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        spec: RunSpec,
+        tokenizer: Path,
+        through: Callable[[str], str] = lambda url: url,
+    ) -> None:
         assert spec.learner.islands is not None
+        self._through = through
         self.path, self.spec = folder, spec
         self.names = [member.name for member in spec.learner.islands.members]
         self._stack = ExitStack()
@@ -66,7 +75,7 @@ class IslandRun:
         return self.path if first else self.path / "work" / f"island-{island}"
 
     def __enter__(self) -> IslandRun:
-        stack, store = self._stack, self.path / "store"
+        stack, store, through = self._stack, self.path / "store", self._through
         origin = self._served(
             lambda started: run_origin(store / "origin", log=LOG, started=started)
         )
@@ -86,9 +95,9 @@ class IslandRun:
             url = self._served(lambda started, at=shares: run_origin(at, log=LOG, started=started))
             self.links[name] = IslandLink(
                 name,
-                coordinator,
+                through(coordinator),
                 self.path / "keys" / f"island-{name}.key",
-                url,
+                through(url),
                 shares,
                 () if name == self.names[0] else (origin,),
                 self.root.public_hex,
@@ -124,11 +133,11 @@ class IslandRun:
         self._stack.callback(_end, process)
         return process
 
-    def train(self, names: Sequence[str] | None = None) -> None:
+    def train(self, names: Sequence[str] | None = None, *, deadline_s: float = DEADLINE_S) -> None:
         """Trains islands, all by default, to the end of the run."""
         started = {name: self.start(name) for name in names or self.names}
         for name, process in started.items():
-            assert process.wait(DEADLINE_S) == 0, self.log(name).read_text()[-3000:]
+            assert process.wait(deadline_s) == 0, self.log(name).read_text()[-3000:]
 
     def log(self, island: str) -> Path:
         return self.folder(island) / "island.log"

@@ -300,8 +300,8 @@ def test_the_newest_outer_states_and_all_shares_since_are_kept(islands: Islands)
         store.put_share(step, bytes([step]))
         if step % 2 == 0:
             store.put_outer(step, theta + step, theta)
-        store.keep(2)
-    # then the two newest outer states are there, with what leads from the older to now
+        store.keep(step - 2)
+    # then what is older than the outer state of version 2 is gone
     assert stored_versions(islands.folder / "a", RUN) == [4, 5, 7, 8, 9]
     islands.store("b").keep(1)  # of an empty store
 
