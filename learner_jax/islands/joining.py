@@ -111,8 +111,9 @@ class Joining:
         begun, report_at = time.monotonic(), REPORT_EVERY_S
         while True:
             states = self.client.outer_states()
-            # An island that has not noticed a rollback may still announce a later version.
-            found = [each for each in states.stored if each.version <= states.committed]
+            # An island that has not noticed a rollback may still announce another version.
+            left = range(states.oldest, states.committed + 1)
+            found = [each for each in states.stored if each.version in left]
             for each in sorted(found, key=lambda each: -each.version):
                 if each.island == self.island or not self.can_follow(each.version):
                     continue
@@ -167,6 +168,8 @@ class Joining:
 
     def forget(self, version: int) -> None:
         """Remove what this island stored of a history that is not the run's.
+
+        Shares of committed steps before it stay: the others may need them.
 
         Args:
             version: of the full state that does not fit.
