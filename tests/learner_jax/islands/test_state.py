@@ -138,7 +138,15 @@ class FakeExchange:
     comes_late: bool = False
     offered: list[int] = field(default_factory=list)
 
-    def hold_outer(self, version: int, outer: OuterState, *, store: bool) -> None:
+    @property
+    def joining(self) -> FakeExchange:
+        """It stands for `Joining` too."""
+        return self
+
+    def misfit(self, version: int, outer: OuterState, *, offered: bool) -> str:
+        return ""
+
+    def hold(self, version: int, outer: OuterState, *, store: bool) -> None:
         if store:
             with self.coordinator.changed:
                 self.coordinator.stored[version] = outer
@@ -147,7 +155,7 @@ class FakeExchange:
     def can_follow(self, version: int) -> bool:
         return True
 
-    def fetch_outer(self) -> tuple[int, OuterState]:
+    def fetch(self) -> tuple[int, OuterState]:
         """The state of version 0, or the newest for an island that comes late."""
         stored = self.coordinator.stored
         with self.coordinator.changed:
