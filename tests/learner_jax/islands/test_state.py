@@ -136,7 +136,7 @@ class FakeExchange:
     coordinator: FakeCoordinator
     island: str
     comes_late: bool = False
-    offered: list[int] = field(default_factory=list)
+    offers: list[int] = field(default_factory=list)
 
     @property
     def joining(self) -> FakeExchange:
@@ -171,9 +171,12 @@ class FakeExchange:
         over = self.coordinator.results.keys() >= set(range(STEPS))
         return self.coordinator.record(step) if mode == "counts" or over else None
 
+    def offered(self) -> None:
+        """An offer is with the coordinator as soon as it is made."""
+
     def offer(self, step: int, base: str, data: bytes, weight: float, norm: float) -> None:
         assert weight == WEIGHTS[self.island] and norm > 0
-        self.offered.append(step)
+        self.offers.append(step)
         with self.coordinator.changed:
             assert self.coordinator.bases.setdefault(step, base) == base
             # a share that is made again is the same
@@ -340,7 +343,7 @@ def test_whatever_is_dropped_all_hold_the_same_and_replays_give_the_same_bits(
             offers = mode != "away" and not (overlap and before)
             expected += [step] if offers else []
             before = offers and mode == "late"
-        assert exchange.offered == expected, plan
+        assert exchange.offers == expected, plan
         # and from every full state it comes to the same end
         for step in made:
             _, _, again, replayed = train(world, name, step, made)
@@ -384,6 +387,6 @@ def test_an_island_that_joins_begins_at_the_newest_stored_outer_state(overlap: i
         made, exchange, _, joined = train(world, "c", comes_late=True)
         arrays = others[0].result(DEADLINE_S)[3].arrays()
     # then it joined there, contributed, and holds the same outer state
-    assert joined.joined and min(made) >= 4 and exchange.offered == [STEPS - 2, STEPS - 1]
+    assert joined.joined and min(made) >= 4 and exchange.offers == [STEPS - 2, STEPS - 1]
     for name in ("theta", "momentum"):
         np.testing.assert_array_equal(joined.arrays()[name], arrays[name])
