@@ -51,7 +51,10 @@ def make_files(folder: Path) -> Path:
 
 
 def spec_of(folder: Path, names: str, *, steps: int, updates: int, **islands: object) -> RunSpec:
-    """A run over documents with an island of one device for each letter of `names`."""
+    """A run over documents with an island of one device for each letter of `names`.
+
+    Without an option of islands it has one learner, which does the work of all.
+    """
     spec = document_spec(folder, tokens_per_update=128 * len(names), updates_per_step=updates)
     fields = spec.model_dump(mode="json")
     fields["steps"] = steps
@@ -60,7 +63,7 @@ def spec_of(folder: Path, names: str, *, steps: int, updates: int, **islands: ob
         "hardware": {"kind": "cpu", "count": 1},
         "mesh": {},
         "packing": {"tokens": 64, "rows": 2},
-        "islands": {"members": [{"name": name} for name in names], **islands},
+        "islands": {"members": [{"name": name} for name in names], **islands} if islands else None,
     }
     return RunSpec.model_validate(fields)
 

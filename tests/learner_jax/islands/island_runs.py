@@ -27,6 +27,7 @@ from learner_jax.island_link import IslandLink
 from runspec.core.keys import SigningKey
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import state_folder
+from runspec.core.spec.islands import island_names
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from tests.broadcast.conftest import Served
@@ -61,7 +62,7 @@ class IslandRun:
 
     Args:
         folder: gets the run directory, and the folders of the other islands below it.
-        spec: with `learner.islands`.
+        spec: of the run; without `learner.islands` its learner is called `learner`.
         tokenizer: folder of the run's tokenizer.
         through: gives a link to the server of a URL. The islands reach the coordinator and each
             other's shares by such links.
@@ -74,10 +75,9 @@ class IslandRun:
         tokenizer: Path,
         through: Callable[[str], str] = lambda url: url,
     ) -> None:
-        assert spec.learner.islands is not None
         self._through = through
         self.path, self.spec = folder, spec
-        self.names = [member.name for member in spec.learner.islands.members]
+        self.names = island_names(spec) or ["learner"]
         self._stack = ExitStack()
         if (folder / "initial").exists():  # the same run once more
             self.root = SigningKey.load(folder / "keys" / "root.key")
@@ -138,9 +138,11 @@ class IslandRun:
     def start(self, name: str) -> subprocess.Popen[bytes]:
         """Starts an island; its log goes on in its folder."""
         link, folder = self.links[name], self.folder(name)
-        words = ["learner_jax", "train", str(folder), "--island", name, "--key", str(link.key)]
-        words += ["--coordinator-url", link.coordinator, "--share-url", link.share_url]
-        words += ["--share-store", str(link.share_store)]
+        words = ["learner_jax", "train", str(folder)]
+        if self.spec.learner.islands is not None:
+            words += ["--island", name, "--key", str(link.key)]
+            words += ["--coordinator-url", link.coordinator, "--share-url", link.share_url]
+            words += ["--share-store", str(link.share_store)]
         for url in link.weights:
             words += ["--weights", url, "--public-key", self.root.public_hex]
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}

@@ -105,6 +105,8 @@ class FakeCoordinator:
     results: dict[int, str] = field(default_factory=dict)
     stored: dict[int, OuterState] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
+    ended: bool = False
+    """Whether every island has trained to the end: what starts now finds all records."""
 
     def contributors(self, step: int) -> list[str]:
         return [name for name in NAMES if self.plan[name, step] == "counts"]
@@ -167,9 +169,9 @@ class FakeExchange:
         mode = self.coordinator.plan[self.island, step]
         if mode == "away":
             return self.coordinator.committed(step)
-        # a late island begins before the record is there; so it was, when it starts again
-        over = self.coordinator.results.keys() >= set(range(STEPS))
-        return self.coordinator.record(step) if mode == "counts" or over else None
+        # A late island begins before the record is there, and finds it when it starts again.
+        again = mode == "counts" or self.coordinator.ended
+        return self.coordinator.record(step) if again else None
 
     def offered(self) -> None:
         """An offer is with the coordinator as soon as it is made."""
@@ -310,7 +312,9 @@ def planned(overlap: int, seed: int) -> Plan:
 def together(world: World, names: Iterable[str] = NAMES) -> dict[str, Any]:
     with ThreadPoolExecutor(len(NAMES)) as threads:
         running = {name: threads.submit(train, world, name) for name in names}
-        return {name: each.result(DEADLINE_S) for name, each in running.items()}
+        ended = {name: each.result(DEADLINE_S) for name, each in running.items()}
+    world.coordinator.ended = True
+    return ended
 
 
 def assert_same_state(found: TrainState, expected: TrainState) -> None:
