@@ -180,7 +180,7 @@ class Island:
 
         def offer() -> None:
             if self._exchange is not None:
-                self._exchange.offer(step, held.outer.digest(), data, weight, norm)
+                self._exchange.offer(step, held.outer.digest, data, weight, norm)
 
         self._peers.each(offer)
 
@@ -194,7 +194,7 @@ class Island:
 
         def report() -> None:
             if self._exchange is not None:
-                self._exchange.report(step, outer.digest())
+                self._exchange.report(step, outer.digest)
 
         self._peers.each(report)
         rejoins = sent.offered and not counted
@@ -244,7 +244,7 @@ class Island:
         Raises:
             UserError: they differ.
         """
-        own, theirs = self.state.outer.digest(), settled.record.base
+        own, theirs = self.state.outer.digest, settled.record.base
         if own != theirs:
             raise UserError(
                 f"step {step} was trained from the outer state {theirs[:16]}, this island "

@@ -133,9 +133,7 @@ class IslandRun:
         self._stack.callback(_end, process)
         return process
 
-    def train(
-        self, names: Sequence[str] | None = None, *, deadline_s: float = DEADLINE_S
-    ) -> None:
+    def train(self, names: Sequence[str] | None = None, *, deadline_s: float = DEADLINE_S) -> None:
         """Trains islands, all by default, to the end of the run."""
         started = {name: self.start(name) for name in names or self.names}
         for name, process in started.items():
