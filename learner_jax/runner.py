@@ -107,8 +107,8 @@ class _Loop:
         self._state, self.step = island.begin(start.state, start.step, start.beside)
         self.version = island.version
         """The newest version that is committed."""
-        self._batch = start.batch
-        """Digest of the batch manifest trained last."""
+        self._batch = None if island.joined else start.batch
+        """Digest of the batch manifest trained last; None where others trained it."""
         self._versions = VersionWriter(run, build_probe(run.own, run.config, run.mesh), saver)
         self._states = StateWriter(run, start, self._versions, saver)
         self._published = None
