@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -111,12 +111,13 @@ def _one(folder: Path, files: Path, seed: int) -> list[tuple[Happened, float, fl
         overlap=seed % 2,
     )
     happened: list[Happened] = []
+    kinds = cycle(rng.sample([*FAULTS], len(FAULTS)))
     with MindedRun(folder, spec, files / "tokenizer", small=True) as minded:
         minded.all_contribute(CALM)
         end = time.monotonic() + 60.0 * MINUTES
         while time.monotonic() < end and minded.committed < STEPS - CALM:
             minded.pass_time(rng.uniform(0.0, 3.0))
-            kind = rng.choice([*FAULTS])
+            kind = next(kinds)
             cause, names = FAULTS[kind]
             name, begun = rng.choice(names), time.time()
             cause(minded, name, rng)
