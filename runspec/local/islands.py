@@ -69,6 +69,18 @@ def island_pairs(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def missing_text(status: Mapping[str, Any] | None) -> str:
+    """Return for whom the islands that have offered a share wait; empty if for nobody.
+
+    Args:
+        status: `islands` of the coordinator's status; None if it does not answer.
+    """
+    if not status or not any(member["offered"] for member in status["members"]):
+        return ""  # until the first share nobody waits
+    missing = "; ".join(f"{name}: {why}" for name, why in status["waiting_for"].items())
+    return f"for the shares of step {status['committed']} ({missing})" if missing else ""
+
+
 def summarise_islands(
     rows: Sequence[Mapping[str, Any]], *, shares_bytes_sent: int
 ) -> dict[str, Any] | None:
