@@ -20,12 +20,14 @@ import numpy as np
 
 from bridge.publisher import publish_versions
 from broadcast.origin import run_origin
+from broadcast.server import ServerOptions
 from learner_jax.checkpoint import check_state, load_beside, state_steps
 from learner_jax.drawn import draw_initial_model
 from learner_jax.island_link import IslandLink
 from runspec.core.keys import SigningKey
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import state_folder
+from runspec.core.spec.islands import island_names
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from tests.broadcast.conftest import Served
@@ -36,12 +38,31 @@ LOG = logging.getLogger("test")
 DEADLINE_S = 120.0
 
 
+class Service:
+    """A server in a thread; started again, it has the same port.
+
+    Args:
+        make: serves at a port, 0 for a free one, and calls its second argument with it.
+    """
+
+    def __init__(self, make: Callable[[int, Callable[[int], None]], Any]) -> None:
+        self._make, self._port = make, 0
+        self.start()
+
+    def start(self) -> None:
+        self._served = Served(lambda started: self._make(self._port, started))
+        self._port, self.url = self._served.port, self._served.url
+
+    def stop(self) -> None:
+        self._served.stop()
+
+
 class IslandRun:
     """One run; within its block its servers answer.
 
     Args:
         folder: gets the run directory, and the folders of the other islands below it.
-        spec: with `learner.islands`.
+        spec: of the run; without `learner.islands` its learner is called `learner`.
         tokenizer: folder of the run's tokenizer.
         through: gives a link to the server of a URL. The islands reach the coordinator and each
             other's shares by such links.
@@ -54,10 +75,9 @@ class IslandRun:
         tokenizer: Path,
         through: Callable[[str], str] = lambda url: url,
     ) -> None:
-        assert spec.learner.islands is not None
         self._through = through
         self.path, self.spec = folder, spec
-        self.names = [member.name for member in spec.learner.islands.members]
+        self.names = island_names(spec) or ["learner"]
         self._stack = ExitStack()
         if (folder / "initial").exists():  # the same run once more
             self.root = SigningKey.load(folder / "keys" / "root.key")
@@ -76,28 +96,26 @@ class IslandRun:
 
     def __enter__(self) -> IslandRun:
         stack, store, through = self._stack, self.path / "store", self._through
-        origin = self._served(
-            lambda started: run_origin(store / "origin", log=LOG, started=started)
-        )
-        coordinator = self._served(
-            lambda started: serve(
+        origin = self._origin(store / "origin").url
+        self.coordinator = self._service(
+            lambda port, started: serve(
                 self.path,
                 host="127.0.0.1",
-                port=0,
+                port=port,
                 weights=origin,
                 root_public_key=self.root.public_hex,
                 started=started,
             )
         )
-        self.links = {}
+        self.links, self.share_servers = {}, {}
         for name in self.names:
             shares = store / f"shares-{name}"
-            url = self._served(lambda started, at=shares: run_origin(at, log=LOG, started=started))
+            self.share_servers[name] = self._origin(shares)
             self.links[name] = IslandLink(
                 name,
-                through(coordinator),
+                through(self.coordinator.url),
                 self.path / "keys" / f"island-{name}.key",
-                through(url),
+                through(self.share_servers[name].url),
                 shares,
                 () if name == self.names[0] else (origin,),
                 self.root.public_hex,
@@ -120,9 +138,11 @@ class IslandRun:
     def start(self, name: str) -> subprocess.Popen[bytes]:
         """Starts an island; its log goes on in its folder."""
         link, folder = self.links[name], self.folder(name)
-        words = ["learner_jax", "train", str(folder), "--island", name, "--key", str(link.key)]
-        words += ["--coordinator-url", link.coordinator, "--share-url", link.share_url]
-        words += ["--share-store", str(link.share_store)]
+        words = ["learner_jax", "train", str(folder)]
+        if self.spec.learner.islands is not None:
+            words += ["--island", name, "--key", str(link.key)]
+            words += ["--coordinator-url", link.coordinator, "--share-url", link.share_url]
+            words += ["--share-store", str(link.share_store)]
         for url in link.weights:
             words += ["--weights", url, "--public-key", self.root.public_hex]
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
@@ -162,10 +182,17 @@ class IslandRun:
         path = self.folder(island) / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def _served(self, make: Any) -> str:
-        served = Served(make)
-        self._stack.callback(served.stop)
-        return served.url
+    def _service(self, make: Callable[[int, Callable[[int], None]], Any]) -> Service:
+        service = Service(make)
+        self._stack.callback(service.stop)
+        return service
+
+    def _origin(self, store: Path) -> Service:
+        def make(port: int, started: Callable[[int], None]) -> Any:
+            options = ServerOptions(listen=("127.0.0.1", port))
+            return run_origin(store, log=LOG, started=started, options=options)
+
+        return self._service(make)
 
     def _make_keys(self) -> None:
         keys, roles = self.path / "keys", {}

@@ -67,6 +67,19 @@ def test_after_the_quorum_others_have_the_grace_time_and_are_named() -> None:
     assert run.islands.tallies["b"].bytes == 400
 
 
+def test_steps_go_on_while_nobody_publishes_versions() -> None:
+    # given a run whose first island is away, after version 0
+    run = Run(policy_of(quorum=2))
+    for step in range(4):
+        # then each step is signed once those before are committed, and no more ahead than usual
+        assert step < run.state.next_close <= step + 1 + run.state.policy.async_level
+        for island in ("b", "c"):
+            run.offer(island)
+        run.now += GRACE_S
+        run.commit()
+        run.advance()
+
+
 def test_the_next_record_names_the_one_before() -> None:
     run = Run(policy_of(quorum=1, grace="1s"))
     previous = None

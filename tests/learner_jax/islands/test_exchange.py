@@ -1,0 +1,152 @@
+"""What an island may follow, where it joins, and what it does while it waits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from bridge.codecs import codec
+from learner_jax.islands import exchange as exchange_module
+from learner_jax.islands.exchange import Exchange
+from learner_jax.islands.joining import KEPT_PERIODS, Joining
+from learner_jax.islands.outer import OuterState
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes
+from verify.formats.islands import CommitRecord, Contribution, Dropped, OuterStates, StoredOuter
+from verify.island_client import Committed, Waiting
+
+EVERY, N = 4, 8
+OUTER = OuterState.initial(np.arange(N, dtype=np.float32))
+
+
+def share_of(step: int) -> bytes:
+    return bytes([step] * 4 * N)
+
+
+@dataclass
+class FakeOthers:
+    """Stands for the coordinator, the own store and the servers of the others."""
+
+    committed: int = 0
+    """Steps; `b` contributed its share to the even ones, `a` to all."""
+    announced: dict[str, int] = field(default_factory=dict)
+    down: set[str] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+    """Steps whose own share is not in the store."""
+    said: list[tuple[str, int]] = field(default_factory=list)
+    put: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    waits: int = 0
+
+    def record(self, step: int, wait_s: float) -> Committed | Waiting:
+        if step >= self.committed:
+            if wait_s:
+                self.waits += 1
+                self.committed += self.waits == 3
+            return Waiting({"c": "no share offered"}, [])
+        zero, names = "0" * 64, ["a", "b"] if step % 2 == 0 else ["a"]
+        digest = digest_bytes(share_of(step))
+        contributors = [Contribution(n, "http://x:1", zero, digest, 4 * N, 1.0, 1.0) for n in names]
+        dropped = [Dropped("b", "late")] if step % 2 else []
+        record = CommitRecord("run", step, zero, "float32", contributors, dropped, None, 1, zero)
+        return Committed(record, zero)
+
+    def outer_states(self) -> OuterStates:
+        stored = [
+            StoredOuter(name, f"http://{name}:1", version, OUTER.digest())
+            for name, version in self.announced.items()
+        ]
+        return OuterStates(stored, self.committed, 0)
+
+    def announce(self, url: str, version: int, digest: str) -> None:
+        self.said.append((url, version))
+
+    def share(self, step: int) -> bytes | None:
+        return None if step in self.lost else share_of(step)
+
+    def put_outer(self, version: int, theta: np.ndarray, momentum: np.ndarray) -> str:
+        self.put.append(version)
+        return ""
+
+    def keep(self, since: Any) -> None:
+        self.kept += [since] if isinstance(since, int) else []
+
+    def fetch_outer(self, island: str, url: str, version: int, **_: Any) -> Any:
+        self.asked.append(island)
+        if island in self.down:
+            raise UserError("did not arrive")
+        return OUTER.theta, OUTER.momentum
+
+    def fetch_shares(self, step: int, shares: Any, deadline_s: float) -> list[np.ndarray]:
+        if self.down:
+            raise UserError("did not arrive")
+        return [np.frombuffer(share_of(step), np.uint8) for _ in shares]
+
+    def close(self) -> None:
+        pass
+
+
+def exchange_of(fake: FakeOthers) -> Exchange:
+    others = {name: cast(Any, fake) for name in ("client", "store", "fetcher")}
+    both: dict[str, Any] = {"island": "b", "url": "http://b:1", "size": N, **others}
+    both |= {"stop": threading.Event(), "log": logging.getLogger("test")}
+    return Exchange(
+        run="run",
+        corpus="",
+        codec=codec("float32"),
+        min_cosine=None,
+        joining=Joining(every=EVERY, **both),
+        **both,
+    )
+
+
+def test_an_island_can_follow_where_all_shares_are_left() -> None:
+    fake = FakeOthers(committed=13, announced={"a": 12})
+    kept = 12 - KEPT_PERIODS * EVERY
+    joining = exchange_of(fake).joining
+    assert joining.can_follow(kept) and joining.can_follow(13)
+    # not where others have removed theirs, nor where its own are lost
+    assert not joining.can_follow(kept - 1)
+    fake.lost = {6}
+    assert not joining.can_follow(6) and joining.can_follow(7)
+    # a share that it did not contribute is not missed
+    fake.lost = {7}
+    assert joining.can_follow(kept)
+
+
+def test_an_island_joins_where_it_can_and_from_whoever_answers() -> None:
+    # given a newest state whose island is down, one behind the island's own lost share, one more
+    fake = FakeOthers(committed=9, announced={"a": 8, "c": 8, "d": 4}, down={"a"}, lost={6})
+    version, outer = exchange_of(fake).joining.fetch()
+    assert version == 8 and fake.asked == ["a", "c"]
+    np.testing.assert_array_equal(outer.theta, OUTER.theta)
+
+
+def test_a_long_wait_stores_the_newest_outer_state_and_says_so_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange_module, "REPORT_EVERY_S", 0.0)
+    fake = FakeOthers(committed=10)
+    exchange = exchange_of(fake)
+    exchange.joining.hold(10, OUTER, store=False)
+    assert fake.put == fake.said == []
+    # when the record of the next step is late
+    with exchange:
+        settled = exchange.settled(10)
+    # then it is stored once, and announced at each report
+    assert settled.record.step == 10 and settled.received == 4 * N
+    assert fake.put == [10] and set(fake.said) == {("http://b:1", 10)} and len(fake.said) > 1
+    assert set(fake.kept) == {(10 // EVERY - KEPT_PERIODS) * EVERY}
+
+
+def test_a_share_that_was_removed_is_not_waited_for() -> None:
+    fake = FakeOthers(committed=30, announced={"a": 28}, down={"a"})
+    exchange = exchange_of(fake)
+    with exchange, pytest.raises(UserError, match="did not arrive"):
+        exchange.settled(3)
