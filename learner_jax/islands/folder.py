@@ -4,6 +4,8 @@ with the batch of each step as it is trained."""
 from __future__ import annotations
 
 import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from learner_jax.distributed import LearnerRun
 from learner_jax.feed import Reader
 from learner_jax.island_link import IslandLink
 from learner_jax.islands.mirror import Mirror, fetch_initial
-from learner_jax.manifests import StopSignal, own_share
+from learner_jax.manifests import POLL_S, StopSignal, own_share
 from runspec.core.keys import SigningKey
 from runspec.core.spec.resolved import load_resolved
 from verify.formats.batch import BatchManifest
@@ -49,8 +51,24 @@ def prepare_folder(folder: Path, link: IslandLink, log: logging.Logger) -> None:
     )
 
 
+class _Told:
+    """Another's stop signal, for a thread that may only look at it."""
+
+    def __init__(self, stop: StopSignal) -> None:
+        self._stop = stop
+
+    def is_set(self) -> bool:
+        return self._stop.is_set()
+
+    def wait(self, timeout: float) -> bool:
+        time.sleep(timeout)
+        return self.is_set()
+
+
 class MirroredReader:
     """A reader of batches whose files the coordinator sends.
+
+    While a step is trained, the manifest of the next one is brought.
 
     Args:
         run: of an island without the run directory.
@@ -63,7 +81,9 @@ class MirroredReader:
         key, root = SigningKey.load(link.key), run.root_public_key()
         client = IslandClient(link.coordinator, run.spec.name, key, root_public_key=root)
         self._mirror = Mirror(run.folder, run.spec, client, root)
-        self._reader, self._island = reader, link.name
+        self._reader, self._island, self._steps = reader, link.name, run.spec.steps
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="manifest")
+        self._ahead: Future[bool] | None = None
 
     def wait(self, step: int, stop: StopSignal, log: logging.Logger) -> Any | None:
         """Wait for the manifest of a step, and bring the rollouts of the island's share.
@@ -71,8 +91,14 @@ class MirroredReader:
         Raises:
             UserError: the coordinator does not answer, or a file is not what the manifest names.
         """
+        while self._ahead is not None and not self._ahead.done():
+            if stop.wait(POLL_S):
+                return None
         if not self._mirror.bring_manifest(step, stop):
             return None
+        if step + 1 < self._steps:
+            bring = self._mirror.bring_manifest
+            self._ahead = self._thread.submit(bring, step + 1, _Told(stop))
         manifest = self._reader.wait(step, stop, log)
         if isinstance(manifest, BatchManifest):
             groups = manifest.groups[own_share(manifest, self._island)]
