@@ -134,22 +134,24 @@ class _Loop:
         Raises:
             Stopped: as the class; the step is trained again.
         """
-        batch = result = None
+        batch = result = weight = None
         if not self._island.sits_out(self.step):
             batch = self._next()
             if batch is None:
                 return False
-            result = self._recipe.train(self._state, batch, self._start, self._published)
-            self._state = result.state
+            weight = self._recipe.weight(batch)
+            if weight > 0.0 or self._run.link is None:  # a small step may leave an island nothing
+                result = self._recipe.train(self._state, batch, self._start, self._published)
+                self._state = result.state
             self._clock.trained()
-        going_on = self._end_step(batch)
+        going_on = self._end_step(weight)
         self.step, self._batch = self.step + 1, batch and batch.digest
         if not going_on:
             return False
         if self._island.version > self.version:
             self.version = self._island.version
             self._publish()
-        if batch is not None:
+        if result is not None:
             said = Said(self._versions.difference, self._island.last)
             self._recipe.record(batch, result, Times(*self._clock.take()), said)
         if self.step % self._run.spec.checkpoints.every == 0:
@@ -170,9 +172,8 @@ class _Loop:
                 self.save()
             raise
 
-    def _end_step(self, batch: Any | None) -> bool:
+    def _end_step(self, weight: float | None) -> bool:
         """Give the others this island's share; return whether to go on."""
-        weight = None if batch is None else self._recipe.weight(batch)
         try:
             self._state = self._island.end_step(self.step, self._state, weight)
         except Stopped:

@@ -49,7 +49,8 @@ class Member(Protocol):
         Args:
             step: the step that ends.
             state: the training state after it; of a step that the island sat out, before it.
-            weight: loss denominator of what was trained; None where the island sat the step out.
+            weight: loss denominator of what was trained, 0 for nothing; None where the island sat
+                the step out.
 
         Returns:
             The state in which the next step begins.
