@@ -171,9 +171,9 @@ class _Blocks(Codec):
     def _encode(self, x: np.ndarray, scales: np.ndarray) -> np.ndarray:
         """Values of blocks, float32 [B, block], with scales, [B, 1], none of them 0."""
 
-    @abstractmethod
     def _decode(self, scales: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Scales [B, 1] and values of B blocks: their elements, float32 [B, block]."""
+        return values.astype(np.float32) * scales
 
 
 class _Float16(_Blocks):
@@ -185,9 +185,6 @@ class _Float16(_Blocks):
     def _encode(self, x: np.ndarray, scales: np.ndarray) -> np.ndarray:
         return (x / scales).astype(np.float16)
 
-    def _decode(self, scales: np.ndarray, values: np.ndarray) -> np.ndarray:
-        return values.astype(np.float32) * scales
-
 
 class _Int8(_Blocks):
     kind, feedback, block, steps, dtype = "int8", 1.0, 256, 127, "i1"
@@ -197,9 +194,6 @@ class _Int8(_Blocks):
 
     def _encode(self, x: np.ndarray, scales: np.ndarray) -> np.ndarray:
         return np.rint(x / scales).astype(np.int8)
-
-    def _decode(self, scales: np.ndarray, values: np.ndarray) -> np.ndarray:
-        return values.astype(np.float32) * scales
 
 
 class _Int4(_Blocks):

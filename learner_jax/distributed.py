@@ -38,7 +38,9 @@ from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.models.config import ModelConfig
+from runspec.core.object_store import Folder
 from runspec.core.process import EXIT_USER_ERROR, RunStopped
+from runspec.core.run_files import corpus_cache, outer_folder, params_folder, state_folder
 from runspec.core.spec.islands import island_names, island_spec
 from runspec.core.spec.schema import RunSpec
 
@@ -388,6 +390,26 @@ class LearnerRun:
     def trunk(self) -> bool:
         """Whether this program's folder is the run directory: it writes the versions."""
         return self.island is None or self.island == island_names(self.spec)[0]
+
+    @property
+    def params(self) -> Folder:
+        """Folder of the parameters of versions, until they are published."""
+        return params_folder(self.folder, self.spec, self._apart)
+
+    @property
+    def states(self) -> Folder:
+        """Folder of this learner's full states."""
+        return state_folder(self.folder, self.spec, self._apart)
+
+    @property
+    def corpus_cache(self) -> Path:
+        """Cache of tokenized documents, which the run's islands on one machine share."""
+        return corpus_cache(self.folder if self.trunk else outer_folder(self.folder))
+
+    @property
+    def _apart(self) -> str | None:
+        """Name of an island that does not share the run's folders."""
+        return None if self.trunk else self.island
 
     def root_public_key(self) -> str:
         """The public key that the run's roles are signed with."""

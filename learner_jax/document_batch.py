@@ -13,7 +13,7 @@ from learner_jax.distributed import LearnerRun
 from learner_jax.manifests import RangeReader, manifest_digest, own_share
 from learner_jax.packing import TokenBatch
 from runspec.core.canonical import canonical_json, parse_object
-from runspec.core.run_files import corpus_cache, initial_model
+from runspec.core.run_files import initial_model
 from verify.formats.islands import IslandShare
 from verify.formats.ranges import RangeManifest, RowRange
 from verify.formats.tables import Column, Schema, decode_table, encode_table, text
@@ -61,8 +61,8 @@ class DocumentReader(RangeReader):
     def __init__(self, run: LearnerRun, root_public_key: str) -> None:
         super().__init__(run.folder, run.spec, root_public_key)
         self._island = run.island
-        cache = corpus_cache(run.folder)
-        self.corpus: Corpus = open_corpus(run.spec, initial_model(run.folder), cache, run.log)
+        model, cache = initial_model(run.folder), run.corpus_cache
+        self.corpus: Corpus = open_corpus(run.spec, model, cache, run.log)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
         self._ahead: tuple[RowRange, Future[CorpusRows]] | None = None
 

@@ -36,8 +36,7 @@ from runspec.core.run_files import (
     clear_unfinished,
     initial_model,
     numbered,
-    params_folder,
-    state_folder,
+    remove_entry,
     step_folder,
 )
 from runspec.core.spec.schema import RunSpec
@@ -82,10 +81,10 @@ def find_start(
         UserError: the state is damaged, or of another run.
     """
     spec, model_dir = run.spec, initial_model(run.folder)
-    states = state_folder(run.folder, spec)
+    states = run.states
 
     def newest() -> dict[str, Any]:
-        for folder in (states, params_folder(run.folder, spec)):
+        for folder in (states, run.params):
             clear_unfinished(folder, run.log)
         digest = _model_digest(model_dir)
         steps = state_steps(states)
@@ -216,6 +215,19 @@ class StateWriter:
         self._reference, self._corpus = start.model_digest, start.corpus
         self._newest = start.step
 
+    def clear(self) -> None:
+        """Remove the full states: an island that joins anew leaves what it had."""
+        folder = self._run.states
+
+        def remove() -> None:
+            if self._run.peers.first:
+                for step in state_steps(folder):
+                    self._run.log.info("%s is removed", folder / f"step_{step}")
+                    remove_entry(folder / f"step_{step}")
+
+        self._run.peers.each(remove)
+        self._newest = 0
+
     def write(
         self,
         step: int,
@@ -250,7 +262,7 @@ class StateWriter:
         self, info: StateInfo, state: TrainState, beside: Mapping[str, np.ndarray]
     ) -> Finish:
         run, spec = self._run, self._run.spec
-        folder = state_folder(run.folder, spec)
+        folder = run.states
         write = save_state(folder, info, state, keep=spec.checkpoints.keep, beside=beside)
 
         def finish() -> None:

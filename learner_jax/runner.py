@@ -26,8 +26,8 @@ from learner_jax.execution import full_float32
 from learner_jax.fingerprint import fingerprint
 from learner_jax.full_states import Start, StateWriter, find_start
 from learner_jax.island_link import IslandLink
-from learner_jax.islands.exchange import Stopped
-from learner_jax.islands.island import join
+from learner_jax.islands.join import join
+from learner_jax.islands.joining import Stopped
 from learner_jax.islands.member import Member
 from learner_jax.metrics import Clock
 from learner_jax.recipes import Recipe, Said, Times, recipe_of
@@ -108,7 +108,7 @@ class _Loop:
         self.version = island.version
         """The newest version that is committed."""
         self._batch = None if island.joined else start.batch
-        """Digest of the batch manifest trained last; None where others trained it."""
+        """Digest of the batch manifest trained last; None where it is not known."""
         self._versions = VersionWriter(run, build_probe(run.own, run.config, run.mesh), saver)
         self._states = StateWriter(run, start, self._versions, saver)
         self._published = None
@@ -121,6 +121,7 @@ class _Loop:
         if run.spec.publishes(self.version):
             self._published = self._versions.start(self.version, self._weights(), start.published)
         if island.joined:  # so that another start goes on from here
+            self._states.clear()
             self.save()
         if left:
             recipe.compile(self._state, start, self._published)

@@ -31,7 +31,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.models.config import ModelConfig
 from runspec.core.process import RunStopped
-from runspec.core.run_files import params_folder, versions_in, weights_folder
+from runspec.core.run_files import versions_in, weights_folder
 from runspec.core.spec.schema import RunSpec
 
 PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
@@ -60,7 +60,7 @@ class VersionWriter:
         self, run: LearnerRun, probe: Callable[[Any], dict[str, Any]], saver: Saver
     ) -> None:
         self._run, self._probe, self._saver = run, probe, saver
-        self._params = params_folder(run.folder, run.spec)
+        self._params = run.params
         self._weights = weights_folder(run.folder)
         made_on = run.folder / "checkpoints" / FINGERPRINTS_FILE
         self._made_on = MadeOn(made_on, run.fingerprint, run.peers)

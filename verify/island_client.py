@@ -25,10 +25,10 @@ from verify.formats.batch import MAX_BYTES as MAX_BATCH_BYTES
 from verify.formats.islands import (
     MAX_RECORD_BYTES,
     CommitRecord,
+    OuterStates,
     ShareOffered,
-    StoredOuter,
     open_commit,
-    read_stored,
+    read_outer_states,
     record_digest,
     sign_offer,
 )
@@ -105,13 +105,13 @@ class IslandClient:
         body = canonical_json({"url": url, "version": version, "digest": digest})
         self._http.call("POST", "/v1/islands/outer", body=body)
 
-    def stored(self) -> list[StoredOuter]:
-        """Return the newest outer state of each island that announced one."""
+    def outer_states(self) -> OuterStates:
+        """Return the newest outer state of each island that announced one, and how far the run
+        is."""
         answer = self._get("/v1/islands/outer", 0.0, max_bytes=MAX_RECORD_BYTES)
         try:
-            body = parse_object(answer.content, max_bytes=MAX_RECORD_BYTES)
-            return read_stored(list(body["stored"]))
-        except (BadSignature, MalformedJson, KeyError, TypeError) as error:
+            return read_outer_states(answer.content)
+        except BadSignature as error:
             raise self._http.not_believed(error) from error
 
     def offer(self, offer: ShareOffered) -> bool:

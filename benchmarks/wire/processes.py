@@ -107,6 +107,15 @@ class Processes:
         self._stack.callback(_end, process)
         return Started(process, log)
 
+    def links(
+        self, bits_per_s: float, *urls: str, round_trip_s: float = 0.0
+    ) -> tuple[list[str], Started]:
+        """A throttled link of its own to each server."""
+        addresses = [url.removeprefix("http://") for url in urls]
+        command = ["-m", "tests.throttle", bits_per_s, *addresses, "--round-trip", round_trip_s]
+        carrier = self.start(*command)
+        return [carrier.line() for _ in urls], carrier
+
 
 class Tree(Processes):
     """A run that is broadcast: `publish` gives it a version, `client` waits for version 1."""
@@ -147,12 +156,6 @@ class Tree(Processes):
         command += ["--store", str(store), "--listen", "127.0.0.1:0", "--public-key", self._root]
         server = self.start(*command)
         return _address(server), server
-
-    def links(self, bits_per_s: float, *urls: str) -> tuple[list[str], Started]:
-        """A throttled link of its own to each server."""
-        addresses = [url.removeprefix("http://") for url in urls]
-        carrier = self.start("-m", "tests.throttle", bits_per_s, *addresses)
-        return [carrier.line() for _ in urls], carrier
 
     def client(self, *urls: str, deadline_s: float) -> Started:
         """A client that knows version 0 already and waits for the next; see `wire.client`."""

@@ -1,7 +1,8 @@
 """The exchange of one island with the others: it offers a share, and gets what a record names.
 
-One thread waits for records and fetches shares, so that an island may train meanwhile. Everything
-here is numpy and HTTP, in process 0; the collective parts are in `island`.
+One thread sends an offer while another waits for its record and fetches shares, so that an island
+may train meanwhile. Everything here is numpy and HTTP, in process 0; the collective parts are in
+`island`.
 """
 
 from __future__ import annotations
@@ -19,30 +20,20 @@ import numpy as np
 
 from bridge.codecs import Codec
 from broadcast.store import AlreadyPublished
-from learner_jax.islands.outer import OuterState, weighted_mean
+from learner_jax.islands.joining import ATTEMPT_S, REJOIN, REPORT_EVERY_S, Joining, Stopped
+from learner_jax.islands.outer import weighted_mean
 from learner_jax.islands.state import Flat
 from learner_jax.islands.transport import BadObject, ShareFetcher, ShareStore
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
-from verify.formats.islands import CommitRecord, Contribution, ShareOffered, StoredOuter
+from verify.formats.islands import CommitRecord, Contribution, ShareOffered
 from verify.island_client import Committed, IslandClient
 
 WAIT_S = 5.0
 """Seconds that the coordinator may hold a question for a record; a stop takes effect after it."""
 FETCH_S = 1800.0
 """Seconds that the shares of a step may take to arrive."""
-ATTEMPT_S = 30.0
-"""Seconds of one try; the next one asks where the islands are now."""
-REPORT_EVERY_S = 30.0
-KEPT_PERIODS = 2
-"""Of `checkpoints.every` steps: so much of the past stays in a store, for islands that start again
-at an older full state, beside what came after the newest outer state."""
 _CANCEL_EVERY_S = 0.1
-_REJOIN = "remove this island's folder and its store, so that it joins anew"
-
-
-class Stopped(Exception):
-    """This process was told to end while it waited for the others."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +52,28 @@ class Settled:
     seconds: float
     """From the question for the record to the mean."""
 
-    def counted(self, island: str) -> bool:
-        """Return whether an island's share is in the mean."""
-        named = any(each.island == island for each in self.record.contributors)
-        return named and island not in self.refused
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weights of the shares in the mean, by island."""
+        return {
+            each.island: each.weight
+            for each in self.record.contributors
+            if each.island not in self.refused
+        }
+
+    @property
+    def dropped(self) -> dict[str, str]:
+        """Islands whose share is not in the mean, and why."""
+        reasons = {each.island: each.reason for each in self.record.dropped}
+        for island in sorted(self.refused):
+            cosine = self.cosines[island]
+            reasons[island] = f"the cosine of its share to the others is {cosine:.3f}"
+        return reasons
+
+    def part(self, island: str) -> float | None:
+        """Return an island's part of the weights in the mean, 0 to 1; None if it has none."""
+        weights = self.weights
+        return weights[island] / sum(weights.values()) if island in weights else None
 
 
 @dataclass
@@ -80,113 +89,30 @@ class Exchange(AbstractContextManager["Exchange"]):
     codec: Codec
     size: int
     """n: elements of a share."""
-    every: int
-    """Steps between two outer states that every island stores."""
     min_cosine: float | None
     client: IslandClient
     store: ShareStore
     fetcher: ShareFetcher
+    joining: Joining
+    """Outer states, from which islands start."""
     stop: threading.Event
     """Set when this process is told to end."""
     log: logging.Logger
-    _thread: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="exchange")
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="exchange")
     )
+    _offering: Future[None] | None = None
     _settling: tuple[int, Future[Settled]] | None = None
     _ended: threading.Event = field(default_factory=threading.Event)
     _own: tuple[int, bytes] | None = None
     """The last share that was offered, with its step."""
-    _outer: tuple[int, OuterState] | None = None
-    """The newest outer state, with its version."""
-    _announced = -1
-    """Version of the last outer state that was stored."""
-
-    def hold_outer(self, version: int, outer: OuterState, *, store: bool) -> None:
-        """Take the newest outer state, and store it now or when a wait is long.
-
-        Raises:
-            UserError: the store cannot be written.
-        """
-        self._outer = version, outer
-        if store:
-            self.publish_outer()
-
-    def publish_outer(self) -> None:
-        """Store the newest outer state for islands that join; remove what nobody needs any more.
-
-        Raises:
-            UserError: the store cannot be written.
-        """
-        assert self._outer is not None, "`hold_outer` was called"
-        version, outer = self._outer
-        try:
-            if version != self._announced:
-                self.store.put_outer(version, outer.theta, outer.momentum)
-        except AlreadyPublished as there:
-            raise UserError(
-                f"the outer state of version {version} was published with other contents",
-                place=there.place,
-                remedy=_REJOIN,
-            ) from there
-        self._announced = version
-        self.store.keep(self._kept_since(version))
-        self.client.announce(self.url, version, outer.digest())
-
-    def can_follow(self, version: int) -> bool:
-        """Return whether all shares are left that the records since a version name.
-
-        Shares of others are removed in time; this island's own may be lost with its disk.
-        """
-        step = version
-        while (record := self.record(step)) is not None:
-            own = [each for each in record.contributors if each.island == self.island]
-            data = self.store.share(step) if own else None
-            if own and (data is None or digest_bytes(data) != own[0].share):
-                return False
-            step += 1
-        return step == version or not self._removed(version)
-
-    def fetch_outer(self) -> tuple[int, OuterState]:
-        """Return the newest outer state that another island has stored, and its version.
-
-        Raises:
-            Stopped: this process was told to end before there was one.
-            BadObject: it is not the one that was announced.
-        """
-        begun, report_at = time.monotonic(), REPORT_EVERY_S
-        while True:
-            found = [each for each in self.client.stored() if each.island != self.island]
-            for each in sorted(found, key=lambda each: -each.version):
-                if self.can_follow(each.version) and (outer := self._try_outer(each)) is not None:
-                    return each.version, outer
-            if self.stop.wait(1.0):
-                raise Stopped
-            waited = time.monotonic() - begun
-            if waited >= report_at:
-                self.log.info("%.0f s waiting for an island that has the outer state", waited)
-                report_at = waited + REPORT_EVERY_S
-
-    def _try_outer(self, stored: StoredOuter) -> OuterState | None:
-        """Return an outer state; None if its server does not give it soon."""
-        try:
-            theta, momentum = self.fetcher.fetch_outer(
-                *(stored.island, stored.url, stored.version),
-                digest=stored.digest,
-                size=self.size,
-                deadline_s=ATTEMPT_S,
-            )
-        except BadObject:
-            raise
-        except UserError as error:
-            self.log.warning("trying another island: %s", error)
-            return None
-        return OuterState(np.array(theta), np.array(momentum))
 
     def offer(self, step: int, base: str, data: bytes, weight: float, norm: float) -> None:
-        """Store a share and tell the coordinator of it.
+        """Store a share, begin to tell the coordinator of it and to wait for the step's record.
 
-        Where this island stored another share of the step before, that one counts: the others may
-        have it already.
+        The record may come as soon as the last offer has, so nobody waits for the answer to the
+        offer. Where this island stored another share of the step before, that one counts: the
+        others may have it already.
 
         Args:
             step: its number.
@@ -196,8 +122,7 @@ class Exchange(AbstractContextManager["Exchange"]):
             norm: L2 norm of the share.
 
         Raises:
-            UserError: the store cannot be written, or the coordinator refuses the offer because
-                outer states or documents differ.
+            UserError: the store cannot be written.
         """
         try:
             manifest = self.store.put_share(step, data)
@@ -223,27 +148,34 @@ class Exchange(AbstractContextManager["Exchange"]):
             weight=weight,
             norm=norm,
         )
-        if not self.client.offer(offer):
-            self.log.info("step %d is committed already", step)
+        self._offering = self._threads.submit(self._tell, offer)
+        self._settle_later(step)
+
+    def offered(self) -> None:
+        """Wait until the coordinator has the last offer, which no other process would repeat.
+
+        Raises:
+            UserError: the coordinator does not answer, or it refuses the offer because outer states
+                or documents differ.
+        """
+        if self._offering is not None:
+            self._offering.result()
 
     def record(self, step: int) -> CommitRecord | None:
         """Return the record of a step if there is one already."""
         answer = self.client.record(step, 0.0)
         return answer.record if isinstance(answer, Committed) else None
 
-    def settle(self, step: int) -> None:
-        """Begin to wait for the record of a step and for its shares."""
-        self._settling = step, self._thread.submit(self._settle, step)
-
     def settled(self, step: int) -> Settled:
-        """Return what `settle` waited for.
+        """Wait for the record of a step and for its shares.
 
         Raises:
             Stopped: this process was told to end.
-            UserError: a share cannot be had, or is not what its island signed.
+            UserError: as `offered`; or a share cannot be had, or is not what its island signed.
         """
+        self.offered()
         if self._settling is None or self._settling[0] != step:
-            self.settle(step)
+            self._settle_later(step)
         assert self._settling is not None, "just begun"
         return self._settling[1].result()
 
@@ -259,8 +191,15 @@ class Exchange(AbstractContextManager["Exchange"]):
         self._ended.set()
         while self._settling and not wait([self._settling[1]], _CANCEL_EVERY_S).done:
             self.fetcher.cancel()
-        self._thread.shutdown()
+        self._threads.shutdown()
         self.fetcher.close()
+
+    def _tell(self, offer: ShareOffered) -> None:
+        if not self.client.offer(offer):
+            self.log.info("step %d is committed already", offer.step)
+
+    def _settle_later(self, step: int) -> None:
+        self._settling = step, self._threads.submit(self._settle, step)
 
     def _settle(self, step: int) -> Settled:
         begun = time.monotonic()
@@ -293,8 +232,8 @@ class Exchange(AbstractContextManager["Exchange"]):
             if waited >= report_at:
                 names = ", ".join(answer.waiting_for) or "nobody: the coordinator is late"
                 self.log.info("step %d: %.0f s waiting for the shares of %s", step, waited, names)
-                # One may wait for an outer state, and a restarted coordinator knows of none.
-                self.publish_outer()
+                # One of them may wait for an outer state; a restarted coordinator knows of none.
+                self.joining.publish()
                 report_at = waited + REPORT_EVERY_S
 
     def _gather(self, step: int, contributors: Sequence[Contribution]) -> dict[str, bytes]:
@@ -320,7 +259,7 @@ class Exchange(AbstractContextManager["Exchange"]):
         """
         deadline = time.monotonic() + FETCH_S
         while True:
-            urls = {each.island: each.url for each in self.client.stored()}
+            urls = {each.island: each.url for each in self.client.outer_states().stored}
             found = [replace(each, url=urls.get(each.island, each.url)) for each in others]
             left = deadline - time.monotonic()
             try:
@@ -330,18 +269,9 @@ class Exchange(AbstractContextManager["Exchange"]):
             except BadObject:
                 raise
             except UserError as error:
-                if left <= ATTEMPT_S or self._removed(step):
+                if left <= ATTEMPT_S or self.joining.removed(step):
                     raise
                 self.log.warning("step %d: trying again: %s", step, error)
-
-    def _kept_since(self, version: int) -> int:
-        """The version since which an island that stores an outer state keeps everything."""
-        return max(0, version // self.every - KEPT_PERIODS) * self.every
-
-    def _removed(self, step: int) -> bool:
-        """Return whether another island has removed its share of a step."""
-        others = (each for each in self.client.stored() if each.island != self.island)
-        return any(step < self._kept_since(each.version) for each in others)
 
     def _own_share(self, step: int, share: Contribution) -> bytes:
         """Return this island's share as it was offered, also by a process before this one."""
@@ -352,7 +282,7 @@ class Exchange(AbstractContextManager["Exchange"]):
             raise UserError(
                 f"step {step}: this island's own share is not the one that it offered",
                 place=self.url,
-                remedy=_REJOIN,
+                remedy=REJOIN,
             )
         return own
 

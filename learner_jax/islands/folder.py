@@ -18,7 +18,7 @@ from verify.formats.batch import BatchManifest
 from verify.island_client import IslandClient
 
 INITIAL_S = 3600.0
-"""Seconds that version 0 may take to be published and to arrive."""
+"""Seconds that a first version may take to be published, and as many to arrive."""
 
 
 def prepare_folder(folder: Path, link: IslandLink, log: logging.Logger) -> None:
@@ -38,8 +38,15 @@ def prepare_folder(folder: Path, link: IslandLink, log: logging.Logger) -> None:
     assert root is not None, "an island without the run directory is told the root key"
     spec = load_resolved(folder)
     Mirror(folder, spec, IslandClient(link.coordinator, spec.name, key, root_public_key=root), root)
-    log.info("island %s: waiting for version 0", link.name)
-    fetch_initial(folder, link.weights, run=spec.name, root_public_key=root, deadline_s=INITIAL_S)
+    log.info("island %s: waiting for a version of the model", link.name)
+    compared = spec.supervised is None and spec.grpo.kl.coef > 0
+    fetch_initial(
+        *(folder, link.weights),
+        run=spec.name,
+        root_public_key=root,
+        compared=compared,
+        deadline_s=INITIAL_S,
+    )
 
 
 class MirroredReader:

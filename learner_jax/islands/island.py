@@ -7,9 +7,7 @@ gives it.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,19 +19,14 @@ import optax
 from bridge.codecs import Codec, codec
 from bridge.flat import FlatLayout
 from learner_jax.distributed import LearnerRun, Peers
-from learner_jax.islands.exchange import Exchange, Settled, Stopped
-from learner_jax.islands.member import Alone, Member
+from learner_jax.islands.exchange import Exchange, Settled
+from learner_jax.islands.joining import Stopped
 from learner_jax.islands.outer import OuterState, outer_update
 from learner_jax.islands.state import Flat, IslandState
-from learner_jax.islands.transport import ShareFetcher, ShareStore
 from learner_jax.leaves import HostLeaves, leaf_path
 from learner_jax.step import Programs, TrainState
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded
-from runspec.core.keys import SigningKey
-from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
 from runspec.core.spec.schema import Islands
-from verify.island_client import IslandClient
 
 
 class Island:
@@ -75,15 +68,11 @@ class Island:
     def begin(
         self, state: TrainState, step: int, stored: Mapping[str, np.ndarray]
     ) -> tuple[TrainState, int]:
-        if stored and self._can_follow(version := IslandState.of_arrays(stored).version):
+        if stored and self._fits(IslandState.of_arrays(stored)):
             self._state = IslandState.of_arrays(stored)
             self._announce()
             return self._settled(step, state), step
-        if stored:
-            self._run.log.warning(
-                "shares since version %d are not left: this island joins anew", version
-            )
-        elif self._run.trunk and self._can_follow(0):
+        if not stored and self._run.trunk and self._can_follow(0):
             outer = OuterState.initial(self._flat(state.params))
             self._state = IslandState.begin(0, outer, self._codec)
             self._announce()
@@ -99,9 +88,40 @@ class Island:
     def _can_follow(self, version: int) -> bool:
         def left() -> bool:
             assert self._exchange is not None, "process 0"
-            return self._exchange.can_follow(version)
+            return self._exchange.joining.can_follow(version)
 
         return bool(self._peers.json_from_first(left))
+
+    def _fits(self, stored: IslandState) -> bool:
+        """Return whether this island can go on from a full state; it joins anew otherwise.
+
+        Raises:
+            UserError: the trunk's contradicts the coordinator's records.
+        """
+        offered, version = stored.sent is not None and stored.sent.offered, stored.version
+
+        def misfit() -> str:
+            assert self._exchange is not None, "process 0"
+            found = self._exchange.joining.misfit(version, stored.outer, offered=offered)
+            if found and not self._run.trunk:
+                self._exchange.joining.forget(version)
+            return found
+
+        why = self._peers.json_from_first(misfit)
+        if why and self._run.trunk:
+            raise UserError(
+                f"the full state of version {version} does not fit the coordinator's records: "
+                + why,
+                place=str(self._run.folder),
+                remedy="put the run directory back together from one copy",
+            )
+        if not why and not self._can_follow(version):
+            why = "shares since then are removed"
+        if why:
+            self._run.log.warning(
+                "the full state of version %d is left, and the island joins anew: %s", version, why
+            )
+        return not why
 
     def _fetch_outer(self) -> tuple[int, OuterState]:
         found: list[tuple[int, OuterState]] = []
@@ -109,7 +129,7 @@ class Island:
         def fetch() -> int:
             assert self._exchange is not None, "process 0"
             try:
-                found.append(self._exchange.fetch_outer())
+                found.append(self._exchange.joining.fetch())
             except Stopped:
                 return -1
             return found[0][0]
@@ -131,13 +151,16 @@ class Island:
 
         def hold() -> None:
             if self._exchange is not None:
-                self._exchange.hold_outer(held.version, held.outer, store=store)
+                self._exchange.joining.hold(held.version, held.outer, store=store)
 
         self._peers.each(hold)
 
     # -- Steps -----------------------------------------------------------------------------------
 
     def sits_out(self, step: int) -> bool:
+        if self._islands.quorum in (None, len(self._islands.members)):
+            return False  # no step is committed before this island has offered its share
+
         def left_out() -> bool:
             assert self._exchange is not None, "process 0"
             record = self._exchange.record(step)
@@ -174,6 +197,13 @@ class Island:
         return state.params
 
     def arrays(self) -> dict[str, np.ndarray]:
+        if self.state.sent is not None:  # a start from this state offers nothing for the step
+
+            def offered() -> None:
+                if self._exchange is not None:
+                    self._exchange.offered()
+
+            self._peers.each(offered)
         return self.state.arrays()
 
     def _send(self, step: int, state: TrainState, weight: float) -> None:
@@ -185,7 +215,6 @@ class Island:
         def offer() -> None:
             if self._exchange is not None:
                 self._exchange.offer(step, held.outer.digest(), data, weight, norm)
-                self._exchange.settle(step)
 
         self._peers.each(offer)
 
@@ -225,10 +254,10 @@ class Island:
             one = found[0]
             self._check_base(step, one)
             return {
-                "counted": one.counted(self._name),
-                "contributors": [each.island for each in one.record.contributors],
-                "dropped": [each.island for each in one.record.dropped],
-                "refused": sorted(one.refused),
+                "step": step,
+                "contributors": [*one.weights],
+                "dropped": one.dropped,
+                "part": one.part(self._name),
                 "share_bytes": self._codec.size(self._layout.size),
                 "received_bytes": one.received,
                 "share_norm": self._norm,
@@ -240,7 +269,8 @@ class Island:
         if said.pop("stopped", False):
             raise Stopped
         self.last = said
-        return self._from_first(found[0].mean if found else None), said["counted"]
+        counted = self._name in said["contributors"]
+        return self._from_first(found[0].mean if found else None), counted
 
     def _check_base(self, step: int, settled: Settled) -> None:
         """Compare the record's outer state with this island's.
@@ -292,51 +322,6 @@ class Island:
             skipped=jnp.zeros_like(state.skipped),
             joined=None if state.joined is None else jnp.zeros_like(state.joined),
         )
-
-
-@contextmanager
-def join(
-    run: LearnerRun, programs: Programs, corpus: str | None, stop: threading.Event
-) -> Iterator[Member]:
-    """Give the loop its island, with a connection to the others for the block's time.
-
-    Args:
-        run: as this island sees it.
-        programs: of the island.
-        corpus: digest of the documents; None for a run that trains on rollouts.
-        stop: set when this process is told to end.
-
-    Raises:
-        UserError: the key or the store cannot be read.
-    """
-    link, islands, peers = run.link, run.spec.learner.islands, run.peers
-    if link is None:
-        yield Alone()
-        return
-    assert islands is not None, "a link is of a run with islands"
-    if not peers.first:
-        yield Island(run, programs, islands, None)
-        return
-    name, root = run.spec.name, run.root_public_key()
-    key = SigningKey.load(link.key)
-    client = IslandClient(link.coordinator, name, key, root_public_key=root)
-    roles = read_bounded(run.folder / "keys" / "roles.json", MAX_ROLES_BYTES)
-    with Exchange(
-        run=name,
-        island=link.name,
-        url=link.share_url,
-        corpus=corpus or "",
-        codec=codec(islands.codec.kind),
-        size=FlatLayout(run.config).size,
-        every=run.spec.checkpoints.every,
-        min_cosine=islands.min_cosine,
-        client=client,
-        store=ShareStore(link.share_store, run=name, key=key, roles=roles),
-        fetcher=ShareFetcher(run=name, root_public_key=root, folder=run.folder / "shares"),
-        stop=stop,
-        log=run.log,
-    ) as exchange:
-        yield Island(run, programs, islands, exchange)
 
 
 def without_moments(state: optax.OptState, updates: int) -> optax.OptState:

@@ -1,7 +1,7 @@
 """What an island without the run directory needs of it, brought by HTTP into a folder of its own.
 
     FOLDER/keys/roles.json                  the keys of the run, from the coordinator
-    FOLDER/initial/                         the starting model: version 0, from the broadcast tree
+    FOLDER/initial/                         a model of the run's shape, from the broadcast tree
     FOLDER/rollouts/step_<s>/batch.json     the signed manifest of step s, from the coordinator
     FOLDER/rollouts/step_<s>/...            the rollouts of the island's own groups, likewise
 
@@ -236,16 +236,21 @@ def fetch_initial(
     *,
     run: str,
     root_public_key: str,
+    compared: bool,
     deadline_s: float,
     access: Access = NO_TOKEN,
 ) -> Path:
-    """Fetch version 0 as the starting model, unless it is there; a fetch that was killed goes on.
+    """Fetch the starting model, unless it is there; a fetch that was killed goes on.
+
+    An island takes its parameters from the others' outer state, and from the starting model only
+    shape and tokenizer. Any version has these, and version 0 may be served no more.
 
     Args:
         folder: the island's own.
         urls: relays or origins of the run's versions.
         run: name of the run.
         root_public_key: pinned; signs the roles.json that names the publisher.
+        compared: whether the starting model is the reference policy, so that it must be version 0.
         deadline_s: seconds that it may take.
         access: token and certificates for these servers.
 
@@ -260,6 +265,8 @@ def fetch_initial(
         with WeightsClient(
             urls, run=run, root_public_key=root_public_key, cache_dir=cache, access=access
         ) as client:
-            client.fetch(0, manifest_digest=None, deadline_s=deadline_s).rename(final)
+            newest = None if compared else client.latest(None, deadline_s)
+            version = 0 if newest is None else newest.version
+            client.fetch(version, manifest_digest=None, deadline_s=deadline_s).rename(final)
     shutil.rmtree(cache, ignore_errors=True)
     return final

@@ -22,6 +22,7 @@ import numpy as np
 
 from bridge.codecs import Codec
 from learner_jax.islands.outer import OuterState, encode_share
+from runspec.core.run_files import SENT_NAME
 
 Flat = np.ndarray
 """A model's weights as one float32 vector (`bridge.flat.FlatLayout`)."""
@@ -91,7 +92,7 @@ class IslandState:
         if self.residual is not None:
             found["residual"] = self.residual
         if self.sent is not None:
-            found["sent_params"] = self.sent.params
+            found[SENT_NAME] = self.sent.params
             found["sent_offered"] = np.array([self.sent.offered], np.uint8)
             if self.sent.residual is not None:
                 found["sent_residual"] = self.sent.residual
@@ -101,8 +102,8 @@ class IslandState:
     def of_arrays(cls, found: Mapping[str, np.ndarray]) -> IslandState:
         """Return the state that `arrays` gave."""
         sent = None
-        if "sent_params" in found:
+        if SENT_NAME in found:
             offered = bool(found["sent_offered"][0])
-            sent = Sent(found["sent_params"], found.get("sent_residual"), offered)
+            sent = Sent(found[SENT_NAME], found.get("sent_residual"), offered)
         outer = OuterState(found["theta"], found["momentum"])
         return cls(int(found["version"][0]), outer, found.get("residual"), sent)

@@ -140,6 +140,12 @@ class ShareStore:
         if newer:
             prune(self._store, run=self._run, keep_versions=newer)
 
+    def remove_from(self, step: int) -> None:
+        """Remove the shares from a step on, and every outer state."""
+        for stored in layout.stored_versions(self._store, self._run):
+            if stored % 2 == 0 or stored > 2 * step:
+                shutil.rmtree((self._store / layout.manifest_name(self._run, stored)).parent)
+
     def _put(self, version: int, contents: Mapping[str, bytes | np.ndarray]) -> str:
         return publish_objects(
             self._store,

@@ -38,7 +38,8 @@ def show_estimate(estimate: RunEstimate, console: Console) -> None:
         published = f", a version is {size(estimate.version_bytes or 0)}"
         _title(console, "Model", f"{_count(estimate.parameters)} parameters{published}")
     if estimate.learner.memory is not None:
-        _learner(estimate.learner, console)
+        islands = estimate.islands
+        _learner(estimate.learner, console, islands.islands[0].name if islands else None)
     if estimate.parameters is not None and estimate.samplers:
         _samplers(estimate, console)
     if estimate.parameters is not None and (estimate.arrivals or estimate.supervised is None):
@@ -79,11 +80,12 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _learner(learner: LearnerEstimate, console: Console) -> None:
+def _learner(learner: LearnerEstimate, console: Console, island: str | None) -> None:
     memory = learner.memory
     assert memory is not None
-    devices = learner.devices or "its"
-    _title(console, "Learner", f"memory of each of {devices} devices when most is needed")
+    devices, of_island = learner.devices or "its", f"island {island}, " if island else ""
+    which = "its device" if devices == 1 else f"each of {devices} devices"
+    _title(console, "Learner", f"{of_island}memory of {which} when most is needed")
     parts = {name: part for name, part in asdict(memory).items() if name not in ("moment", "host")}
     largest = max(parts.values())
     table = _table("part", ">bytes", "")
@@ -109,27 +111,32 @@ def _islands(islands: IslandsEstimate, console: Console) -> None:
     """Print what islands send in a step, and what of it they wait for."""
     smaller = islands.whole_bytes / islands.share_bytes
     times = f", {smaller:.3g} times smaller than float32" if smaller > 1 else ""
-    text = f"a share is {size(islands.share_bytes)} as {islands.codec}{times}"
-    _title(console, "Islands", text)
+    share = f"a share is {size(islands.share_bytes)} as {islands.codec}{times}"
+    _title(console, "Islands", f"{share}; bytes and times of a step")
     columns = ("devices", ">up", ">down", ">exchange", ">updates", ">busy")
     table = _table("island", *columns)
     for alike in _alike(islands.islands):
-        each, more = alike[0], len(alike) - 1
+        each, count = alike[0], len(alike)
         table.add_row(
             "",
-            f"{each.name} and {more} more" if more else each.name,
+            f"{each.name} ({count} alike)" if count > 1 else each.name,
             f"{number(each.devices)} x {each.hardware}",
             size(each.up_bytes),
             size(each.down_bytes),
-            _time(each.transfer_s),
+            _time(each.transfer_s) if each.transfer_s else "-",
             "-" if each.compute_s is None else _time(each.compute_s),
             "-" if each.utilization is None else f"{each.utilization:.1%}",
         )
     console.print(table)
-    _say(console, f"each needs {size(islands.host_bytes)} in its host's memory")
+    if not any(each.transfer_s for each in islands.islands):
+        _say(console, "no link is declared: what they send counts as there at once")
+    memory, work = size(islands.host_bytes), _time(islands.host_s)
+    _say(console, f"to make and read shares, a host needs {memory} of memory and {work} a step")
     if islands.exposed_s is not None:
         how = "beside the next step's updates" if islands.overlap else "between two steps"
-        _say(console, f"they exchange shares {how}, and wait for {_time(islands.exposed_s)} a step")
+        slowest = f"the slowest waits {_time(islands.exposed_s)} a step"
+        waits = slowest if islands.exposed_s else "nobody waits"
+        _say(console, f"they exchange shares {how}; {waits}")
 
 
 def _alike(islands: Sequence[IslandEstimate]) -> Iterator[list[IslandEstimate]]:
@@ -245,9 +252,9 @@ def _step(estimate: RunEstimate, step: Timeline, console: Console) -> None:
 def _supervised(estimate: RunEstimate, run: SupervisedEstimate, console: Console) -> None:
     """Print the tokens, FLOPs and time of a step and of the run, and how often a version is out."""
     _title(console, "Training", f"{_count(run.step_tokens)} tokens a step, padding included")
-    _say(
-        console, f"{_counted(run.updates, 'update')} of {_counted(run.microbatches, 'microbatch')}"
-    )
+    by_all = ", those of all islands together" if estimate.islands else ""
+    microbatches = _counted(run.microbatches, "microbatch")
+    _say(console, f"{_counted(run.updates, 'update')} of {microbatches}{by_all}")
     table = _table("", ">tokens", ">FLOPs", ">time")
     flops, step_s = estimate.learner.flops, estimate.learner.step_s
     step_flops = None if flops is None else flops.total

@@ -20,6 +20,7 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.spec_model import model_config
 from runspec.core.spec.fields import CHANGE_CLASSES
+from runspec.core.spec.islands import island_names
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import spec_digest
 from runspec.core.spec.schema import RunSpec
@@ -260,6 +261,8 @@ def where_lines(spec: RunSpec, groups: list[dict[str, Any]], files: SpecFiles) -
     here = [group for group in groups if group["here"]]
     away = [group for group in groups if not group["here"]]
     yield f"  {starter}, by `apply`: {', '.join(map(_what, here))}"
+    if islands := island_names(spec):
+        yield f"    (the trunk has island {islands[0]}, which is the learner)"
     yield f"    {here[0]['commands'][0]}"
     for group in away:
         more = f", and {count - 1} more" if (count := len(group["commands"])) > 1 else ""
@@ -267,8 +270,10 @@ def where_lines(spec: RunSpec, groups: list[dict[str, Any]], files: SpecFiles) -
         yield f"    {group['commands'][0]}{more}"
     if away:
         prepare = shlex.join(["runspec", "prepare", *words_of(files, None), "-o", str(SITE)])
-        yield f"  bundles come from `{prepare}`, whose trunk then takes the place of `apply`;"
-        yield "  volunteers need none: they call `runspec join LINK` (docs/join.md)"
+        end = ";" if spec.samplers else ""
+        yield f"  bundles come from `{prepare}`, whose trunk then takes the place of `apply`{end}"
+        if spec.samplers:
+            yield "  volunteers need none: they call `runspec join LINK` (docs/join.md)"
 
 
 def _what(group: dict[str, Any]) -> str:

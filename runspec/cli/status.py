@@ -25,6 +25,7 @@ from runspec.local.conditions import Condition, conditions
 from runspec.local.endpoints import run_link
 from runspec.local.formatting import duration, latency, number, per_second, size
 from runspec.local.full_states import folder_bytes, full_states
+from runspec.local.islands import island_figures, island_pairs
 from runspec.local.machine import free_bytes
 from runspec.local.metrics import Row, input_wait_share, last_known
 from runspec.local.model_folders import trained_model
@@ -50,11 +51,12 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     """Return the status of a run, from its directory alone.
 
     Keys: name, directory, state, reason, held_by, step, steps, wall_s, newest (the last row of
-    metrics.jsonl), training (`training_figures` of a supervised run, else null), published (the
-    newest version that is out), join (the link that volunteers are sent), conditions, roles (by
-    name), events. A run whose supervisor died without a word is `interrupted`. A role whose process
-    went with its supervisor is `ended`. A role's `stage` is what it is at that takes long, like
-    `loading vLLM`, or null.
+    metrics.jsonl), training (`training_figures` of a supervised run, else null), islands
+    (`island_figures` of the newest row, null for one learner), published (the newest version that
+    is out), join (the link that volunteers are sent), conditions, roles (by name), events. A run
+    whose supervisor died without a word is `interrupted`. A role whose process went with its
+    supervisor is `ended`. A role's `stage` is what it is at that takes long, like `loading vLLM`,
+    or null.
     """
     seen = look_at(run_dir)
     return {
@@ -68,6 +70,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         "wall_s": round(seen.wall_s, 3),
         "newest": seen.rows[-1] if seen.rows else None,
         "training": training_figures(seen.rows) if seen.spec.supervised is not None else None,
+        "islands": island_figures(seen.rows[-1]) if seen.rows else None,
         "published": seen.published,
         "join": str(link) if (link := run_link(run_dir, seen.spec)) else None,
         "conditions": [asdict(each) for each in conditions(seen)],
@@ -103,6 +106,8 @@ def _show(seen: Snapshot) -> None:
             print(f"version {seen.published} is published")
         if waited := latency_line(seen.rows[-1]):
             print(waited)
+        for name, text in island_pairs(seen.rows[-1]):
+            print(f"{name}: {text}")
     console.print(condition_table([each for each in conditions(seen) if each.status != "False"]))
     console.print(role_table(seen.roles, seen.stages))
     for event in seen.events:
@@ -157,6 +162,8 @@ def describe_command(run: str, runs_dir: Path) -> int:
     _section("Disk", _disk(seen))
     _section("Budget", _budget(seen))
     _section("Newest step", _figures(seen))
+    if seen.spec.learner.islands is not None:
+        _section("Islands", _islands(seen))
     _lines("Events", [event_line(event) for event in seen.events[-EVENTS:]])
     return 0
 
@@ -256,6 +263,11 @@ def _budget(seen: Snapshot) -> Iterator[tuple[str, str]]:
     for limit in budget.limits(seen.spec):
         left = max(0.0, limit.left_s(seen.wall_s))
         yield limit.path, f"{limit.hours:g} h, {duration(left)} left"
+
+
+def _islands(seen: Snapshot) -> Iterator[tuple[str, str]]:
+    if seen.rows:
+        yield from island_pairs(seen.rows[-1])
 
 
 def _figures(seen: Snapshot) -> Iterator[tuple[str, str]]:

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from runspec.core.files import FULL
 from runspec.local.formatting import latency, number, per_second, share, sparkline
+from runspec.local.islands import commit_text, island_figures, island_pairs
 from runspec.local.metrics import Row, input_wait_share, is_supervised, last_known
 from runspec.local.state import RoleRow
 
@@ -111,14 +112,39 @@ def step_line(rows: Sequence[Row], steps: int) -> str:
         bits = number(last_known(rows, "held_out_bits_per_byte"))
         return (
             f"step {row['step'] + 1}/{steps}  loss {number(row.get('loss'))}  "
-            f"held out {nll} ({bits} bits a byte)  {per_second(row.get('tokens_per_s'))} tok/s  "
-            f"MFU {share(row.get('mfu'))}  waited for input {share(input_wait_share(row))}"
+            f"held out {nll} ({bits} bits a byte)  {per_second(_tokens_per_s(row))} tok/s  "
+            f"MFU {share(row.get('mfu'))}  {_waited(row)}{_islands(row)}"
         )
     return (
         f"step {row['step'] + 1}/{steps}  task {number(row.get('task_reward'))}  "
         f"reward {number(row.get('reward'))}  length error {number(row.get('length_error'))}  "
         f"lag {number(row.get('lag_mean'), 2)}  {per_second(row.get('sampler_tokens_per_s'))} tok/s"
+        f"{_islands(row)}"
     )
+
+
+def _islands(row: Row) -> str:
+    """Return who is in the last commit of a run with islands; empty for one learner."""
+    text = commit_text(row)
+    return f"  {text}" if text else ""
+
+
+def _tokens_per_s(row: Row) -> float | None:
+    """Return the trained tokens a second, with those of other islands."""
+    figures = island_figures(row)
+    return row.get("tokens_per_s") if figures is None else figures["tokens_per_s"]
+
+
+def _waited(row: Row) -> str:
+    """Return the share of the time that a run on documents waited, and for what."""
+    if island_figures(row) is None:
+        return f"waited for input {share(input_wait_share(row))}"
+    return f"waited {share(_wait_share(row))}, most for the {row.get('waited_for') or 'islands'}"
+
+
+def _wait_share(row: Row) -> float | None:
+    busy = row.get("learner_busy_fraction")
+    return None if busy is None else 1.0 - busy
 
 
 def latency_line(row: Row) -> str:
@@ -139,6 +165,7 @@ def _run_table(rows: Sequence[Row], steps: int, width: int) -> Table:
     table.add_row("step", f"{done}/{steps}", "━" * filled + "╌" * (24 - filled))
     if is_supervised(row):
         _add_training(table, rows, width)
+        _add_islands(table, row)
         return table
     curve = _curve(rows, "task_reward", width)
     table.add_row("task reward", number(row.get("task_reward")), curve)
@@ -148,6 +175,7 @@ def _run_table(rows: Sequence[Row], steps: int, width: int) -> Table:
     table.add_row("lag", number(row.get("lag_mean"), 2), lag)
     trained, sampled = per_second(row.get("tokens_per_s")), row.get("sampler_tokens_per_s")
     table.add_row("tokens/s", per_second(sampled), f"sampled, {trained} trained")
+    _add_islands(table, row)
     return table
 
 
@@ -159,10 +187,21 @@ def _add_training(table: Table, rows: Sequence[Row], width: int) -> None:
     bits = number(last_known(rows, "held_out_bits_per_byte"))
     table.add_row("held out", held_out, f"nats a token, {bits} bits a byte")
     table.add_row("bits a byte", number(row.get("bits_per_byte")), "of the trained rows")
-    table.add_row("tokens/s", per_second(row.get("tokens_per_s")), f"MFU {share(row.get('mfu'))}")
+    islands = "" if island_figures(row) is None else "of all islands, the first's "
+    mfu = f"{islands}MFU {share(row.get('mfu'))}"
+    table.add_row("tokens/s", per_second(_tokens_per_s(row)), mfu)
     waited = row.get("waited_for")
     whom = f"most for the {waited}" if waited else ""
-    table.add_row("waited for input", share(input_wait_share(row)), whom)
+    if islands:
+        table.add_row("waited", share(_wait_share(row)), whom)
+    else:
+        table.add_row("waited for input", share(input_wait_share(row)), whom)
+
+
+def _add_islands(table: Table, row: Row) -> None:
+    """Add the figures of a run with islands."""
+    for name, text in island_pairs(row):
+        table.add_row(name, "", text)
 
 
 def _curve(rows: Sequence[Row], key: str, width: int) -> str:

@@ -29,6 +29,10 @@ ARRAYS_NAME = "state"
 """Folder of the arrays of a full state, in step_<N>/."""
 BESIDE_NAME = "beside"
 """Folder beside it, of arrays that are no part of the training state (of learner islands)."""
+SENT_NAME = "sent_params"
+"""Array in that folder where the step's shares were not settled."""
+ISLANDS_NAME = "islands"
+"""Folder in `checkpoints.dir` of the islands after the first, which have a folder each."""
 RECORD_NAME = "state.json"
 """Record of a full state, in step_<N>/; it is written last."""
 MAX_RECORD_BYTES = 64 * 1024 * 1024
@@ -51,6 +55,11 @@ def island_folder(run_dir: Path, role: str) -> Path:
     return run_dir / "work" / role
 
 
+def outer_folder(island: Path) -> Path:
+    """Return the folder in which `island_folder` made an island's."""
+    return island.parent.parent
+
+
 def warm_start_cache(run_dir: Path) -> Path:
     """Return the cache of warm starts, beside the runs: a second run reuses the first one's."""
     return run_dir.parent.parent / ".cache" / "warm_start"
@@ -61,21 +70,28 @@ def corpus_cache(run_dir: Path) -> Path:
     return run_dir.parent.parent / ".cache" / "corpus"
 
 
-def checkpoints_folder(run_dir: Path, spec: RunSpec) -> Folder:
-    """Return the folder that every process of the learner writes to: `checkpoints.dir` if set."""
+def checkpoints_folder(run_dir: Path, spec: RunSpec, island: str | None = None) -> Folder:
+    """Return the folder that every process of a learner writes to: `checkpoints.dir` if set.
+
+    Args:
+        run_dir: of the run, or an island's own folder.
+        spec: of the run.
+        island: name of an island after the first; None for the learner of the run directory.
+    """
     if spec.checkpoints.dir is None:
         return run_dir / "checkpoints"
-    return folder_at(spec.checkpoints.dir) / spec.name
+    folder = folder_at(spec.checkpoints.dir) / spec.name
+    return folder if island is None else folder / ISLANDS_NAME / island
 
 
-def params_folder(run_dir: Path, spec: RunSpec) -> Folder:
+def params_folder(run_dir: Path, spec: RunSpec, island: str | None = None) -> Folder:
     """Return the folder of v<N>/: Orbax parameters of version N, until they are published."""
-    return checkpoints_folder(run_dir, spec) / "params"
+    return checkpoints_folder(run_dir, spec, island) / "params"
 
 
-def state_folder(run_dir: Path, spec: RunSpec) -> Folder:
+def state_folder(run_dir: Path, spec: RunSpec, island: str | None = None) -> Folder:
     """Return the folder of step_<N>/: the full training state after N steps."""
-    return checkpoints_folder(run_dir, spec) / "state"
+    return checkpoints_folder(run_dir, spec, island) / "state"
 
 
 def weights_folder(run_dir: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 from runspec.core.canonical import MalformedJson
 from runspec.core.errors import UserError
 from runspec.core.object_store import Folder
-from runspec.core.run_files import damaged_file, numbered, record_of, state_folder
+from runspec.core.run_files import SENT_NAME, damaged_file, numbered, record_of, state_folder
 from runspec.core.spec.schema import RunSpec
 
 
@@ -25,6 +25,18 @@ class FullState:
     def bytes(self) -> int | None:
         """Bytes of all its files; None in an object store."""
         return folder_bytes(self.path) if isinstance(self.path, Path) else None
+
+    def is_committed(self) -> bool:
+        """Return whether it holds the version of its number.
+
+        It does not where an island wrote it before the step's record came. An unreadable one counts
+        as committed: `require_whole` says what is wrong.
+        """
+        try:
+            beside = record_of(self.path).get("beside")
+        except (OSError, MalformedJson):
+            return True
+        return not (isinstance(beside, Mapping) and SENT_NAME in beside)
 
     def require_whole(self) -> None:
         """Compares every file with the digests in state.json, as the learner will.

@@ -10,6 +10,8 @@ from typing import Any
 
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.files import read_bounded
+from runspec.core.spec.role_names import shares_name
+from runspec.local.islands import summarise_islands
 
 FILE_NAME = "metrics.jsonl"
 MAX_LINE_BYTES = 1024 * 1024
@@ -65,10 +67,11 @@ def is_supervised(row: Row) -> bool:
 def input_wait_share(row: Row) -> float | None:
     """Return the share of a step's time that the learner waited for its input.
 
-    Every wait but that for the checkpoint is one for the input. None where no time is known.
+    Every wait but those for checkpoints and for other islands is one for the input. None where no
+    time is known.
     """
     waits, total = row.get("waits") or {}, (row.get("train_s") or 0.0) + (row.get("wait_s") or 0.0)
-    waited = sum(seconds for whom, seconds in waits.items() if whom != "checkpoint")
+    waited = sum(each for whom, each in waits.items() if whom not in ("checkpoint", "islands"))
     return waited / total if total > 0.0 else None
 
 
@@ -84,7 +87,13 @@ def end_figures(summary: Mapping[str, Any]) -> list[tuple[str, float | None, flo
         summary: as `summarise` makes it.
     """
     labels = _SUPERVISED if "tokens" in summary else _GRPO
-    return [(name, summary[f"{key}_first"], summary[f"{key}_last"]) for key, name in labels.items()]
+    found, islands = [(summary, labels)], summary.get("islands")
+    found += [(islands, _ISLANDS)] if islands else []
+    return [
+        (name, figures[f"{key}_first"], figures[f"{key}_last"])
+        for figures, names in found
+        for key, name in names.items()
+    ]
 
 
 _GRPO = {
@@ -99,10 +108,16 @@ _SUPERVISED = {
     "held_out_nll": "Held out, nats a token, measured once",
     "held_out_bits_per_byte": "Held out, bits a byte, measured once",
 }
+_ISLANDS = {
+    "share_norm": "First island's share, norm",
+    "cosine": "First island's share, cosine to the others'",
+}
 """Labels of the figures by key."""
 
 
-def summarise(rows: Sequence[Row], *, wall_s: float, weights_bytes_sent: int) -> dict[str, Any]:
+def summarise(
+    rows: Sequence[Row], *, wall_s: float, weights_bytes_sent: int, shares_bytes_sent: int = 0
+) -> dict[str, Any]:
     """The contents of summary.json.
 
     `first` and `last` are means over the first and last ten steps, and of a held-out loss its first
@@ -115,6 +130,7 @@ def summarise(rows: Sequence[Row], *, wall_s: float, weights_bytes_sent: int) ->
         rows: metrics.jsonl, a row a step, in order.
         wall_s: seconds that the run was up, over all its sessions.
         weights_bytes_sent: bytes of weights that origin and relays served.
+        shares_bytes_sent: bytes that the servers of islands' shares in the run directory sent.
     """
     seconds = [(row.get("train_s") or 0.0) + (row.get("wait_s") or 0.0) for row in rows]
     working = [row.get("train_s") or 0.0 for row in rows]
@@ -128,6 +144,7 @@ def summarise(rows: Sequence[Row], *, wall_s: float, weights_bytes_sent: int) ->
         "skipped_updates": int(sum(row.get("skipped_updates") or 0 for row in rows)),
         "wall_s": round(wall_s, 3),
         "weights_bytes_sent": weights_bytes_sent,
+        "islands": summarise_islands(rows, shares_bytes_sent=shares_bytes_sent),
     }
 
 
@@ -195,8 +212,19 @@ def largest(rows: Sequence[Row], key: str) -> float | None:
 
 def weights_bytes_sent(run_dir: Path) -> int:
     """Bytes of weights that origin and relays served, from their served.json."""
+    return _bytes_sent(run_dir, shares=False)
+
+
+def shares_bytes_sent(run_dir: Path) -> int:
+    """Bytes that the servers of islands' shares served, from their served.json."""
+    return _bytes_sent(run_dir, shares=True)
+
+
+def _bytes_sent(run_dir: Path, *, shares: bool) -> int:
     sent = 0
     for path in sorted((run_dir / "store").glob("*/served.json")):
+        if path.parent.name.startswith(shares_name("")) != shares:
+            continue
         try:
             served = parse_object(read_bounded(path, 4096), max_bytes=4096).get("bytes")
         except MalformedJson:

@@ -135,7 +135,8 @@ def _figure(plot: Mapping[str, Any], rows: Sequence[Row]) -> Figure:
 
 def _curves(rows: Sequence[Row], key: str, label: str) -> list[Curve]:
     """The curve of a key, or one for each target or for each role that was waited for."""
-    known = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    found = ((row["step"], _value(row, key)) for row in rows)
+    known = [(step, value) for step, value in found if value is not None]
     parts = {part for _, value in known if isinstance(value, dict) for part in value}
     if key == "by_target":
         return [Curve(target, _lengths(known, target)) for target in sorted(parts, key=int)]
@@ -145,6 +146,13 @@ def _curves(rows: Sequence[Row], key: str, label: str) -> list[Curve]:
             for role in sorted(parts)
         ]
     return [Curve(label, known, averaged=key not in _NOT_AVERAGED)]
+
+
+def _value(row: Row, key: str) -> Any:
+    """Return a row's value; of `islands.KEY` one of its islands' figures, of a list its length."""
+    outer, _, inner = key.partition(".")
+    value = (row.get(outer) or {}).get(inner) if inner else row.get(key)
+    return len(value) if isinstance(value, list) else value
 
 
 def _lengths(known: Sequence[tuple[int, Mapping]], target: str) -> list[tuple[float, float]]:

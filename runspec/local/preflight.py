@@ -16,8 +16,8 @@ from runspec.core.models.family import load_config
 from runspec.core.models.hardware import device_count
 from runspec.core.models.parameters import WIDTH, trained_count, trained_parameters
 from runspec.core.models.spec_model import model_config
-from runspec.core.run_files import checkpoints_folder, numbered, versions_in
-from runspec.core.spec.islands import island_spec
+from runspec.core.run_files import checkpoints_folder, numbered, state_folder, versions_in
+from runspec.core.spec.islands import island_names, island_spec
 from runspec.core.spec.plugins import PREFILL_GROUP, installed_kinds, missing_plugins
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import load_resolved
@@ -336,7 +336,9 @@ def _checkpoints(spec: RunSpec, run_dir: Path) -> Iterator[Missing]:
         known and checkpoints_folder(run_dir, load_resolved(run_dir)) == folder
     ):
         return
-    if numbered(folder / "state", "step_") or versions_in(folder / "params"):
+    own = (state_folder(run_dir, spec, name) for name in island_names(spec)[1:])
+    states = (folder / "state", *own)
+    if any(numbered(each, "step_") for each in states) or versions_in(folder / "params"):
         yield Missing(
             "checkpoints.dir",
             f"{folder} holds full states of an earlier run of this name",

@@ -18,11 +18,13 @@ from typing import Any
 
 from runspec.core.files import write_atomic
 from runspec.local.formatting import duration, latency, number, per_second, share
+from runspec.local.islands import summary_pairs
 from runspec.local.metrics import (
     JsonLines,
     Row,
     end_figures,
     read_rows,
+    shares_bytes_sent,
     summarise,
     weights_bytes_sent,
 )
@@ -90,6 +92,7 @@ def _table(summary: dict[str, Any]) -> str:
         ("Learner, MFU", share(summary["mfu"])),
         ("Updates skipped", number(summary["skipped_updates"])),
         ("Weights sent", f"{summary['weights_bytes_sent'] / 1e6:,.1f} MB"),
+        *(summary_pairs(summary["islands"]) if summary["islands"] else ()),
     ]
     more = "".join(f"<tr><td>{name}</td><td></td><td>{text}</td></tr>" for name, text in facts)
     head = "<tr><th></th><th>first 10 steps</th><th>last 10 steps</th></tr>"
@@ -169,7 +172,12 @@ def write_summary(run_dir: Path, wall_s: float) -> dict[str, Any] | None:
     rows = read_rows(run_dir)
     if not rows:
         return None
-    summary = summarise(rows, wall_s=wall_s, weights_bytes_sent=weights_bytes_sent(run_dir))
+    summary = summarise(
+        rows,
+        wall_s=wall_s,
+        weights_bytes_sent=weights_bytes_sent(run_dir),
+        shares_bytes_sent=shares_bytes_sent(run_dir),
+    )
     write_atomic(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2).encode() + b"\n")
     samples = JsonLines(run_dir / SAMPLES_FILE).new_rows()
     page = render_report(run_dir.name, rows, samples, summary)

@@ -39,6 +39,7 @@ from runspec.core.run_files import (
     versions_in,
     weights_folder,
 )
+from runspec.core.spec.islands import island_names, step_overlap
 from runspec.core.spec.resolved import load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.local.full_states import full_states
@@ -113,7 +114,7 @@ def complete_rollback(run_dir: Path) -> int | None:
         ) from error
     spec = load_resolved(run_dir)
     try:
-        for entry in _doomed(run_dir, spec, version):
+        for entry in _doomed(run_dir, spec, version, anew=anew):
             if not (intent.get("keep_keys") and entry.name == "keys"):
                 _remove(entry)
         if anew:
@@ -149,8 +150,8 @@ def complete_rollback(run_dir: Path) -> int | None:
 
 def versions_to_go_back_to(run_dir: Path, spec: RunSpec) -> list[int]:
     """Published ones that have a full state, and 0 where the starting model is there."""
-    steps = (state.step for state in full_states(run_dir, spec))
-    found = [step for step in steps if spec.publishes(step)]
+    states = (state for state in full_states(run_dir, spec) if state.is_committed())
+    found = [state.step for state in states if spec.publishes(state.step)]
     start = [0] if (initial_model(run_dir) / "config.json").exists() else []
     return [*start, *found]
 
@@ -170,8 +171,11 @@ def _require_state(run_dir: Path, spec: RunSpec, version: int) -> None:
     found = versions_to_go_back_to(run_dir, spec)
     if version not in found:
         listed = ", ".join(str(each) for each in found) or "none"
+        why = ""
+        if step_overlap(spec):
+            why = ": with learner.islands.overlap only the last step's holds a committed version"
         raise UserError(
-            f"no full state of version {version}",
+            f"no full state of version {version}{why}",
             place=str(state_folder(run_dir, spec)),
             remedy=f"there is one of: {listed}",
         )
@@ -192,15 +196,17 @@ def _require_trained(run_dir: Path, spec: RunSpec, version: int) -> None:
         )
 
 
-def _doomed(run_dir: Path, spec: RunSpec, version: int) -> Iterator[Folder]:
+def _doomed(run_dir: Path, spec: RunSpec, version: int, *, anew: bool) -> Iterator[Folder]:
     """Yield the paths to remove, whole folders where possible."""
     states, weights = state_folder(run_dir, spec), weights_folder(run_dir)
     yield from (states / f"step_{n}" for n in numbered(states, "step_") if n > version)
     yield from (weights / f"v{n}" for n in versions_in(weights) if n >= version)
     yield params_folder(run_dir, spec)
+    for states in _island_states(run_dir, spec):  # those islands join anew
+        yield from (states / f"step_{n}" for n in numbered(states, "step_"))
     # Byte counts of what was served (served.json) stay, for the summary.
     yield from sorted((run_dir / "store").glob(f"*/{spec.name}"))
-    yield run_dir / "work"
+    yield from _work(run_dir, anew=anew)
     yield run_dir / "keys"
     for step in numbered(run_dir / "rollouts", "step_"):
         folder = step_folder(run_dir, step)
@@ -212,11 +218,35 @@ def _doomed(run_dir: Path, spec: RunSpec, version: int) -> Iterator[Folder]:
     yield from (run_dir / SUMMARY_FILE, run_dir / REPORT_FILE)
 
 
+def _work(run_dir: Path, *, anew: bool) -> Iterator[Path]:
+    """Yield what goes of the roles' own folders.
+
+    Islands keep the starting model: its version is not served again.
+    """
+    folder = run_dir / "work"
+    if anew or not folder.is_dir():
+        yield folder
+        return
+    for own in sorted(folder.iterdir()):
+        if initial_model(own).exists():
+            yield from (path for path in sorted(own.iterdir()) if path != initial_model(own))
+        else:
+            yield own
+
+
+def _island_states(run_dir: Path, spec: RunSpec) -> list[Folder]:
+    """Return the folders outside the run directory in which other islands keep full states."""
+    if spec.checkpoints.dir is None:
+        return []
+    return [state_folder(run_dir, spec, name) for name in island_names(spec)[1:]]
+
+
 def _cleared(run_dir: Path, spec: RunSpec) -> Iterator[Folder]:
     """Yield the folders in which a removal that was cut short leaves temporary names."""
     yield from (run_dir, run_dir / "rollouts", *sorted((run_dir / "store").glob("*")))
     yield from (state_folder(run_dir, spec), weights_folder(run_dir))
     yield checkpoints_folder(run_dir, spec)
+    yield from _island_states(run_dir, spec)
 
 
 def _remove(path: Folder) -> None:

@@ -39,7 +39,7 @@ KINDS: tuple[str, ...] = get_args(Kind)
 BOUNDS = {"float32": 0.01, "float16": 0.003, "int8": 0.003, "int4": 0.01, "sparse": 0.01}
 """Largest relative difference in perplexity: of float32 to data-parallel, of others to float32."""
 DEFAULT_RESULTS = Path.home() / ".cache" / "runspec" / "islands_convergence.json"
-OUTER = {"dense": (0.4, 0.7, 1.0), "sparse": (1.0, 1.4, 2.0)}
+OUTER = {"dense": (0.4, 0.7, 1.0), "sparse": (1.0, 2.0, 3.0)}
 """Outer rates that are tried; float32's is that of all dense codecs."""
 
 

@@ -48,6 +48,7 @@ _EVERY = [
     *_of("spec_texts", "commands on specs"),
     *_of("proofs", "proof", "proofs of a rollout", "activations", "proof lines"),
     *_of("deltas", "delta"),
+    *_of("shares", "share"),
     Lane("submission table", "tables", "tables", ("submission",)),
     Lane("verdict table", "tables", "tables", ("verdict",)),
     *_of("tables", "fingerprints", "grades"),

@@ -49,13 +49,13 @@ class IslandApi:
         island, caller = self._island(request)
         body = await read_json(request, caller, {"url", "version", "digest"})
         with refusing(400, BadSignature):
-            (outer,) = read_stored([{"island": island, **body}])
+            outer = read_stored({"island": island, **body})
         self._islands.announce(outer)
         return web.json_response({})
 
     async def _stored(self, request: web.Request) -> web.StreamResponse:
         self._island(request)
-        return web.json_response({"stored": [asdict(each) for each in self._islands.stored()]})
+        return web.json_response(asdict(self._islands.stored()))
 
     async def _offer(self, request: web.Request) -> web.StreamResponse:
         island, caller = self._island(request)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -20,6 +20,8 @@ from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, sign_document
 from runspec.core.spec.fields import NAME_PATTERN
 from verify.formats.payload import STRICT, Digest, Natural, open_payload
+
+T = TypeVar("T")
 
 OFFER_KIND = "share"
 COMMIT_KIND = "commit"
@@ -131,6 +133,20 @@ class StoredOuter:
 
 
 @dataclass(frozen=True)
+class OuterStates:
+    """Where an island can begin."""
+
+    __pydantic_config__ = STRICT
+
+    stored: list[StoredOuter]
+    committed: Natural
+    """Steps that are committed: the newest version of the outer state."""
+    oldest: Natural
+    """The oldest step whose record is served; `committed` if none is. After a rollback older
+    records are not served any more."""
+
+
+@dataclass(frozen=True)
 class Contribution:
     """A share that counts; the fields are those of its offer."""
 
@@ -188,17 +204,31 @@ class CommitRecord:
 
 _OFFER = TypeAdapter(ShareOffered)
 _RECORD = TypeAdapter(CommitRecord)
-_STORED = TypeAdapter(list[StoredOuter])
+_STORED = TypeAdapter(StoredOuter)
+_OUTER_STATES = TypeAdapter(OuterStates)
 
 
-def read_stored(values: list[object]) -> list[StoredOuter]:
-    """Check a list of outer states that islands announced.
+def read_stored(value: Mapping[str, Any]) -> StoredOuter:
+    """Check the outer state that an island announces.
 
     Raises:
         BadSignature: it is malformed.
     """
+    return _checked(_STORED, canonical_json(value))
+
+
+def read_outer_states(data: bytes) -> OuterStates:
+    """Check the coordinator's answer of where an island can begin.
+
+    Raises:
+        BadSignature: it is malformed.
+    """
+    return _checked(_OUTER_STATES, data)
+
+
+def _checked(kind: TypeAdapter[T], data: bytes) -> T:
     try:
-        return _STORED.validate_json(canonical_json(values))
+        return kind.validate_json(data)
     except ValidationError as error:
         raise BadSignature(f"outer states: {error.errors()[0]['msg'][:120]}") from error
 

@@ -64,9 +64,18 @@ class IslandRun:
         folder: gets the run directory, and the folders of the other islands below it.
         spec: of the run; without `learner.islands` its learner is called `learner`.
         tokenizer: folder of the run's tokenizer.
+        through: gives a link to the server of a URL. The islands reach the coordinator and each
+            other's shares by such links.
     """
 
-    def __init__(self, folder: Path, spec: RunSpec, tokenizer: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        spec: RunSpec,
+        tokenizer: Path,
+        through: Callable[[str], str] = lambda url: url,
+    ) -> None:
+        self._through = through
         self.path, self.spec = folder, spec
         self.names = island_names(spec) or ["learner"]
         self._stack = ExitStack()
@@ -86,7 +95,7 @@ class IslandRun:
         return self.path if first else self.path / "work" / f"island-{island}"
 
     def __enter__(self) -> IslandRun:
-        stack, store = self._stack, self.path / "store"
+        stack, store, through = self._stack, self.path / "store", self._through
         origin = self._origin(store / "origin").url
         self.coordinator = self._service(
             lambda port, started: serve(
@@ -104,9 +113,9 @@ class IslandRun:
             self.share_servers[name] = self._origin(shares)
             self.links[name] = IslandLink(
                 name,
-                self.coordinator.url,
+                through(self.coordinator.url),
                 self.path / "keys" / f"island-{name}.key",
-                self.share_servers[name].url,
+                through(self.share_servers[name].url),
                 shares,
                 () if name == self.names[0] else (origin,),
                 self.root.public_hex,
@@ -144,11 +153,11 @@ class IslandRun:
         self._stack.callback(_end, process)
         return process
 
-    def train(self, names: Sequence[str] | None = None) -> None:
+    def train(self, names: Sequence[str] | None = None, *, deadline_s: float = DEADLINE_S) -> None:
         """Trains islands, all by default, to the end of the run."""
         started = {name: self.start(name) for name in names or self.names}
         for name, process in started.items():
-            assert process.wait(DEADLINE_S) == 0, self.log(name).read_text()[-3000:]
+            assert process.wait(deadline_s) == 0, self.log(name).read_text()[-3000:]
 
     def log(self, island: str) -> Path:
         return self.folder(island) / "island.log"

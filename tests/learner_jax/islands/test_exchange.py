@@ -12,11 +12,12 @@ import pytest
 
 from bridge.codecs import codec
 from learner_jax.islands import exchange as exchange_module
-from learner_jax.islands.exchange import KEPT_PERIODS, Exchange
+from learner_jax.islands.exchange import Exchange
+from learner_jax.islands.joining import KEPT_PERIODS, Joining
 from learner_jax.islands.outer import OuterState
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
-from verify.formats.islands import CommitRecord, Contribution, Dropped, StoredOuter
+from verify.formats.islands import CommitRecord, Contribution, Dropped, OuterStates, StoredOuter
 from verify.island_client import Committed, Waiting
 
 EVERY, N = 4, 8
@@ -56,11 +57,12 @@ class FakeOthers:
         record = CommitRecord("run", step, zero, "float32", contributors, dropped, None, 1, zero)
         return Committed(record, zero)
 
-    def stored(self) -> list[StoredOuter]:
-        return [
+    def outer_states(self) -> OuterStates:
+        stored = [
             StoredOuter(name, f"http://{name}:1", version, OUTER.digest())
             for name, version in self.announced.items()
         ]
+        return OuterStates(stored, self.committed, 0)
 
     def announce(self, url: str, version: int, digest: str) -> None:
         self.said.append((url, version))
@@ -91,7 +93,18 @@ class FakeOthers:
 
 
 def exchange_of(fake: FakeOthers) -> Exchange:
-    any_fake = cast(Any, fake)
+    any_fake, stop, log = cast(Any, fake), threading.Event(), logging.getLogger("test")
+    joining = Joining(
+        island="b",
+        url="http://b:1",
+        size=N,
+        every=EVERY,
+        client=any_fake,
+        store=any_fake,
+        fetcher=any_fake,
+        stop=stop,
+        log=log,
+    )
     return Exchange(
         run="run",
         island="b",
@@ -100,33 +113,33 @@ def exchange_of(fake: FakeOthers) -> Exchange:
         codec=codec("float32"),
         size=N,
         min_cosine=None,
-        every=EVERY,
         client=any_fake,
         store=any_fake,
         fetcher=any_fake,
-        stop=threading.Event(),
-        log=logging.getLogger("test"),
+        joining=joining,
+        stop=stop,
+        log=log,
     )
 
 
 def test_an_island_can_follow_where_all_shares_are_left() -> None:
     fake = FakeOthers(committed=13, announced={"a": 12})
     kept = 12 - KEPT_PERIODS * EVERY
-    exchange = exchange_of(fake)
-    assert exchange.can_follow(kept) and exchange.can_follow(13)
+    joining = exchange_of(fake).joining
+    assert joining.can_follow(kept) and joining.can_follow(13)
     # not where others have removed theirs, nor where its own are lost
-    assert not exchange.can_follow(kept - 1)
+    assert not joining.can_follow(kept - 1)
     fake.lost = {6}
-    assert not exchange.can_follow(6) and exchange.can_follow(7)
+    assert not joining.can_follow(6) and joining.can_follow(7)
     # a share that it did not contribute is not missed
     fake.lost = {7}
-    assert exchange.can_follow(kept)
+    assert joining.can_follow(kept)
 
 
 def test_an_island_joins_where_it_can_and_from_whoever_answers() -> None:
     # given a newest state whose island is down, one behind the island's own lost share, one more
     fake = FakeOthers(committed=9, announced={"a": 8, "c": 8, "d": 4}, down={"a"}, lost={6})
-    version, outer = exchange_of(fake).fetch_outer()
+    version, outer = exchange_of(fake).joining.fetch()
     assert version == 8 and fake.asked == ["a", "c"]
     np.testing.assert_array_equal(outer.theta, OUTER.theta)
 
@@ -137,7 +150,7 @@ def test_a_long_wait_stores_the_newest_outer_state_and_says_so_again(
     monkeypatch.setattr(exchange_module, "REPORT_EVERY_S", 0.0)
     fake = FakeOthers(committed=10)
     exchange = exchange_of(fake)
-    exchange.hold_outer(10, OUTER, store=False)
+    exchange.joining.hold(10, OUTER, store=False)
     assert fake.put == fake.said == []
     # when the record of the next step is late
     with exchange:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 
 from bridge.flat import FlatLayout
 from bridge.load import LeafReader
+from runspec.core.errors import UserError
 from runspec.core.models.config import read_config
 from runspec.core.models.family import parse_config
 from runspec.core.spec.schema import RunSpec
+from runspec.local.identity import make_identity
+from runspec.local.rollback import roll_back
 from tests.learner_jax.islands.island_runs import DEADLINE_S, IslandRun
 from tests.learner_jax.test_document_runs import document_spec, files
 
@@ -77,7 +81,8 @@ def test_islands_end_with_the_same_outer_parameters_which_are_the_version(
     # and each step's line says who contributed and what it cost
     for name in straight.names:
         last = straight.lines(name)[-1]["islands"]
-        assert last["contributors"] == ["a", "b"] and last["dropped"] == []
+        assert last["contributors"] == ["a", "b"] and last["dropped"] == {}
+        assert last["step"] == STEPS - 1 and last["part"] == pytest.approx(0.5, abs=0.1)
         assert last["received_bytes"] == last["share_bytes"] > a["theta"].size
         assert -1.0 <= last["cosine"] <= 1.0 and last["share_norm"] > 0
     assert straight.lines("a")[-1]["loss"] < straight.lines("a")[0]["loss"]
@@ -100,3 +105,33 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(
         again.train()
     # then parameters, momentum and residuals are those of the undisturbed run
     assert_same_end(ended(straight), ended(again))
+
+
+def test_after_a_rollback_every_island_goes_on_from_the_version(
+    straight: IslandRun, files: Path, tmp_path: Path
+) -> None:
+    # given a run that has ended, taken back to its second version
+    path = tmp_path / "runs" / "run"
+    shutil.copytree(straight.path, path, symlinks=True)
+    kept = path.with_name("kept")
+    shutil.copytree(path / "work" / "island-b", kept)
+    if straight.spec.learner.islands and straight.spec.learner.islands.overlap:
+        with pytest.raises(UserError, match=r"no full state of version 2: with learner\.islands"):
+            roll_back(path, 2)
+        return
+    roll_back(path, 2)
+    make_identity(path, straight.spec)
+    # and an island that was away meanwhile: its full state is of a version that is gone
+    shutil.rmtree(path / "work" / "island-b")
+    kept.rename(path / "work" / "island-b")
+    # when all start again
+    run = IslandRun(path, straight.spec, files / "tokenizer")
+    with run:
+        run.train()
+    # then that one has joined anew, and all hold the same bits
+    assert "joins anew: only 2 steps are committed" in run.log("b").read_text()
+    a, b = (run.arrays(name) for name in run.names)
+    assert a["version"] == b["version"] == [STEPS]
+    for name in ("theta", "momentum"):
+        np.testing.assert_array_equal(a[name], b[name])
+    assert [line["step"] for line in run.lines("a")] == [*range(STEPS)]

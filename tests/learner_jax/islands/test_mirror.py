@@ -254,31 +254,44 @@ def test_an_island_brings_its_own_groups_from_a_real_coordinator(tmp_path: Path)
             brought.bring_rollouts(0, [stranger])
 
 
-def test_the_starting_model_comes_from_the_broadcast_tree(run: Any, tmp_path: Path) -> None:
-    # given version 0 on a real origin
-    files = {"model.safetensors": bytes(5000), "config.json": b"{}"}
-    (tmp_path / "v0").mkdir()
-    for name, data in files.items():
-        (tmp_path / "v0" / name).write_bytes(data)
+@pytest.mark.parametrize(("versions", "compared"), [((0, 5), True), ((5,), False)])
+def test_the_starting_model_comes_from_the_broadcast_tree(
+    run: Any, tmp_path: Path, versions: tuple[int, ...], compared: bool
+) -> None:
+    # given versions on a real origin: the first is the reference policy, or gone
+    wanted = {"model.safetensors": bytes(5000), "config.json": b"{}"}
     roles = (run.path / "keys" / "roles.json").read_bytes()
-    publish(
-        *(tmp_path / "store", tmp_path / "v0"),
-        run="tiny",
-        version=0,
-        key=run.publisher,
-        roles=roles,
-    )
+    for version in versions:
+        folder = tmp_path / f"v{version}"
+        folder.mkdir()
+        for name, data in wanted.items():
+            (folder / name).write_bytes(data if version == versions[0] else b"another")
+        publish(
+            *(tmp_path / "store", folder),
+            run="tiny",
+            version=version,
+            key=run.publisher,
+            roles=roles,
+        )
     folder, root = tmp_path / "island", run.root.public_hex
     log = logging.getLogger("test")
+
+    def fetch(deadline_s: float) -> Path:
+        return fetch_initial(
+            *(folder, [origin.url]),
+            run="tiny",
+            root_public_key=root,
+            compared=compared,
+            deadline_s=deadline_s,
+        )
+
     with ExitStack() as stack:
         origin = Served(lambda started: run_origin(tmp_path / "store", log=log, started=started))
         stack.callback(origin.stop)
-        # when an island fetches it
-        found = fetch_initial(
-            folder, [origin.url], run="tiny", root_public_key=root, deadline_s=20.0
-        )
+        # when an island fetches one
+        found = fetch(20.0)
     # then it lies where a run directory has it, and nothing else is left
-    assert found == folder / "initial" and contents(found) == files
+    assert found == folder / "initial" and contents(found) == wanted
     assert list((folder / "work").iterdir()) == []
     # and it is not fetched again, though the origin is gone
-    fetch_initial(folder, [origin.url], run="tiny", root_public_key=root, deadline_s=0.1)
+    fetch(0.1)

@@ -136,9 +136,19 @@ class FakeExchange:
     coordinator: FakeCoordinator
     island: str
     comes_late: bool = False
-    offered: list[int] = field(default_factory=list)
+    again: bool = False
+    """Whether the island starts again, when all is committed."""
+    offers: list[int] = field(default_factory=list)
 
-    def hold_outer(self, version: int, outer: OuterState, *, store: bool) -> None:
+    @property
+    def joining(self) -> FakeExchange:
+        """It stands for `Joining` too."""
+        return self
+
+    def misfit(self, version: int, outer: OuterState, *, offered: bool) -> str:
+        return ""
+
+    def hold(self, version: int, outer: OuterState, *, store: bool) -> None:
         if store:
             with self.coordinator.changed:
                 self.coordinator.stored[version] = outer
@@ -147,7 +157,7 @@ class FakeExchange:
     def can_follow(self, version: int) -> bool:
         return True
 
-    def fetch_outer(self) -> tuple[int, OuterState]:
+    def fetch(self) -> tuple[int, OuterState]:
         """The state of version 0, or the newest for an island that comes late."""
         stored = self.coordinator.stored
         with self.coordinator.changed:
@@ -159,13 +169,15 @@ class FakeExchange:
         mode = self.coordinator.plan[self.island, step]
         if mode == "away":
             return self.coordinator.committed(step)
-        # a late island begins before the record is there; so it was, when it starts again
-        over = self.coordinator.results.keys() >= set(range(STEPS))
-        return self.coordinator.record(step) if mode == "counts" or over else None
+        # a late island begins before the record is there; when it starts again, it is there
+        return self.coordinator.record(step) if mode == "counts" or self.again else None
+
+    def offered(self) -> None:
+        """An offer is with the coordinator as soon as it is made."""
 
     def offer(self, step: int, base: str, data: bytes, weight: float, norm: float) -> None:
         assert weight == WEIGHTS[self.island] and norm > 0
-        self.offered.append(step)
+        self.offers.append(step)
         with self.coordinator.changed:
             assert self.coordinator.bases.setdefault(step, base) == base
             # a share that is made again is the same
@@ -269,6 +281,7 @@ def train(
 ) -> tuple[Saved, FakeExchange, TrainState, Island]:
     """Trains an island to the end, from a full state if `saved` has one; keeps all full states."""
     island, exchange = world.island(name, comes_late)
+    exchange.again = saved is not None
     state, stored = saved[first] if saved else (world.initial(), {})
     state, step = island.begin(state, first, stored)
     made: Saved = {step: (state, island.arrays())}
@@ -332,7 +345,7 @@ def test_whatever_is_dropped_all_hold_the_same_and_replays_give_the_same_bits(
             offers = mode != "away" and not (overlap and before)
             expected += [step] if offers else []
             before = offers and mode == "late"
-        assert exchange.offered == expected, plan
+        assert exchange.offers == expected, plan
         # and from every full state it comes to the same end
         for step in made:
             _, _, again, replayed = train(world, name, step, made)
@@ -376,6 +389,6 @@ def test_an_island_that_joins_begins_at_the_newest_stored_outer_state(overlap: i
         made, exchange, _, joined = train(world, "c", comes_late=True)
         arrays = others[0].result(DEADLINE_S)[3].arrays()
     # then it joined there, contributed, and holds the same outer state
-    assert joined.joined and min(made) >= 4 and exchange.offered == [STEPS - 2, STEPS - 1]
+    assert joined.joined and min(made) >= 4 and exchange.offers == [STEPS - 2, STEPS - 1]
     for name in ("theta", "momentum"):
         np.testing.assert_array_equal(joined.arrays()[name], arrays[name])

@@ -137,7 +137,7 @@ def test_people_read_bytes_times_and_shares() -> None:
     spec = spec_with(members=[{"name": name, **SLOW} for name in "abcd"])
     show_estimate(estimated(spec)[0], Console(file=out, width=80, highlight=False))
     text = out.getvalue()
-    for part in ("as float16, 2 times smaller", "a and 3 more", "2 x cpu", "between two steps"):
+    for part in ("as float16, 2 times smaller", "a (4 alike)", "2 x cpu", "between two steps"):
         assert part in text
 
 

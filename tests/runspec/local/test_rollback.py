@@ -23,7 +23,7 @@ from runspec.core.spec.resolved import dump_resolved, load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.local import rollback
 from runspec.local.planning import make_plan
-from runspec.local.rollback import complete_rollback, roll_back
+from runspec.local.rollback import complete_rollback, roll_back, start_anew
 from runspec.local.run_dir import hold
 from runspec.local.state import RunState
 from tests.object_store import BUCKET, s3_server
@@ -316,3 +316,56 @@ def test_states_elsewhere_go_too(tmp_path: Path) -> None:
     (run_dir / "checkpoints" / "state").rename(elsewhere)
     assert rollback_command("small", 2, True, tmp_path) == 0
     assert [path.name for path in elsewhere.iterdir()] == ["step_2"]
+
+
+def of_islands(*, overlap: int = 0) -> RunSpec:
+    spec = on_documents().model_dump(mode="json")
+    islands = {"members": [{"name": "a"}, {"name": "b"}], "overlap": overlap}
+    spec["learner"] |= {"islands": islands, "master_dtype": "float32"}
+    return RunSpec.model_validate(spec)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["run directory", "checkpoints.dir"])
+def test_other_islands_keep_the_starting_model_alone(tmp_path: Path, elsewhere: bool) -> None:
+    # given a run whose second island has full states, shares and a folder
+    spec = of_islands()
+    run_dir = small_run(tmp_path, spec=spec)
+    own = run_dir / "work" / "island-b"
+    states = own / "checkpoints" / "state"
+    if elsewhere:
+        checkpoints = spec.checkpoints.model_copy(update={"dir": str(tmp_path / "states")})
+        spec = spec.model_copy(update={"checkpoints": checkpoints})
+        (run_dir / "spec.json").write_bytes(dump_resolved(spec))
+        (tmp_path / "states" / "small").mkdir(parents=True)
+        (run_dir / "checkpoints" / "state").rename(tmp_path / "states" / "small" / "state")
+        states = tmp_path / "states" / "small" / "islands" / "b" / "state"
+    for name in (
+        *(states / f"step_{step}" / "state.json" for step in (2, 4)),
+        *(own / name for name in ("initial/config.json", "keys/roles.json", "metrics.jsonl")),
+        *(run_dir / "store" / f"shares-{name}" / "small" / "roles.json" for name in "ab"),
+    ):
+        name.parent.mkdir(parents=True, exist_ok=True)
+        name.write_bytes(b"{}")
+    # when the run is taken back
+    assert rollback_command("small", 4, True, tmp_path) == 0
+    # then nothing is left of the island but what version 0 was, and no share of anybody
+    assert [*tree(own)] == ["initial/config.json"]
+    assert not states.exists() or not [*states.iterdir()]
+    assert not [name for name in tree(run_dir) if "shares-" in name]
+    # and a run that starts anew takes another version 0
+    with hold(run_dir):
+        start_anew(run_dir, keep_keys=False)
+    assert not own.exists()
+
+
+def test_a_state_whose_step_is_not_settled_is_no_version_to_go_back_to(tmp_path: Path) -> None:
+    # given islands that overlap steps: their full states lack the others' last shares
+    run_dir = small_run(tmp_path, spec=of_islands(overlap=1))
+    for step in (2, 4):
+        path = run_dir / f"checkpoints/state/step_{step}/state.json"
+        path.write_bytes(dumps({**json.loads(path.read_bytes()), "beside": {"sent_params": []}}))
+    # when it is taken back to one, then it is refused with why
+    with pytest.raises(UserError, match=r"version 4: with learner.islands.overlap only") as error:
+        rollback_command("small", 4, True, tmp_path)
+    assert error.value.remedy == "there is one of: 0, 6"
+    assert rollback_command("small", 6, True, tmp_path) == 0

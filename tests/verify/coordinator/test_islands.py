@@ -264,6 +264,13 @@ def test_a_rollback_opens_the_steps_again(patient: Site) -> None:
         assert (island(patient, "a").result_of(0), island(patient, "a").result_of(1)) == (
             *(outer(0), None),
         )
+        # and an island is told from where on it can follow the records
+        island(patient, "a").announce("http://127.0.0.1:9", 1, outer(0))
+        found = island(patient, "b").outer_states()
+        assert (found.committed, found.oldest) == (1, 1)
+        assert [(each.island, each.version, each.digest) for each in found.stored] == [
+            ("a", 1, outer(0))
+        ]
         patient.publish(1)
         # then the chain of records goes on
         assert commit(patient, 1).record.previous == first.digest

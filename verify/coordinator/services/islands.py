@@ -25,7 +25,7 @@ from verify.coordinator.machine.stalls import Stalled, uncommitted
 from verify.coordinator.machine.state import State
 from verify.coordinator.services.activity import Activity
 from verify.formats.batch import open_batch
-from verify.formats.islands import CommitRecord, StoredOuter, open_offer, sign_commit
+from verify.formats.islands import CommitRecord, OuterStates, StoredOuter, open_offer, sign_commit
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0
@@ -74,9 +74,11 @@ class Islands:
         """
         self._stored[outer.island] = outer
 
-    def stored(self) -> list[StoredOuter]:
-        """Return the outer states that were announced."""
-        return list(self._stored.values())
+    def stored(self) -> OuterStates:
+        """Return the outer states that were announced, and how far the run is."""
+        found = self._journal.state.islands
+        oldest = min(found.records, default=found.step)
+        return OuterStates(list(self._stored.values()), found.step, oldest)
 
     def offer(self, island: str, data: bytes) -> None:
         """Record an island's signed offer for the next step to commit.
