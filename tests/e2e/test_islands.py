@@ -28,7 +28,8 @@ islands:
 
 def spec_text() -> str:
     """The spec of a small pretraining run, with two islands: one on two devices, one on one."""
-    lines = dedent(SPEC).replace("steps: 12", f"steps: {STEPS}").splitlines()
+    text = dedent(SPEC).replace("steps: 12", f"steps: {STEPS}")
+    lines = text.replace("decay_updates: 22", "decay_updates: 16").splitlines()
     at = lines.index("learner:") + 1
     return "\n".join([*lines[:at], *(f"  {line}" for line in ISLANDS.split("\n")), *lines[at:]])
 

@@ -93,32 +93,16 @@ class FakeOthers:
 
 
 def exchange_of(fake: FakeOthers) -> Exchange:
-    any_fake, stop, log = cast(Any, fake), threading.Event(), logging.getLogger("test")
-    joining = Joining(
-        island="b",
-        url="http://b:1",
-        size=N,
-        every=EVERY,
-        client=any_fake,
-        store=any_fake,
-        fetcher=any_fake,
-        stop=stop,
-        log=log,
-    )
+    others = {name: cast(Any, fake) for name in ("client", "store", "fetcher")}
+    both: dict[str, Any] = {"island": "b", "url": "http://b:1", "size": N, **others}
+    both |= {"stop": threading.Event(), "log": logging.getLogger("test")}
     return Exchange(
         run="run",
-        island="b",
-        url="http://b:1",
         corpus="",
         codec=codec("float32"),
-        size=N,
         min_cosine=None,
-        client=any_fake,
-        store=any_fake,
-        fetcher=any_fake,
-        joining=joining,
-        stop=stop,
-        log=log,
+        joining=Joining(every=EVERY, **both),
+        **both,
     )
 
 

@@ -22,7 +22,7 @@ from runspec.core.models.family import load_config
 from tests.learner_jax.document_rows import PACKING, joined, rows_of, supervised_spec
 from tests.learner_jax.islands import opendiloco
 
-STEPS, ISLANDS, UPDATES, LR = 20, 3, 4, 3e-3
+STEPS, ISLANDS, UPDATES, LR = 20, 2, 3, 3e-3
 ROWS = 2 * PACKING.rows
 
 

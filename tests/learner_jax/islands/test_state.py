@@ -105,6 +105,8 @@ class FakeCoordinator:
     results: dict[int, str] = field(default_factory=dict)
     stored: dict[int, OuterState] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
+    ended: bool = False
+    """Whether every island has trained to the end: what starts now finds all records."""
 
     def contributors(self, step: int) -> list[str]:
         return [name for name in NAMES if self.plan[name, step] == "counts"]
@@ -136,8 +138,6 @@ class FakeExchange:
     coordinator: FakeCoordinator
     island: str
     comes_late: bool = False
-    again: bool = False
-    """Whether the island starts again, when all is committed."""
     offers: list[int] = field(default_factory=list)
 
     @property
@@ -169,8 +169,9 @@ class FakeExchange:
         mode = self.coordinator.plan[self.island, step]
         if mode == "away":
             return self.coordinator.committed(step)
-        # a late island begins before the record is there; when it starts again, it is there
-        return self.coordinator.record(step) if mode == "counts" or self.again else None
+        # A late island begins before the record is there, and finds it when it starts again.
+        again = mode == "counts" or self.coordinator.ended
+        return self.coordinator.record(step) if again else None
 
     def offered(self) -> None:
         """An offer is with the coordinator as soon as it is made."""
@@ -281,7 +282,6 @@ def train(
 ) -> tuple[Saved, FakeExchange, TrainState, Island]:
     """Trains an island to the end, from a full state if `saved` has one; keeps all full states."""
     island, exchange = world.island(name, comes_late)
-    exchange.again = saved is not None
     state, stored = saved[first] if saved else (world.initial(), {})
     state, step = island.begin(state, first, stored)
     made: Saved = {step: (state, island.arrays())}
@@ -312,7 +312,9 @@ def planned(overlap: int, seed: int) -> Plan:
 def together(world: World, names: Iterable[str] = NAMES) -> dict[str, Any]:
     with ThreadPoolExecutor(len(NAMES)) as threads:
         running = {name: threads.submit(train, world, name) for name in names}
-        return {name: each.result(DEADLINE_S) for name, each in running.items()}
+        ended = {name: each.result(DEADLINE_S) for name, each in running.items()}
+    world.coordinator.ended = True
+    return ended
 
 
 def assert_same_state(found: TrainState, expected: TrainState) -> None:
