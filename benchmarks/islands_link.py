@@ -58,7 +58,7 @@ class Size:
     documents: int
 
 
-LARGE = Size(hidden=256, layers=6, steps=6, updates=24, tokens=256, documents=3000)
+LARGE = Size(hidden=192, layers=2, steps=5, updates=100, tokens=128, documents=1500)
 QUICK = Size(hidden=64, layers=2, steps=4, updates=2, tokens=64, documents=400)
 CASES = {
     "float32": ("float32", 0),

@@ -108,7 +108,7 @@ class _Loop:
         self.version = island.version
         """The newest version that is committed."""
         self._batch = None if island.joined else start.batch
-        """Digest of the batch manifest trained last; None where it is not known."""
+        """Digest of the batch manifest trained last; None where others trained it."""
         self._versions = VersionWriter(run, build_probe(run.own, run.config, run.mesh), saver)
         self._states = StateWriter(run, start, self._versions, saver)
         self._published = None

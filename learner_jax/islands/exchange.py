@@ -110,9 +110,9 @@ class Exchange(AbstractContextManager["Exchange"]):
     def offer(self, step: int, base: str, data: bytes, weight: float, norm: float) -> None:
         """Store a share, begin to tell the coordinator of it and to wait for the step's record.
 
-        The record may come as soon as the last offer has, so nobody waits for the answer to the
-        offer. Where this island stored another share of the step before, that one counts: the
-        others may have it already.
+        The record may be there before the answer to the last offer is, so the two are not waited
+        for one after the other. Where this island stored another share of the step before, that one
+        counts: the others may have it already.
 
         Args:
             step: its number.

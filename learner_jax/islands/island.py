@@ -214,7 +214,7 @@ class Island:
 
         def offer() -> None:
             if self._exchange is not None:
-                self._exchange.offer(step, held.outer.digest(), data, weight, norm)
+                self._exchange.offer(step, held.outer.digest, data, weight, norm)
 
         self._peers.each(offer)
 
@@ -228,7 +228,7 @@ class Island:
 
         def report() -> None:
             if self._exchange is not None:
-                self._exchange.report(step, outer.digest())
+                self._exchange.report(step, outer.digest)
 
         self._peers.each(report)
         rejoins = sent.offered and not counted
@@ -278,7 +278,7 @@ class Island:
         Raises:
             UserError: they differ.
         """
-        own, theirs = self.state.outer.digest(), settled.record.base
+        own, theirs = self.state.outer.digest, settled.record.base
         if own != theirs:
             raise UserError(
                 f"step {step} was trained from the outer state {theirs[:16]}, this island "

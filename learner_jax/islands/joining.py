@@ -85,7 +85,7 @@ class Joining:
             ) from there
         self._announced = version
         self.store.keep(self._kept_since(version))
-        self.client.announce(self.url, version, outer.digest())
+        self.client.announce(self.url, version, outer.digest)
 
     def can_follow(self, version: int) -> bool:
         """Return whether all shares are left that the records since a version name.
@@ -156,7 +156,7 @@ class Joining:
         if version > states.committed:
             return f"only {states.committed} steps are committed"
         recorded = self.client.result_of(version - 1) if version else None
-        if recorded is not None and recorded != outer.digest():
+        if recorded is not None and recorded != outer.digest:
             return f"the others have another outer state of version {version}"
         if version < states.oldest:
             return f"records before step {states.oldest} are not served any more"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -53,8 +54,9 @@ class OuterState:
         """Return the state before the first step, at parameters [n]."""
         return OuterState(theta, np.zeros_like(theta))
 
+    @cached_property
     def digest(self) -> str:
-        """Return the BLAKE3 digest of theta's bytes, then the momentum's, little-endian."""
+        """The BLAKE3 digest of theta's bytes, then the momentum's, little-endian."""
         hasher = blake3()
         for vector in (self.theta, self.momentum):
             hasher.update(tensor_bytes(vector))

@@ -22,13 +22,14 @@ from runspec.core.spec.resolved import spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.local import budget
 from runspec.local.conditions import Condition, conditions
-from runspec.local.endpoints import run_link
+from runspec.local.endpoints import load_endpoints, run_link
 from runspec.local.formatting import duration, latency, number, per_second, size
 from runspec.local.full_states import folder_bytes, full_states
-from runspec.local.islands import island_figures, island_pairs
+from runspec.local.islands import island_figures, island_pairs, missing_text
 from runspec.local.machine import free_bytes
 from runspec.local.metrics import Row, input_wait_share, last_known
 from runspec.local.model_folders import trained_model
+from runspec.local.progress import coordinator_status
 from runspec.local.run_dir import find_run
 from runspec.local.snapshot import Snapshot, look_at
 from runspec.local.state import AppliedRow, EventRow, RunState
@@ -108,6 +109,8 @@ def _show(seen: Snapshot) -> None:
             print(waited)
         for name, text in island_pairs(seen.rows[-1]):
             print(f"{name}: {text}")
+    if missing := _missing_islands(seen):
+        print(f"waits {missing}")
     console.print(condition_table([each for each in conditions(seen) if each.status != "False"]))
     console.print(role_table(seen.roles, seen.stages))
     for event in seen.events:
@@ -268,6 +271,15 @@ def _budget(seen: Snapshot) -> Iterator[tuple[str, str]]:
 def _islands(seen: Snapshot) -> Iterator[tuple[str, str]]:
     if seen.rows:
         yield from island_pairs(seen.rows[-1])
+    yield "waits", _missing_islands(seen) or "for nobody"
+
+
+def _missing_islands(seen: Snapshot) -> str:
+    """Return for which islands the others wait now, by the coordinator; empty if for none."""
+    endpoints = load_endpoints(seen.directory)
+    if seen.spec.learner.islands is None or not seen.alive or endpoints is None:
+        return ""
+    return missing_text(coordinator_status(endpoints.coordinator).get("islands"))
 
 
 def _figures(seen: Snapshot) -> Iterator[tuple[str, str]]:

@@ -34,7 +34,11 @@ SHARE_BYTES_S = 1e9
 """Rate of one pass of an island's host over its parameters, bytes/s of float32: a codec's, a hash,
 or the outer update. Measured on one core: .4 to 3.4 GB/s by codec."""
 ROUND_TRIPS = 5
-"""Round trips one after another from the last offer of a step until an island has all shares."""
+"""Round trips one after another from the last offer of a step until an island has all shares: a
+connection and the offer, at whose arrival the record is sent to those who wait for it; another
+connection, the manifest, the chunks."""
+REPORT_TRIPS = 2
+"""Round trips in which an island reports an outer state: a connection and the request."""
 CHANGED_SHARE = 0.01
 """Share of the bf16 weights whose bits a step changes at the learning rates of such runs: about
 1 % (PULSE, arXiv 2602.03839)."""

@@ -86,6 +86,7 @@ def _islands(spec: RunSpec) -> Iterator[Assumed]:
     if members(spec):
         yield Assumed("making and reading shares", assumed.SHARE_BYTES_S, "bytes/s", assumed.OURS)
         yield Assumed("exchange of shares", assumed.ROUND_TRIPS, "round trips", assumed.OURS)
+        yield Assumed("report", assumed.REPORT_TRIPS, "round trips", assumed.OURS)
 
 
 _FIELDS = {"peak_flops": ("peak", "FLOP/s"), "memory_bandwidth": ("bandwidth", "bytes/s")}

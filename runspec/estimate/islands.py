@@ -5,15 +5,17 @@ island's upload is shared by those who fetch from it, so island j has all shares
 
     transfer_j = (k - 1) S / min( download_j, min over i != j of upload_i ) + R L
 
-where L is the longest declared latency and R the round trips one after another: offer, record,
-manifest, chunks, and a connection. Before and after, the host makes and reads the shares:
+where L is the longest declared latency and R the round trips one after another. The host makes
+and reads the shares of n parameters, at the rate B of one pass over them, and an island says which
+outer state it has come to, in P round trips:
 
-    host = (k + 3) 4 n / B          n parameters; encode and hash, decode k shares, outer update
+    own  = 6 * 4 n / B + P L    to the host, encode, store, outer update, hash, to the devices
+    read = 2 k * 4 n / B        decode k shares, compare each with their mean
 
-B is the rate of one pass over the parameters. What an island waits for is exposed:
+What an island waits for is exposed. With overlap, transfer and reading go on beside its updates:
 
-    exposed = host + transfer                              without overlap
-    exposed = max(0, host + transfer - its updates' time)  with overlap
+    exposed = own + transfer + read                              without overlap
+    exposed = own + max(0, transfer + read - its updates' time)  with overlap
     step_s  = max over islands of their updates' time + max over islands of exposed
 
 The host holds the outer parameters and momentum, the updates' result, their sum and its successors,
@@ -34,7 +36,12 @@ from math import inf, prod
 from bridge.weight_map import hf_shapes
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import Islands, RunSpec
-from runspec.estimate.assumed import ROUND_TRIPS, SHARE_BYTES_S
+from runspec.estimate.assumed import REPORT_TRIPS, ROUND_TRIPS, SHARE_BYTES_S
+
+_OWN_PASSES, _READ_PASSES = 6, 2
+"""Passes over the parameters, the latter for each share. CPU seconds of 3.3M parameters on one
+core, times `SHARE_BYTES_S` over their bytes, for float32, float16, sparse: own 3.4, 3.8, 4.9,
+and one or two between host and devices; for each share 1.2, 2.7, 1.5."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class IslandsEstimate:
     """Bytes of a share in float32."""
     overlap: int
     host_s: float
-    """Seconds in which an island's host makes and reads shares."""
+    """Seconds in which an island makes and reads shares and reports its outer state."""
     host_bytes: int
     """Bytes in an island's host, at the most."""
     exposed_s: float | None
@@ -83,7 +90,10 @@ class Exchange:
     share_bytes: int
     whole_bytes: int
     """Bytes of a share in float32."""
-    host_s: float
+    own_s: float
+    """Seconds in which an island makes its share and the next outer state, and reports it."""
+    read_s: float
+    """Seconds in which it reads the shares."""
     host_bytes: int
     transfer_s: Mapping[str, float]
     """Seconds until an island has the others' shares, by its name."""
@@ -96,8 +106,8 @@ class Exchange:
             compute_s: seconds of each island's updates, by name.
         """
         hidden = compute_s if islands.overlap else dict.fromkeys(compute_s, 0.0)
-        return max(
-            max(0.0, self.host_s + seconds - hidden[name])
+        return self.own_s + max(
+            max(0.0, seconds + self.read_s - hidden[name])
             for name, seconds in self.transfer_s.items()
         )
 
@@ -127,7 +137,8 @@ def exchange(spec: RunSpec, config: ModelConfig) -> Exchange:
     return Exchange(
         share_bytes=share,
         whole_bytes=whole,
-        host_s=(count + 3) * whole / SHARE_BYTES_S,
+        own_s=_OWN_PASSES * whole / SHARE_BYTES_S + REPORT_TRIPS * latency,
+        read_s=_READ_PASSES * count * whole / SHARE_BYTES_S,
         host_bytes=vectors * whole + count * share,
         transfer_s=transfer,
     )

@@ -197,7 +197,7 @@ def _islands(spec: RunSpec, config: ModelConfig, step_s: float | None) -> Island
         share_bytes=sent.share_bytes,
         whole_bytes=sent.whole_bytes,
         overlap=islands.overlap,
-        host_s=sent.host_s,
+        host_s=sent.own_s + sent.read_s,
         host_bytes=sent.host_bytes,
         exposed_s=sent.exposed_seconds(islands, known) if len(known) == len(computed) else None,
         islands=tuple(found),

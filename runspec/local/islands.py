@@ -12,7 +12,7 @@ from typing import Any
 
 from runspec.local.formatting import number, per_second, seconds, share, size
 
-ENDS = ("share_norm", "cosine")
+_COMPARED = ("share_norm", "cosine")
 """Figures whose first and last values the summary has."""
 
 
@@ -69,14 +69,27 @@ def island_pairs(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def missing_text(status: Mapping[str, Any] | None) -> str:
+    """Return for whom the islands that have offered a share wait; empty if for nobody.
+
+    Args:
+        status: `islands` of the coordinator's status; None if it does not answer.
+    """
+    if not status or not any(member["offered"] for member in status["members"]):
+        return ""  # until the first share nobody waits
+    missing = "; ".join(f"{name}: {why}" for name, why in status["waiting_for"].items())
+    return f"for the shares of step {status['committed']} ({missing})" if missing else ""
+
+
 def summarise_islands(
-    rows: Sequence[Mapping[str, Any]], *, shares_bytes_sent: int
+    rows: Sequence[Mapping[str, Any]], *, shares_bytes_sent: int, ends: int
 ) -> dict[str, Any] | None:
     """Return the islands' part of summary.json; None for a run with one learner.
 
     Args:
         rows: metrics.jsonl, a row a step, in order.
         shares_bytes_sent: bytes that the servers of shares in the run directory sent.
+        ends: rows at either end that are averaged for first and last values.
     """
     known = [(figures, row) for row in rows if (figures := island_figures(row)) is not None]
     if not known:
@@ -86,16 +99,16 @@ def summarise_islands(
     took_s = sum((r.get("train_s") or 0.0) + (r.get("wait_s") or 0.0) for _, r in known)
     waited_s = sum(figures["wait_s"] or 0.0 for figures in commits)
     rates = [figures["tokens_per_s"] for figures in commits if figures["tokens_per_s"] is not None]
-    ends: dict[str, float | None] = {}
-    for key in ENDS:
+    means: dict[str, float | None] = {}
+    for key in _COMPARED:
         values = [figures[key] for figures in commits if figures.get(key) is not None]
-        ends |= {f"{key}_first": _mean(values[:10]), f"{key}_last": _mean(values[-10:])}
+        means |= {f"{key}_first": _mean(values[:ends]), f"{key}_last": _mean(values[-ends:])}
     return {
         "dropped": dict(sorted(dropped.items())),
         "share_bytes": commits[-1].get("share_bytes"),
         "sent_bytes": shares_bytes_sent,
         "received_bytes": sum(figures.get("received_bytes") or 0 for figures in commits),
-        **ends,
+        **means,
         "wait_share": waited_s / took_s if took_s > 0.0 else None,
         "tokens_per_s": _mean(rates),
     }

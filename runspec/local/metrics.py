@@ -144,7 +144,7 @@ def summarise(
         "skipped_updates": int(sum(row.get("skipped_updates") or 0 for row in rows)),
         "wall_s": round(wall_s, 3),
         "weights_bytes_sent": weights_bytes_sent,
-        "islands": summarise_islands(rows, shares_bytes_sent=shares_bytes_sent),
+        "islands": summarise_islands(rows, shares_bytes_sent=shares_bytes_sent, ends=ENDS),
     }
 
 

@@ -4,7 +4,8 @@ The model is METAGENE-1's laptop profile, trained on reads of eight random organ
 names one that is there. New reads of these, the known panel, and of eight organisms that it never
 saw are scored (`score`) and embedded (`embed`) by the commands of `learner_jax`. A read is detected
 as unseen by its bits a base. A ridge regression from embeddings to organisms is fitted to half of
-the reads and tested on the other half; counts of 4-mers and the organisms' own tables compare.
+the reads and tested on the other half; counts of 4-mers and the organisms' own tables compare. All
+is done with whole reads and with their first 20 bases.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from runspec.core.spec.load import SpecFiles, load_layers
 SPEC = Path(__file__).parents[2] / "specs" / "metagene.yaml"
 READS = 4000
 """New reads of the known organisms, and as many of unseen ones."""
+LENGTHS = (100, 20)
+"""Bases of a read that are looked at."""
 UNSEEN_SEED = 1
 RIDGE = 1e-2
 """Penalty on the squared weights, of standardized features, a read."""
@@ -112,30 +115,38 @@ def trained_model(folder: Path) -> Path:
     return folder / "metagene" / "weights" / f"v{steps}"
 
 
-def run() -> dict[str, object]:
-    """Train or find the model, and measure reads.
+def measure(folder: Path, model: Path, length: int) -> dict[str, object]:
+    """Return the figures of reads that are cut to `length` bases.
 
     Returns:
         Mean bits a base of both panels, the area under the ROC curve of unseen against known
         reads, and for each panel the share of the tested reads whose organism is right.
     """
+    figures: dict[str, object] = {}
+    bits = {}
+    for panel, (tables, reads, organisms) in panels().items():
+        cut = [read[:length] for read in reads]
+        bits[panel], embeddings = measured(folder, model, cut)
+        figures[f"{panel}: bits a base"] = round(float(bits[panel].mean()), 3)
+        for name, given in (
+            ("embeddings", probe(embeddings, organisms)),
+            ("4-mers", probe(counts(cut), organisms)),
+            ("their tables", likeliest(tables, cut[1::2])),
+        ):
+            right = float((given == organisms[1::2]).mean())
+            figures[f"{panel}: organism by {name}"] = f"{right:.1%}"
+    figures["AUC of unseen against known"] = round(area(bits["known"], bits["unseen"]), 4)
+    return figures
+
+
+def run() -> dict[str, dict[str, object]]:
+    """Train or find the model, and measure reads.
+
+    Returns:
+        The figures of each length.
+    """
     with tempfile.TemporaryDirectory(prefix="runspec-probe-") as temporary:
         folder = Path(temporary)
         named = os.environ.get("PROBE_MODEL")
         model = Path(named) if named else trained_model(folder / "runs")
-        figures: dict[str, object] = {"reads of a panel": READS}
-        bits = {}
-        for panel, (tables, reads, organisms) in panels().items():
-            bits[panel], embeddings = measured(folder, model, reads)
-            figures[f"{panel}: bits a base"] = round(float(bits[panel].mean()), 3)
-            for name, given in (
-                ("embeddings", probe(embeddings, organisms)),
-                ("4-mers", probe(counts(reads), organisms)),
-                ("their tables", likeliest(tables, reads[1::2])),
-            ):
-                right = float((given == organisms[1::2]).mean())
-                figures[f"{panel}: organism by {name}"] = f"{right:.1%}"
-        figures["unseen against known by bits a base, AUC"] = round(
-            area(bits["known"], bits["unseen"]), 4
-        )
-    return figures
+        return {f"{length} bases": measure(folder, model, length) for length in LENGTHS}

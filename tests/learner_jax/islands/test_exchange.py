@@ -59,7 +59,7 @@ class FakeOthers:
 
     def outer_states(self) -> OuterStates:
         stored = [
-            StoredOuter(name, f"http://{name}:1", version, OUTER.digest())
+            StoredOuter(name, f"http://{name}:1", version, OUTER.digest)
             for name, version in self.announced.items()
         ]
         return OuterStates(stored, self.committed, 0)

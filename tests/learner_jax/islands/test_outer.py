@@ -72,8 +72,8 @@ def test_segments_do_not_show() -> None:
 def test_the_digest_is_of_theta_then_the_momentum() -> None:
     theta, momentum = vectors(2)
     expected = blake3(theta.tobytes() + momentum.tobytes()).hexdigest()
-    assert OuterState(theta, momentum).digest() == expected
-    assert OuterState(momentum, theta).digest() != expected
+    assert OuterState(theta, momentum).digest == expected
+    assert OuterState(momentum, theta).digest != expected
 
 
 def test_the_mean_is_weighted_in_float32_and_in_the_order_given() -> None:

@@ -13,7 +13,7 @@ from bridge.weight_map import hf_shapes
 from runspec.cli.estimate_view import show_estimate
 from runspec.core.models.spec_model import model_config
 from runspec.core.spec.schema import RunSpec
-from runspec.estimate.assumed import ROUND_TRIPS, SHARE_BYTES_S
+from runspec.estimate.assumed import REPORT_TRIPS, ROUND_TRIPS, SHARE_BYTES_S
 from runspec.estimate.islands import IslandEstimate, IslandsEstimate
 from runspec.estimate.price import hourly_prices
 from runspec.estimate.run import RunEstimate, estimate_run
@@ -56,7 +56,8 @@ def test_links_and_latency_are_waited_for_between_steps() -> None:
     assert {(each.up_bytes, each.down_bytes) for each in islands.islands} == {(3 * share,) * 2}
     # and waits for that, the round trips, and its host
     transfer = 3 * share / (50e6 / 8) + ROUND_TRIPS * 0.1
-    host = 7 * 4 * n / SHARE_BYTES_S
+    host = (6 + 2 * 4) * 4 * n / SHARE_BYTES_S + REPORT_TRIPS * 0.1
+    assert islands.host_s == pytest.approx(host)
     assert islands.islands[0].transfer_s == pytest.approx(transfer)
     assert islands.exposed_s == pytest.approx(transfer + host)
     # and holds six vectors and all shares
@@ -78,12 +79,12 @@ def test_overlap_hides_what_fits_beside_the_updates() -> None:
     [_, exposed], [_, hidden] = (
         estimated(spec_with(members=members, overlap=1)) for members in (slow, fast)
     )
-    # then what is left over of the first is waited for, and nothing of the second
+    # then what is left over of the first is waited for, and of both what is done between updates
     compute_s = exposed.islands[0].compute_s
-    assert compute_s is not None and exposed.exposed_s is not None
+    assert compute_s is not None
     busy = exposed.host_s + exposed.islands[0].transfer_s
-    assert exposed.exposed_s == pytest.approx(max(0.0, busy - compute_s))
-    assert (hidden.exposed_s, hidden.islands[0].utilization) == (0.0, 1.0)
+    assert busy > compute_s and exposed.exposed_s == pytest.approx(busy - compute_s)
+    assert hidden.exposed_s == pytest.approx(6 * 4 * elements(spec_with(count=2)) / SHARE_BYTES_S)
 
 
 @pytest.mark.parametrize("count", [1, 8])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from rich.console import Console
 from runspec.cli.status import describe_command, read_status, status_command
 from runspec.cli.view import LiveView, step_line
 from runspec.core.spec.resolved import FILE_NAME, dump_resolved
+from runspec.local.endpoints import Endpoints, save_endpoints
 from runspec.local.metrics import summarise
 from runspec.local.report import REPORT_FILE, write_summary
+from runspec.local.run_dir import hold
 from runspec.local.state import RunState
 from tests.runspec.local.test_supervised import row as one_learner
 from tests.runspec.supervised import supervised_spec
@@ -148,3 +151,28 @@ def test_the_summary_sums_up_the_exchange(tmp_path: Path) -> None:
         assert text in page
     # and a run with one learner has none of it
     assert summarise([one_learner(0)], wall_s=1.0, weights_bytes_sent=0)["islands"] is None
+
+
+def test_islands_that_are_waited_for_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given a live run whose coordinator lacks the share of c
+    run_dir = write(tmp_path, [row(0)])
+    save_endpoints(run_dir, Endpoints("http://127.0.0.1:1", "http://127.0.0.1:2", {}))
+    members = [{"name": name, "offered": name != "c"} for name in "abc"]
+    islands = {"committed": 1, "waiting_for": {"c": "no share offered"}, "members": members}
+    module = import_module("runspec.cli.status")
+    monkeypatch.setattr(module, "coordinator_status", lambda url: {"islands": islands})
+    text = "for the shares of step 1 (c: no share offered)"
+    # then it is shown while the run is up
+    with hold(run_dir):
+        status_command("reads", False, tmp_path)
+        assert f"waits {text}\n" in capsys.readouterr().out
+        describe_command("reads", tmp_path)
+        assert text in capsys.readouterr().out
+        # but not while all train
+        for member in members:
+            member["offered"] = False
+        status_command("reads", False, tmp_path)
+    status_command("reads", False, tmp_path)
+    assert "waits for" not in capsys.readouterr().out

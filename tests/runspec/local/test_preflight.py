@@ -231,10 +231,13 @@ def test_devices_that_are_not_there_are_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_new_run_does_not_go_on_from_the_states_of_an_earlier_namesake(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["small/state", "small/islands/1/state"])
+def test_a_new_run_does_not_go_on_from_the_states_of_an_earlier_namesake(
+    tmp_path: Path, folder: str
+) -> None:
     # given full states of a run that was deleted
-    spec = small_spec("small", 5, f"checkpoints.dir={tmp_path}")
-    (tmp_path / "small" / "state" / "step_4").mkdir(parents=True)
+    spec = small_spec("small", 5, f"checkpoints.dir={tmp_path}", "learner.islands.count=2")
+    (tmp_path / folder / "step_4").mkdir(parents=True)
     run_dir = tmp_path / "runs" / "small"
     assert paths(spec, LAPTOP, run_dir) == ["checkpoints.dir"]
     # but a run that is there has them for its own

@@ -1,0 +1,86 @@
+"""An offer and the question for its record are under way at once; a refusal is not lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+
+from bridge.codecs import codec
+from learner_jax.islands.exchange import Exchange
+from verify.formats.islands import ShareOffered
+from verify.island_client import IslandRefused, Waiting
+
+WAIT_S = 10.0
+
+
+class FakeCoordinator:
+    """Answers an offer once it was asked for the record, with a refusal if it has one."""
+
+    def __init__(self, refusal: IslandRefused | None = None) -> None:
+        self.asked, self.heard = threading.Event(), list[int]()
+        self._refusal = refusal
+
+    def offer(self, offer: ShareOffered) -> bool:
+        assert self.asked.wait(WAIT_S), "nobody asks for the record"
+        if self._refusal is not None:
+            raise self._refusal
+        self.heard.append(offer.step)
+        return True
+
+    def record(self, step: int, wait_s: float) -> Waiting:
+        self.asked.set()
+        return Waiting({}, [])
+
+
+class FakeStore:
+    def put_share(self, step: int, data: bytes) -> str:
+        return "ab" * 32
+
+
+class FakeFetcher:
+    def cancel(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def exchange_with(coordinator: FakeCoordinator) -> Exchange:
+    fakes: dict[str, Any] = {
+        "client": coordinator,
+        "store": FakeStore(),
+        "fetcher": FakeFetcher(),
+        "joining": None,  # no wait is long enough to store an outer state
+    }
+    return Exchange(
+        run="run",
+        island="a",
+        url="http://127.0.0.1:1",
+        corpus="",
+        codec=codec("float32"),
+        size=1,
+        min_cosine=None,
+        stop=threading.Event(),
+        log=logging.getLogger("test"),
+        **fakes,
+    )
+
+
+def test_the_record_is_asked_for_while_the_offer_is_under_way() -> None:
+    # given a coordinator that answers an offer only after a question for the record
+    coordinator = FakeCoordinator()
+    with exchange_with(coordinator) as exchange:
+        # when a share is offered, then `offered` ends, and the coordinator has heard of it
+        exchange.offer(3, "cd" * 32, b"1234", 1.0, 2.0)
+        exchange.offered()
+        assert coordinator.heard == [3]
+
+
+def test_a_refused_offer_ends_the_wait_for_its_record() -> None:
+    coordinator = FakeCoordinator(IslandRefused("other documents", remedy="compare them"))
+    with exchange_with(coordinator) as exchange:
+        exchange.offer(3, "cd" * 32, b"1234", 1.0, 2.0)
+        with pytest.raises(IslandRefused, match="other documents"):
+            exchange.offered()
+        with pytest.raises(IslandRefused, match="other documents"):
+            exchange.settled(3)
