@@ -27,7 +27,7 @@ from learner_jax.fingerprint import fingerprint
 from learner_jax.full_states import Start, StateWriter, find_start
 from learner_jax.island_link import IslandLink
 from learner_jax.islands.join import join
-from learner_jax.islands.joining import Stopped
+from learner_jax.islands.joining import Behind, Stopped
 from learner_jax.islands.member import Member
 from learner_jax.metrics import Clock
 from learner_jax.recipes import Recipe, Said, Times, recipe_of
@@ -144,7 +144,12 @@ class _Loop:
                 result = self._recipe.train(self._state, batch, self._start, self._published)
                 self._state = result.state
             self._clock.trained()
-        going_on = self._end_step(weight)
+        try:
+            going_on = self._end_step(weight)
+        except Behind as error:
+            self._run.log.warning("this island joins anew: %s", error)
+            self._join()
+            return True
         self.step, self._batch = self.step + 1, batch and batch.digest
         if not going_on:
             return False
@@ -163,6 +168,14 @@ class _Loop:
         """Write the full state after `step` steps."""
         beside = self._island.arrays()
         self._states.write(self.step, self._state, batch=self._batch, beside=beside)
+
+    def _join(self) -> None:
+        """Go on from another island's outer state."""
+        self._state, self.step = self._island.join(self._state)
+        self.version, self._batch = self._island.version, None
+        self._publish()
+        self._states.clear()
+        self.save()
 
     def _next(self) -> Any | None:
         try:

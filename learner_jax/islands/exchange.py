@@ -20,7 +20,7 @@ import numpy as np
 
 from bridge.codecs import Codec
 from broadcast.store import AlreadyPublished
-from learner_jax.islands.joining import ATTEMPT_S, REJOIN, REPORT_EVERY_S, Joining, Stopped
+from learner_jax.islands.joining import ATTEMPT_S, REJOIN, REPORT_EVERY_S, Behind, Joining, Stopped
 from learner_jax.islands.outer import weighted_mean
 from learner_jax.islands.state import Flat
 from learner_jax.islands.transport import BadObject, ShareFetcher, ShareStore
@@ -33,6 +33,8 @@ WAIT_S = 5.0
 """Seconds that the coordinator may hold a question for a record; a stop takes effect after it."""
 FETCH_S = 1800.0
 """Seconds that the shares of a step may take to arrive."""
+LAST_ATTEMPT_S = 5.0
+"""Seconds of one try for shares that were removed, unless somebody was still reading them."""
 _CANCEL_EVERY_S = 0.1
 
 
@@ -254,22 +256,25 @@ class Exchange(AbstractContextManager["Exchange"]):
         Raises:
             Stopped: this process was told to end.
             BadObject: a share is not what its island signed.
-            UserError: a share cannot be had: at the next start this island joins anew if it was
-                removed.
+            Behind: its island has removed a share.
+            UserError: a share cannot be had.
         """
         deadline = time.monotonic() + FETCH_S
         while True:
             urls = {each.island: each.url for each in self.client.outer_states().stored}
             found = [replace(each, url=urls.get(each.island, each.url)) for each in others]
-            left = deadline - time.monotonic()
+            left, removed = deadline - time.monotonic(), self.joining.removed(step)
             try:
-                return self.fetcher.fetch_shares(step, found, min(left, ATTEMPT_S))
+                attempt_s = LAST_ATTEMPT_S if removed else ATTEMPT_S
+                return self.fetcher.fetch_shares(step, found, min(left, attempt_s))
             except CancelledError as error:
                 raise Stopped from error
             except BadObject:
                 raise
             except UserError as error:
-                if left <= ATTEMPT_S or self.joining.removed(step):
+                if removed:
+                    raise Behind(error.thing, place=error.place, remedy=error.remedy) from error
+                if left <= ATTEMPT_S:
                     raise
                 self.log.warning("step %d: trying again: %s", step, error)
 

@@ -20,7 +20,7 @@ from bridge.codecs import Codec, codec
 from bridge.flat import FlatLayout
 from learner_jax.distributed import LearnerRun, Peers
 from learner_jax.islands.exchange import Exchange, Settled
-from learner_jax.islands.joining import Stopped
+from learner_jax.islands.joining import Behind, Stopped
 from learner_jax.islands.outer import OuterState, outer_update
 from learner_jax.islands.state import Flat, IslandState
 from learner_jax.leaves import HostLeaves, leaf_path
@@ -71,14 +71,20 @@ class Island:
         if stored and self._fits(IslandState.of_arrays(stored)):
             self._state = IslandState.of_arrays(stored)
             self._announce()
-            return self._settled(step, state), step
-        if not stored and self._run.trunk and self._can_follow(0):
+            try:
+                return self._settled(step, state), step
+            except Behind as error:
+                self._run.log.warning("this island joins anew: %s", error)
+        elif not stored and self._run.trunk and self._can_follow(0):
             outer = OuterState.initial(self._flat(state.params))
             self._state = IslandState.begin(0, outer, self._codec)
             self._announce()
             return state, step
-        version, outer = self._fetch_outer()
         self.joined = True
+        return self.join(state)
+
+    def join(self, state: TrainState) -> tuple[TrainState, int]:
+        version, outer = self._fetch_outer()
         self._state = IslandState.begin(version, outer, self._codec)
         self._announce()
         if version:
@@ -251,6 +257,8 @@ class Island:
                 found.append(self._exchange.settled(step))
             except Stopped:
                 return {"stopped": True}
+            except Behind as error:
+                return {"behind": [error.thing, error.place, error.remedy]}
             one = found[0]
             self._check_base(step, one)
             return {
@@ -268,6 +276,8 @@ class Island:
         said = self._peers.json_from_first(settled)
         if said.pop("stopped", False):
             raise Stopped
+        if behind := said.pop("behind", None):
+            raise Behind(behind[0], place=behind[1], remedy=behind[2])
         self.last = said
         counted = self._name in said["contributors"]
         return self._from_first(found[0].mean if found else None), counted

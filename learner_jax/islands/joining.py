@@ -34,6 +34,10 @@ class Stopped(Exception):
     """This process was told to end while it waited for the others."""
 
 
+class Behind(UserError):
+    """The others have removed shares that this island needs: it must join anew."""
+
+
 @dataclass
 class Joining:
     """Outer states of one island and of the others."""

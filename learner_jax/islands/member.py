@@ -40,6 +40,16 @@ class Member(Protocol):
             Stopped: this process was told to end while it waited.
         """
 
+    def join(self, state: TrainState) -> tuple[TrainState, int]:
+        """Return the state and the step of an island that begins at another one's outer state.
+
+        Args:
+            state: of any step; its parameters and moments are replaced.
+
+        Raises:
+            Stopped: this process was told to end while it waited.
+        """
+
     def sits_out(self, step: int) -> bool:
         """Return whether a step is committed without this island: it need not train it."""
 
@@ -56,6 +66,7 @@ class Member(Protocol):
             The state in which the next step begins.
 
         Raises:
+            Behind: this island can only `join` anew.
             Stopped: this process was told to end while it waited.
         """
 
@@ -86,6 +97,9 @@ class Alone:
     ) -> tuple[TrainState, int]:
         self.version = step
         return state, step
+
+    def join(self, state: TrainState) -> tuple[TrainState, int]:
+        return state, self.version  # there is nobody to join
 
     def sits_out(self, step: int) -> bool:
         return False

@@ -13,7 +13,7 @@ import pytest
 from bridge.codecs import codec
 from learner_jax.islands import exchange as exchange_module
 from learner_jax.islands.exchange import Exchange
-from learner_jax.islands.joining import KEPT_PERIODS, Joining
+from learner_jax.islands.joining import KEPT_PERIODS, Behind, Joining
 from learner_jax.islands.outer import OuterState
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
@@ -148,5 +148,5 @@ def test_a_long_wait_stores_the_newest_outer_state_and_says_so_again(
 def test_a_share_that_was_removed_is_not_waited_for() -> None:
     fake = FakeOthers(committed=30, announced={"a": 28}, down={"a"})
     exchange = exchange_of(fake)
-    with exchange, pytest.raises(UserError, match="did not arrive"):
+    with exchange, pytest.raises(Behind, match="did not arrive"):
         exchange.settled(3)

@@ -23,6 +23,7 @@ from learner_jax.distributed import LearnerRun, Peers
 from learner_jax.island_link import IslandLink
 from learner_jax.islands.exchange import Exchange, Settled
 from learner_jax.islands.island import Island
+from learner_jax.islands.joining import Behind
 from learner_jax.islands.outer import OuterState, weighted_mean
 from learner_jax.islands.state import IslandState
 from learner_jax.leaves import HostLeaves, leaf_path
@@ -138,6 +139,8 @@ class FakeExchange:
     coordinator: FakeCoordinator
     island: str
     comes_late: bool = False
+    behind: set[int] = field(default_factory=set)
+    """Steps whose shares the others have removed."""
     offers: list[int] = field(default_factory=list)
 
     @property
@@ -189,6 +192,8 @@ class FakeExchange:
         pass
 
     def settled(self, step: int) -> Settled:
+        if step in self.behind:
+            raise Behind(f"the shares of step {step} are removed")
         record, shares = self.coordinator.committed(step), self.coordinator.shares
         held, names = codec(self.coordinator.kind), self.coordinator.contributors(step)
         decoded = (held.decode(shares[name, step], self.coordinator.size) for name in names)
@@ -279,9 +284,11 @@ def train(
     saved: Saved | None = None,
     *,
     comes_late: bool = False,
+    behind: Iterable[int] = (),
 ) -> tuple[Saved, FakeExchange, TrainState, Island]:
     """Trains an island to the end, from a full state if `saved` has one; keeps all full states."""
     island, exchange = world.island(name, comes_late)
+    exchange.behind = set(behind)
     state, stored = saved[first] if saved else (world.initial(), {})
     state, step = island.begin(state, first, stored)
     made: Saved = {step: (state, island.arrays())}
@@ -289,8 +296,11 @@ def train(
         weight = None
         if not island.sits_out(step):
             state, weight = world.trained(state, name, step), WEIGHTS[name]
-        state = island.end_step(step, state, weight)
-        step += 1
+        try:
+            state, step = island.end_step(step, state, weight), step + 1
+        except Behind:
+            exchange.comes_late = True
+            state, step = island.join(state)
         made[step] = state, island.arrays()
     return made, exchange, state, island
 
@@ -373,6 +383,25 @@ def test_a_dropped_island_goes_on_from_the_commit_with_zero_moments(overlap: int
     before = made[3][1]["sent_residual" if overlap else "residual"]
     np.testing.assert_array_equal(arrays["residual"], before)
     assert np.abs(before).max() > 0
+
+
+@pytest.mark.parametrize("overlap", [0, 1], ids=["in step", "overlapping"])
+def test_an_island_that_cannot_repeat_a_step_joins_while_it_runs(overlap: int) -> None:
+    # given an island that was away in all steps but the last ones, and finds shares removed
+    plan = {(name, step): "counts" for name in ("a", "b") for step in range(STEPS)}
+    plan |= {("c", step): "away" for step in range(STEPS)}
+    world = World(overlap, "int8", plan)
+    saved, _, _, island = together(world)["c"]
+    outer = island.state.outer
+    del world.coordinator.stored[STEPS]
+    for first in (0, 1):
+        made, exchange, state, again = train(world, "c", first, saved, behind={2})
+        # then it begins once more at the newest stored state, with zero moments, and goes on
+        assert not {4, 5} & made.keys() and {6, 7} <= made.keys()
+        assert exchange.comes_late and again.version == STEPS
+        assert again.state.outer.digest == outer.digest
+        assert not np.any(cast(dict[str, Any], state.optimizer)["m"])
+        del world.coordinator.stored[STEPS]
 
 
 @pytest.mark.parametrize("overlap", [0, 1], ids=["in step", "overlapping"])
