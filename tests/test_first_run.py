@@ -26,11 +26,16 @@ from runspec.core.spec.yaml_nodes import parse_yaml
 from tests.first_run_page import blocks, commands, files
 from tests.runspec.lock.repository import write_model
 
-pytestmark = pytest.mark.slow
+# One fixture runs all commands of the page.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NEED_A_RUN = ("runspec apply", "runspec status", "runspec describe", "runspec logs")
 NEED_AN_ENGINE = ("python -m sampler solve-rates",)
-SHORTENED = {"runspec apply carries/spec.yaml": ["--set algorithm.updates_per_step=1"]}
+SHORTENED = {
+    "runspec apply carries/spec.yaml": [
+        f"--set algorithm.{value}" for value in ("updates_per_step=1", "publish_every=17")
+    ]
+}
 """Runs without engines, and what makes them short."""
 
 
