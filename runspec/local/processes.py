@@ -104,7 +104,9 @@ def first_version_role(run: PreparedRun, cache: Path) -> RoleSpec:
     if run.spec.supervised is None:
         command = ("learner_jax", "warm-start", str(run.directory), "--cache", str(cache))
     devices = assign_devices(run.spec, roles_here(run.spec)).get("learner")
-    env = _learner_env(run, run.spec.learner, (), devices)
+    # One process makes the version, on the whole mesh.
+    learner = run.spec.learner.model_copy(update={"hosts": 1})
+    env = _learner_env(run, learner, (), devices)
     name = WARM_START if run.spec.supervised is None else DRAWN
     return RoleSpec(name, run.machine.module(*command), env, ends_run=True)
 
