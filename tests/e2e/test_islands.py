@@ -11,7 +11,9 @@ from textwrap import dedent
 import numpy as np
 import pytest
 
+from runspec.core.errors import UserError
 from runspec.core.run_files import BESIDE_NAME, island_folder, numbered
+from runspec.local.rollback import roll_back
 from tests.e2e.test_supervised import SPEC, Reads, python_module, write_files
 from tests.harness import runspec
 
@@ -82,3 +84,8 @@ def test_its_status_and_summary_tell_of_the_exchange(finished: Reads) -> None:
     summary = json.loads((finished.dir / "summary.json").read_text())["islands"]
     assert summary["dropped"] == {}
     assert summary["received_bytes"] > 0 and summary["sent_bytes"] >= 2 * summary["received_bytes"]
+
+
+def test_it_cannot_go_back_into_the_middle_of_overlapping_steps(finished: Reads) -> None:
+    with pytest.raises(UserError, match=r"no full state of version 2: with learner\.islands"):
+        roll_back(finished.dir, 2)

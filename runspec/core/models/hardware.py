@@ -121,4 +121,4 @@ def xla_threads(devices: int) -> dict[str, str]:
     else. A device with two collectives at once can hold them all; then the others never join, and
     XLA aborts the process after 40 s.
     """
-    return {"NPROC": str(16 * devices)} if devices > 1 else {}
+    return {"NPROC": str(4 * devices)} if devices > 1 else {}
