@@ -77,9 +77,10 @@ lint: install  ## ruff, types, import rule, and runspec lint over every shipped 
 	for placement in specs/placements/*.yaml; do \
 	  $(BIN)/runspec lint $(SAMPLING) --placement $$placement || exit 1; done
 
-test-fast: install  ## quick tests; leaves out the learner, attacks, fuzzing and what is marked slow
+test-fast: install  ## quick tests; leaves out the learner, attacks, faults, fuzzing and what is marked slow
 	$(BIN)/pytest $(WORKERS) -m "not slow" \
-	  --ignore=tests/learner_jax --ignore=tests/attacks --ignore=tests/fuzz --ignore=tests/e2e
+	  --ignore=tests/learner_jax --ignore=tests/attacks --ignore=tests/fuzz --ignore=tests/e2e \
+	  --ignore=tests/broadcast/faults --ignore=tests/benchmarks --ignore=tests/runspec/simulate
 
 test-learner: install  ## the quick tests of the learner, some minutes of compiling
 	$(BIN)/pytest $(WORKERS) -m "not slow" tests/learner_jax

@@ -24,6 +24,8 @@ from runspec.core.run_files import params_folder, versions_in, weights_folder
 from runspec.core.spec.schema import Pretrain
 from tests.learner_jax.conftest import Run, changed, write_initial_model
 
+pytestmark = pytest.mark.slow
+
 LOG = logging.getLogger("test")
 ANCHOR_EVERY = 4
 

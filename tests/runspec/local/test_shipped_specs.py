@@ -29,6 +29,8 @@ from tests.harness import ROOT
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.core.spec.spec_files import SAMPLING, SPECS
 
+pytestmark = pytest.mark.slow
+
 PLACEMENTS = [None, *sorted((SPECS / "placements").glob("*.yaml"))]
 SITES = list(product(SAMPLING, PLACEMENTS))
 KEY = "d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a"  # RFC 8032's first test
