@@ -263,7 +263,7 @@ def read_workers(run_dir: Path, spec: RunSpec) -> dict[str, Any]:
     """
     policy = Policy.of(spec)
     try:
-        return workers_report(replay(policy, read_events(run_dir, spec, Event)))
+        return workers_report(replay(policy, [*read_events(run_dir, spec, Event)]))
     except NoLedger:  # no coordinator was started
         return workers_report(State(policy))
     except IllegalTransition as error:
