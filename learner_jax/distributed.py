@@ -24,25 +24,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
-from learner_jax.island_link import IslandLink
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
-from runspec.core.keys import SigningKey
-from runspec.core.models.config import ModelConfig
-from runspec.core.object_store import Folder
 from runspec.core.process import EXIT_USER_ERROR, RunStopped
-from runspec.core.run_files import corpus_cache, outer_folder, params_folder, state_folder
-from runspec.core.spec.islands import island_names, island_spec
-from runspec.core.spec.schema import RunSpec
 
 SHUTDOWN_S = 3600
 """How long a process that is done waits for the others: for process 0's last checkpoint."""
@@ -355,65 +345,3 @@ def _await_verdict(
         *(peers.index, peers.count, str(error).splitlines()[0][:300], heartbeat_s),
     )
     time.sleep(heartbeat_s + 5)
-
-
-@dataclass(frozen=True)
-class LearnerRun:
-    """One run, as each process of its learner sees it."""
-
-    folder: Path
-    """The run directory."""
-    spec: RunSpec
-    """As resolved."""
-    config: ModelConfig
-    """The model's shape."""
-    mesh: Mesh
-    fingerprint: dict[str, Any]
-    """Fingerprint of this program (`learner_jax.fingerprint`)."""
-    peers: Peers
-    """The processes of the learner."""
-    log: logging.Logger
-    link: IslandLink | None = None
-    """Which island of the run this program is; None for a run with one learner."""
-
-    @property
-    def island(self) -> str | None:
-        """Name of this island."""
-        return None if self.link is None else self.link.name
-
-    @cached_property
-    def own(self) -> RunSpec:
-        """The spec by which this program trains: `spec`, or an island's part of it."""
-        return self.spec if self.link is None else island_spec(self.spec, self.link.name)
-
-    @property
-    def trunk(self) -> bool:
-        """Whether this program's folder is the run directory: it writes the versions."""
-        return self.island is None or self.island == island_names(self.spec)[0]
-
-    @property
-    def params(self) -> Folder:
-        """Folder of the parameters of versions, until they are published."""
-        return params_folder(self.folder, self.spec, self._apart)
-
-    @property
-    def states(self) -> Folder:
-        """Folder of this learner's full states."""
-        return state_folder(self.folder, self.spec, self._apart)
-
-    @property
-    def corpus_cache(self) -> Path:
-        """Cache of tokenized documents, which the run's islands on one machine share."""
-        return corpus_cache(self.folder if self.trunk else outer_folder(self.folder))
-
-    @property
-    def _apart(self) -> str | None:
-        """Name of an island that does not share the run's folders."""
-        return None if self.trunk else self.island
-
-    def root_public_key(self) -> str:
-        """The public key that the run's roles are signed with."""
-        pinned = self.spec.identity.root_public_key
-        if self.link is not None and self.link.root_public_key is not None:
-            pinned = self.link.root_public_key
-        return pinned or SigningKey.load(self.folder / "keys" / "root.key").public_hex

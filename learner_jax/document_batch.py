@@ -9,7 +9,7 @@ import numpy as np
 
 from learner_jax.corpus.packed import Corpus, open_corpus
 from learner_jax.corpus.rows import CorpusRows
-from learner_jax.distributed import LearnerRun
+from learner_jax.learner_run import LearnerRun
 from learner_jax.manifests import RangeReader, manifest_digest, own_share
 from learner_jax.packing import TokenBatch
 from runspec.core.canonical import canonical_json, parse_object

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from learner_jax.corpus.packed import Corpus
-from learner_jax.distributed import LearnerRun
 from learner_jax.document_batch import DocumentBatch
+from learner_jax.learner_run import LearnerRun
 from learner_jax.metrics import JsonLines
 from learner_jax.optimizer import learning_rate
 from learner_jax.packing import TokenBatch

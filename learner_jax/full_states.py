@@ -20,8 +20,8 @@ from learner_jax.checkpoint import (
     save_state,
     state_steps,
 )
-from learner_jax.distributed import LearnerRun
 from learner_jax.fingerprint import differences
+from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import load_params
 from learner_jax.manifests import ManifestReader, manifest_digest
 from learner_jax.saver import Finish, Saver

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from learner_jax.batch import Batch, BatchReader
-from learner_jax.distributed import LearnerRun
 from learner_jax.document_batch import (
     DocumentBatch,
     DocumentReader,
@@ -24,6 +23,7 @@ from learner_jax.document_records import DocumentRecords
 from learner_jax.feed import BatchFeed, decode_batch, encode_batch
 from learner_jax.full_states import Start
 from learner_jax.islands.folder import reader_of
+from learner_jax.learner_run import LearnerRun
 from learner_jax.manifests import ManifestReader
 from learner_jax.report import Records
 from learner_jax.step import Programs, TrainState

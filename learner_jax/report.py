@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from learner_jax.agreement import alarm_limit
 from learner_jax.batch import Batch
-from learner_jax.distributed import LearnerRun
+from learner_jax.learner_run import LearnerRun
 from learner_jax.metrics import JsonLines
 from learner_jax.training import StepResult
 from runspec.core.models.config import ModelConfig

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from learner_jax.compile_cache import CompileCounter
-from learner_jax.distributed import LearnerRun, Peers, Word, mesh_devices
+from learner_jax.distributed import Peers, Word, mesh_devices
 from learner_jax.execution import full_float32
 from learner_jax.fingerprint import fingerprint
 from learner_jax.full_states import Start, StateWriter, find_start
@@ -29,6 +29,7 @@ from learner_jax.island_link import IslandLink
 from learner_jax.islands.join import join
 from learner_jax.islands.joining import Behind, Stopped
 from learner_jax.islands.member import Member
+from learner_jax.learner_run import LearnerRun
 from learner_jax.metrics import Clock
 from learner_jax.recipes import Recipe, Said, Times, recipe_of
 from learner_jax.saver import Saver

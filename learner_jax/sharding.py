@@ -140,3 +140,19 @@ def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
             shardings,
         )
     return jax.device_put(batch, shardings)
+
+
+def check_packing(packing: schema.Packing, mesh: Mesh) -> None:
+    """See that the rows and positions of a microbatch divide among the devices.
+
+    Raises:
+        UserError: they do not.
+    """
+    rows, columns = mesh.shape["data"] * mesh.shape["fsdp"], mesh.shape["context"]
+    for field, size, cut in (("rows", packing.rows, rows), ("tokens", packing.tokens, columns)):
+        if size % cut:
+            raise UserError(
+                f"{size} is not a multiple of {cut}, the devices that share them",
+                place=f"learner.packing.{field}",
+                remedy=f"choose a multiple of {cut}",
+            )

@@ -33,7 +33,7 @@ from learner_jax.loss_metrics import LossMetrics
 from learner_jax.model import Policy, abstract_lora, abstract_params, bind, init_lora, merge_lora
 from learner_jax.optimizer import abstract_state, apply_gradients, build_optimizer, init_state
 from learner_jax.packing import Data, LossInputs, TokenBatch, row_bound
-from learner_jax.sharding import batch_sharding, param_shardings
+from learner_jax.sharding import batch_sharding, check_packing, param_shardings
 from learner_jax.supervised_loss import DocumentInputs, DocumentMetrics, document_loss
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
@@ -207,7 +207,7 @@ def build_programs(
         UserError: the packing does not divide over the mesh, its rows are longer than the model
             is exact for, or pools differ in temperature.
     """
-    _check_packing(spec, mesh)
+    check_packing(spec.learner.packing, mesh)
     config.check_length(spec.learner.packing.tokens, place="learner.packing.tokens")
     lora, updates = spec.learner.lora, spec.steps * spec.algorithm.updates_per_step
     trained = abstract_params(config) if lora is None else abstract_lora(config, lora)
@@ -397,15 +397,3 @@ def _abstract_batch(spec: RunSpec, mesh: Mesh) -> tuple[TokenBatch, Any]:
         return TokenBatch(*[token] * 4), DocumentInputs(value)
     reference = value if spec.grpo.kl.coef else None
     return TokenBatch(*[token] * 4), LossInputs(value, value, value, value, reference)
-
-
-def _check_packing(spec: RunSpec, mesh: Mesh) -> None:
-    packing = spec.learner.packing
-    rows, columns = mesh.shape["data"] * mesh.shape["fsdp"], mesh.shape["context"]
-    for field, size, cut in (("rows", packing.rows, rows), ("tokens", packing.tokens, columns)):
-        if size % cut:
-            raise UserError(
-                f"{size} is not a multiple of {cut}, the devices that share them",
-                place=f"learner.packing.{field}",
-                remedy=f"choose a multiple of {cut}",
-            )

@@ -17,9 +17,10 @@ from jaxtyping import Array, Float
 from bridge.safetensors_io import TENSORS_NAME
 from bridge.tensors import tree_digests
 from learner_jax.checkpoint import load_params, save_params
-from learner_jax.distributed import LearnerRun, Peers
+from learner_jax.distributed import Peers
 from learner_jax.execution import execution
 from learner_jax.fingerprint import same_bits
+from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import HostLeaves
 from learner_jax.leaves import load_params as load_weights
 from learner_jax.logprobs import token_logprobs

@@ -7,7 +7,6 @@ may train meanwhile. Everything here is numpy and HTTP, in process 0; the collec
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -20,14 +19,15 @@ import numpy as np
 
 from bridge.codecs import Codec
 from broadcast.store import AlreadyPublished
-from learner_jax.islands.joining import ATTEMPT_S, REJOIN, REPORT_EVERY_S, Behind, Joining, Stopped
+from learner_jax.islands.connection import ATTEMPT_S, REJOIN, REPORT_EVERY_S, Connection
+from learner_jax.islands.joining import Behind, Joining, Stopped
 from learner_jax.islands.outer import weighted_mean
 from learner_jax.islands.state import Flat
-from learner_jax.islands.transport import BadObject, ShareFetcher, ShareStore
+from learner_jax.islands.transport import BadObject
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from verify.formats.islands import CommitRecord, Contribution, ShareOffered
-from verify.island_client import Committed, IslandClient
+from verify.island_client import Committed
 
 WAIT_S = 5.0
 """Seconds that the coordinator may hold a question for a record; a stop takes effect after it."""
@@ -82,24 +82,14 @@ class Settled:
 class Exchange(AbstractContextManager["Exchange"]):
     """Offers, records and shares of one island, in process 0 of its learner."""
 
+    connection: Connection
+    joining: Joining
+    """Outer states, from which islands start."""
     run: str
-    island: str
-    url: str
-    """Where the others find this island's store."""
     corpus: str
     """Digest of the documents; empty for a run that trains on rollouts."""
     codec: Codec
-    size: int
-    """n: elements of a share."""
     min_cosine: float | None
-    client: IslandClient
-    store: ShareStore
-    fetcher: ShareFetcher
-    joining: Joining
-    """Outer states, from which islands start."""
-    stop: threading.Event
-    """Set when this process is told to end."""
-    log: logging.Logger
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="exchange")
     )
@@ -127,12 +117,12 @@ class Exchange(AbstractContextManager["Exchange"]):
             UserError: the store cannot be written.
         """
         try:
-            manifest = self.store.put_share(step, data)
+            manifest = self.connection.store.put_share(step, data)
         except AlreadyPublished as there:
-            before = self.store.share(step)
+            before = self.connection.store.share(step)
             if before is None:
                 raise
-            self.log.warning(
+            self.connection.log.warning(
                 "step %d: trained again, it gives another share: the first stays", step
             )
             data, manifest = before, there.manifest_digest
@@ -140,10 +130,10 @@ class Exchange(AbstractContextManager["Exchange"]):
         offer = ShareOffered(
             run=self.run,
             step=step,
-            island=self.island,
+            island=self.connection.island,
             base=base,
             data=self.corpus,
-            url=self.url,
+            url=self.connection.url,
             manifest=manifest,
             share=digest_bytes(data),
             bytes=len(data),
@@ -162,11 +152,6 @@ class Exchange(AbstractContextManager["Exchange"]):
         """
         if self._offering is not None:
             self._offering.result()
-
-    def record(self, step: int) -> CommitRecord | None:
-        """Return the record of a step if there is one already."""
-        answer = self.client.record(step, 0.0)
-        return answer.record if isinstance(answer, Committed) else None
 
     def settled(self, step: int) -> Settled:
         """Wait for the record of a step and for its shares.
@@ -187,18 +172,18 @@ class Exchange(AbstractContextManager["Exchange"]):
         Raises:
             UserError: another island has another one: this island's memory or program is wrong.
         """
-        self.client.result(step, digest)
+        self.connection.client.result(step, digest)
 
     def __exit__(self, *error: object) -> None:
         self._ended.set()
         while self._settling and not wait([self._settling[1]], _CANCEL_EVERY_S).done:
-            self.fetcher.cancel()
+            self.connection.fetcher.cancel()
         self._threads.shutdown()
-        self.fetcher.close()
+        self.connection.fetcher.close()
 
     def _tell(self, offer: ShareOffered) -> None:
-        if not self.client.offer(offer):
-            self.log.info("step %d is committed already", offer.step)
+        if not self.connection.client.offer(offer):
+            self.connection.log.info("step %d is committed already", offer.step)
 
     def _settle_later(self, step: int) -> None:
         self._settling = step, self._threads.submit(self._settle, step)
@@ -216,31 +201,35 @@ class Exchange(AbstractContextManager["Exchange"]):
         mean = self._mean(data, weights)
         cosines = self._cosines(data, weights, mean)
         refused = self._refused(step, cosines)
-        self.fetcher.keep({step})
+        self.connection.fetcher.keep({step})
         if refused:
             mean = self._mean({i: each for i, each in data.items() if i not in refused}, weights)
-        received = sum(len(each) for island, each in data.items() if island != self.island)
+        received = sum(
+            len(each) for island, each in data.items() if island != self.connection.island
+        )
         return Settled(record, mean, cosines, refused, received, time.monotonic() - begun)
 
     def _await_record(self, step: int) -> CommitRecord:
         begun, report_at = time.monotonic(), REPORT_EVERY_S
         while True:
-            if self.stop.is_set() or self._ended.is_set():
+            if self.connection.stop.is_set() or self._ended.is_set():
                 raise Stopped
-            answer = self.client.record(step, WAIT_S)
+            answer = self.connection.client.record(step, WAIT_S)
             if isinstance(answer, Committed):
                 return answer.record
             waited = time.monotonic() - begun
             if waited >= report_at:
                 names = ", ".join(answer.waiting_for) or "nobody: the coordinator is late"
-                self.log.info("step %d: %.0f s waiting for the shares of %s", step, waited, names)
+                self.connection.log.info(
+                    "step %d: %.0f s waiting for the shares of %s", step, waited, names
+                )
                 # One of them may wait for an outer state; a restarted coordinator knows of none.
                 self.joining.publish()
                 report_at = waited + REPORT_EVERY_S
 
     def _gather(self, step: int, contributors: Sequence[Contribution]) -> dict[str, bytes]:
         """Return the shares of a record, in its order; those of others are fetched at once."""
-        others = [each for each in contributors if each.island != self.island]
+        others = [each for each in contributors if each.island != self.connection.island]
         fetched = self._fetch(step, others)
         found = {each.island: data for each, data in zip(others, fetched, strict=True)}
         return {
@@ -261,12 +250,12 @@ class Exchange(AbstractContextManager["Exchange"]):
         """
         deadline = time.monotonic() + FETCH_S
         while True:
-            urls = {each.island: each.url for each in self.client.outer_states().stored}
+            urls = {each.island: each.url for each in self.connection.client.outer_states().stored}
             found = [replace(each, url=urls.get(each.island, each.url)) for each in others]
             left, removed = deadline - time.monotonic(), self.joining.removed(step)
             try:
                 attempt_s = LAST_ATTEMPT_S if removed else ATTEMPT_S
-                return self.fetcher.fetch_shares(step, found, min(left, attempt_s))
+                return self.connection.fetcher.fetch_shares(step, found, min(left, attempt_s))
             except CancelledError as error:
                 raise Stopped from error
             except BadObject:
@@ -276,23 +265,23 @@ class Exchange(AbstractContextManager["Exchange"]):
                     raise Behind(error.thing, place=error.place, remedy=error.remedy) from error
                 if left <= ATTEMPT_S:
                     raise
-                self.log.warning("step %d: trying again: %s", step, error)
+                self.connection.log.warning("step %d: trying again: %s", step, error)
 
     def _own_share(self, step: int, share: Contribution) -> bytes:
         """Return this island's share as it was offered, also by a process before this one."""
         own = self._own[1] if self._own is not None and self._own[0] == step else None
         if own is None or digest_bytes(own) != share.share:
-            own = self.store.share(step)
+            own = self.connection.store.share(step)
         if own is None or digest_bytes(own) != share.share:
             raise UserError(
                 f"step {step}: this island's own share is not the one that it offered",
-                place=self.url,
+                place=self.connection.url,
                 remedy=REJOIN,
             )
         return own
 
     def _mean(self, data: Mapping[str, bytes], weights: Mapping[str, float]) -> Flat:
-        decoded = (self.codec.decode(each, self.size) for each in data.values())
+        decoded = (self.codec.decode(each, self.connection.size) for each in data.values())
         return weighted_mean(decoded, [weights[island] for island in data])
 
     def _cosines(
@@ -303,7 +292,7 @@ class Exchange(AbstractContextManager["Exchange"]):
             return {}
         return {
             island: cosine_to_others(
-                self.codec.decode(each, self.size), mean, weights[island] / total
+                self.codec.decode(each, self.connection.size), mean, weights[island] / total
             )
             for island, each in data.items()
         }
@@ -325,7 +314,7 @@ class Exchange(AbstractContextManager["Exchange"]):
                 remedy="lower the bound, or see what the islands train on",
             )
         for island in sorted(refused):
-            self.log.warning(
+            self.connection.log.warning(
                 "step %d: the share of island %s is refused: its cosine to the others is %.3f",
                 *(step, island, cosines[island]),
             )

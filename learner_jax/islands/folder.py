@@ -9,10 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from learner_jax.distributed import LearnerRun
 from learner_jax.feed import Reader
 from learner_jax.island_link import IslandLink
 from learner_jax.islands.mirror import Mirror, fetch_initial
+from learner_jax.learner_run import LearnerRun
 from learner_jax.manifests import POLL_S, StopSignal, own_share
 from runspec.core.keys import SigningKey
 from runspec.core.spec.resolved import load_resolved

@@ -18,11 +18,12 @@ import optax
 
 from bridge.codecs import Codec, codec
 from bridge.flat import FlatLayout
-from learner_jax.distributed import LearnerRun, Peers
+from learner_jax.distributed import Peers
 from learner_jax.islands.exchange import Exchange, Settled
 from learner_jax.islands.joining import Behind, Stopped
 from learner_jax.islands.outer import OuterState, outer_update
 from learner_jax.islands.state import Flat, IslandState
+from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import HostLeaves, leaf_path
 from learner_jax.step import Programs, TrainState
 from runspec.core.errors import UserError
@@ -169,7 +170,7 @@ class Island:
 
         def left_out() -> bool:
             assert self._exchange is not None, "process 0"
-            record = self._exchange.record(step)
+            record = self._exchange.connection.record(step)
             return record is not None and all(
                 each.island != self._name for each in record.contributors
             )

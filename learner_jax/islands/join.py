@@ -8,12 +8,13 @@ from contextlib import contextmanager
 
 from bridge.codecs import codec
 from bridge.flat import FlatLayout
-from learner_jax.distributed import LearnerRun
+from learner_jax.islands.connection import Connection
 from learner_jax.islands.exchange import Exchange
 from learner_jax.islands.island import Island
 from learner_jax.islands.joining import Joining
 from learner_jax.islands.member import Alone, Member
 from learner_jax.islands.transport import ShareFetcher, ShareStore
+from learner_jax.learner_run import LearnerRun
 from learner_jax.step import Programs
 from runspec.core.files import read_bounded
 from runspec.core.keys import SigningKey
@@ -46,35 +47,23 @@ def join(
         return
     name, root = run.spec.name, run.root_public_key()
     key = SigningKey.load(link.key)
-    client = IslandClient(link.coordinator, name, key, root_public_key=root)
     roles = read_bounded(run.folder / "keys" / "roles.json", MAX_ROLES_BYTES)
-    store = ShareStore(link.share_store, run=name, key=key, roles=roles)
-    fetcher = ShareFetcher(run=name, root_public_key=root, folder=run.folder / "shares")
-    size = FlatLayout(run.config).size
-    joining = Joining(
+    connection = Connection(
         island=link.name,
         url=link.share_url,
-        size=size,
-        every=run.spec.checkpoints.every,
-        client=client,
-        store=store,
-        fetcher=fetcher,
+        size=FlatLayout(run.config).size,
+        client=IslandClient(link.coordinator, name, key, root_public_key=root),
+        store=ShareStore(link.share_store, run=name, key=key, roles=roles),
+        fetcher=ShareFetcher(run=name, root_public_key=root, folder=run.folder / "shares"),
         stop=stop,
         log=run.log,
     )
     with Exchange(
+        connection,
+        Joining(connection, run.spec.checkpoints.every),
         run=name,
-        island=link.name,
-        url=link.share_url,
         corpus=corpus or "",
         codec=codec(islands.codec.kind),
-        size=size,
         min_cosine=islands.min_cosine,
-        client=client,
-        store=store,
-        fetcher=fetcher,
-        joining=joining,
-        stop=stop,
-        log=run.log,
     ) as exchange:
         yield Island(run, programs, islands, exchange)

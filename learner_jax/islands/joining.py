@@ -6,28 +6,23 @@ are left. Otherwise it joins anew, from the newest outer state of another island
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from dataclasses import dataclass
 
 import numpy as np
 
 from broadcast.store import AlreadyPublished
+from learner_jax.islands.connection import ATTEMPT_S, REJOIN, REPORT_EVERY_S, Connection
 from learner_jax.islands.outer import OuterState
-from learner_jax.islands.transport import BadObject, ShareFetcher, ShareStore
+from learner_jax.islands.transport import BadObject
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
-from verify.formats.islands import CommitRecord, StoredOuter
-from verify.island_client import Committed, IslandClient
+from verify.formats.islands import StoredOuter
+from verify.island_client import Committed
 
-ATTEMPT_S = 60.0
-"""Seconds of one try; the next one asks where the islands are now."""
-REPORT_EVERY_S = 30.0
 KEPT_PERIODS = 2
 """Of `checkpoints.every` steps: so much of the past stays in a store, for islands that start again
 at an older full state, beside what came after the newest outer state."""
-REJOIN = "remove this island's folder and its store, so that it joins anew"
 
 
 class Stopped(Exception):
@@ -42,19 +37,9 @@ class Behind(UserError):
 class Joining:
     """Outer states of one island and of the others."""
 
-    island: str
-    url: str
-    """Where the others find this island's store."""
-    size: int
-    """n: elements of theta, and of the momentum."""
+    connection: Connection
     every: int
     """Steps between two outer states that every island stores."""
-    client: IslandClient
-    store: ShareStore
-    fetcher: ShareFetcher
-    stop: threading.Event
-    """Set when this process is told to end."""
-    log: logging.Logger
     _outer: tuple[int, OuterState] | None = None
     """The newest outer state, with its version."""
     _announced: int = -1
@@ -80,7 +65,7 @@ class Joining:
         version, outer = self._outer
         try:
             if version != self._announced:
-                self.store.put_outer(version, outer.theta, outer.momentum)
+                self.connection.store.put_outer(version, outer.theta, outer.momentum)
         except AlreadyPublished as there:
             raise UserError(
                 f"the outer state of version {version} was published with other contents",
@@ -88,8 +73,8 @@ class Joining:
                 remedy=REJOIN,
             ) from there
         self._announced = version
-        self.store.keep(self._kept_since(version))
-        self.client.announce(self.url, version, outer.digest)
+        self.connection.store.keep(self._kept_since(version))
+        self.connection.client.announce(self.connection.url, version, outer.digest)
 
     def can_follow(self, version: int) -> bool:
         """Return whether all shares are left that the records since a version name.
@@ -97,9 +82,9 @@ class Joining:
         Shares of others are removed in time; this island's own may be lost with its disk.
         """
         step = version
-        while (record := self._record(step)) is not None:
-            own = [each for each in record.contributors if each.island == self.island]
-            data = self.store.share(step) if own else None
+        while (record := self.connection.record(step)) is not None:
+            own = [each for each in record.contributors if each.island == self.connection.island]
+            data = self.connection.store.share(step) if own else None
             if own and (data is None or digest_bytes(data) != own[0].share):
                 return False
             step += 1
@@ -114,35 +99,37 @@ class Joining:
         """
         begun, report_at = time.monotonic(), REPORT_EVERY_S
         while True:
-            states = self.client.outer_states()
+            states = self.connection.client.outer_states()
             # An island that has not noticed a rollback may still announce another version.
             left = range(states.oldest, states.committed + 1)
             found = [each for each in states.stored if each.version in left]
             for each in sorted(found, key=lambda each: -each.version):
-                if each.island == self.island or not self.can_follow(each.version):
+                if each.island == self.connection.island or not self.can_follow(each.version):
                     continue
                 if (outer := self._try_outer(each)) is not None:
                     return each.version, outer
-            if self.stop.wait(1.0):
+            if self.connection.stop.wait(1.0):
                 raise Stopped
             waited = time.monotonic() - begun
             if waited >= report_at:
-                self.log.info("%.0f s waiting for an island that has the outer state", waited)
+                self.connection.log.info(
+                    "%.0f s waiting for an island that has the outer state", waited
+                )
                 report_at = waited + REPORT_EVERY_S
 
     def _try_outer(self, stored: StoredOuter) -> OuterState | None:
         """Return an outer state; None if its server does not give it soon."""
         try:
-            theta, momentum = self.fetcher.fetch_outer(
+            theta, momentum = self.connection.fetcher.fetch_outer(
                 *(stored.island, stored.url, stored.version),
                 digest=stored.digest,
-                size=self.size,
+                size=self.connection.size,
                 deadline_s=ATTEMPT_S,
             )
         except BadObject:
             raise
         except UserError as error:
-            self.log.warning("trying another island: %s", error)
+            self.connection.log.warning("trying another island: %s", error)
             return None
         return OuterState(np.array(theta), np.array(momentum))
 
@@ -156,17 +143,17 @@ class Joining:
             outer: that state.
             offered: whether the full state says that the share of step `version` was offered.
         """
-        states = self.client.outer_states()
+        states = self.connection.client.outer_states()
         if version > states.committed:
             return f"only {states.committed} steps are committed"
-        recorded = self.client.result_of(version - 1) if version else None
+        recorded = self.connection.client.result_of(version - 1) if version else None
         if recorded is not None and recorded != outer.digest:
             return f"the others have another outer state of version {version}"
         if version < states.oldest:
             return f"records before step {states.oldest} are not served any more"
         if offered and version == states.committed:
-            answer = self.client.record(version, 0.0)
-            if not isinstance(answer, Committed) and self.island not in answer.offered:
+            answer = self.connection.client.record(version, 0.0)
+            if not isinstance(answer, Committed) and self.connection.island not in answer.offered:
                 return f"the coordinator has no share of step {version} that it would count"
         return ""
 
@@ -178,11 +165,9 @@ class Joining:
         Args:
             version: of the full state that does not fit.
         """
-        self.store.remove_from(min(version, self.client.outer_states().committed))
-
-    def _record(self, step: int) -> CommitRecord | None:
-        answer = self.client.record(step, 0.0)
-        return answer.record if isinstance(answer, Committed) else None
+        self.connection.store.remove_from(
+            min(version, self.connection.client.outer_states().committed)
+        )
 
     def _kept_since(self, version: int) -> int:
         """The version since which an island that stores an outer state keeps everything."""
@@ -190,5 +175,9 @@ class Joining:
 
     def removed(self, step: int) -> bool:
         """Return whether another island has removed its share of a step."""
-        others = (each for each in self.client.outer_states().stored if each.island != self.island)
+        others = (
+            each
+            for each in self.connection.client.outer_states().stored
+            if each.island != self.connection.island
+        )
         return any(step < self._kept_since(each.version) for each in others)

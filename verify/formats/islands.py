@@ -8,7 +8,7 @@ manifest (`IslandShare`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
@@ -92,18 +92,12 @@ def without_empty_shares(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class ShareOffered:
-    """An island's offer of its share of a step; the island signs it."""
+class Contribution:
+    """A share that counts; the fields are those of its offer."""
 
     __pydantic_config__ = STRICT
 
-    run: str
-    step: Natural
     island: _Island
-    base: Digest
-    """Digest of the outer state of version `step`, from which the updates started."""
-    data: Digest | Annotated[str, Field(max_length=0)]
-    """Digest of the corpus; empty where there is none."""
     url: _Url
     """Server of the island's store."""
     manifest: Digest
@@ -116,6 +110,22 @@ class ShareOffered:
     """Loss denominator over the step: the share's weight in the mean."""
     norm: _Number
     """L2 norm of the decoded share."""
+
+    @classmethod
+    def of(cls, offer: Contribution) -> Contribution:
+        return cls(**{each.name: getattr(offer, each.name) for each in fields(cls)})
+
+
+@dataclass(frozen=True)
+class ShareOffered(Contribution):
+    """An island's offer of its share of a step; the island signs it."""
+
+    run: str
+    step: Natural
+    base: Digest
+    """Digest of the outer state of version `step`, from which the updates started."""
+    data: Digest | Annotated[str, Field(max_length=0)]
+    """Digest of the corpus; empty where there is none."""
 
 
 @dataclass(frozen=True)
@@ -144,28 +154,6 @@ class OuterStates:
     oldest: Natural
     """The oldest step whose record is served; `committed` if none is. After a rollback older
     records are not served any more."""
-
-
-@dataclass(frozen=True)
-class Contribution:
-    """A share that counts; the fields are those of its offer."""
-
-    __pydantic_config__ = STRICT
-
-    island: _Island
-    url: _Url
-    manifest: Digest
-    share: Digest
-    bytes: _Bytes
-    weight: _Number
-    norm: _Number
-
-    @classmethod
-    def of(cls, offer: ShareOffered) -> Contribution:
-        return cls(
-            *(offer.island, offer.url, offer.manifest, offer.share),
-            *(offer.bytes, offer.weight, offer.norm),
-        )
 
 
 @dataclass(frozen=True)

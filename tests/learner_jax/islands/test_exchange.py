@@ -12,6 +12,7 @@ import pytest
 
 from bridge.codecs import codec
 from learner_jax.islands import exchange as exchange_module
+from learner_jax.islands.connection import Connection
 from learner_jax.islands.exchange import Exchange
 from learner_jax.islands.joining import KEPT_PERIODS, Behind, Joining
 from learner_jax.islands.outer import OuterState
@@ -93,17 +94,12 @@ class FakeOthers:
 
 
 def exchange_of(fake: FakeOthers) -> Exchange:
-    others = {name: cast(Any, fake) for name in ("client", "store", "fetcher")}
-    both: dict[str, Any] = {"island": "b", "url": "http://b:1", "size": N, **others}
-    both |= {"stop": threading.Event(), "log": logging.getLogger("test")}
-    return Exchange(
-        run="run",
-        corpus="",
-        codec=codec("float32"),
-        min_cosine=None,
-        joining=Joining(every=EVERY, **both),
-        **both,
+    any_fake = cast(Any, fake)
+    connection = Connection(
+        *("b", "http://b:1", N, any_fake, any_fake, any_fake),
+        *(threading.Event(), logging.getLogger("test")),
     )
+    return Exchange(connection, Joining(connection, EVERY), "run", "", codec("float32"), None)
 
 
 def test_an_island_can_follow_where_all_shares_are_left() -> None:

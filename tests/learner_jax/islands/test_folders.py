@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from learner_jax.distributed import LearnerRun, Peers
+from learner_jax.distributed import Peers
 from learner_jax.island_link import IslandLink
+from learner_jax.learner_run import LearnerRun
 from runspec.core.run_files import corpus_cache, island_folder
 from tests.runspec.supervised import supervised_spec
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from bridge.codecs import codec
+from learner_jax.islands.connection import Connection
 from learner_jax.islands.exchange import Exchange
+from learner_jax.islands.joining import Joining
 from verify.formats.islands import ShareOffered
 from verify.island_client import IslandRefused, Waiting
 
@@ -46,24 +48,12 @@ class FakeFetcher:
 
 
 def exchange_with(coordinator: FakeCoordinator) -> Exchange:
-    fakes: dict[str, Any] = {
-        "client": coordinator,
-        "store": FakeStore(),
-        "fetcher": FakeFetcher(),
-        "joining": None,  # no wait is long enough to store an outer state
-    }
-    return Exchange(
-        run="run",
-        island="a",
-        url="http://127.0.0.1:1",
-        corpus="",
-        codec=codec("float32"),
-        size=1,
-        min_cosine=None,
-        stop=threading.Event(),
-        log=logging.getLogger("test"),
-        **fakes,
+    fakes: tuple[Any, ...] = coordinator, FakeStore(), FakeFetcher()
+    connection = Connection(
+        *("a", "http://127.0.0.1:1", 1, *fakes),
+        *(threading.Event(), logging.getLogger("test")),
     )
+    return Exchange(connection, Joining(connection, 1), "run", "", codec("float32"), None)
 
 
 def test_the_record_is_asked_for_while_the_offer_is_under_way() -> None:
