@@ -2,11 +2,11 @@
 
     python -m benchmarks.islands_link [--quick] [--cases "overlap float16"]
 
-A real run of two islands, as processes, in each case: coordinator, publisher, origin and servers of
-shares answer, and all HTTP between the islands, and from each to the coordinator, goes through a
-TCP proxy of its own with 50 Mb/s each way and a round trip of 100 ms, of which a new connection
-costs one more (`tests/throttle.py`; TCP's slow start is not imitated). Both islands compute on this
-machine's processors, so the updates of a step are chosen to take 10 to 20 s.
+Each case is a real run of two islands, as processes. All HTTP between the islands, and from each to
+the coordinator, goes through a TCP proxy of its own, with 50 Mb/s each way and a round trip of
+100 ms (`tests/throttle.py`). A new connection costs one round trip more; TCP's slow start is not
+imitated. Both islands compute on this machine's processors, so the updates of a step are chosen to
+take 10 to 20 s.
 
 Of each step, the island that computed longest counts: the other also waits for it. Its seconds of
 work (`train_s` of metrics.jsonl) and of waiting for the exchange (`waits.islands`) are summed over
@@ -47,7 +47,7 @@ WORDS = ("red", "green", "blue", "one", "two", "three", "sun", "moon")
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model and of the run."""
+    """Size of the model and of the run."""
 
     hidden: int
     layers: int

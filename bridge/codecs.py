@@ -125,7 +125,7 @@ class _Blocks(Codec):
     steps: int
     """The largest element in units of the scale."""
     dtype: str
-    """Of the values."""
+    """Numpy type of the values."""
 
     def size(self, n: int) -> int:
         return 4 * _blocks(n, self.block) + self._value_bytes(n)

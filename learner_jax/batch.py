@@ -81,7 +81,7 @@ class Batch:
 
     @property
     def named(self) -> list[BatchGroup]:
-        """What the manifest says of `groups`."""
+        """The manifest's entries of `groups`."""
         return self.manifest.groups[self.first : self.first + len(self.groups)]
 
     @property

@@ -51,7 +51,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Said:
-    """What else a step's line says."""
+    """Further figures of a step's line."""
 
     difference: float | None
     """`VersionWriter.difference`."""

@@ -214,7 +214,7 @@ class _Loop:
 def _open(
     run_dir: Path, peers: Peers, link: IslandLink | None, log: logging.Logger
 ) -> tuple[LearnerRun, Programs]:
-    """The run on its mesh, and its programs, none of which is compiled."""
+    """The run on its mesh, and its programs, not compiled yet."""
     spec, config = _of_run(run_dir, peers)
     own = spec if link is None else island_spec(spec, link.name)
     full_float32(own.learner.compute_dtype)

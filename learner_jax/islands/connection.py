@@ -1,4 +1,4 @@
-"""What an island speaks to: the coordinator, its own store, and the servers of the others."""
+"""Connection of an island: the coordinator, its own store, and the servers of the others."""
 
 from __future__ import annotations
 

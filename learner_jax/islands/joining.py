@@ -21,8 +21,8 @@ from verify.formats.islands import StoredOuter
 from verify.island_client import Committed
 
 KEPT_PERIODS = 2
-"""Of `checkpoints.every` steps: so much of the past stays in a store, for islands that start again
-at an older full state, beside what came after the newest outer state."""
+"""Periods of `checkpoints.every` steps before the newest outer state whose shares stay in a store,
+for islands that start again at an older full state."""
 
 
 class Stopped(Exception):

@@ -1,4 +1,4 @@
-"""What the learner's loop asks of an island, and the answers of a run without islands."""
+"""Interface between the learner's loop and an island, and its answers for a run without them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from learner_jax.step import TrainState
 
 
 class Member(Protocol):
-    """What the learner's loop asks of an island; every method is collective over its processes."""
+    """An island as the learner's loop sees it; methods are collective over its processes."""
 
     @property
     def version(self) -> int:
@@ -23,7 +23,7 @@ class Member(Protocol):
 
     @property
     def last(self) -> dict[str, Any] | None:
-        """What a step's line of metrics says of the last commit; None for a run with one
+        """Figures of the last commit for a step's line of metrics; None for a run with one
         learner."""
 
     def begin(

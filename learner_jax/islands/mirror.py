@@ -1,4 +1,4 @@
-"""What an island without the run directory needs of it, brought by HTTP into a folder of its own.
+"""Copies of run files, brought by HTTP into the folder of an island without the run directory.
 
     FOLDER/keys/roles.json                  the keys of the run, from the coordinator
     FOLDER/initial/                         a model of the run's shape, from the broadcast tree

@@ -42,7 +42,7 @@ class OuterSpec(Protocol):
 
 @dataclass(frozen=True)
 class OuterState:
-    """What all islands have in common after a step."""
+    """Outer parameters and momentum after a step, the same on all islands."""
 
     theta: np.ndarray
     """Outer parameters [n]."""

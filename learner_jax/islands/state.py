@@ -1,8 +1,8 @@
-"""What an island remembers between steps, and how it follows the commits: plain data, no network.
+"""State of an island between steps, and how it follows the commits: plain data, no network.
 
 With `overlap: 0` an island ends a step s in two moves: `sent`, when it has encoded its share, and
 `committed`, when the record names the shares that count. With `overlap: 1` it trains step s + 1
-between the two. Both moves are functions of the record, so that a replay ends with the same bits:
+between the two. Both moves are functions of the record. So a replay ends with the same bits.
 
     theta_s           outer parameters of version s, the same bits on every island
     p_s               the island's own parameters when it sent its share of step s
@@ -48,7 +48,7 @@ class IslandState:
     """Version of `outer`."""
     outer: OuterState
     residual: Flat | None
-    """What the codec has left out so far; None for codecs that leave nothing out."""
+    """Rounding that shares have left out so far; None for codecs that leave nothing out."""
     sent: Sent | None = None
     """Step `version`, where it is trained and not committed."""
 

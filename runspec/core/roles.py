@@ -17,7 +17,7 @@ from runspec.core.signed import BadSignature, check_times, open_document, sign_d
 KIND = "roles"
 ROLE_NAMES = ("publisher", "coordinator", "validator")
 Signers = Literal["publisher", "island"]
-"""Whose keys sign the versions of a store: the publishers', or those of the learner's islands."""
+"""Roles whose keys may sign the versions of a store: publishers, or the learner's islands."""
 MAX_BYTES = 64 * 1024
 OWN_WORKERS_FILE = "workers.json"
 

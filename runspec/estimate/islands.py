@@ -85,7 +85,7 @@ class IslandsEstimate:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one step sends between islands."""
+    """Bytes and seconds of one step's exchange between islands."""
 
     share_bytes: int
     whole_bytes: int

@@ -1,4 +1,4 @@
-"""What the rows of metrics.jsonl say of a run's learner islands.
+"""Figures of a run's learner islands, from the rows of metrics.jsonl.
 
 The rows are the first island's: its own share, its own waits. Who contributed and who was dropped
 is the same for all islands.
@@ -19,9 +19,9 @@ _COMPARED = ("share_norm", "cosine")
 def island_figures(row: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a step's row says of the islands; None for a run with one learner.
 
-    Keys: those of `islands` in the row (docs/learner_jax.md), wait_s, the seconds of the step that
-    the first island waited for the exchange, wait_share, their share of the step, busy, the share
-    in which it trained, and tokens_per_s, about those of all islands.
+    Keys: those of `islands` in the row (docs/learner_jax.md). Besides, of the first island:
+    wait_s, seconds that it waited for the exchange; wait_share, their share of the step; busy, the
+    share in which it trained. And tokens_per_s, about those of all islands.
     """
     commit = row.get("islands")
     if not isinstance(commit, Mapping):
@@ -76,7 +76,7 @@ def missing_text(status: Mapping[str, Any] | None) -> str:
         status: `islands` of the coordinator's status; None if it does not answer.
     """
     if not status or not any(member["offered"] for member in status["members"]):
-        return ""  # until the first share nobody waits
+        return ""  # the wait begins with the first share
     missing = "; ".join(f"{name}: {why}" for name, why in status["waiting_for"].items())
     return f"for the shares of step {status['committed']} ({missing})" if missing else ""
 

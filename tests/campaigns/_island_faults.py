@@ -13,15 +13,12 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 
-import numpy as np
-
 from runspec.core.keys import SigningKey
 from runspec.core.process import EXIT_FINAL
 from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from tests.learner_jax.islands.island_runs import IslandRun
-from tests.learner_jax.test_document_runs import document_spec
 from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import IslandsCommitted
 from verify.formats.islands import CommitRecord
@@ -33,39 +30,6 @@ AGAIN_S = 1.0
 """Until an island that ended is started again."""
 DEADLINE_S = 400.0
 """Of each wait."""
-WORDS = ("red", "green", "blue", "one", "two", "three", "sun", "moon")
-
-
-def make_files(folder: Path) -> Path:
-    """A tokenizer and four hundred short documents."""
-    from learner_jax.__main__ import main
-
-    folder.mkdir(parents=True)
-    draw = np.random.default_rng(1)
-    lines = (" ".join(draw.choice(WORDS, draw.integers(1, 9))) + "\n" for _ in range(400))
-    words = folder / "words.txt"
-    words.write_text("".join(lines))
-    asked = ["tokenizer", "train", str(words), "--vocab", "280", "-o", str(folder / "tokenizer")]
-    assert main(asked) == 0
-    return folder
-
-
-def spec_of(folder: Path, names: str, *, steps: int, updates: int, **islands: object) -> RunSpec:
-    """A run over documents with an island of one device for each letter of `names`.
-
-    Without an option of islands it has one learner, which does the work of all.
-    """
-    spec = document_spec(folder, tokens_per_update=128 * len(names), updates_per_step=updates)
-    fields = spec.model_dump(mode="json")
-    fields["steps"] = steps
-    fields["checkpoints"] |= {"every": 4}
-    fields["learner"] |= {
-        "hardware": {"kind": "cpu", "count": 1},
-        "mesh": {},
-        "packing": {"tokens": 64, "rows": 2},
-        "islands": {"members": [{"name": name} for name in names], **islands} if islands else None,
-    }
-    return RunSpec.model_validate(fields)
 
 
 @contextmanager

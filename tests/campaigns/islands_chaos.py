@@ -33,12 +33,11 @@ from tests.campaigns._island_faults import (
     cut,
     fill_disk,
     kill,
-    make_files,
     restart_coordinator,
     slow,
-    spec_of,
 )
-from tests.learner_jax.islands.island_runs import LOG
+from tests.learner_jax.islands.island_runs import LOG, spec_of
+from tests.learner_jax.test_document_runs import make_files
 from verify.coordinator.machine.events import IslandsCommitted
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 from verify.formats.ranges import open_ranges, rows_per_step
@@ -79,7 +78,8 @@ def run() -> dict[str, dict[str, object]]:
     """
     happened: list[tuple[Happened, float, float]] = []
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        files = make_files(Path(folder) / "files")
+        (files := Path(folder) / "files").mkdir()
+        make_files(files)
         for seed in SEEDS:
             happened += _one(Path(folder) / f"seed-{seed}" / "runs" / "run", files, seed)
     found: dict[str, dict[str, object]] = {}
@@ -105,6 +105,8 @@ def _one(folder: Path, files: Path, seed: int) -> list[tuple[Happened, float, fl
         NAMES,
         steps=STEPS,
         updates=4,
+        every=4,
+        publish_every=2,
         quorum=len(NAMES) - 1,
         grace=f"{GRACE_S:g}s",
         codec={"kind": "int8"},

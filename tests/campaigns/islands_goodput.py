@@ -25,7 +25,9 @@ from itertools import cycle
 from pathlib import Path
 
 from runspec.core.run_files import STATE_FILE
-from tests.campaigns._island_faults import MindedRun, make_files, spec_of
+from tests.campaigns._island_faults import MindedRun
+from tests.learner_jax.islands.island_runs import spec_of
+from tests.learner_jax.test_document_runs import make_files
 from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import IslandsCommitted, VersionPublished
 
@@ -62,9 +64,12 @@ def run() -> dict[str, dict[str, object]]:
     """
     measured = {}
     with tempfile.TemporaryDirectory(prefix="goodput-") as folder:
-        files = make_files(Path(folder) / "files")
+        (files := Path(folder) / "files").mkdir()
+        make_files(files)
         for name, islands in RUNS.items():
-            spec = spec_of(files, NAMES, steps=STEPS, updates=UPDATES, **islands)
+            spec = spec_of(
+                files, NAMES, steps=STEPS, updates=UPDATES, every=4, publish_every=2, **islands
+            )
             path = Path(folder) / name.replace(" ", "-") / "runs" / "run"
             with MindedRun(path, spec, files / "tokenizer", small=False) as minded:
                 measured[name] = _measured(minded)

@@ -85,8 +85,15 @@ LOG = logging.getLogger("test")
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four hundred short documents, as many conversations, and a tokenizer of bytes."""
-    folder = tmp_path_factory.mktemp("files")
+    return make_files(tmp_path_factory.mktemp("files"))
+
+
+def make_files(folder: Path) -> Path:
+    """Four hundred short documents, as many conversations, and a tokenizer of bytes.
+
+    Args:
+        folder: exists; gets words.txt, talk.jsonl and tokenizer/.
+    """
     draw = np.random.default_rng(1)
     documents = [" ".join(draw.choice(WORDS, draw.integers(1, 9))) for _ in range(400)]
     (folder / "words.txt").write_text("".join(f"{text}\n" for text in documents))

@@ -31,11 +31,51 @@ from runspec.core.spec.islands import island_names
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from tests.broadcast.conftest import Served
+from tests.learner_jax.test_document_runs import document_spec
 from tests.waiting import eventually
 from verify.coordinator.run import serve
 
 LOG = logging.getLogger("test")
 DEADLINE_S = 120.0
+
+
+def spec_of(
+    folder: Path,
+    names: str = "ab",
+    *,
+    steps: int,
+    updates: int,
+    every: int,
+    publish_every: int = 1,
+    **islands: object,
+) -> RunSpec:
+    """A run over documents with an island of one device for each letter of `names`.
+
+    Without an option of islands it has one learner, which does the work of all.
+
+    Args:
+        folder: has words.txt and tokenizer/ (`tests.learner_jax.test_document_runs.files`).
+        names: of the islands; each has two rows of 64 positions an update.
+        steps, updates: of the run, and of a step.
+        every, publish_every: steps between full states, and between versions.
+        islands: further fields of `learner.islands`.
+    """
+    spec = document_spec(
+        folder,
+        tokens_per_update=128 * len(names),
+        updates_per_step=updates,
+        publish_every=publish_every,
+    )
+    fields = spec.model_dump(mode="json")
+    fields["steps"] = steps
+    fields["checkpoints"] |= {"every": every}
+    fields["learner"] |= {
+        "hardware": {"kind": "cpu", "count": 1},
+        "mesh": {},
+        "packing": {"tokens": 64, "rows": 2},
+        "islands": {"members": [{"name": name} for name in names], **islands} if islands else None,
+    }
+    return RunSpec.model_validate(fields)
 
 
 class Service:

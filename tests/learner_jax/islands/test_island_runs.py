@@ -13,29 +13,13 @@ from bridge.flat import FlatLayout
 from bridge.load import LeafReader
 from runspec.core.models.config import read_config
 from runspec.core.models.family import parse_config
-from runspec.core.spec.schema import RunSpec
 from runspec.local.identity import make_identity
 from runspec.local.rollback import roll_back
-from tests.learner_jax.islands.island_runs import DEADLINE_S, IslandRun
-from tests.learner_jax.test_document_runs import document_spec, files
+from tests.learner_jax.islands.island_runs import DEADLINE_S, IslandRun, spec_of
+from tests.learner_jax.test_document_runs import files
 
 __all__ = ["files"]
 STEPS = 4
-
-
-def spec_of(folder: Path, **islands: Any) -> RunSpec:
-    """Two islands of one device each: 2 updates of 128 positions a step for each."""
-    spec = document_spec(folder, tokens_per_update=256, publish_every=1)
-    fields = spec.model_dump(mode="json")
-    fields["steps"] = STEPS
-    fields["checkpoints"] |= {"every": 2}
-    fields["learner"] |= {
-        "hardware": {"kind": "cpu", "count": 1},
-        "mesh": {},
-        "packing": {"tokens": 64, "rows": 2},
-        "islands": {"members": [{"name": "a"}, {"name": "b"}], **islands},
-    }
-    return RunSpec.model_validate(fields)
 
 
 def ended(run: IslandRun) -> dict[str, dict[str, np.ndarray]]:
@@ -52,7 +36,7 @@ def assert_same_end(a: dict[str, Any], b: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def straight(files: Path, tmp_path_factory: pytest.TempPathFactory) -> IslandRun:
     """A run that nothing disturbed; tests/e2e/test_islands.py has one that overlaps."""
-    spec = spec_of(files, codec={"kind": "int8"})
+    spec = spec_of(files, steps=STEPS, updates=2, every=2, codec={"kind": "int8"})
     run = IslandRun(tmp_path_factory.mktemp("straight") / "runs" / "run", spec, files / "tokenizer")
     with run:
         run.train()

@@ -52,6 +52,10 @@ class Copy:
     def audit(self, heads: dict[int, str] | None = None) -> Report:
         return audit(self.run_dir, root_key=self.site.root.public_hex, heads=heads)
 
+    def whats(self) -> set[str]:
+        """What the findings of an audit say."""
+        return {finding.what for finding in self.audit().findings}
+
     def rows(self) -> list[tuple[str, dict[str, Any]]]:
         with closing(sqlite3.connect(self.database)) as database:
             found = database.execute("SELECT kind, body FROM ledger ORDER BY seq").fetchall()

@@ -38,10 +38,6 @@ def run(audited: Site, tmp_path: Path) -> Copy:
     return Copy(tmp_path / "run", audited)
 
 
-def whats(run: Copy) -> set[str]:
-    return {finding.what for finding in run.audit().findings}
-
-
 def closing(run: Copy, change: Any, key: SigningKey | None = None) -> None:
     """Signs the first manifest again, changed, in the ledger and for the learner."""
 
@@ -70,15 +66,15 @@ def test_rows_of_another_step_or_size_are_found(run: Copy) -> None:
 
 def test_another_signer_and_another_anchor_are_found(run: Copy) -> None:
     closing(run, lambda manifest: manifest, SigningKey.generate())
-    assert "batch signature" in whats(run)
+    assert "batch signature" in run.whats()
     closing(run, lambda manifest: replace(manifest, ledger_chain="ab" * 32))
-    assert "anchor" in whats(run)
+    assert "anchor" in run.whats()
 
 
 def test_a_changed_file_is_found(run: Copy) -> None:
     path = step_folder(run.run_dir, 1) / "batch.json"
     path.write_bytes(path.read_bytes() + b" ")
-    assert whats(run) == {"batch file"}
+    assert run.whats() == {"batch file"}
 
 
 def test_steps_out_of_order_and_ones_that_train_groups_are_found(run: Copy) -> None:
@@ -91,10 +87,10 @@ def test_steps_out_of_order_and_ones_that_train_groups_are_found(run: Copy) -> N
 
     shutil.copytree(run.run_dir, run.run_dir.parent / "other")
     run.rewrite(swap)
-    assert {"state", "anchor"} <= whats(run)
+    assert {"state", "anchor"} <= run.whats()
     other = Copy(run.run_dir.parent / "other", run.site)
     other.rewrite(train)
-    assert {"state", "batch groups"} <= whats(other)
+    assert {"state", "batch groups"} <= other.whats()
 
 
 def test_a_changed_pace_of_versions_is_noted(run: Copy) -> None:
@@ -106,4 +102,4 @@ def test_a_changed_pace_of_versions_is_noted(run: Copy) -> None:
     assert sum("its contents are right" in note for note in report.notes) == 2
     # and a step that is signed before any version was published is found
     run.rewrite(lambda rows: rows.pop(run.first("VersionPublished") - 1))
-    assert "filling" in whats(run)
+    assert "filling" in run.whats()

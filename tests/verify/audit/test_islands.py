@@ -60,10 +60,6 @@ def run(audited: Site, tmp_path: Path) -> Copy:
     return Copy(tmp_path / "run", audited)
 
 
-def whats(run: Copy) -> set[str]:
-    return {finding.what for finding in run.audit().findings}
-
-
 def rows_of(rows: list[tuple[str, Fields]], kind: str) -> list[Fields]:
     return [fields for found, fields in rows if found == kind]
 
@@ -110,7 +106,7 @@ def test_an_honest_run_is_clean(run: Copy) -> None:
 
 def test_a_record_of_another_signer_is_found(run: Copy) -> None:
     change_record(run, lambda record: record, SigningKey.generate())
-    assert "commit signature" in whats(run)
+    assert "commit signature" in run.whats()
 
 
 def heavier(record: CommitRecord) -> CommitRecord:
@@ -145,7 +141,7 @@ def with_b(record: CommitRecord) -> CommitRecord:
 )
 def test_a_changed_record_is_found(run: Copy, change: Any, what: str) -> None:
     change_record(run, change)
-    assert what in whats(run)
+    assert what in run.whats()
 
 
 def test_a_row_that_is_not_what_was_signed_is_found(run: Copy) -> None:
@@ -154,17 +150,17 @@ def test_a_row_that_is_not_what_was_signed_is_found(run: Copy) -> None:
         rows_of(rows, "OfferReceived")[0]["offer"]["weight"] = 7.0
 
     run.rewrite(rewrite)
-    assert {"commit", "offer"} <= whats(run)
+    assert {"commit", "offer"} <= run.whats()
 
 
 def test_an_offer_that_another_island_signed_is_found(run: Copy) -> None:
     change_offer(run, lambda made: made, "a")
-    assert {"offer signature", "contribution"} <= whats(run)
+    assert {"offer signature", "contribution"} <= run.whats()
 
 
 def test_an_offer_that_was_signed_anew_is_found(run: Copy) -> None:
     change_offer(run, lambda made: replace(made, share=digest("other")), "c")
-    assert "contribution" in whats(run)
+    assert "contribution" in run.whats()
 
 
 def test_a_second_record_of_a_step_is_found(run: Copy) -> None:
@@ -200,7 +196,7 @@ def test_shares_of_other_islands_are_found(run: Copy) -> None:
         fields["document"] = sign_ranges(changed, run.site.coordinator).decode()
 
     run.rewrite(rewrite)
-    assert "batch shares" in whats(run)
+    assert "batch shares" in run.whats()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ The rules:
 - A step is committed once every island has offered, or `grace_s` after the quorum was reached, if
   at least the quorum counts and the weights are not all 0. The others are dropped, with the reason.
 - The run stalls if no commit is possible `deadline_s` after the step's first offer. Until the first
-  offer nobody waits for others, so there is no deadline: the inner updates may take any time.
+  offer no island waits for another, so there is no deadline: the inner updates may take any time.
 - A restart of the coordinator starts grace and deadline again.
 - The first outer state that an island reports for a step is the step's; others must be equal.
 """

@@ -286,7 +286,7 @@ class State:
     last_fault: str = ""
     """The grader's error at the newest of these groups."""
     islands: IslandState = field(default_factory=IslandState)
-    """Of a run with learner islands."""
+    """State of the learner islands; unused in a run with one learner."""
 
     @property
     def finished(self) -> bool:

@@ -94,7 +94,7 @@ class Peers:
     workers: Activity = field(default_factory=Activity)
     validators: Activity = field(default_factory=Activity)
     islands: Activity = field(default_factory=Activity)
-    """By name instead of key."""
+    """Activity of learner islands, by name instead of key."""
 
 
 def scalars(state: Mapping[str, Any]) -> Scalars:
