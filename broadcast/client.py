@@ -101,7 +101,7 @@ class WeightsClient:
     @property
     def received(self) -> int:
         """Bytes of chunks received so far, damaged and repeated ones too."""
-        return sum(upstream.received for upstream in self._fetcher.upstreams.all)
+        return self._fetcher.received
 
     def fetch(
         self,

@@ -91,12 +91,19 @@ class Fetcher:
         self._issued = 0.0
         self._roles_asked: dict[Upstream, float] = {}
         self._opening = asyncio.Lock()
+        self._arriving: list[Transfer] = []
         self._run, self._signers = run, signers
         self._root = root_public_key
         self._roles_path = folder / "roles.json"
         self._latest_path = folder / "latest.json"
         self._recall()
         self._session = new_session(access)
+
+    @property
+    def received(self) -> int:
+        """Bytes of chunks received so far, damaged and repeated ones too; any thread may ask."""
+        ended = sum(upstream.received for upstream in self.upstreams.all)
+        return ended + sum(transfer.received for transfer in tuple(self._arriving))
 
     async def close(self) -> None:
         """Close the connections; no request may be under way."""
@@ -195,6 +202,7 @@ class Fetcher:
 
         async def bring(attempt: Attempt) -> None:
             upstream, transfer = attempt.upstream, Transfer(chunk, into, offset)
+            self._arriving.append(transfer)
 
             def is_hopeless(elapsed_s: float) -> bool:
                 return self.upstreams.is_hopeless(
@@ -210,6 +218,7 @@ class Fetcher:
                     is_hopeless=is_hopeless,
                 )
             finally:
+                self._arriving.remove(transfer)
                 attempt.received = transfer.received
 
         what = f"{what}, chunk {chunk.blake3[:16]}"

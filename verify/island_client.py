@@ -148,17 +148,42 @@ class IslandClient:
             raise self._http.not_believed(error) from error
         return Committed(record, record_digest(data))
 
-    def result(self, step: int, digest: str) -> None:
+    def lost(self, step: int, island: str) -> bool:
+        """Say that the share of an island cannot be fetched, though the step's record names it.
+
+        Returns:
+            Whether the step gets another record, without that share.
+        """
+        body = canonical_json({"step": step, "island": island})
+        try:
+            self._http.call("POST", "/v1/islands/lost", body=body)
+        except SubmissionRefused:
+            return False
+        return True
+
+    def result(self, step: int, record: str, digest: str) -> bool:
         """Report the digest of the outer state that follows from a step's record.
+
+        Args:
+            step: of the record.
+            record: its digest.
+            digest: digest of the outer state.
+
+        Returns:
+            False if the step has another record by now, or none.
 
         Raises:
             IslandRefused: another island reported another digest.
         """
-        body = canonical_json({"step": step, "digest": digest})
+        body = canonical_json({"step": step, "record": record, "digest": digest})
         try:
             self._http.call("POST", "/v1/islands/result", body=body)
         except SubmissionRefused as error:
+            newest = self.record(step, 0.0)
+            if not isinstance(newest, Committed) or newest.digest != record:
+                return False
             raise _refused(error) from error
+        return True
 
     def result_of(self, step: int) -> str | None:
         """Return the digest that was reported for a step; None if none was."""

@@ -23,7 +23,7 @@ from learner_jax.islands.connection import ATTEMPT_S, REJOIN, REPORT_EVERY_S, Co
 from learner_jax.islands.joining import Behind, Joining, Stopped
 from learner_jax.islands.outer import weighted_mean
 from learner_jax.islands.state import Flat
-from learner_jax.islands.transport import BadObject
+from learner_jax.islands.transport import BadObject, Silent
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from verify.formats.islands import CommitRecord, Contribution, ShareOffered
@@ -33,6 +33,8 @@ WAIT_S = 5.0
 """Seconds that the coordinator may hold a question for a record; a stop takes effect after it."""
 FETCH_S = 1800.0
 """Seconds that the shares of a step may take to arrive."""
+SILENCE_S = 5.0
+"""Least number of seconds without a byte after which a share is said to be lost."""
 LAST_ATTEMPT_S = 5.0
 """Seconds of one try for shares that were removed, unless somebody was still reading them."""
 _CANCEL_EVERY_S = 0.1
@@ -43,6 +45,8 @@ class Settled:
     """A record and what its shares come to."""
 
     record: CommitRecord
+    digest: str
+    """Digest of the signed record."""
     mean: Flat
     """Weighted mean of the shares that count, float32 [n]."""
     cosines: dict[str, float]
@@ -90,6 +94,7 @@ class Exchange(AbstractContextManager["Exchange"]):
     """Digest of the documents; empty for a run that trains on rollouts."""
     codec: Codec
     min_cosine: float | None
+    grace_s: float
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="exchange")
     )
@@ -166,13 +171,20 @@ class Exchange(AbstractContextManager["Exchange"]):
         assert self._settling is not None, "just begun"
         return self._settling[1].result()
 
-    def report(self, step: int, digest: str) -> None:
+    def report(self, step: int, digest: str) -> bool:
         """Tell the coordinator of the outer state after a step.
+
+        Returns:
+            False if the step has another record by now: `settled` waits for that one.
 
         Raises:
             UserError: another island has another one: this island's memory or program is wrong.
         """
-        self.connection.client.result(step, digest)
+        record = self.settled(step).digest
+        if self.connection.client.result(step, record, digest):
+            return True
+        self._settling = None
+        return False
 
     def __exit__(self, *error: object) -> None:
         self._ended.set()
@@ -190,33 +202,36 @@ class Exchange(AbstractContextManager["Exchange"]):
 
     def _settle(self, step: int) -> Settled:
         begun = time.monotonic()
-        record = self._await_record(step)
+        data = None
+        while data is None:
+            committed = self._await_record(step)
+            data = self._gather(step, committed)
+        record = committed.record
         if record.codec != self.codec.kind:
             raise UserError(
                 f"the record of step {step} is of codec {record.codec}",
                 remedy="apply the same spec to every island",
             )
-        data = self._gather(step, record.contributors)
         weights = {each.island: each.weight for each in record.contributors}
         mean = self._mean(data, weights)
         cosines = self._cosines(data, weights, mean)
         refused = self._refused(step, cosines)
-        self.connection.fetcher.keep({step})
         if refused:
             mean = self._mean({i: each for i, each in data.items() if i not in refused}, weights)
         received = sum(
             len(each) for island, each in data.items() if island != self.connection.island
         )
-        return Settled(record, mean, cosines, refused, received, time.monotonic() - begun)
+        seconds = time.monotonic() - begun
+        return Settled(record, committed.digest, mean, cosines, refused, received, seconds)
 
-    def _await_record(self, step: int) -> CommitRecord:
+    def _await_record(self, step: int) -> Committed:
         begun, report_at = time.monotonic(), REPORT_EVERY_S
         while True:
             if self.connection.stop.is_set() or self._ended.is_set():
                 raise Stopped
             answer = self.connection.client.record(step, WAIT_S)
             if isinstance(answer, Committed):
-                return answer.record
+                return answer
             waited = time.monotonic() - begun
             if waited >= report_at:
                 names = ", ".join(answer.waiting_for) or "nobody: the coordinator is late"
@@ -227,10 +242,18 @@ class Exchange(AbstractContextManager["Exchange"]):
                 self.joining.publish()
                 report_at = waited + REPORT_EVERY_S
 
-    def _gather(self, step: int, contributors: Sequence[Contribution]) -> dict[str, bytes]:
-        """Return the shares of a record, in its order; those of others are fetched at once."""
+    def _gather(self, step: int, committed: Committed) -> dict[str, bytes] | None:
+        """Return the shares of a record, in its order; those of others are fetched at once.
+
+        Returns:
+            None if the step has another record by now.
+        """
+        contributors = committed.record.contributors
         others = [each for each in contributors if each.island != self.connection.island]
-        fetched = self._fetch(step, others)
+        fetched = self._fetch(step, others, committed.digest)
+        if fetched is None:
+            return None
+        self.connection.fetcher.keep({step})
         found = {each.island: data for each, data in zip(others, fetched, strict=True)}
         return {
             each.island: bytes(found[each.island])
@@ -239,8 +262,15 @@ class Exchange(AbstractContextManager["Exchange"]):
             for each in contributors
         }
 
-    def _fetch(self, step: int, others: Sequence[Contribution]) -> list[np.ndarray]:
+    def _fetch(
+        self, step: int, others: Sequence[Contribution], record: str
+    ) -> list[np.ndarray] | None:
         """Fetch shares from where their islands are now: one may have moved since its offer.
+
+        Where nothing of a share arrives for `grace_s`, the coordinator may leave it out.
+
+        Returns:
+            None if the step has another record by now.
 
         Raises:
             Stopped: this process was told to end.
@@ -248,14 +278,16 @@ class Exchange(AbstractContextManager["Exchange"]):
             Behind: its island has removed a share.
             UserError: a share cannot be had.
         """
-        deadline = time.monotonic() + FETCH_S
+        client, deadline = self.connection.client, time.monotonic() + FETCH_S
+        silence_s = max(self.grace_s, SILENCE_S)
         while True:
-            urls = {each.island: each.url for each in self.connection.client.outer_states().stored}
+            urls = {each.island: each.url for each in client.outer_states().stored}
             found = [replace(each, url=urls.get(each.island, each.url)) for each in others]
             left, removed = deadline - time.monotonic(), self.joining.removed(step)
             try:
                 attempt_s = LAST_ATTEMPT_S if removed else ATTEMPT_S
-                return self.connection.fetcher.fetch_shares(step, found, min(left, attempt_s))
+                attempt_s = min(left, attempt_s)
+                return self.connection.fetcher.fetch_shares(step, found, attempt_s, silence_s)
             except CancelledError as error:
                 raise Stopped from error
             except BadObject:
@@ -263,6 +295,11 @@ class Exchange(AbstractContextManager["Exchange"]):
             except UserError as error:
                 if removed:
                     raise Behind(error.thing, place=error.place, remedy=error.remedy) from error
+                if isinstance(error, Silent) and not client.lost(step, error.island):
+                    silence_s = math.inf  # that share stays in the record
+                newest = client.record(step, 0.0)
+                if not isinstance(newest, Committed) or newest.digest != record:
+                    return None
                 if left <= ATTEMPT_S:
                     raise
                 self.connection.log.warning("step %d: trying again: %s", step, error)

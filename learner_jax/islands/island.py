@@ -232,12 +232,9 @@ class Island:
         assert sent is not None, "a step waits for its record"
         mean, counted = self._mean(step)
         outer = outer_update(held.outer, mean, self._islands.outer)
-
-        def report() -> None:
-            if self._exchange is not None:
-                self._exchange.report(step, outer.digest)
-
-        self._peers.each(report)
+        while not self._reported(step, outer):
+            mean, counted = self._mean(step)
+            outer = outer_update(held.outer, mean, self._islands.outer)
         rejoins = sent.offered and not counted
         self._state = held.commit(outer, counted=counted)
         self._hold(store=self.version % self._run.spec.checkpoints.every == 0)
@@ -247,6 +244,16 @@ class Island:
             moved = self._flat(state.params) + (outer.theta - sent.params)
             return replace(state, params=self._tree(moved)), False
         return replace(state, params=self._tree(outer.theta)), False
+
+    def _reported(self, step: int, outer: OuterState) -> bool:
+        """Report the outer state after a step; return whether the step's record is still the one
+        that it follows."""
+
+        def report() -> bool:
+            assert self._exchange is not None, "process 0"
+            return self._exchange.report(step, outer.digest)
+
+        return bool(self._peers.json_from_first(report))
 
     def _mean(self, step: int) -> tuple[Flat, bool]:
         """The mean of a step's shares, and whether this island's is among them; collective."""

@@ -65,5 +65,6 @@ def join(
         corpus=corpus or "",
         codec=codec(islands.codec.kind),
         min_cosine=islands.min_cosine,
+        grace_s=islands.grace,
     ) as exchange:
         yield Island(run, programs, islands, exchange)

@@ -12,6 +12,7 @@ No JAX here.
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import threading
 import time
@@ -37,6 +38,7 @@ from verify.formats.islands import Contribution
 
 SHARE_FILE, THETA_FILE, MOMENTUM_FILE = "share.bin", "theta.bin", "momentum.bin"
 REPORT_EVERY_S = 30.0
+_LISTEN_EVERY_S = 0.5
 _CANCEL_EVERY_S = 0.1
 _FLOAT = np.dtype("<f4")
 _LOG = logging.getLogger(__name__)
@@ -44,6 +46,18 @@ _LOG = logging.getLogger(__name__)
 
 class BadObject(UserError):
     """An island's server holds something else than what was recorded of it."""
+
+
+class Silent(UserError):
+    """Nothing of an island's share has arrived for a while."""
+
+    def __init__(self, share: Contribution, seconds: float) -> None:
+        super().__init__(
+            f"nothing of the share of island {share.island} arrived for {seconds:.0f} s",
+            place=share.url,
+            remedy=_unreachable(share.island),
+        )
+        self.island = share.island
 
 
 class ShareStore:
@@ -179,7 +193,11 @@ class ShareFetcher:
         self._clients: dict[tuple[str, str], WeightsClient] = {}
 
     def fetch_shares(
-        self, step: int, shares: Sequence[Contribution], deadline_s: float
+        self,
+        step: int,
+        shares: Sequence[Contribution],
+        deadline_s: float,
+        silence_s: float = math.inf,
     ) -> list[np.ndarray]:
         """Fetch the shares of a step, all at once.
 
@@ -187,16 +205,20 @@ class ShareFetcher:
             step: its number.
             shares: what the step's record says of them.
             deadline_s: seconds that all of them may take together.
+            silence_s: seconds for which no byte of one of them need arrive.
 
         Returns:
             uint8 [bytes] of each, in the order of `shares`; read-only, mapped from files.
 
         Raises:
             BadObject: a share is not the one that was recorded.
+            Silent: one was silent for longer.
             UserError: one did not arrive in time; the message names the island and its URL.
             concurrent.futures.CancelledError: `cancel` was called.
         """
-        deadline = time.monotonic() + deadline_s
+        begun = time.monotonic()
+        report_at = begun + REPORT_EVERY_S
+        heard = {each.island: (begun, self.received_from(each.island)) for each in shares}
         with ThreadPoolExecutor(max(1, len(shares)), thread_name_prefix="share") as threads:
             fetching = {
                 threads.submit(self.fetch_share, step, share, deadline_s): share for share in shares
@@ -204,15 +226,23 @@ class ShareFetcher:
             pending = set(fetching)
             try:
                 while pending:
-                    done, pending = wait(pending, REPORT_EVERY_S, return_when=FIRST_EXCEPTION)
+                    done, pending = wait(pending, _LISTEN_EVERY_S, return_when=FIRST_EXCEPTION)
                     for future in done:
                         future.result()
-                    if pending:
-                        missing = (fetching[future] for future in fetching if future in pending)
+                    missing = [fetching[future] for future in fetching if future in pending]
+                    now = time.monotonic()
+                    for each in missing:
+                        received = self.received_from(each.island)
+                        if received != heard[each.island][1]:
+                            heard[each.island] = now, received
+                        elif now - heard[each.island][0] > silence_s:
+                            raise Silent(each, silence_s)
+                    if missing and now >= report_at:
+                        report_at = now + REPORT_EVERY_S
                         _LOG.info(
                             "step %d: %.0f s left for the shares of %s",
                             step,
-                            deadline - time.monotonic(),
+                            begun + deadline_s - now,
                             ", ".join(f"{each.island} ({each.url})" for each in missing),
                         )
             except BaseException:
@@ -279,6 +309,12 @@ class ShareFetcher:
         with self._lock:
             return sum(client.received for client in self._clients.values())
 
+    def received_from(self, island: str) -> int:
+        """Bytes received so far from one island."""
+        with self._lock:
+            clients = [each for (name, _), each in self._clients.items() if name == island]
+        return sum(client.received for client in clients)
+
     def keep(self, steps: Collection[int]) -> None:
         """Remove what was fetched for other steps; arrays that are mapped from it stay valid."""
         numbers = {number for step in steps for number in (2 * step, 2 * step + 1)}
@@ -340,7 +376,7 @@ class ShareFetcher:
             raise UserError(
                 f"{what} of island {island} did not arrive: {error.thing}",
                 place=error.place or url,
-                remedy=f"see that the server of island {island} is up, can be reached and has it",
+                remedy=_unreachable(island),
             ) from error
 
 
@@ -371,6 +407,10 @@ def _check(
             place=url,
             remedy=_blame(island),
         )
+
+
+def _unreachable(island: str) -> str:
+    return f"see that the server of island {island} is up, can be reached and has it"
 
 
 def _blame(island: str) -> str:

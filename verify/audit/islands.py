@@ -8,7 +8,12 @@ from runspec.core.signed import BadSignature
 from verify.audit.findings import Report
 from verify.audit.signers import Signers
 from verify.coordinator.machine import islands
-from verify.coordinator.machine.events import IslandsCommitted, OfferReceived, OuterResult
+from verify.coordinator.machine.events import (
+    IslandsCommitted,
+    OfferReceived,
+    OuterResult,
+    ShareLost,
+)
 from verify.coordinator.machine.islands import IslandPolicy
 from verify.coordinator.machine.state import State
 from verify.formats.islands import (
@@ -38,7 +43,7 @@ class IslandAudit:
         self._offers: dict[tuple[int, str], ShareOffered] = {}
         """Newest offer of each step and island."""
         self._records: dict[int, tuple[int, str]] = {}
-        """For each step the row and the digest of its first record."""
+        """For each step the row and the digest of its record."""
         self._results: dict[int, tuple[int, str]] = {}
         """For each step the row of its first outer state, and the digest."""
 
@@ -104,6 +109,14 @@ class IslandAudit:
             require(record.base == base, row, "commit", f"base {record.base}", f"{base}, reported")
         if before is not None:
             self._follows(row, event.at, record, before)
+
+    def lost(self, row: int, event: ShareLost) -> None:
+        """Record that a step is open again: a share of its record could not be fetched."""
+        require, step = self._report.require, event.step
+        found = f"step {step} open again"
+        require(step in self._records, row, "lost share", found, "a committed step")
+        require(step not in self._results, row, "lost share", found, "no outer state of it yet")
+        self._records.pop(step, None)
 
     def reported(self, row: int, event: OuterResult) -> None:
         require, step = self._report.require, event.step

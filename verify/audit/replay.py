@@ -233,6 +233,8 @@ class _Replay:
                 self._islands.offered(row.seq, event, signers)
             case events.IslandsCommitted():
                 self._islands.committed(row.seq, event, chain_before, signers, before)
+            case events.ShareLost():
+                self._islands.lost(row.seq, event)
             case events.OuterResult():
                 self._islands.reported(row.seq, event)
             case events.RolledBack():

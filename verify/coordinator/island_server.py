@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 from http import HTTPStatus
+from typing import Any
 
 from aiohttp import web
 
@@ -39,6 +40,7 @@ class IslandApi:
             web.get("/v1/islands/outer", self._stored),
             web.post("/v1/islands/offer", self._offer),
             web.get(f"/v1/islands/records/{_STEP}", self._record),
+            web.post("/v1/islands/lost", self._lost),
             web.post("/v1/islands/result", self._result),
             web.get(f"/v1/islands/results/{_STEP}", self._get_result),
             web.get(f"/v1/islands/batches/{_STEP}", self._batch),
@@ -69,13 +71,21 @@ class IslandApi:
             return web.Response(body=found, content_type="application/json")
         return web.json_response(found, status=HTTPStatus.ACCEPTED)
 
+    async def _lost(self, request: web.Request) -> web.StreamResponse:
+        island, caller = self._island(request)
+        body = await read_json(request, caller, {"step", "island"})
+        if not _is_whole(body["step"]) or not isinstance(body["island"], str):
+            raise Refusal(400, "step must be a whole number and island a name")
+        self._islands.lost(island, body["step"], body["island"])
+        return web.json_response({})
+
     async def _result(self, request: web.Request) -> web.StreamResponse:
         island, caller = self._island(request)
-        body = await read_json(request, caller, {"step", "digest"})
-        step, digest = body["step"], body["digest"]
-        if type(step) is not int or step < 0 or not is_digest(digest):
-            raise Refusal(400, "step must be a whole number and digest 64 hex characters")
-        self._islands.result(island, step, digest)
+        body = await read_json(request, caller, {"step", "record", "digest"})
+        step, record, digest = body["step"], body["record"], body["digest"]
+        if not _is_whole(step) or not is_digest(record) or not is_digest(digest):
+            raise Refusal(400, "step must be a whole number, record and digest 64 hex characters")
+        self._islands.result(island, step, record, digest)
         return web.json_response({})
 
     async def _get_result(self, request: web.Request) -> web.StreamResponse:
@@ -101,6 +111,10 @@ class IslandApi:
         """Return the island that signed a request, and the request's signature."""
         caller = self._authentication.caller(request)
         return self._islands.caller(caller.key), caller
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _step(request: web.Request) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -16,8 +17,10 @@ from learner_jax.islands.connection import Connection
 from learner_jax.islands.exchange import Exchange
 from learner_jax.islands.joining import KEPT_PERIODS, Behind, Joining
 from learner_jax.islands.outer import OuterState
+from learner_jax.islands.transport import Silent
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
+from tests.waiting import eventually
 from verify.formats.islands import CommitRecord, Contribution, Dropped, OuterStates, StoredOuter
 from verify.island_client import Committed, Waiting
 
@@ -37,8 +40,12 @@ class FakeOthers:
     """Steps; `b` contributed its share to the even ones, `a` to all."""
     announced: dict[str, int] = field(default_factory=dict)
     down: set[str] = field(default_factory=set)
-    lost: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
     """Steps whose own share is not in the store."""
+    droppable: bool = True
+    """Whether the coordinator drops shares that cannot be fetched."""
+    unreachable: list[tuple[int, str]] = field(default_factory=list)
+    """Of which shares it was told so."""
     said: list[tuple[str, int]] = field(default_factory=list)
     put: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
@@ -52,11 +59,17 @@ class FakeOthers:
                 self.committed += self.waits == 3
             return Waiting({"c": "no share offered"}, [])
         zero, names = "0" * 64, ["a", "b"] if step % 2 == 0 else ["a"]
+        if replaced := self.droppable and (step, "a") in self.unreachable:
+            names = ["b"]
         digest = digest_bytes(share_of(step))
         contributors = [Contribution(n, "http://x:1", zero, digest, 4 * N, 1.0, 1.0) for n in names]
         dropped = [Dropped("b", "late")] if step % 2 else []
         record = CommitRecord("run", step, zero, "float32", contributors, dropped, None, 1, zero)
-        return Committed(record, zero)
+        return Committed(record, "1" * 64 if replaced else zero)
+
+    def lost(self, step: int, island: str) -> bool:
+        self.unreachable.append((step, island))
+        return self.droppable
 
     def outer_states(self) -> OuterStates:
         stored = [
@@ -65,11 +78,21 @@ class FakeOthers:
         ]
         return OuterStates(stored, self.committed, 0)
 
+    def result(self, step: int, record: str, digest: str) -> bool:
+        found = self.record(step, 0.0)
+        return isinstance(found, Committed) and found.digest == record
+
+    def offer(self, offer: Any) -> bool:
+        return True
+
+    def put_share(self, step: int, data: bytes) -> str:
+        return "0" * 64
+
     def announce(self, url: str, version: int, digest: str) -> None:
         self.said.append((url, version))
 
     def share(self, step: int) -> bytes | None:
-        return None if step in self.lost else share_of(step)
+        return None if step in self.gone else share_of(step)
 
     def put_outer(self, version: int, theta: np.ndarray, momentum: np.ndarray) -> str:
         self.put.append(version)
@@ -84,9 +107,12 @@ class FakeOthers:
             raise UserError("did not arrive")
         return OUTER.theta, OUTER.momentum
 
-    def fetch_shares(self, step: int, shares: Any, deadline_s: float) -> list[np.ndarray]:
-        if self.down:
-            raise UserError("did not arrive")
+    def fetch_shares(
+        self, step: int, shares: Any, deadline_s: float, silence_s: float
+    ) -> list[np.ndarray]:
+        for each in shares:
+            if each.island in self.down:
+                raise UserError("did not arrive") if silence_s == math.inf else Silent(each, 5.0)
         return [np.frombuffer(share_of(step), np.uint8) for _ in shares]
 
     def close(self) -> None:
@@ -99,7 +125,7 @@ def exchange_of(fake: FakeOthers) -> Exchange:
         *("b", "http://b:1", N, any_fake, any_fake, any_fake),
         *(threading.Event(), logging.getLogger("test")),
     )
-    return Exchange(connection, Joining(connection, EVERY), "run", "", codec("float32"), None)
+    return Exchange(connection, Joining(connection, EVERY), "run", "", codec("float32"), None, 2.0)
 
 
 def test_an_island_can_follow_where_all_shares_are_left() -> None:
@@ -109,16 +135,16 @@ def test_an_island_can_follow_where_all_shares_are_left() -> None:
     assert joining.can_follow(kept) and joining.can_follow(13)
     # not where others have removed theirs, nor where its own are lost
     assert not joining.can_follow(kept - 1)
-    fake.lost = {6}
+    fake.gone = {6}
     assert not joining.can_follow(6) and joining.can_follow(7)
     # a share that it did not contribute is not missed
-    fake.lost = {7}
+    fake.gone = {7}
     assert joining.can_follow(kept)
 
 
 def test_an_island_joins_where_it_can_and_from_whoever_answers() -> None:
     # given a newest state whose island is down, one behind the island's own lost share, one more
-    fake = FakeOthers(committed=9, announced={"a": 8, "c": 8, "d": 4}, down={"a"}, lost={6})
+    fake = FakeOthers(committed=9, announced={"a": 8, "c": 8, "d": 4}, down={"a"}, gone={6})
     version, outer = exchange_of(fake).joining.fetch()
     assert version == 8 and fake.asked == ["a", "c"]
     np.testing.assert_array_equal(outer.theta, OUTER.theta)
@@ -144,5 +170,38 @@ def test_a_long_wait_stores_the_newest_outer_state_and_says_so_again(
 def test_a_share_that_was_removed_is_not_waited_for() -> None:
     fake = FakeOthers(committed=30, announced={"a": 28}, down={"a"})
     exchange = exchange_of(fake)
-    with exchange, pytest.raises(Behind, match="did not arrive"):
+    with exchange, pytest.raises(Behind, match="nothing of the share of island a arrived"):
         exchange.settled(3)
+
+
+def test_a_share_that_cannot_be_fetched_is_left_out_by_a_new_record() -> None:
+    # given a step whose record names the share of an island that cannot be reached
+    fake = FakeOthers(committed=5, announced={"a": 4}, down={"a"})
+    with exchange_of(fake) as exchange:
+        # then the coordinator is told so, and the next record is followed
+        settled = exchange.settled(4)
+        assert fake.unreachable == [(4, "a")]
+        assert [*settled.weights] == ["b"] and settled.digest == "1" * 64
+
+
+def test_a_share_that_must_stay_is_fetched_until_its_server_is_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fake = FakeOthers(committed=5, announced={"a": 4}, down={"a"}, droppable=False)
+    with caplog.at_level(logging.WARNING), exchange_of(fake) as exchange:
+        exchange.offer(4, "0" * 64, share_of(4), 1.0, 1.0)
+        eventually(lambda: "trying again: did not arrive" in caplog.text, "patience")
+        fake.down.clear()
+        assert [*exchange.settled(4).weights] == ["a", "b"]
+    # asked once, for the answer does not change
+    assert fake.unreachable == [(4, "a")]
+
+
+def test_a_record_that_was_replaced_is_settled_again() -> None:
+    fake = FakeOthers(committed=5, announced={"a": 4})
+    with exchange_of(fake) as exchange:
+        assert [*exchange.settled(4).weights] == ["a", "b"]
+        fake.unreachable.append((4, "a"))
+        assert not exchange.report(4, OUTER.digest)
+        assert [*exchange.settled(4).weights] == ["b"]
+        assert exchange.report(4, OUTER.digest)

@@ -120,10 +120,13 @@ class FakeCoordinator:
         zero = "0" * 64
         return CommitRecord(
             *("run", step, self.bases[step], self.kind),
-            [Contribution(n, "http://x:1", zero, zero, 1, WEIGHTS[n], 1.0) for n in named],
+            [self.share(name) for name in named],
             [Dropped(name, "planned") for name in NAMES if name not in named],
             *(None, 1, zero),
         )
+
+    def share(self, name: str) -> Contribution:
+        return Contribution(name, "http://x:1", "0" * 64, "0" * 64, 1, WEIGHTS[name], 1.0)
 
     def committed(self, step: int) -> CommitRecord:
         with self.changed:
@@ -142,6 +145,8 @@ class FakeExchange:
     comes_late: bool = False
     behind: set[int] = field(default_factory=set)
     """Steps whose shares the others have removed."""
+    replaced: set[int] = field(default_factory=set)
+    """Steps whose first record named this island alone, until it reported."""
     offers: list[int] = field(default_factory=list)
 
     @property
@@ -201,14 +206,23 @@ class FakeExchange:
         if step in self.behind:
             raise Behind(f"the shares of step {step} are removed")
         record, shares = self.coordinator.committed(step), self.coordinator.shares
-        held, names = codec(self.coordinator.kind), self.coordinator.contributors(step)
+        names = self.coordinator.contributors(step)
+        if step in self.replaced and (self.island, step) in shares:
+            names = [self.island]
+        held = codec(self.coordinator.kind)
         decoded = (held.decode(shares[name, step], self.coordinator.size) for name in names)
         mean = weighted_mean(decoded, [WEIGHTS[name] for name in names])
-        return Settled(record, mean, {}, frozenset(), 0, 0.0)
+        if names == [self.island]:
+            record = replace(record, contributors=[self.coordinator.share(self.island)])
+        return Settled(record, "0" * 64, mean, {}, frozenset(), 0, 0.0)
 
-    def report(self, step: int, digest: str) -> None:
+    def report(self, step: int, digest: str) -> bool:
+        if step in self.replaced:
+            self.replaced.discard(step)
+            return False
         with self.coordinator.changed:
             assert self.coordinator.results.setdefault(step, digest) == digest
+        return True
 
 
 class World:
@@ -294,7 +308,7 @@ def train(
 ) -> tuple[Saved, FakeExchange, TrainState, Island]:
     """Trains an island to the end, from a full state if `saved` has one; keeps all full states."""
     island, exchange = world.island(name, comes_late)
-    exchange.behind = set(behind)
+    exchange.behind, exchange.replaced = set(behind), {1, 4}
     state, stored = saved[first] if saved else (world.initial(), {})
     state, step = island.begin(state, first, stored)
     made: Saved = {step: (state, island.arrays())}

@@ -21,13 +21,21 @@ from broadcast import store as store_module
 from broadcast.layout import stored_versions
 from broadcast.origin import run_origin
 from broadcast.store import AlreadyPublished
-from learner_jax.islands.transport import BadObject, ShareFetcher, ShareStore
+from learner_jax.islands.transport import BadObject, ShareFetcher, ShareStore, Silent
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.roles import sign_roles
 from tests.broadcast.conftest import Served
-from tests.broadcast.fake_relay import FakeRelay, flipped, head, held_until, honest, only
+from tests.broadcast.fake_relay import (
+    FakeRelay,
+    Request,
+    flipped,
+    head,
+    held_until,
+    honest,
+    only,
+)
 from tests.waiting import eventually
 from verify.formats.islands import Contribution
 
@@ -215,6 +223,32 @@ def test_one_bad_share_ends_the_others_at_once(islands: Islands) -> None:
     with pytest.raises(BadObject, match="island a"):
         islands.fetcher().fetch_shares(4, [slow, wrong], 60.0)
     assert time.monotonic() - started < 10
+
+
+def slowly(request: Request) -> None:
+    """A chunk in ten pieces."""
+    truth = request.truth or b""
+    request.write(head("200 OK", len(truth)))
+    for begin in range(0, len(truth), 100):
+        request.stopping.wait(0.1)
+        request.write(truth[begin : begin + 100])
+
+
+def test_an_island_of_which_nothing_arrives_is_named(
+    islands: Islands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("learner_jax.islands.transport._LISTEN_EVERY_S", 0.02)
+    # given a share that comes drop by drop, and one whose server does not answer
+    server, silent = islands.fake("a"), islands.fake("b")
+    shares = [islands.offered("a", server.url), islands.offered("b", silent.url)]
+    server.answer("/chunks/", slowly)
+    silent.answer("/chunks/", held_until(threading.Event()))
+    # then the first is waited for, and the second is told apart
+    with pytest.raises(Silent, match="island b") as caught:
+        islands.fetcher().fetch_shares(4, shares, 60.0, 0.5)
+    assert caught.value.island == "b"
+    (found,) = islands.fetcher("more").fetch_shares(4, shares[:1], 60.0, 0.5)
+    assert found.tobytes() == share_of(0)
 
 
 def test_waits_are_reported_and_can_be_cancelled(

@@ -47,9 +47,10 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
                 assert island(site, name).batch(step, DEADLINE_S)
                 norm = 9.0 if name == "b" else 2.0
                 island(site, name).offer(offer(name, step, norm=norm))
-            assert isinstance(island(site, "b").record(step, DEADLINE_S), Committed)
+            found = island(site, "b").record(step, DEADLINE_S)
+            assert isinstance(found, Committed)
             for name in ("c", "b"):
-                island(site, name).result(step, outer(step))
+                assert island(site, name).result(step, found.digest, outer(step))
             site.publish(step + 1)
     yield site
 
@@ -183,6 +184,17 @@ def test_outer_states_that_do_not_follow_are_found(run: Copy) -> None:
     findings = run.audit().findings
     assert any(f.what == "commit" and "base" in f.found for f in findings)
     assert any(f.what == "outer state" and f.found == "of step 5" for f in findings)
+
+
+def test_a_step_that_was_opened_again_too_late_is_found(run: Copy) -> None:
+    def rewrite(rows: list[tuple[str, Fields]]) -> None:
+        at = rows_of(rows, "OuterResult")[0]["at"]
+        rows.append(("ShareLost", {"at": at, "step": COMMIT, "island": "c", "by": "a"}))
+        rows.append(("ShareLost", {"at": at, "step": 5, "island": "c", "by": "a"}))
+
+    run.rewrite(rewrite)
+    found = [f.expected for f in run.audit().findings if f.what == "lost share"]
+    assert found == ["no outer state of it yet", "a committed step"]
 
 
 def test_shares_of_other_islands_are_found(run: Copy) -> None:

@@ -174,18 +174,34 @@ def test_an_island_that_contradicts_another_is_refused(patient: Site) -> None:
 def test_the_first_outer_state_counts_and_another_is_refused(patient: Site) -> None:
     with patient.serving():
         a, b = island(patient, "a"), island(patient, "b")
-        with pytest.raises(IslandRefused, match="step 0 is not committed"):
-            a.result(0, outer(0))
-        commit(patient, 0)
+        assert not a.result(0, digest("record"), outer(0))
+        record = commit(patient, 0).digest
         assert b.result_of(0) is None
         for client in (a, b, a):
-            client.result(0, outer(0))
+            assert client.result(0, record, outer(0))
         with pytest.raises(IslandRefused, match=r"island b has outer state .* but island a has"):
-            b.result(0, digest("other"))
+            b.result(0, record, digest("other"))
         assert b.result_of(0) == outer(0)
         # then nobody may start the next step from another state
         with pytest.raises(IslandRefused, match=r"island b starts step 1 .* island a reported"):
             b.offer(offer("b", 1, base=digest("other")))
+
+
+def test_a_share_that_cannot_be_fetched_is_dropped_by_a_new_record(tmp_path: Path) -> None:
+    site = site_of(tmp_path, quorum=2, grace="1h")
+    with site.origin(), site.serving():
+        a, b = island(site, "a"), island(site, "b")
+        first = commit(site, 0)
+        assert a.lost(0, "b")
+        second = committed(site, "c", 0)
+        assert [drop.island for drop in second.record.dropped] == ["b"]
+        assert not a.lost(0, "c")  # a alone is no quorum
+        # who followed the first record learns of the second
+        assert not b.result(0, first.digest, outer(0))
+        assert a.result(0, second.digest, outer(0))
+        site.publish(1)
+        assert commit(site, 1).record.previous == second.digest
+    assert audit(site.run_dir, root_key=site.root.public_hex).findings == []
 
 
 def test_only_islands_may_ask_and_each_for_itself(patient: Site) -> None:
@@ -200,9 +216,13 @@ def test_only_islands_may_ask_and_each_for_itself(patient: Site) -> None:
         assert (answer.status_code, answer.json()["error"]) == (403, "the offer is of island b")
         forged = sign_offer(offer("a"), patient.islands["b"])
         assert post(patient, a, "/v1/islands/offer", forged).status_code == 400
-        for body in ({"step": 0}, {"step": -1, "digest": outer(0)}, {"step": 0, "digest": "x"}):
-            answer = post(patient, a, "/v1/islands/result", canonical_json(body))
+        good = {"step": 0, "record": outer(0), "digest": outer(0)}
+        for bad in ({"step": -1}, {"step": "0"}, {"record": "x"}, {"digest": 7}, {"more": 1}):
+            answer = post(patient, a, "/v1/islands/result", canonical_json(good | bad))
             assert answer.status_code == 400
+        for bad in ({"step": -1}, {"step": True}, {"island": 7}):
+            body = canonical_json({"step": 0, "island": "b"} | bad)
+            assert post(patient, a, "/v1/islands/lost", body).status_code == 400
         for wait in ("x", "-1", "inf", "nan"):
             path = f"/v1/islands/records/0?wait={wait}"
             assert post(patient, a, path, b"", method="GET").status_code == 400
@@ -215,7 +235,7 @@ def test_only_islands_may_ask_and_each_for_itself(patient: Site) -> None:
 def test_a_restart_keeps_offers_records_and_results(patient: Site) -> None:
     with patient.serving():
         first = commit(patient, 0)
-        island(patient, "a").result(0, outer(0))
+        assert island(patient, "a").result(0, first.digest, outer(0))
         patient.publish(1)
         for name in ("a", "b"):
             send(patient, name, 1)
@@ -248,10 +268,9 @@ def test_a_version_that_is_not_committed_stops_the_coordinator(patient: Site) ->
 def test_a_rollback_opens_the_steps_again(patient: Site) -> None:
     with patient.serving():
         first = commit(patient, 0)
-        island(patient, "a").result(0, outer(0))
+        assert island(patient, "a").result(0, first.digest, outer(0))
         patient.publish(1)
-        commit(patient, 1)
-        island(patient, "a").result(1, outer(1))
+        assert island(patient, "a").result(1, commit(patient, 1).digest, outer(1))
     record_rollback(patient.run_dir, islands_spec(), 1)
     for path in (patient.run_dir / "rollouts").glob("step_*/batch.json"):
         if path.parent.name != "step_0":

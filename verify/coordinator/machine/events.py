@@ -262,6 +262,17 @@ class IslandsCommitted(Event):
 
 
 @dataclass(frozen=True)
+class ShareLost(Event):
+    """An island cannot fetch a share that the newest record names: the step is open again."""
+
+    step: int
+    island: str
+    """Whose share it is."""
+    by: str
+    """The island that cannot fetch it."""
+
+
+@dataclass(frozen=True)
 class OuterResult(Event):
     """An island was the first to report the outer state that follows from a step's record."""
 

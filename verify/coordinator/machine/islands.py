@@ -8,6 +8,9 @@ The rules:
 - An offer counts unless its norm is above `max_norm`.
 - A step is committed once every island has offered, or `grace_s` after the quorum was reached, if
   at least the quorum counts and the weights are not all 0. The others are dropped, with the reason.
+- Until an outer state of the newest step is reported, an island that cannot fetch one of its shares
+  may say so. If the other shares suffice, the step is open again without that one, and gets another
+  record. Nobody goes on from the first: a report names the record that it follows.
 - The run stalls if no commit is possible `deadline_s` after the step's first offer. Until the first
   offer no island waits for another, so there is no deadline: the inner updates may take any time.
 - A restart of the coordinator starts grace and deadline again.
@@ -85,6 +88,10 @@ class IslandState:
     """Start of the deadline: the step's first offer, or the coordinator's last start."""
     quorum_since: float | None = None
     """Start of the grace time; None without a quorum."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """Why an offer of this step does not count, by island: its share could not be fetched."""
+    reopened: IslandState | None = None
+    """The state before the newest commit; None once an outer state of it was reported."""
     records: HashTrieMap[int, str] = field(default_factory=HashTrieMap)
     """The signed records, by step; those from before a rollback are left out."""
     digests: HashTrieMap[int, str] = field(default_factory=HashTrieMap)
@@ -100,15 +107,18 @@ class IslandState:
 
     def counted(self, policy: IslandPolicy) -> list[ShareOffered]:
         """Return the offers that count, in the order of the spec."""
-        offers = (self.offers[name].offer for name in policy.names if name in self.offers)
-        return [offer for offer in offers if not policy.refused(offer)]
+        missing = self.missing(policy)
+        return [self.offers[name].offer for name in policy.names if name not in missing]
 
     def missing(self, policy: IslandPolicy) -> dict[str, str]:
         """Return the islands without an offer that counts, and why each has none."""
         found = {}
         for name in policy.names:
             received = self.offers.get(name)
-            why = "no share offered" if received is None else policy.refused(received.offer)
+            if received is None:
+                why = "no share offered"
+            else:
+                why = self.lost.get(name) or policy.refused(received.offer)
             if why:
                 found[name] = why
         return found
@@ -249,10 +259,39 @@ def committed(
         offers={},
         since=None,
         quorum_since=None,
+        lost={},
+        reopened=replace(islands, reopened=None),
         records=islands.records.insert(record.step, event.document),
         digests=islands.digests.insert(record.step, record_digest(event.document.encode())),
         tallies=tallies,
     )
+
+
+def kept(policy: IslandPolicy, islands: IslandState, step: int, island: str) -> str:
+    """Return why a share that cannot be fetched stays in its step's record; empty: it need not."""
+    before = islands.reopened
+    if before is None or step != before.step:
+        return f"step {step} is open, or an outer state of it is reported"
+    rest = [offer for offer in before.counted(policy) if offer.island != island]
+    if len(rest) == len(before.counted(policy)):
+        return f"the record of step {step} does not name island {island}"
+    if not _suffice(policy, rest):
+        return f"the other shares of step {step} do not suffice: the quorum is {policy.quorum}"
+    return ""
+
+
+def lost(policy: IslandPolicy, islands: IslandState, event: events.ShareLost) -> IslandState:
+    """Return the state in which the newest step is open again, without the share that is lost.
+
+    Raises:
+        IllegalTransition: the share must stay.
+    """
+    why = kept(policy, islands, event.step, event.island)
+    before = islands.reopened
+    if why or before is None:
+        raise events.IllegalTransition(why)
+    reason = f"island {event.by} could not fetch its share"
+    return replace(before, lost={**before.lost, event.island: reason})
 
 
 def reported(islands: IslandState, event: events.OuterResult) -> IslandState:
@@ -263,7 +302,8 @@ def reported(islands: IslandState, event: events.OuterResult) -> IslandState:
     """
     _require(event.step < islands.step, "an outer state of a step that is not committed")
     _require(event.step not in islands.results, "a second outer state of a step")
-    return replace(islands, results=islands.results.insert(event.step, event))
+    results = islands.results.insert(event.step, event)
+    return replace(islands, results=results, reopened=None)
 
 
 def restarted(islands: IslandState, at: float) -> IslandState:

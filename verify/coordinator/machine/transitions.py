@@ -103,7 +103,12 @@ def apply(state: State, event: events.Event) -> State:
             return _set_aside(state, event)
         case events.StepClosed():
             return _close(state, event)
-        case events.OfferReceived() | events.IslandsCommitted() | events.OuterResult():
+        case (
+            events.OfferReceived()
+            | events.IslandsCommitted()
+            | events.ShareLost()
+            | events.OuterResult()
+        ):
             return _of_islands(state, event)
         case events.RolledBack():
             _require(0 <= event.version <= state.next_close, "a rollback to what was not trained")
@@ -115,7 +120,8 @@ def apply(state: State, event: events.Event) -> State:
 
 
 def _of_islands(
-    state: State, event: events.OfferReceived | events.IslandsCommitted | events.OuterResult
+    state: State,
+    event: events.OfferReceived | events.IslandsCommitted | events.ShareLost | events.OuterResult,
 ) -> State:
     policy, before = state.policy.islands, state.islands
     if policy is None:
@@ -125,6 +131,8 @@ def _of_islands(
             after = islands.offered(policy, before, event, state.next_close)
         case events.IslandsCommitted():
             after = islands.committed(policy, before, event)
+        case events.ShareLost():
+            after = islands.lost(policy, before, event)
         case events.OuterResult():
             after = islands.reported(before, event)
     return replace(state, islands=after)

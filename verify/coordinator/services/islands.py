@@ -133,15 +133,33 @@ class Islands:
                 offered = [name for name in self._policy.names if name not in missing]
                 return {"waiting_for": missing, "offered": offered}
 
-    def result(self, island: str, step: int, digest: str) -> None:
-        """Record the outer state that an island made of a step's record, if it is the first.
+    def lost(self, by: str, step: int, island: str) -> None:
+        """Open a step again, because an island cannot fetch another's share.
 
         Raises:
-            Refusal: 409, the step is not committed, or another island reported another state.
+            Refusal: 409, the share stays in the step's record.
+        """
+        if why := islands.kept(self._policy, self._journal.state.islands, step, island):
+            raise Refusal(409, why)
+        self._journal.record(events.ShareLost(self._journal.clock(), step, island, by))
+        _log.warning("step %d: island %s cannot fetch the share of %s", step, by, island)
+
+    def result(self, island: str, step: int, record: str, digest: str) -> None:
+        """Record the outer state that an island made of a step's record, if it is the first.
+
+        Args:
+            island: its name.
+            step: of the record.
+            record: the record's digest.
+            digest: digest of the outer state.
+
+        Raises:
+            Refusal: 409, the step has another record or none, or another island reported another
+                state.
         """
         found = self._journal.state.islands
-        if step >= found.step:
-            raise Refusal(409, f"step {step} is not committed")
+        if found.digests.get(step) != record:
+            raise Refusal(409, f"step {step} has no record {record[:16]}")
         first = found.results.get(step)
         if first is None:
             now = self._journal.clock()

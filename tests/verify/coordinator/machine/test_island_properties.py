@@ -16,6 +16,7 @@ from verify.coordinator.machine.events import (
     OfferReceived,
     OuterResult,
     RolledBack,
+    ShareLost,
 )
 from verify.coordinator.machine.transitions import replay
 from verify.formats.islands import CommitRecord, ShareOffered
@@ -43,6 +44,7 @@ class Islands(RuleBasedStateMachine):
         assert len(record.contributors) >= policy.quorum
         assert before.quorum_since is not None
         late = [drop for drop in record.dropped if drop.island not in before.offers]
+        assert not set(before.lost) & set(named(record.contributors))
         assert not late or now >= before.quorum_since + policy.grace_s
         # each island is named once, and each share is one that was offered and counts
         assert sorted(named(record.contributors) + named(record.dropped)) == sorted(NAMES)
@@ -76,6 +78,22 @@ class Islands(RuleBasedStateMachine):
     def report(self, island: str, back: int) -> None:
         step = max(0, self.run.islands.step - back)
         self.attempt(OuterResult(self.run.now, step, island, outer(step)))
+
+    @rule(island=st.sampled_from(NAMES), by=st.sampled_from(NAMES), back=st.integers(0, 2))
+    def lose(self, island: str, by: str, back: int) -> None:
+        newest = self.run.islands.step - 1
+        event = ShareLost(self.run.now, max(0, newest + 1 - back), island, by)
+        reported = newest in self.run.islands.results
+        try:
+            self.run.record(event)
+        except IllegalTransition:
+            return
+        # nobody went on from the record that is replaced, and the shares that are left suffice
+        assert event.step == newest and not reported
+        taken_back = self.committed.pop(newest)
+        assert island in named(taken_back.contributors)
+        self.tick()
+        assert self.run.islands.step == newest + 1 or self.run.islands.quorum_since is not None
 
     @rule(seconds=st.sampled_from([1.0, 10.0, 60.0]))
     def wait(self, seconds: float) -> None:

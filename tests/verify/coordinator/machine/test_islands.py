@@ -18,10 +18,11 @@ from verify.coordinator.machine.events import (
     OfferReceived,
     OuterResult,
     RolledBack,
+    ShareLost,
 )
 from verify.coordinator.machine.stalls import uncommitted, waited_for
 from verify.coordinator.machine.state import Policy
-from verify.formats.islands import CommitRecord, record_digest
+from verify.formats.islands import CommitRecord, Dropped, record_digest
 
 GRACE_S, DEADLINE_S = 60.0, 1800.0
 
@@ -298,6 +299,61 @@ def test_an_outer_state_is_recorded_once_and_after_its_commit() -> None:
     run.record(OuterResult(run.now, 0, "a", outer(0)))
     with pytest.raises(IllegalTransition, match="a second outer state"):
         run.record(OuterResult(run.now, 0, "b", outer(0)))
+
+
+def test_a_share_that_is_lost_gives_the_step_another_record() -> None:
+    # given a step of three islands
+    run = Run(policy_of(quorum=2))
+    for name in NAMES:
+        run.offer(name)
+    first = run.commit()
+    tallies = run.islands.tallies
+    # when one of them cannot fetch another's share
+    run.record(ShareLost(run.now, 0, "b", "c"))
+    # then the step is open, and is committed at once without it
+    assert (run.islands.step, run.islands.previous, run.overdue()) == (0, None, False)
+    second = run.commit()
+    assert named(second.contributors) == ["a", "c"]
+    assert second.dropped == [Dropped("b", "island c could not fetch its share")]
+    assert (second.step, second.base, second.previous) == (0, first.base, None)
+    assert tallies["b"].committed == 1
+    assert (run.islands.tallies["b"].committed, run.islands.tallies["a"].committed) == (0, 1)
+    # and of the next step every share counts again
+    run.publish(1)
+    run.advance()
+    for name in NAMES:
+        run.offer(name)
+    assert len(run.commit().contributors) == 3
+
+
+@pytest.mark.parametrize(
+    ("step", "island", "words"),
+    [
+        (0, "z", "does not name island z"),
+        (0, "c", "does not name island c"),
+        (0, "a", "the quorum is 2"),
+        (1, "a", "step 1 is open"),
+    ],
+)
+def test_a_share_that_must_stay_is_not_lost(step: int, island: str, words: str) -> None:
+    run = Run(policy_of(quorum=2))
+    run.offer("a")
+    run.offer("b")
+    run.now += GRACE_S
+    run.commit()
+    assert words in islands.kept(run.of_islands, run.islands, step, island)
+    with pytest.raises(IllegalTransition, match=words):
+        run.record(ShareLost(run.now, step, island, "b"))
+
+
+def test_no_share_is_lost_once_an_outer_state_is_reported() -> None:
+    run = Run(policy_of(quorum=2))
+    for name in NAMES:
+        run.offer(name)
+    run.commit()
+    run.record(OuterResult(run.now, 0, "a", outer(0)))
+    with pytest.raises(IllegalTransition, match="an outer state of it is reported"):
+        run.record(ShareLost(run.now, 0, "b", "c"))
 
 
 def test_a_rollback_takes_the_islands_back_with_the_run() -> None:
