@@ -285,8 +285,8 @@ class Exchange(AbstractContextManager["Exchange"]):
             found = [replace(each, url=urls.get(each.island, each.url)) for each in others]
             left, removed = deadline - time.monotonic(), self.joining.removed(step)
             try:
-                attempt_s = LAST_ATTEMPT_S if removed else ATTEMPT_S
-                attempt_s = min(left, attempt_s)
+                patience_s = ATTEMPT_S if silence_s == math.inf else silence_s + ATTEMPT_S
+                attempt_s = min(left, LAST_ATTEMPT_S if removed else patience_s)
                 return self.connection.fetcher.fetch_shares(step, found, attempt_s, silence_s)
             except CancelledError as error:
                 raise Stopped from error

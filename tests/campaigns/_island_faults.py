@@ -30,6 +30,7 @@ AGAIN_S = 1.0
 """Until an island that ended is started again."""
 DEADLINE_S = 400.0
 """Of each wait."""
+CUT_S = 60.0
 
 
 @contextmanager
@@ -55,11 +56,12 @@ class MindedRun:
     """
 
     def __init__(self, folder: Path, spec: RunSpec, tokenizer: Path, *, small: bool) -> None:
-        self.run = IslandRun(folder, spec, tokenizer)
+        self.run = IslandRun(folder, spec, tokenizer, self._through)
         self.names, self.steps = self.run.names, spec.steps
         self.records: list[CommitRecord] = []
         self._stack, self._small = ExitStack(), small
         self._ended: dict[str, float] = {}
+        self._links: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> MindedRun:
         if self._small:
@@ -84,6 +86,21 @@ class MindedRun:
             for name in self.names:
                 print(f"--- {name}", self.run.log(name).read_text()[-6000:], file=sys.stderr)
         self._stack.close()
+
+    def _through(self, url: str) -> str:
+        """A link of its own to a server."""
+        words = [sys.executable, "-m", "tests.throttle", "1e9", url.removeprefix("http://")]
+        link = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        self._stack.callback(link.wait)
+        self._stack.callback(link.kill)
+        self._links.append(link)
+        assert link.stdout is not None
+        return link.stdout.readline().strip()
+
+    def links(self, name: str) -> list[subprocess.Popen[str]]:
+        """An island's link to the coordinator, and the others' link to its shares."""
+        first = 2 * self.names.index(name)
+        return self._links[first : first + 2]
 
     def disks(self, name: str) -> list[Path]:
         """The folders of an island that are small disks."""
@@ -137,9 +154,10 @@ class MindedRun:
         self.wait(lambda: all(p.poll() == 0 for p in self.processes.values()), "the run's end")
 
     def commits(self) -> list[IslandsCommitted]:
-        """The commits that the ledger has, in order."""
+        """The commits that stand, in order: a step's last record replaces those before."""
         with closing(Ledger(self.run.path / STATE_FILE)) as ledger:
-            return [event for event in ledger.events() if isinstance(event, IslandsCommitted)]
+            found = [event for event in ledger.events() if isinstance(event, IslandsCommitted)]
+        return [*{event.record.step: event for event in found}.values()]
 
 
 # -- Faults: each returns once its cause is gone ---------------------------------------------------
@@ -159,10 +177,12 @@ def restart_coordinator(run: MindedRun, name: str, rng: random.Random) -> None:
 
 
 def cut(run: MindedRun, name: str, rng: random.Random) -> None:
-    """Nobody reaches the server of the island's shares."""
-    run.run.share_servers[name].stop()
-    run.pass_time(rng.uniform(2.0, 10.0))
-    run.run.share_servers[name].start()
+    """For a minute nothing comes through the island's links."""
+    for link in run.links(name):
+        os.kill(link.pid, signal.SIGSTOP)
+    run.pass_time(CUT_S)
+    for link in run.links(name):
+        os.kill(link.pid, signal.SIGCONT)
 
 
 def slow(run: MindedRun, name: str, rng: random.Random) -> None:

@@ -147,15 +147,15 @@ class IslandRun:
                 started=started,
             )
         )
-        self.links, self.share_servers = {}, {}
+        self.links = {}
         for name in self.names:
             shares = store / f"shares-{name}"
-            self.share_servers[name] = self._origin(shares)
+            server = self._origin(shares)
             self.links[name] = IslandLink(
                 name,
                 through(self.coordinator.url),
                 self.path / "keys" / f"island-{name}.key",
-                through(self.share_servers[name].url),
+                through(server.url),
                 shares,
                 () if name == self.names[0] else (origin,),
                 self.root.public_hex,
