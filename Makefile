@@ -13,7 +13,7 @@ PROFILE ?= laptop
 SAMPLING := $(filter-out specs/metagene.yaml specs/opendiloco.yaml,$(wildcard specs/*.yaml))
 # Files of tests share the cores; tests/scheduling.py says how many processes, and what goes first.
 WORKERS := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
-# Whole runs: `make test` has two at a time, beside what its third process of tests does.
+# Whole runs: one process of tests has them all, one after another, beside what the others do.
 RUNS := tests/e2e tests/attacks/test_dishonest_workers.py
 
 .PHONY: help install aot shardcast wheel quickstart lint test test-fast test-learner test-runs campaigns bench accelerator clean

@@ -16,9 +16,7 @@ RUNS = (
     "tests/attacks/test_dishonest_workers.py",
     "tests/runspec/backends/test_kubernetes_run.py",
 )
-"""Start whole runs, which mostly wait: two processes of tests have them all."""
-CHAINS = 2
-"""Whole runs at a time. More would need more memory."""
+"""Start whole runs, whose learner and samplers have cores of their own: never two at a time."""
 ENGINES = (
     "tests/sampler/engine/",
     "tests/sampler/measuring/test_command.py",
@@ -56,28 +54,14 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return max(1, min(len(os.sched_getaffinity(0)) + 1, int(memory / PROCESS_BYTES)))
 
 
-def chains(known: dict[str, float]) -> dict[str, str]:
-    """Chain of each file that starts runs, so that all chains take about as long."""
-    taken, found = dict.fromkeys((f"runs {number}" for number in range(CHAINS)), 0.0), {}
-    files = (path for path in known if path.startswith(RUNS))
-    for path in sorted(files, key=lambda path: -known[path]):
-        found[path] = min(taken, key=lambda chain: taken[chain])
-        taken[found[path]] += known[path]
-    return found
-
-
 class FilesAndRuns(LoadFileScheduling):
-    """A file's tests go to one process, those of files that start runs to a few, and those of all
-    that share engines to one."""
-
-    def __init__(self, config: pytest.Config, log: Any) -> None:
-        super().__init__(config, log)
-        self._chains = chains(costs())
+    """A file's tests go to one process, those of all files that start runs to one, and those of all
+    that share engines."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = file_of(nodeid)
         if file.startswith(RUNS):
-            return self._chains.get(file, "runs 0")
+            return "runs"
         return "engines" if file.startswith(ENGINES) else file
 
 

@@ -161,29 +161,35 @@ class IslandClient:
             return False
         return True
 
-    def result(self, step: int, record: str, digest: str) -> bool:
+    def result(self, step: int, record: str, digest: str, wait_s: float = 0.0) -> bool | None:
         """Report the digest of the outer state that follows from a step's record.
 
         Args:
             step: of the record.
             record: its digest.
             digest: digest of the outer state.
+            wait_s: seconds to wait for the record to be final; at most 30.
 
         Returns:
-            False if the step has another record by now, or none.
+            Whether the record is final; None if the step has another one by now, or none.
 
         Raises:
             IslandRefused: another island reported another digest.
         """
         body = canonical_json({"step": step, "record": record, "digest": digest})
         try:
-            self._http.call("POST", "/v1/islands/result", body=body)
+            path = f"/v1/islands/result?wait={wait_s:g}"
+            answer = self._http.call("POST", path, body=body, wait_s=wait_s)
         except SubmissionRefused as error:
             newest = self.record(step, 0.0)
             if not isinstance(newest, Committed) or newest.digest != record:
-                return False
+                return None
             raise _refused(error) from error
-        return True
+        try:
+            final = parse_object(answer.content, max_bytes=MAX_ANSWER_BYTES).get("final")
+        except MalformedJson as error:
+            raise self._http.not_believed(error) from error
+        return final is True
 
     def result_of(self, step: int) -> str | None:
         """Return the digest that was reported for a step; None if none was."""

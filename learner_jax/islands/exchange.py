@@ -21,7 +21,7 @@ from bridge.codecs import Codec
 from broadcast.store import AlreadyPublished
 from learner_jax.islands.connection import ATTEMPT_S, REJOIN, REPORT_EVERY_S, Connection
 from learner_jax.islands.joining import Behind, Joining, Stopped
-from learner_jax.islands.outer import weighted_mean
+from learner_jax.islands.outer import OuterSpec, OuterState, outer_update, weighted_mean
 from learner_jax.islands.state import Flat
 from learner_jax.islands.transport import BadObject, Silent
 from runspec.core.errors import UserError
@@ -33,8 +33,6 @@ WAIT_S = 5.0
 """Seconds that the coordinator may hold a question for a record; a stop takes effect after it."""
 FETCH_S = 1800.0
 """Seconds that the shares of a step may take to arrive."""
-SILENCE_S = 5.0
-"""Least number of seconds without a byte after which a share is said to be lost."""
 LAST_ATTEMPT_S = 5.0
 """Seconds of one try for shares that were removed, unless somebody was still reading them."""
 _CANCEL_EVERY_S = 0.1
@@ -45,10 +43,10 @@ class Settled:
     """A record and what its shares come to."""
 
     record: CommitRecord
-    digest: str
-    """Digest of the signed record."""
     mean: Flat
     """Weighted mean of the shares that count, float32 [n]."""
+    outer: OuterState
+    """Outer state of the next version."""
     cosines: dict[str, float]
     """Cosine of each share and the mean of the others, by island; none for a single share."""
     refused: frozenset[str]
@@ -56,7 +54,7 @@ class Settled:
     received: int
     """Bytes of the other islands' shares."""
     seconds: float
-    """From the question for the record to the mean."""
+    """From the question for the record to its last word."""
 
     @property
     def weights(self) -> dict[str, float]:
@@ -94,7 +92,9 @@ class Exchange(AbstractContextManager["Exchange"]):
     """Digest of the documents; empty for a run that trains on rollouts."""
     codec: Codec
     min_cosine: float | None
-    grace_s: float
+    silence_s: float
+    """Seconds without a byte after which a share is said to be lost."""
+    optimizer: OuterSpec
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="exchange")
     )
@@ -104,7 +104,7 @@ class Exchange(AbstractContextManager["Exchange"]):
     _own: tuple[int, bytes] | None = None
     """The last share that was offered, with its step."""
 
-    def offer(self, step: int, base: str, data: bytes, weight: float, norm: float) -> None:
+    def offer(self, step: int, outer: OuterState, data: bytes, weight: float, norm: float) -> None:
         """Store a share, begin to tell the coordinator of it and to wait for the step's record.
 
         The record may be there before the answer to the last offer is, so the two are not waited
@@ -113,7 +113,7 @@ class Exchange(AbstractContextManager["Exchange"]):
 
         Args:
             step: its number.
-            base: digest of the outer state that the share is measured from.
+            outer: state that the share is measured from.
             data: the encoded share.
             weight: loss denominator of the island's part of the step.
             norm: L2 norm of the share.
@@ -136,7 +136,7 @@ class Exchange(AbstractContextManager["Exchange"]):
             run=self.run,
             step=step,
             island=self.connection.island,
-            base=base,
+            base=outer.digest,
             data=self.corpus,
             url=self.connection.url,
             manifest=manifest,
@@ -146,7 +146,7 @@ class Exchange(AbstractContextManager["Exchange"]):
             norm=norm,
         )
         self._offering = self._threads.submit(self._tell, offer)
-        self._settle_later(step)
+        self._settle_later(step, outer)
 
     def offered(self) -> None:
         """Wait until the coordinator has the last offer, which no other process would repeat.
@@ -158,33 +158,23 @@ class Exchange(AbstractContextManager["Exchange"]):
         if self._offering is not None:
             self._offering.result()
 
-    def settled(self, step: int) -> Settled:
-        """Wait for the record of a step and for its shares.
+    def settled(self, step: int, outer: OuterState) -> Settled:
+        """Wait until the record of a step is final, and for what follows from its shares.
+
+        Args:
+            step: its number.
+            outer: state in which it began.
 
         Raises:
             Stopped: this process was told to end.
-            UserError: as `offered`; or a share cannot be had, or is not what its island signed.
+            UserError: as `offered`; or a share cannot be had, or is not what its island signed; or
+                the others have another outer state.
         """
         self.offered()
         if self._settling is None or self._settling[0] != step:
-            self._settle_later(step)
+            self._settle_later(step, outer)
         assert self._settling is not None, "just begun"
         return self._settling[1].result()
-
-    def report(self, step: int, digest: str) -> bool:
-        """Tell the coordinator of the outer state after a step.
-
-        Returns:
-            False if the step has another record by now: `settled` waits for that one.
-
-        Raises:
-            UserError: another island has another one: this island's memory or program is wrong.
-        """
-        record = self.settled(step).digest
-        if self.connection.client.result(step, record, digest):
-            return True
-        self._settling = None
-        return False
 
     def __exit__(self, *error: object) -> None:
         self._ended.set()
@@ -197,16 +187,31 @@ class Exchange(AbstractContextManager["Exchange"]):
         if not self.connection.client.offer(offer):
             self.connection.log.info("step %d is committed already", offer.step)
 
-    def _settle_later(self, step: int) -> None:
-        self._settling = step, self._threads.submit(self._settle, step)
+    def _settle_later(self, step: int, outer: OuterState) -> None:
+        self._settling = step, self._threads.submit(self._settle, step, outer)
 
-    def _settle(self, step: int) -> Settled:
+    def _settle(self, step: int, outer: OuterState) -> Settled:
         begun = time.monotonic()
-        data = None
-        while data is None:
+        while True:
             committed = self._await_record(step)
             data = self._gather(step, committed)
-        record = committed.record
+            if data is None:
+                continue
+            found = self._follow(step, committed.record, data, outer)
+            if self._is_final(step, committed.digest, found.outer):
+                return replace(found, seconds=time.monotonic() - begun)
+
+    def _follow(
+        self, step: int, record: CommitRecord, data: Mapping[str, bytes], outer: OuterState
+    ) -> Settled:
+        """Return what follows from a record and its shares."""
+        if record.base != outer.digest:
+            raise UserError(
+                f"step {step} was trained from the outer state {record.base[:16]}, this island "
+                f"{self.connection.island} has {outer.digest[:16]}",
+                place=self.connection.url,
+                remedy=REJOIN,
+            )
         if record.codec != self.codec.kind:
             raise UserError(
                 f"the record of step {step} is of codec {record.codec}",
@@ -221,8 +226,15 @@ class Exchange(AbstractContextManager["Exchange"]):
         received = sum(
             len(each) for island, each in data.items() if island != self.connection.island
         )
-        seconds = time.monotonic() - begun
-        return Settled(record, committed.digest, mean, cosines, refused, received, seconds)
+        after = outer_update(outer, mean, self.optimizer)
+        return Settled(record, mean, after, cosines, refused, received, 0.0)
+
+    def _is_final(self, step: int, record: str, outer: OuterState) -> bool:
+        """Report an outer state; return whether its record is final, or replaced."""
+        while (found := self.connection.client.result(step, record, outer.digest, WAIT_S)) is False:
+            if self.connection.stop.is_set() or self._ended.is_set():
+                raise Stopped
+        return found is not None
 
     def _await_record(self, step: int) -> Committed:
         begun, report_at = time.monotonic(), REPORT_EVERY_S
@@ -267,7 +279,7 @@ class Exchange(AbstractContextManager["Exchange"]):
     ) -> list[np.ndarray] | None:
         """Fetch shares from where their islands are now: one may have moved since its offer.
 
-        Where nothing of a share arrives for `grace_s`, the coordinator may leave it out.
+        Where nothing of a share arrives for `silence_s`, the coordinator may leave it out.
 
         Returns:
             None if the step has another record by now.
@@ -279,7 +291,7 @@ class Exchange(AbstractContextManager["Exchange"]):
             UserError: a share cannot be had.
         """
         client, deadline = self.connection.client, time.monotonic() + FETCH_S
-        silence_s = max(self.grace_s, SILENCE_S)
+        silence_s = self.silence_s
         while True:
             urls = {each.island: each.url for each in client.outer_states().stored}
             found = [replace(each, url=urls.get(each.island, each.url)) for each in others]

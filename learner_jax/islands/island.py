@@ -221,7 +221,7 @@ class Island:
 
         def offer() -> None:
             if self._exchange is not None:
-                self._exchange.offer(step, held.outer.digest, data, weight, norm)
+                self._exchange.offer(step, held.outer, data, weight, norm)
 
         self._peers.each(offer)
 
@@ -230,11 +230,7 @@ class Island:
         held = self.state
         sent, step = held.sent, held.version
         assert sent is not None, "a step waits for its record"
-        mean, counted = self._mean(step)
-        outer = outer_update(held.outer, mean, self._islands.outer)
-        while not self._reported(step, outer):
-            mean, counted = self._mean(step)
-            outer = outer_update(held.outer, mean, self._islands.outer)
+        outer, counted = self._outer(step, held.outer)
         rejoins = sent.offered and not counted
         self._state = held.commit(outer, counted=counted)
         self._hold(store=self.version % self._run.spec.checkpoints.every == 0)
@@ -245,30 +241,19 @@ class Island:
             return replace(state, params=self._tree(moved)), False
         return replace(state, params=self._tree(outer.theta)), False
 
-    def _reported(self, step: int, outer: OuterState) -> bool:
-        """Report the outer state after a step; return whether the step's record is still the one
-        that it follows."""
-
-        def report() -> bool:
-            assert self._exchange is not None, "process 0"
-            return self._exchange.report(step, outer.digest)
-
-        return bool(self._peers.json_from_first(report))
-
-    def _mean(self, step: int) -> tuple[Flat, bool]:
-        """The mean of a step's shares, and whether this island's is among them; collective."""
+    def _outer(self, step: int, before: OuterState) -> tuple[OuterState, bool]:
+        """The outer state after a step, and whether this island's share is in it; collective."""
         found: list[Settled] = []
 
         def settled() -> dict[str, Any]:
             assert self._exchange is not None, "process 0"
             try:
-                found.append(self._exchange.settled(step))
+                found.append(self._exchange.settled(step, before))
             except Stopped:
                 return {"stopped": True}
             except Behind as error:
                 return {"behind": [error.thing, error.place, error.remedy]}
             one = found[0]
-            self._check_base(step, one)
             return {
                 "step": step,
                 "contributors": [*one.weights],
@@ -288,22 +273,9 @@ class Island:
             raise Behind(behind[0], place=behind[1], remedy=behind[2])
         self.last = said
         counted = self._name in said["contributors"]
-        return self._from_first(found[0].mean if found else None), counted
-
-    def _check_base(self, step: int, settled: Settled) -> None:
-        """Compare the record's outer state with this island's.
-
-        Raises:
-            UserError: they differ.
-        """
-        own, theirs = self.state.outer.digest, settled.record.base
-        if own != theirs:
-            raise UserError(
-                f"step {step} was trained from the outer state {theirs[:16]}, this island "
-                f"{self._name} has {own[:16]}",
-                place=str(self._run.folder),
-                remedy="remove this island's checkpoints, so that it joins anew",
-            )
+        mean = self._from_first(found[0].mean if found else None)
+        outer = found[0].outer if found else outer_update(before, mean, self._islands.outer)
+        return outer, counted
 
     # -- Arrays ----------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from learner_jax.step import Programs
 from runspec.core.files import read_bounded
 from runspec.core.keys import SigningKey
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
+from verify.formats.islands import silence_s
 from verify.island_client import IslandClient
 
 
@@ -65,6 +66,7 @@ def join(
         corpus=corpus or "",
         codec=codec(islands.codec.kind),
         min_cosine=islands.min_cosine,
-        grace_s=islands.grace,
+        silence_s=silence_s(islands.grace),
+        optimizer=islands.outer,
     ) as exchange:
         yield Island(run, programs, islands, exchange)

@@ -27,7 +27,6 @@ from pathlib import Path
 import numpy as np
 
 from learner_jax.corpus.packed import open_corpus
-from learner_jax.islands.exchange import SILENCE_S
 from runspec.core.run_files import corpus_cache, initial_model, step_folder
 from tests.campaigns._island_faults import (
     MindedRun,
@@ -41,6 +40,7 @@ from tests.learner_jax.islands.island_runs import LOG, spec_of
 from tests.learner_jax.test_document_runs import make_files
 from verify.coordinator.machine.events import IslandsCommitted
 from verify.formats.batch import FILE_NAME as BATCH_FILE
+from verify.formats.islands import silence_s
 from verify.formats.ranges import open_ranges, rows_per_step
 
 SEEDS = [int(seed) for seed in os.environ.get("ISLANDS_CHAOS_SEEDS", "0 1").split()]
@@ -195,7 +195,7 @@ def _gaps(
     for each in happened:
         gaps = [b - a for a, b in between if a < each.whole and each.begun < b]
         cause = each.over - each.begun if each.kind == "coordinator restarted" else 0.0
-        cause += SILENCE_S if each.kind == "link cut" else 0.0
+        cause += silence_s(GRACE_S) if each.kind == "link cut" else 0.0
         gap = max(gaps, default=0.0)
         assert gap <= GRACE_S + 2.0 * calm + cause, (each, gap, calm)
         found.append((each, gap, cause))

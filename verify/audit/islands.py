@@ -44,8 +44,8 @@ class IslandAudit:
         """Newest offer of each step and island."""
         self._records: dict[int, tuple[int, str]] = {}
         """For each step the row and the digest of its record."""
-        self._results: dict[int, tuple[int, str]] = {}
-        """For each step the row of its first outer state, and the digest."""
+        self._results: dict[int, tuple[str, frozenset[str]]] = {}
+        """For each step the digest of its outer state, and the islands that reported it."""
 
     def rolled_back(self, version: int) -> None:
         """Record that the steps from `version` on are open again."""
@@ -105,7 +105,7 @@ class IslandAudit:
             base = record.base if offer is None else offer.base
             require(base == record.base, row, "contribution", f"base {base}", record.base)
         if step - 1 in self._results:
-            _, base = self._results[step - 1]
+            base, _ = self._results[step - 1]
             require(record.base == base, row, "commit", f"base {record.base}", f"{base}, reported")
         if before is not None:
             self._follows(row, event.at, record, before)
@@ -115,13 +115,16 @@ class IslandAudit:
         require, step = self._report.require, event.step
         found = f"step {step} open again"
         require(step in self._records, row, "lost share", found, "a committed step")
-        require(step not in self._results, row, "lost share", found, "no outer state of it yet")
+        require(step + 1 not in self._records, row, "lost share", found, "the newest step")
         self._records.pop(step, None)
+        self._results.pop(step, None)
 
     def reported(self, row: int, event: OuterResult) -> None:
         require, step = self._report.require, event.step
-        first, _ = self._results.setdefault(step, (row, event.digest))
-        require(first == row, row, "outer state", f"a second of step {step}", f"row {first}'s")
+        digest, reporters = self._results.get(step, (event.digest, frozenset()))
+        second = event.digest != digest or event.island in reporters
+        require(not second, row, "outer state", f"a second of step {step}", digest)
+        self._results[step] = digest, reporters | {event.island}
         require(step in self._records, row, "outer state", f"of step {step}", "a committed step")
 
     def _follows(self, row: int, at: float, record: CommitRecord, before: State) -> None:

@@ -85,8 +85,8 @@ class IslandApi:
         step, record, digest = body["step"], body["record"], body["digest"]
         if not _is_whole(step) or not is_digest(record) or not is_digest(digest):
             raise Refusal(400, "step must be a whole number, record and digest 64 hex characters")
-        self._islands.result(island, step, record, digest)
-        return web.json_response({})
+        final = await self._islands.result(island, step, record, digest, _wait(request))
+        return web.json_response({"final": final})
 
     async def _get_result(self, request: web.Request) -> web.StreamResponse:
         self._island(request)

@@ -16,7 +16,7 @@ from learner_jax.islands import exchange as exchange_module
 from learner_jax.islands.connection import Connection
 from learner_jax.islands.exchange import Exchange
 from learner_jax.islands.joining import KEPT_PERIODS, Behind, Joining
-from learner_jax.islands.outer import OuterState
+from learner_jax.islands.outer import OuterState, outer_update
 from learner_jax.islands.transport import Silent
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
@@ -46,6 +46,10 @@ class FakeOthers:
     """Whether the coordinator drops shares that cannot be fetched."""
     unreachable: list[tuple[int, str]] = field(default_factory=list)
     """Of which shares it was told so."""
+    late: list[str] = field(default_factory=list)
+    """Islands whose share another island cannot fetch, while this one reports."""
+    reported: list[tuple[int, str]] = field(default_factory=list)
+    """Steps, and digests of their records; the second report is the last that is needed."""
     said: list[tuple[str, int]] = field(default_factory=list)
     put: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
@@ -58,13 +62,14 @@ class FakeOthers:
                 self.waits += 1
                 self.committed += self.waits == 3
             return Waiting({"c": "no share offered"}, [])
-        zero, names = "0" * 64, ["a", "b"] if step % 2 == 0 else ["a"]
+        zero, base = "0" * 64, OUTER.digest
+        names = ["a", "b"] if step % 2 == 0 else ["a"]
         if replaced := self.droppable and (step, "a") in self.unreachable:
             names = ["b"]
         digest = digest_bytes(share_of(step))
         contributors = [Contribution(n, "http://x:1", zero, digest, 4 * N, 1.0, 1.0) for n in names]
         dropped = [Dropped("b", "late")] if step % 2 else []
-        record = CommitRecord("run", step, zero, "float32", contributors, dropped, None, 1, zero)
+        record = CommitRecord("run", step, base, "float32", contributors, dropped, None, 1, zero)
         return Committed(record, "1" * 64 if replaced else zero)
 
     def lost(self, step: int, island: str) -> bool:
@@ -78,9 +83,14 @@ class FakeOthers:
         ]
         return OuterStates(stored, self.committed, 0)
 
-    def result(self, step: int, record: str, digest: str) -> bool:
+    def result(self, step: int, record: str, digest: str, wait_s: float) -> bool | None:
+        self.reported.append((step, record))
+        if self.late:
+            self.unreachable.append((step, self.late.pop()))
         found = self.record(step, 0.0)
-        return isinstance(found, Committed) and found.digest == record
+        if not isinstance(found, Committed) or found.digest != record:
+            return None
+        return len(self.reported) > 1
 
     def offer(self, offer: Any) -> bool:
         return True
@@ -119,13 +129,29 @@ class FakeOthers:
         pass
 
 
+@dataclass(frozen=True)
+class OuterSettings:
+    lr: float = 0.5
+    momentum: float = 0.0
+    nesterov: bool = False
+
+
 def exchange_of(fake: FakeOthers) -> Exchange:
     any_fake = cast(Any, fake)
     connection = Connection(
         *("b", "http://b:1", N, any_fake, any_fake, any_fake),
         *(threading.Event(), logging.getLogger("test")),
     )
-    return Exchange(connection, Joining(connection, EVERY), "run", "", codec("float32"), None, 2.0)
+    return Exchange(
+        connection,
+        Joining(connection, EVERY),
+        "run",
+        "",
+        codec("float32"),
+        None,
+        5.0,
+        OuterSettings(),
+    )
 
 
 def test_an_island_can_follow_where_all_shares_are_left() -> None:
@@ -160,7 +186,7 @@ def test_a_long_wait_stores_the_newest_outer_state_and_says_so_again(
     assert fake.put == fake.said == []
     # when the record of the next step is late
     with exchange:
-        settled = exchange.settled(10)
+        settled = exchange.settled(10, OUTER)
     # then it is stored once, and announced at each report
     assert settled.record.step == 10 and settled.received == 4 * N
     assert fake.put == [10] and set(fake.said) == {("http://b:1", 10)} and len(fake.said) > 1
@@ -171,7 +197,7 @@ def test_a_share_that_was_removed_is_not_waited_for() -> None:
     fake = FakeOthers(committed=30, announced={"a": 28}, down={"a"})
     exchange = exchange_of(fake)
     with exchange, pytest.raises(Behind, match="nothing of the share of island a arrived"):
-        exchange.settled(3)
+        exchange.settled(3, OUTER)
 
 
 def test_a_share_that_cannot_be_fetched_is_left_out_by_a_new_record() -> None:
@@ -179,9 +205,9 @@ def test_a_share_that_cannot_be_fetched_is_left_out_by_a_new_record() -> None:
     fake = FakeOthers(committed=5, announced={"a": 4}, down={"a"})
     with exchange_of(fake) as exchange:
         # then the coordinator is told so, and the next record is followed
-        settled = exchange.settled(4)
+        settled = exchange.settled(4, OUTER)
         assert fake.unreachable == [(4, "a")]
-        assert [*settled.weights] == ["b"] and settled.digest == "1" * 64
+        assert [*settled.weights] == ["b"]
 
 
 def test_a_share_that_must_stay_is_fetched_until_its_server_is_back(
@@ -189,19 +215,35 @@ def test_a_share_that_must_stay_is_fetched_until_its_server_is_back(
 ) -> None:
     fake = FakeOthers(committed=5, announced={"a": 4}, down={"a"}, droppable=False)
     with caplog.at_level(logging.WARNING), exchange_of(fake) as exchange:
-        exchange.offer(4, "0" * 64, share_of(4), 1.0, 1.0)
+        exchange.offer(4, OUTER, share_of(4), 1.0, 1.0)
         eventually(lambda: "trying again: did not arrive" in caplog.text, "patience")
         fake.down.clear()
-        assert [*exchange.settled(4).weights] == ["a", "b"]
+        assert [*exchange.settled(4, OUTER).weights] == ["a", "b"]
     # asked once, for the answer does not change
     assert fake.unreachable == [(4, "a")]
 
 
 def test_a_record_that_was_replaced_is_settled_again() -> None:
+    # given an island that has all shares, while another one lacks one
+    fake = FakeOthers(committed=5, announced={"a": 4}, late=["a"])
+    with exchange_of(fake) as exchange:
+        settled = exchange.settled(4, OUTER)
+    # then it does not go on from the first record
+    assert fake.reported == [(4, "0" * 64), (4, "1" * 64)]
+    assert [*settled.weights] == ["b"]
+    expected = outer_update(OUTER, settled.mean, OuterSettings())
+    assert settled.outer.digest == expected.digest
+
+
+def test_an_island_goes_on_once_the_record_is_final() -> None:
     fake = FakeOthers(committed=5, announced={"a": 4})
     with exchange_of(fake) as exchange:
-        assert [*exchange.settled(4).weights] == ["a", "b"]
-        fake.unreachable.append((4, "a"))
-        assert not exchange.report(4, OUTER.digest)
-        assert [*exchange.settled(4).weights] == ["b"]
-        assert exchange.report(4, OUTER.digest)
+        exchange.settled(4, OUTER)
+    assert fake.reported == [(4, "0" * 64)] * 2
+
+
+def test_a_record_of_another_outer_state_is_refused() -> None:
+    other = OuterState.initial(np.ones(N, dtype=np.float32))
+    exchange = exchange_of(FakeOthers(committed=5, announced={"a": 4}))
+    with exchange, pytest.raises(UserError, match="was trained from the outer state"):
+        exchange.settled(4, other)

@@ -6,16 +6,20 @@ import logging
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bridge.codecs import codec
 from learner_jax.islands.connection import Connection
 from learner_jax.islands.exchange import Exchange
 from learner_jax.islands.joining import Joining
+from learner_jax.islands.outer import OuterState
+from runspec.core.spec.schema import Islands
 from verify.formats.islands import ShareOffered
 from verify.island_client import IslandRefused, Waiting
 
 WAIT_S = 10.0
+OUTER = OuterState.initial(np.zeros(1, np.float32))
 
 
 class FakeCoordinator:
@@ -53,7 +57,9 @@ def exchange_with(coordinator: FakeCoordinator) -> Exchange:
         *("a", "http://127.0.0.1:1", 1, *fakes),
         *(threading.Event(), logging.getLogger("test")),
     )
-    return Exchange(connection, Joining(connection, 1), "run", "", codec("float32"), None)
+    outer = Islands.model_validate({"members": [{"name": "a"}, {"name": "b"}]}).outer
+    joining = Joining(connection, 1)
+    return Exchange(connection, joining, "run", "", codec("float32"), None, 5.0, outer)
 
 
 def test_the_record_is_asked_for_while_the_offer_is_under_way() -> None:
@@ -61,7 +67,7 @@ def test_the_record_is_asked_for_while_the_offer_is_under_way() -> None:
     coordinator = FakeCoordinator()
     with exchange_with(coordinator) as exchange:
         # when a share is offered, then `offered` ends, and the coordinator has heard of it
-        exchange.offer(3, "cd" * 32, b"1234", 1.0, 2.0)
+        exchange.offer(3, OUTER, b"1234", 1.0, 2.0)
         exchange.offered()
         assert coordinator.heard == [3]
 
@@ -69,8 +75,8 @@ def test_the_record_is_asked_for_while_the_offer_is_under_way() -> None:
 def test_a_refused_offer_ends_the_wait_for_its_record() -> None:
     coordinator = FakeCoordinator(IslandRefused("other documents", remedy="compare them"))
     with exchange_with(coordinator) as exchange:
-        exchange.offer(3, "cd" * 32, b"1234", 1.0, 2.0)
+        exchange.offer(3, OUTER, b"1234", 1.0, 2.0)
         with pytest.raises(IslandRefused, match="other documents"):
             exchange.offered()
         with pytest.raises(IslandRefused, match="other documents"):
-            exchange.settled(3)
+            exchange.settled(3, OUTER)

@@ -24,7 +24,7 @@ from learner_jax.island_link import IslandLink
 from learner_jax.islands.exchange import Exchange, Settled
 from learner_jax.islands.island import Island
 from learner_jax.islands.joining import Behind
-from learner_jax.islands.outer import OuterState, weighted_mean
+from learner_jax.islands.outer import OuterSpec, OuterState, outer_update, weighted_mean
 from learner_jax.islands.state import IslandState
 from learner_jax.learner_run import LearnerRun
 from learner_jax.leaves import HostLeaves, leaf_path
@@ -102,6 +102,7 @@ class FakeCoordinator:
     plan: Plan
     size: int
     kind: Kind
+    optimizer: OuterSpec
     shares: dict[tuple[str, int], bytes] = field(default_factory=dict)
     bases: dict[int, str] = field(default_factory=dict)
     results: dict[int, str] = field(default_factory=dict)
@@ -120,13 +121,10 @@ class FakeCoordinator:
         zero = "0" * 64
         return CommitRecord(
             *("run", step, self.bases[step], self.kind),
-            [self.share(name) for name in named],
+            [Contribution(n, "http://x:1", zero, zero, 1, WEIGHTS[n], 1.0) for n in named],
             [Dropped(name, "planned") for name in NAMES if name not in named],
             *(None, 1, zero),
         )
-
-    def share(self, name: str) -> Contribution:
-        return Contribution(name, "http://x:1", "0" * 64, "0" * 64, 1, WEIGHTS[name], 1.0)
 
     def committed(self, step: int) -> CommitRecord:
         with self.changed:
@@ -145,8 +143,6 @@ class FakeExchange:
     comes_late: bool = False
     behind: set[int] = field(default_factory=set)
     """Steps whose shares the others have removed."""
-    replaced: set[int] = field(default_factory=set)
-    """Steps whose first record named this island alone, until it reported."""
     offers: list[int] = field(default_factory=list)
 
     @property
@@ -190,11 +186,11 @@ class FakeExchange:
     def offered(self) -> None:
         """An offer is with the coordinator as soon as it is made."""
 
-    def offer(self, step: int, base: str, data: bytes, weight: float, norm: float) -> None:
+    def offer(self, step: int, outer: OuterState, data: bytes, weight: float, norm: float) -> None:
         assert weight == WEIGHTS[self.island] and norm > 0
         self.offers.append(step)
         with self.coordinator.changed:
-            assert self.coordinator.bases.setdefault(step, base) == base
+            assert self.coordinator.bases.setdefault(step, outer.digest) == outer.digest
             # a share that is made again is the same
             assert self.coordinator.shares.setdefault((self.island, step), data) == data
             self.coordinator.changed.notify_all()
@@ -202,27 +198,19 @@ class FakeExchange:
     def settle(self, step: int) -> None:
         pass
 
-    def settled(self, step: int) -> Settled:
+    def settled(self, step: int, outer: OuterState) -> Settled:
         if step in self.behind:
             raise Behind(f"the shares of step {step} are removed")
         record, shares = self.coordinator.committed(step), self.coordinator.shares
         names = self.coordinator.contributors(step)
-        if step in self.replaced and (self.island, step) in shares:
-            names = [self.island]
         held = codec(self.coordinator.kind)
         decoded = (held.decode(shares[name, step], self.coordinator.size) for name in names)
         mean = weighted_mean(decoded, [WEIGHTS[name] for name in names])
-        if names == [self.island]:
-            record = replace(record, contributors=[self.coordinator.share(self.island)])
-        return Settled(record, "0" * 64, mean, {}, frozenset(), 0, 0.0)
-
-    def report(self, step: int, digest: str) -> bool:
-        if step in self.replaced:
-            self.replaced.discard(step)
-            return False
+        after = outer_update(outer, mean, self.coordinator.optimizer)
         with self.coordinator.changed:
-            assert self.coordinator.results.setdefault(step, digest) == digest
-        return True
+            digest = self.coordinator.results.setdefault(step, after.digest)
+        assert digest == after.digest and record.base == outer.digest
+        return Settled(record, mean, after, {}, frozenset(), 0, 0.0)
 
 
 class World:
@@ -248,7 +236,9 @@ class World:
         self.mesh = make_mesh(own.learner.mesh, jax.devices()[:1])
         self.programs: Programs = build_programs(own, self.config, self.mesh, island=True)
         self.layout = FlatLayout(self.config)
-        self.coordinator = FakeCoordinator(plan, self.layout.size, kind)
+        islands = self.spec.learner.islands
+        assert islands is not None
+        self.coordinator = FakeCoordinator(plan, self.layout.size, kind, islands.outer)
 
     def island(self, name: str, comes_late: bool) -> tuple[Island, FakeExchange]:
         link = IslandLink(name)
@@ -308,7 +298,7 @@ def train(
 ) -> tuple[Saved, FakeExchange, TrainState, Island]:
     """Trains an island to the end, from a full state if `saved` has one; keeps all full states."""
     island, exchange = world.island(name, comes_late)
-    exchange.behind, exchange.replaced = set(behind), {1, 4}
+    exchange.behind = set(behind)
     state, stored = saved[first] if saved else (world.initial(), {})
     state, step = island.begin(state, first, stored)
     made: Saved = {step: (state, island.arrays())}

@@ -174,7 +174,7 @@ def test_an_island_that_contradicts_another_is_refused(patient: Site) -> None:
 def test_the_first_outer_state_counts_and_another_is_refused(patient: Site) -> None:
     with patient.serving():
         a, b = island(patient, "a"), island(patient, "b")
-        assert not a.result(0, digest("record"), outer(0))
+        assert a.result(0, digest("record"), outer(0)) is None
         record = commit(patient, 0).digest
         assert b.result_of(0) is None
         for client in (a, b, a):
@@ -192,15 +192,27 @@ def test_a_share_that_cannot_be_fetched_is_dropped_by_a_new_record(tmp_path: Pat
     with site.origin(), site.serving():
         a, b = island(site, "a"), island(site, "b")
         first = commit(site, 0)
-        assert a.lost(0, "b")
+        # an island has all shares, but another one has not
+        assert a.result(0, first.digest, outer(0)) is False
+        assert b.lost(0, "a")
         second = committed(site, "c", 0)
-        assert [drop.island for drop in second.record.dropped] == ["b"]
-        assert not a.lost(0, "c")  # a alone is no quorum
-        # who followed the first record learns of the second
-        assert not b.result(0, first.digest, outer(0))
-        assert a.result(0, second.digest, outer(0))
+        assert [drop.island for drop in second.record.dropped] == ["a"]
+        # then nobody goes on from the first record, and the others from the second
+        assert a.result(0, first.digest, outer(0)) is None
+        assert b.result(0, second.digest, digest("second")) is True
+        assert not b.lost(0, "c")  # b alone is no quorum
         site.publish(1)
-        assert commit(site, 1).record.previous == second.digest
+        for name in NAMES:
+            assert send(site, name, 1, base=digest("second"))
+        third = committed(site, "b", 1)
+        assert third.record.previous == second.digest
+        # and a record is final once all have reported
+        assert a.result(1, third.digest, outer(1)) is False
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(a.result, 1, third.digest, outer(1), DEADLINE_S)
+            assert b.result(1, third.digest, outer(1)) is False
+            assert island(site, "c").result(1, third.digest, outer(1)) is True
+            assert waiting.result(DEADLINE_S) is True
     assert audit(site.run_dir, root_key=site.root.public_hex).findings == []
 
 

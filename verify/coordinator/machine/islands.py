@@ -8,9 +8,10 @@ The rules:
 - An offer counts unless its norm is above `max_norm`.
 - A step is committed once every island has offered, or `grace_s` after the quorum was reached, if
   at least the quorum counts and the weights are not all 0. The others are dropped, with the reason.
-- Until an outer state of the newest step is reported, an island that cannot fetch one of its shares
-  may say so. If the other shares suffice, the step is open again without that one, and gets another
-  record. Nobody goes on from the first: a report names the record that it follows.
+- An island that cannot fetch a share of the newest record says so. If the other shares suffice, the
+  step is open again without that one, and gets another record.
+- A record is final once all its contributors have reported an outer state, or `settle_s` after the
+  first report, or at once if no share can be spared. No island goes on before that.
 - The run stalls if no commit is possible `deadline_s` after the step's first offer. Until the first
   offer no island waits for another, so there is no deadline: the inner updates may take any time.
 - A restart of the coordinator starts grace and deadline again.
@@ -26,7 +27,13 @@ from rpds import HashTrieMap
 
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.machine import events
-from verify.formats.islands import Contribution, Dropped, ShareOffered, record_digest
+from verify.formats.islands import (
+    Contribution,
+    Dropped,
+    ShareOffered,
+    record_digest,
+    silence_s,
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,11 @@ class IslandPolicy:
             islands.codec.kind,
             islands.max_norm,
         )
+
+    @property
+    def settle_s(self) -> float:
+        """Seconds after the first report in which a share may still be said to be lost."""
+        return 2.0 * silence_s(self.grace_s)
 
     def refused(self, offer: ShareOffered) -> str:
         """Return why an offer does not count; empty if it does."""
@@ -91,7 +103,9 @@ class IslandState:
     lost: Mapping[str, str] = field(default_factory=dict)
     """Why an offer of this step does not count, by island: its share could not be fetched."""
     reopened: IslandState | None = None
-    """The state before the newest commit; None once an outer state of it was reported."""
+    """The state before the newest commit; None once its record is final."""
+    reporters: frozenset[str] = frozenset()
+    """Islands that have reported an outer state of the newest commit."""
     records: HashTrieMap[int, str] = field(default_factory=HashTrieMap)
     """The signed records, by step; those from before a rollback are left out."""
     digests: HashTrieMap[int, str] = field(default_factory=HashTrieMap)
@@ -260,18 +274,31 @@ def committed(
         since=None,
         quorum_since=None,
         lost={},
-        reopened=replace(islands, reopened=None),
+        reopened=replace(islands, reopened=None) if len(named) > policy.quorum else None,
+        reporters=frozenset(),
         records=islands.records.insert(record.step, event.document),
         digests=islands.digests.insert(record.step, record_digest(event.document.encode())),
         tallies=tallies,
     )
 
 
-def kept(policy: IslandPolicy, islands: IslandState, step: int, island: str) -> str:
+def final_at(policy: IslandPolicy, islands: IslandState, step: int) -> float | None:
+    """Return when the record of a committed step is final, in seconds since the epoch.
+
+    Returns:
+        0 if it is; None if that depends on reports.
+    """
+    if islands.reopened is None or step != islands.step - 1:
+        return 0.0
+    first = islands.results.get(step)
+    return None if first is None else first.at + policy.settle_s
+
+
+def kept(policy: IslandPolicy, islands: IslandState, step: int, island: str, now: float) -> str:
     """Return why a share that cannot be fetched stays in its step's record; empty: it need not."""
-    before = islands.reopened
-    if before is None or step != before.step:
-        return f"step {step} is open, or an outer state of it is reported"
+    before, final = islands.reopened, final_at(policy, islands, step)
+    if before is None or step != before.step or (final is not None and now >= final):
+        return f"step {step} is open, or its record is final"
     rest = [offer for offer in before.counted(policy) if offer.island != island]
     if len(rest) == len(before.counted(policy)):
         return f"the record of step {step} does not name island {island}"
@@ -286,7 +313,7 @@ def lost(policy: IslandPolicy, islands: IslandState, event: events.ShareLost) ->
     Raises:
         IllegalTransition: the share must stay.
     """
-    why = kept(policy, islands, event.step, event.island)
+    why = kept(policy, islands, event.step, event.island, event.at)
     before = islands.reopened
     if why or before is None:
         raise events.IllegalTransition(why)
@@ -294,16 +321,31 @@ def lost(policy: IslandPolicy, islands: IslandState, event: events.ShareLost) ->
     return replace(before, lost={**before.lost, event.island: reason})
 
 
-def reported(islands: IslandState, event: events.OuterResult) -> IslandState:
-    """Return the state after the first report of an outer state.
+def reported(policy: IslandPolicy, islands: IslandState, event: events.OuterResult) -> IslandState:
+    """Return the state after the report of an outer state.
 
     Raises:
-        IllegalTransition: the step is not committed, or has one.
+        IllegalTransition: the step is not committed, or has another one, or none is needed of this
+            island any more.
     """
     _require(event.step < islands.step, "an outer state of a step that is not committed")
-    _require(event.step not in islands.results, "a second outer state of a step")
-    results = islands.results.insert(event.step, event)
-    return replace(islands, results=results, reopened=None)
+    first = islands.results.get(event.step)
+    if first is None:
+        islands = replace(islands, results=islands.results.insert(event.step, event))
+    else:
+        _require(first.digest == event.digest, "a second outer state of a step")
+        _require(is_awaited(islands, event.step, event.island), "a report that is not needed")
+    if islands.reopened is None or event.step != islands.step - 1:
+        return islands
+    reporters = islands.reporters | {event.island}
+    done = all(offer.island in reporters for offer in islands.reopened.counted(policy))
+    return replace(islands, reporters=reporters, reopened=None if done else islands.reopened)
+
+
+def is_awaited(islands: IslandState, step: int, island: str) -> bool:
+    """Return whether a step's record waits for the report of an island to be final."""
+    newest = islands.reopened is not None and step == islands.step - 1
+    return newest and island not in islands.reporters
 
 
 def restarted(islands: IslandState, at: float) -> IslandState:

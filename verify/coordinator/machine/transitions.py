@@ -134,7 +134,7 @@ def _of_islands(
         case events.ShareLost():
             after = islands.lost(policy, before, event)
         case events.OuterResult():
-            after = islands.reported(before, event)
+            after = islands.reported(policy, before, event)
     return replace(state, islands=after)
 
 

@@ -139,38 +139,49 @@ class Islands:
         Raises:
             Refusal: 409, the share stays in the step's record.
         """
-        if why := islands.kept(self._policy, self._journal.state.islands, step, island):
+        now = self._journal.clock()
+        if why := islands.kept(self._policy, self._journal.state.islands, step, island, now):
             raise Refusal(409, why)
-        self._journal.record(events.ShareLost(self._journal.clock(), step, island, by))
+        self._journal.record(events.ShareLost(now, step, island, by))
         _log.warning("step %d: island %s cannot fetch the share of %s", step, by, island)
 
-    def result(self, island: str, step: int, record: str, digest: str) -> None:
-        """Record the outer state that an island made of a step's record, if it is the first.
+    async def result(self, island: str, step: int, record: str, digest: str, wait_s: float) -> bool:
+        """Record the outer state that an island made of a step's record.
 
         Args:
             island: its name.
             step: of the record.
             record: the record's digest.
             digest: digest of the outer state.
+            wait_s: seconds to wait for the record to be final.
+
+        Returns:
+            Whether the record is final, so that the island may go on.
 
         Raises:
             Refusal: 409, the step has another record or none, or another island reported another
                 state.
         """
-        found = self._journal.state.islands
-        if found.digests.get(step) != record:
-            raise Refusal(409, f"step {step} has no record {record[:16]}")
-        first = found.results.get(step)
-        if first is None:
-            now = self._journal.clock()
-            self._journal.record(events.OuterResult(now, step, island, digest))
-        elif first.digest != digest:
-            words = (
-                f"after step {step} island {island} has outer state {digest[:16]}, but island "
-                f"{first.island} has {first.digest[:16]}"
-            )
-            _log.error("%s", words)
-            raise Refusal(409, words)
+        deadline = self._journal.clock() + wait_s
+        while True:
+            found, now = self._journal.state.islands, self._journal.clock()
+            if found.digests.get(step) != record:
+                raise Refusal(409, f"step {step} has no record {record[:16]}")
+            first = found.results.get(step)
+            if first is not None and first.digest != digest:
+                words = (
+                    f"after step {step} island {island} has outer state {digest[:16]}, but island "
+                    f"{first.island} has {first.digest[:16]}"
+                )
+                _log.error("%s", words)
+                raise Refusal(409, words)
+            if first is None or islands.is_awaited(found, step, island):
+                self._journal.record(events.OuterResult(now, step, island, digest))
+            final = islands.final_at(self._policy, self._journal.state.islands, step)
+            if final is not None and now >= final:
+                return True
+            if not await self._journal.change(deadline, due=final):
+                return False
 
     def result_of(self, step: int) -> str | None:
         """Return the digest of the outer state after a step; None if none was reported."""

@@ -83,15 +83,16 @@ class Islands(RuleBasedStateMachine):
     def lose(self, island: str, by: str, back: int) -> None:
         newest = self.run.islands.step - 1
         event = ShareLost(self.run.now, max(0, newest + 1 - back), island, by)
-        reported = newest in self.run.islands.results
+        reporters = self.run.islands.reporters
         try:
             self.run.record(event)
         except IllegalTransition:
             return
         # nobody went on from the record that is replaced, and the shares that are left suffice
-        assert event.step == newest and not reported
+        assert event.step == newest
         taken_back = self.committed.pop(newest)
         assert island in named(taken_back.contributors)
+        assert not set(named(taken_back.contributors)) <= reporters
         self.tick()
         assert self.run.islands.step == newest + 1 or self.run.islands.quorum_since is not None
 

@@ -298,6 +298,8 @@ def test_an_outer_state_is_recorded_once_and_after_its_commit() -> None:
     run.commit()
     run.record(OuterResult(run.now, 0, "a", outer(0)))
     with pytest.raises(IllegalTransition, match="a second outer state"):
+        run.record(OuterResult(run.now, 0, "b", digest("other")))
+    with pytest.raises(IllegalTransition, match="a report that is not needed"):
         run.record(OuterResult(run.now, 0, "b", outer(0)))
 
 
@@ -330,30 +332,58 @@ def test_a_share_that_is_lost_gives_the_step_another_record() -> None:
     ("step", "island", "words"),
     [
         (0, "z", "does not name island z"),
-        (0, "c", "does not name island c"),
-        (0, "a", "the quorum is 2"),
+        (0, "d", "does not name island d"),
         (1, "a", "step 1 is open"),
     ],
 )
 def test_a_share_that_must_stay_is_not_lost(step: int, island: str, words: str) -> None:
     run = Run(policy_of(quorum=2))
-    run.offer("a")
-    run.offer("b")
-    run.now += GRACE_S
+    for name in NAMES:
+        run.offer(name)
     run.commit()
-    assert words in islands.kept(run.of_islands, run.islands, step, island)
+    assert words in islands.kept(run.of_islands, run.islands, step, island, run.now)
     with pytest.raises(IllegalTransition, match=words):
         run.record(ShareLost(run.now, step, island, "b"))
 
 
-def test_no_share_is_lost_once_an_outer_state_is_reported() -> None:
+def test_a_record_is_final_once_all_contributors_have_reported() -> None:
     run = Run(policy_of(quorum=2))
     for name in NAMES:
         run.offer(name)
     run.commit()
-    run.record(OuterResult(run.now, 0, "a", outer(0)))
-    with pytest.raises(IllegalTransition, match="an outer state of it is reported"):
+    assert islands.final_at(run.of_islands, run.islands, 0) is None
+    for name in NAMES:
+        assert islands.is_awaited(run.islands, 0, name)
+        run.record(OuterResult(run.now, 0, name, outer(0)))
+    assert islands.final_at(run.of_islands, run.islands, 0) == 0.0
+    with pytest.raises(IllegalTransition, match="its record is final"):
         run.record(ShareLost(run.now, 0, "b", "c"))
+
+
+def test_a_record_is_final_some_time_after_the_first_report() -> None:
+    run = Run(policy_of(quorum=2))
+    for name in NAMES:
+        run.offer(name)
+    run.commit()
+    run.record(OuterResult(run.now, 0, "b", outer(0)))
+    # given that the first to report cannot be reached by another one
+    run.now += run.of_islands.settle_s - 1.0
+    assert not islands.kept(run.of_islands, run.islands, 0, "b", run.now)
+    run.now += 1.0
+    assert islands.final_at(run.of_islands, run.islands, 0) == run.now
+    with pytest.raises(IllegalTransition, match="its record is final"):
+        run.record(ShareLost(run.now, 0, "b", "c"))
+
+
+def test_a_record_whose_shares_are_all_needed_is_final_at_once() -> None:
+    run = Run(policy_of(quorum=2))
+    run.offer("a")
+    run.offer("b")
+    run.now += GRACE_S
+    run.commit()
+    assert islands.final_at(run.of_islands, run.islands, 0) == 0.0
+    with pytest.raises(IllegalTransition, match="its record is final"):
+        run.record(ShareLost(run.now, 0, "a", "b"))
 
 
 def test_a_rollback_takes_the_islands_back_with_the_run() -> None:
