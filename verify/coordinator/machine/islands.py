@@ -10,8 +10,8 @@ The rules:
   at least the quorum counts and the weights are not all 0. The others are dropped, with the reason.
 - An island that cannot fetch a share of the newest record says so. If the other shares suffice, the
   step is open again without that one, and gets another record.
-- A record is final once all its contributors have reported an outer state, or `settle_s` after the
-  first report, or at once if no share can be spared. No island goes on before that.
+- A record is final once the quorum of its contributors, at least two, has reported a state, or
+  `settle_s` after the first report, or at once if no share can be spared. No island goes on before.
 - The run stalls if no commit is possible `deadline_s` after the step's first offer. Until the first
   offer no island waits for another, so there is no deadline: the inner updates may take any time.
 - A restart of the coordinator starts grace and deadline again.
@@ -338,7 +338,8 @@ def reported(policy: IslandPolicy, islands: IslandState, event: events.OuterResu
     if islands.reopened is None or event.step != islands.step - 1:
         return islands
     reporters = islands.reporters | {event.island}
-    done = all(offer.island in reporters for offer in islands.reopened.counted(policy))
+    have = [offer for offer in islands.reopened.counted(policy) if offer.island in reporters]
+    done = len(have) >= max(2, policy.quorum)
     return replace(islands, reporters=reporters, reopened=None if done else islands.reopened)
 
 

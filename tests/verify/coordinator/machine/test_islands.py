@@ -346,13 +346,13 @@ def test_a_share_that_must_stay_is_not_lost(step: int, island: str, words: str) 
         run.record(ShareLost(run.now, step, island, "b"))
 
 
-def test_a_record_is_final_once_all_contributors_have_reported() -> None:
+def test_a_record_is_final_once_the_quorum_has_reported() -> None:
     run = Run(policy_of(quorum=2))
     for name in NAMES:
         run.offer(name)
     run.commit()
     assert islands.final_at(run.of_islands, run.islands, 0) is None
-    for name in NAMES:
+    for name in NAMES[:2]:
         assert islands.is_awaited(run.islands, 0, name)
         run.record(OuterResult(run.now, 0, name, outer(0)))
     assert islands.final_at(run.of_islands, run.islands, 0) == 0.0
