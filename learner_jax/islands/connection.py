@@ -6,7 +6,8 @@ import logging
 import threading
 from dataclasses import dataclass
 
-from learner_jax.islands.transport import ShareFetcher, ShareStore
+from learner_jax.islands.share_fetcher import ShareFetcher
+from learner_jax.islands.share_store import ShareStore
 from verify.formats.islands import CommitRecord
 from verify.island_client import Committed, IslandClient
 

@@ -22,8 +22,8 @@ from broadcast.store import AlreadyPublished
 from learner_jax.islands.connection import ATTEMPT_S, REJOIN, REPORT_EVERY_S, Connection
 from learner_jax.islands.joining import Behind, Joining, Stopped
 from learner_jax.islands.outer import OuterSpec, OuterState, outer_update, weighted_mean
+from learner_jax.islands.share_fetcher import BadObject, Silent
 from learner_jax.islands.state import Flat
-from learner_jax.islands.transport import BadObject, Silent
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from verify.formats.islands import CommitRecord, Contribution, ShareOffered
@@ -279,7 +279,7 @@ class Exchange(AbstractContextManager["Exchange"]):
     ) -> list[np.ndarray] | None:
         """Fetch shares from where their islands are now: one may have moved since its offer.
 
-        Where nothing of a share arrives for `silence_s`, the coordinator may leave it out.
+        Where no byte of a share arrives for `silence_s`, the coordinator may leave it out.
 
         Returns:
             None if the step has another record by now.

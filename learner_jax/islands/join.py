@@ -13,13 +13,13 @@ from learner_jax.islands.exchange import Exchange
 from learner_jax.islands.island import Island
 from learner_jax.islands.joining import Joining
 from learner_jax.islands.member import Alone, Member
-from learner_jax.islands.transport import ShareFetcher, ShareStore
+from learner_jax.islands.share_fetcher import ShareFetcher
+from learner_jax.islands.share_store import ShareStore
 from learner_jax.learner_run import LearnerRun
 from learner_jax.step import Programs
 from runspec.core.files import read_bounded
 from runspec.core.keys import SigningKey
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
-from verify.formats.islands import silence_s
 from verify.island_client import IslandClient
 
 
@@ -66,7 +66,7 @@ def join(
         corpus=corpus or "",
         codec=codec(islands.codec.kind),
         min_cosine=islands.min_cosine,
-        silence_s=silence_s(islands.grace),
+        silence_s=islands.silence,
         optimizer=islands.outer,
     ) as exchange:
         yield Island(run, programs, islands, exchange)

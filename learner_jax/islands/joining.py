@@ -14,7 +14,7 @@ import numpy as np
 from broadcast.store import AlreadyPublished
 from learner_jax.islands.connection import ATTEMPT_S, REJOIN, REPORT_EVERY_S, Connection
 from learner_jax.islands.outer import OuterState
-from learner_jax.islands.transport import BadObject
+from learner_jax.islands.share_fetcher import BadObject
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from verify.formats.islands import StoredOuter

@@ -40,7 +40,6 @@ from tests.learner_jax.islands.island_runs import LOG, spec_of
 from tests.learner_jax.test_document_runs import make_files
 from verify.coordinator.machine.events import IslandsCommitted
 from verify.formats.batch import FILE_NAME as BATCH_FILE
-from verify.formats.islands import silence_s
 from verify.formats.ranges import open_ranges, rows_per_step
 
 SEEDS = [int(seed) for seed in os.environ.get("ISLANDS_CHAOS_SEEDS", "0 1").split()]
@@ -132,7 +131,9 @@ def _one(folder: Path, files: Path, seed: int) -> list[tuple[Happened, float, fl
         commits = minded.commits()
         _check_end(minded, [event.record.step for event in commits])
         _check_rows(minded, commits)
-    return _gaps(happened, [event.at for event in commits])
+    islands = spec.learner.islands
+    assert islands is not None
+    return _gaps(happened, [event.at for event in commits], islands.silence)
 
 
 def _check_end(minded: MindedRun, steps: Sequence[int]) -> None:
@@ -176,7 +177,7 @@ def _check_rows(minded: MindedRun, commits: Sequence[IslandsCommitted]) -> None:
 
 
 def _gaps(
-    happened: Sequence[Happened], commits: Sequence[float]
+    happened: Sequence[Happened], commits: Sequence[float], silence_s: float
 ) -> list[tuple[Happened, float, float]]:
     """The longest time without a commit around each fault, and how much of it is the cause's.
 
@@ -195,7 +196,7 @@ def _gaps(
     for each in happened:
         gaps = [b - a for a, b in between if a < each.whole and each.begun < b]
         cause = each.over - each.begun if each.kind == "coordinator restarted" else 0.0
-        cause += silence_s(GRACE_S) if each.kind == "link cut" else 0.0
+        cause += silence_s if each.kind == "link cut" else 0.0
         gap = max(gaps, default=0.0)
         assert gap <= GRACE_S + 2.0 * calm + cause, (each, gap, calm)
         found.append((each, gap, cause))

@@ -25,7 +25,6 @@ T = TypeVar("T")
 
 OFFER_KIND = "share"
 COMMIT_KIND = "commit"
-_LEAST_SILENCE_S = 5.0
 MAX_OFFER_BYTES = 4 * 1024
 MAX_RECORD_BYTES = 2 * 1024 * 1024
 _MAX_URL = 400
@@ -277,11 +276,6 @@ def open_commit(data: bytes, *, coordinators: frozenset[str], run: str, step: in
     if not sum(each.weight for each in record.contributors) > 0.0:
         raise BadSignature(f"{COMMIT_KIND}: the weights of its shares are 0")
     return record
-
-
-def silence_s(grace_s: float) -> float:
-    """Return the seconds without a byte after which a share is said to be lost."""
-    return max(grace_s, _LEAST_SILENCE_S)
 
 
 def record_digest(data: bytes) -> str:

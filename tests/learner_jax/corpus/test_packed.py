@@ -127,6 +127,7 @@ def test_rows_are_read_alone_and_again_in_another_process(
     last = 2 * corpus.rows + 3
     whole = corpus.read(0, last)
     # when it is found in the cache, and made once more elsewhere
+    caplog.clear()
     with caplog.at_level(logging.INFO):
         again = opened(tmp_path, spec, model)
     assert "tokenizing" not in caplog.text

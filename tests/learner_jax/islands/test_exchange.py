@@ -17,7 +17,7 @@ from learner_jax.islands.connection import Connection
 from learner_jax.islands.exchange import Exchange
 from learner_jax.islands.joining import KEPT_PERIODS, Behind, Joining
 from learner_jax.islands.outer import OuterState, outer_update
-from learner_jax.islands.transport import Silent
+from learner_jax.islands.share_fetcher import Silent
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from tests.waiting import eventually
@@ -45,7 +45,7 @@ class FakeOthers:
     droppable: bool = True
     """Whether the coordinator drops shares that cannot be fetched."""
     unreachable: list[tuple[int, str]] = field(default_factory=list)
-    """Of which shares it was told so."""
+    """Shares that it was told cannot be fetched."""
     late: list[str] = field(default_factory=list)
     """Islands whose share another island cannot fetch, while this one reports."""
     reported: list[tuple[int, str]] = field(default_factory=list)
@@ -196,7 +196,7 @@ def test_a_long_wait_stores_the_newest_outer_state_and_says_so_again(
 def test_a_share_that_was_removed_is_not_waited_for() -> None:
     fake = FakeOthers(committed=30, announced={"a": 28}, down={"a"})
     exchange = exchange_of(fake)
-    with exchange, pytest.raises(Behind, match="nothing of the share of island a arrived"):
+    with exchange, pytest.raises(Behind, match="no byte of the share of island a arrived"):
         exchange.settled(3, OUTER)
 
 

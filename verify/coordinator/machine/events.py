@@ -267,7 +267,7 @@ class ShareLost(Event):
 
     step: int
     island: str
-    """Whose share it is."""
+    """The owner of the share."""
     by: str
     """The island that cannot fetch it."""
 

@@ -27,13 +27,7 @@ from rpds import HashTrieMap
 
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.machine import events
-from verify.formats.islands import (
-    Contribution,
-    Dropped,
-    ShareOffered,
-    record_digest,
-    silence_s,
-)
+from verify.formats.islands import Contribution, Dropped, ShareOffered, record_digest
 
 
 @dataclass(frozen=True)
@@ -48,6 +42,8 @@ class IslandPolicy:
     codec: str
     max_norm: float | None
     """Largest L2 norm of a share that counts; None: no bound."""
+    settle_s: float
+    """After the first report of an outer state, a share may still be said to be lost so long."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> IslandPolicy | None:
@@ -63,12 +59,8 @@ class IslandPolicy:
             islands.deadline,
             islands.codec.kind,
             islands.max_norm,
+            2.0 * islands.silence,
         )
-
-    @property
-    def settle_s(self) -> float:
-        """Seconds after the first report in which a share may still be said to be lost."""
-        return 2.0 * silence_s(self.grace_s)
 
     def refused(self, offer: ShareOffered) -> str:
         """Return why an offer does not count; empty if it does."""
@@ -102,7 +94,7 @@ class IslandState:
     """Start of the grace time; None without a quorum."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """Why an offer of this step does not count, by island: its share could not be fetched."""
-    reopened: IslandState | None = None
+    before: IslandState | None = None
     """The state before the newest commit; None once its record is final."""
     reporters: frozenset[str] = frozenset()
     """Islands that have reported an outer state of the newest commit."""
@@ -274,7 +266,7 @@ def committed(
         since=None,
         quorum_since=None,
         lost={},
-        reopened=replace(islands, reopened=None) if len(named) > policy.quorum else None,
+        before=replace(islands, before=None) if len(named) > policy.quorum else None,
         reporters=frozenset(),
         records=islands.records.insert(record.step, event.document),
         digests=islands.digests.insert(record.step, record_digest(event.document.encode())),
@@ -288,7 +280,7 @@ def final_at(policy: IslandPolicy, islands: IslandState, step: int) -> float | N
     Returns:
         0 if it is; None if that depends on reports.
     """
-    if islands.reopened is None or step != islands.step - 1:
+    if islands.before is None or step != islands.step - 1:
         return 0.0
     first = islands.results.get(step)
     return None if first is None else first.at + policy.settle_s
@@ -296,7 +288,7 @@ def final_at(policy: IslandPolicy, islands: IslandState, step: int) -> float | N
 
 def kept(policy: IslandPolicy, islands: IslandState, step: int, island: str, now: float) -> str:
     """Return why a share that cannot be fetched stays in its step's record; empty: it need not."""
-    before, final = islands.reopened, final_at(policy, islands, step)
+    before, final = islands.before, final_at(policy, islands, step)
     if before is None or step != before.step or (final is not None and now >= final):
         return f"step {step} is open, or its record is final"
     rest = [offer for offer in before.counted(policy) if offer.island != island]
@@ -314,7 +306,7 @@ def lost(policy: IslandPolicy, islands: IslandState, event: events.ShareLost) ->
         IllegalTransition: the share must stay.
     """
     why = kept(policy, islands, event.step, event.island, event.at)
-    before = islands.reopened
+    before = islands.before
     if why or before is None:
         raise events.IllegalTransition(why)
     reason = f"island {event.by} could not fetch its share"
@@ -335,17 +327,17 @@ def reported(policy: IslandPolicy, islands: IslandState, event: events.OuterResu
     else:
         _require(first.digest == event.digest, "a second outer state of a step")
         _require(is_awaited(islands, event.step, event.island), "a report that is not needed")
-    if islands.reopened is None or event.step != islands.step - 1:
+    if islands.before is None or event.step != islands.step - 1:
         return islands
     reporters = islands.reporters | {event.island}
-    have = [offer for offer in islands.reopened.counted(policy) if offer.island in reporters]
+    have = [offer for offer in islands.before.counted(policy) if offer.island in reporters]
     done = len(have) >= max(2, policy.quorum)
-    return replace(islands, reporters=reporters, reopened=None if done else islands.reopened)
+    return replace(islands, reporters=reporters, before=None if done else islands.before)
 
 
 def is_awaited(islands: IslandState, step: int, island: str) -> bool:
     """Return whether a step's record waits for the report of an island to be final."""
-    newest = islands.reopened is not None and step == islands.step - 1
+    newest = islands.before is not None and step == islands.step - 1
     return newest and island not in islands.reporters
 
 

@@ -26,6 +26,7 @@ from runspec.core.spec.fields import (
     Unit,
 )
 
+_LEAST_SILENCE_S = 5.0
 _MOST_ISLANDS = 1000
 
 
@@ -168,7 +169,7 @@ class Islands(Block):
     """Shares that a step needs; null: those of all islands."""
     grace: Duration = 60.0
     """Time that a step waits for the other shares once it has its quorum; later ones are
-    dropped."""
+    dropped. So is a share of which nothing arrives for this time, at least 5 s."""
     deadline: Duration = 1800.0
     """Time that a step waits for its quorum; then the run stops and names the missing islands."""
     codec: Annotated[ShareCodec, NEWRUN] = ShareCodec()
@@ -198,6 +199,11 @@ class Islands(Block):
         if kind == "sparse" and isinstance(outer, dict):
             value = value | {"outer": {"momentum": 0.0, **outer}}
         return value
+
+    @property
+    def silence(self) -> float:
+        """Seconds without a byte after which a share is said to be lost."""
+        return max(self.grace, _LEAST_SILENCE_S)
 
     @model_validator(mode="after")
     def _named(self) -> Self:
