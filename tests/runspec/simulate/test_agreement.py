@@ -74,11 +74,11 @@ validators: {count: 8, fails: 6h}
 
 @pytest.mark.slow
 def test_a_thousand_workers(tmp_path: Path):
-    spec = [SPECS / "target_long.yaml", "--set", "steps=15"]
+    spec = [SPECS / "target_long.yaml", "--set", "steps=30"]
     begun = time.process_time()
     result = simulated(*spec, swarm=HALF_LEAVES, folder=tmp_path)
     print(f"1,000 workers, {len(result['steps'])} steps: {time.process_time() - begun:.1f} CPU s")
-    assert len(result["steps"]) == 15
+    assert len(result["steps"]) == 30
     slow = group(result, "slow")
     assert slow["accepted"] < slow["leases"]  # it is no run in which nothing happens
 
