@@ -1,4 +1,4 @@
-"""`python -m sampler`: a sampling worker, its graders by themselves, and solve rates."""
+"""`python -m sampler`: a sampling worker, the evaluator, graders by themselves, and solve rates."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from runspec.core.process import not_retried, run_role, stop_event
 from sampler.measuring import command as measuring
@@ -25,14 +26,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sampler", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     work = commands.add_parser("work", help="sample for a run until it is finished")
-    work.add_argument("--run", required=True, help="the run's name")
-    work.add_argument("--coordinator", required=True, metavar="URL")
-    work.add_argument(
-        "--weights", required=True, action="append", metavar="URL", help="relay; may be repeated"
-    )
-    work.add_argument("--public-key", required=True, metavar="HEX", help="the run's root key")
-    work.add_argument("--key", required=True, type=Path, metavar="FILE", help="the worker's own")
-    work.add_argument("--dir", required=True, type=Path, help="keeps fetched versions")
+    evaluate = commands.add_parser("evaluate", help="evaluate a run's versions until its last one")
+    for role in (work, evaluate):
+        role.add_argument("--run", required=True, help="the run's name")
+        role.add_argument("--coordinator", required=True, metavar="URL")
+        role.add_argument(
+            "--weights", required=True, action="append", metavar="URL", help="relay; several may be"
+        )
+        role.add_argument("--public-key", required=True, metavar="HEX", help="the run's root key")
+        role.add_argument("--key", required=True, type=Path, metavar="FILE", help="the role's own")
+        role.add_argument("--dir", required=True, type=Path, help="keeps fetched versions")
     work.add_argument("--pool", required=True, metavar="NAME", help="sampler pool of the spec")
     grading.add_commands(commands)
     measuring.add_command(commands)
@@ -44,20 +47,33 @@ def main(arguments: list[str] | None = None) -> int:
         return check.run(options)
     if options.command in grading.NAMES:
         return grading.run(options)
-    return run_role(f"sampler {options.pool}", lambda log: _work(options, log))
+    values = {name: value for name, value in vars(options).items() if name != "command"}
+    if options.command == "evaluate":
+        return run_role("evaluator", lambda log: _evaluate(values, log))
+    return run_role(f"sampler {options.pool}", lambda log: _work(values, log))
 
 
-def _work(options: argparse.Namespace, log: logging.Logger) -> None:
+def _work(values: dict[str, Any], log: logging.Logger) -> None:
+    stop = _stop_event()
+    with not_retried():  # imported after the signals are caught: it takes seconds
+        from sampler.worker.start import WorkerOptions, work
+
+    work(WorkerOptions(**values), log, stop)
+
+
+def _evaluate(values: dict[str, Any], log: logging.Logger) -> None:
+    stop = _stop_event()
+    with not_retried():
+        from sampler.evaluation.evaluator import EvaluatorOptions, evaluate_versions
+
+    evaluate_versions(EvaluatorOptions(**values), log, stop)
+
+
+def _stop_event() -> threading.Event:
+    """Return what SIGTERM sets; the process ends by then or soon after."""
     stop = stop_event()
     threading.Thread(target=_leave, args=(stop,), daemon=True).start()
-    with not_retried():
-        from sampler.worker.start import (  # after the signals: its imports take seconds
-            WorkerOptions,
-            work,
-        )
-
-    values = vars(options)
-    work(WorkerOptions(**{k: v for k, v in values.items() if k != "command"}), log, stop)
+    return stop
 
 
 def _leave(stop: threading.Event) -> None:

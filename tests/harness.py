@@ -26,6 +26,7 @@ SMALL: Mapping[str, Any] = {
     "warm_start.stop_answer_probability": 1e-9,
     "checkpoints.every": 2,
     "verify.lease_timeout": "20s",
+    "evaluations": "null",
 }
 """The laptop profile, cut down until a run takes seconds once its engines are up."""
 PATIENCE_S = 600.0

@@ -51,6 +51,8 @@ from verify.timeouts import BACKLOG_S, COORDINATOR_S
 __all__ = ["CoordinatorClient", "RunFinished", "SubmissionRefused", "WorkItem"]
 
 T = TypeVar("T")
+MAX_LIST_BYTES = 64 * 1024 * 1024
+"""Largest list of evaluations."""
 ROLES_REFRESH_S = 300.0
 
 
@@ -283,6 +285,15 @@ class CoordinatorClient:
         self._post("/v1/validator/release", {"submissions": list(submissions), "fault": fault})
         self._forget(self._claims, *submissions)
 
+    def evaluations(self) -> set[tuple[str, int]]:
+        """Return the evaluations of versions whose results the coordinator has."""
+        data = self._http.call("GET", "/v1/evaluations", max_bytes=MAX_LIST_BYTES).content
+        return self._opened(data, _evaluations)
+
+    def evaluated(self, document: bytes) -> None:
+        """Send a signed result. Sending it again changes nothing; the first of a version stays."""
+        self._http.call("POST", "/v1/evaluations", body=document)
+
     @property
     def claims(self) -> list[str]:
         """Digests of the submissions that this process has claimed and not answered."""
@@ -311,6 +322,11 @@ class CoordinatorClient:
 
     def _post(self, path: str, body: Mapping[str, Any], *, wait_s: float = 0.0) -> Answer:
         return self._http.call("POST", path, body=canonical_json(dict(body)), wait_s=wait_s)
+
+
+def _evaluations(data: bytes) -> set[tuple[str, int]]:
+    answer = parse_object(data, max_bytes=MAX_LIST_BYTES)
+    return {(str(one["evaluation"]), int(one["version"])) for one in answer["evaluations"]}
 
 
 def _write_checked(path: Path, pieces: Iterable[bytes], file: SiteFile) -> None:

@@ -18,11 +18,13 @@ from runspec.cli.logs import event_line
 from runspec.cli.view import clock, latency_line, plain_table, role_table, step_line
 from runspec.core.files import read_bounded
 from runspec.core.hashing import digest_bytes
+from runspec.core.run_files import evaluation_files
 from runspec.core.spec.resolved import spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.local import budget
 from runspec.local.conditions import Condition, conditions
 from runspec.local.endpoints import load_endpoints, run_link
+from runspec.local.evaluations import newest, result_line, summarise_evaluations
 from runspec.local.formatting import duration, latency, number, per_second, size
 from runspec.local.full_states import folder_bytes, full_states
 from runspec.local.islands import island_figures, island_pairs, missing_text
@@ -33,6 +35,7 @@ from runspec.local.progress import coordinator_status
 from runspec.local.run_dir import find_run
 from runspec.local.snapshot import Snapshot, look_at
 from runspec.local.state import AppliedRow, EventRow, RunState
+from verify.formats.evaluation import read_evaluations
 
 EVENTS = 20
 _FOLDERS = ("checkpoints", "weights", "store", "rollouts", "work", "logs")
@@ -73,6 +76,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         "training": training_figures(seen.rows) if seen.spec.supervised is not None else None,
         "islands": island_figures(seen.rows[-1]) if seen.rows else None,
         "published": seen.published,
+        "evaluations": summarise_evaluations(read_evaluations(evaluation_files(run_dir))),
         "join": str(link) if (link := run_link(run_dir, seen.spec)) else None,
         "conditions": [asdict(each) for each in conditions(seen)],
         "roles": {
@@ -109,6 +113,8 @@ def _show(seen: Snapshot) -> None:
             print(waited)
         for name, text in island_pairs(seen.rows[-1]):
             print(f"{name}: {text}")
+    for name, result in newest(read_evaluations(evaluation_files(seen.directory))).items():
+        print(f"{name}, {result_line(result)}")
     if missing := _missing_islands(seen):
         print(f"waits {missing}")
     console.print(condition_table([each for each in conditions(seen) if each.status != "False"]))

@@ -10,13 +10,19 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from runspec.core.errors import BadUsage
+from runspec.core.run_files import evaluation_files
 from runspec.local.conditions import TYPES, condition, conditions
+from runspec.local.evaluations import result_line
 from runspec.local.run_dir import find_run
 from runspec.local.snapshot import Snapshot, look_at
+from verify.formats.evaluation import Evaluated, read_evaluations
 
 EXIT_HOLDS, EXIT_NOT = 0, 1
 POLL_S = 0.25
 _COUNTED = re.compile(r"(step|version)=(\d{1,9})")
+_EVALUATION = re.compile(
+    r"evaluation:([a-z0-9][a-z0-9_-]*)(?:\.([a-z0-9-]+))?(>|<)(-?\d+(?:\.\d+)?)"
+)
 _CONDITION = re.compile(r"(?:condition=)?([A-Za-z]+)(?:=(true|false))?", re.IGNORECASE)
 
 
@@ -32,7 +38,7 @@ def wait_command(run: str, awaited: str, timeout_s: float, runs_dir: Path) -> in
     while True:
         seen = look_at(run_dir, ledger=wanted.type == "SetAside")
         if holds(wanted, seen):
-            why = condition(conditions(seen), wanted.type).message if wanted.type else ""
+            why = _why(wanted, seen)
             print(f"{seen.spec.name}: {wanted}{f' ({why})' if why else ''}")
             return EXIT_HOLDS
         reason = why_never(wanted, seen)
@@ -45,27 +51,45 @@ def wait_command(run: str, awaited: str, timeout_s: float, runs_dir: Path) -> in
         time.sleep(POLL_S)
 
 
+def _why(wanted: Awaited, seen: Snapshot) -> str:
+    """Return what made it hold; empty for steps and versions."""
+    if wanted.kind == "evaluation":
+        first = next(r for r in _results(wanted, seen) if _beyond(wanted, r))
+        return result_line(first)
+    return condition(conditions(seen), wanted.type).message if wanted.type else ""
+
+
 @dataclass(frozen=True)
 class Awaited:
     """A condition with its status, or a number of steps or versions."""
 
     kind: str
-    """`condition`, `step` or `version`."""
+    """`condition`, `step`, `version` or `evaluation`."""
     type: str = ""
     """Type of the condition."""
     status: str = "True"
     """Status of the condition that is awaited."""
     number: int = 0
     """Steps trained, or the version that is out."""
+    figure: str = ""
+    """Figure of the evaluation `type`."""
+    above: bool = True
+    """Whether the figure must be above the limit, not below."""
+    limit: float = 0.0
 
     def __str__(self) -> str:
         if self.kind == "condition":
             return self.type if self.status == "True" else f"{self.type}={self.status}"
+        if self.kind == "evaluation":
+            sign = ">" if self.above else "<"
+            return f"evaluation:{self.type}.{self.figure}{sign}{self.limit:g}"
         return f"{self.kind}={self.number}"
 
 
 def parse_awaited(text: str) -> Awaited:
-    """Reads Finished, condition=Ready, Ready=false, step=20 or version=3.
+    """Reads Finished, condition=Ready, Ready=false, step=20, version=3 or evaluation:heldout>0.6.
+
+    An evaluation may name its figure, `evaluation:heldout.pass-4>0.8`; without one it is `mean`.
 
     Raises:
         BadUsage: none of these.
@@ -73,6 +97,11 @@ def parse_awaited(text: str) -> Awaited:
     counted = _COUNTED.fullmatch(text)
     if counted:
         return Awaited(counted[1], number=int(counted[2]))
+    if found := _EVALUATION.fullmatch(text):
+        name, figure, sign, limit = found.groups()
+        return Awaited(
+            "evaluation", name, figure=figure or "mean", above=sign == ">", limit=float(limit)
+        )
     named = _CONDITION.fullmatch(text)
     by_name = {type_.lower(): type_ for type_ in TYPES}
     if named and named[1].lower() in by_name:
@@ -83,7 +112,8 @@ def parse_awaited(text: str) -> Awaited:
     raise BadUsage(
         f"nothing that can be waited for: {text!r}{hint}",
         place="--for",
-        remedy=f"one of {', '.join(TYPES)} (with =false: until it does not), step=N, version=N",
+        remedy=f"one of {', '.join(TYPES)} (with =false: until it does not), step=N, version=N, "
+        "evaluation:NAME>X, evaluation:NAME.FIGURE<X",
     )
 
 
@@ -94,18 +124,38 @@ def holds(awaited: Awaited, seen: Snapshot) -> bool:
             return seen.trained >= awaited.number
         case "version":
             return seen.published is not None and seen.published >= awaited.number
+        case "evaluation":
+            return any(_beyond(awaited, result) for result in _results(awaited, seen))
         case _:
             return condition(conditions(seen), awaited.type).status == awaited.status
 
 
 def why_never(awaited: Awaited, seen: Snapshot) -> str | None:
     """Return why the run cannot reach it by itself; None while it can."""
-    if awaited.kind != "condition" and awaited.number > seen.spec.steps:
+    if awaited.kind == "evaluation" and awaited.type not in _names(seen):
+        return f"the run has no evaluation {awaited.type!r}"
+    if awaited.kind in ("step", "version") and awaited.number > seen.spec.steps:
         return f"the run has {seen.spec.steps} steps"
     if not seen.alive and seen.state in ("finished", "failed"):
         reason = f" ({seen.reason})" if seen.reason else ""
         return f"the run is {seen.state}{reason}"
     return None
+
+
+def _names(seen: Snapshot) -> list[str]:
+    return [each.name for each in seen.spec.evaluations]
+
+
+def _results(awaited: Awaited, seen: Snapshot) -> list[Evaluated]:
+    files = evaluation_files(seen.directory)
+    return read_evaluations(path for path in files if path.parent.name == awaited.type)
+
+
+def _beyond(awaited: Awaited, result: Evaluated) -> bool:
+    figure = result.figures.get(awaited.figure)
+    if figure is None:
+        return False
+    return figure.value > awaited.limit if awaited.above else figure.value < awaited.limit
 
 
 def last_seen(seen: Snapshot) -> str:

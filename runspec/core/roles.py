@@ -16,6 +16,8 @@ from runspec.core.signed import BadSignature, check_times, open_document, sign_d
 
 KIND = "roles"
 ROLE_NAMES = ("publisher", "coordinator", "validator")
+MAY_BE = ("evaluator",)
+"""Roles that not every run has."""
 Signers = Literal["publisher", "island"]
 """Roles whose keys may sign the versions of a store: publishers, or the learner's islands."""
 MAX_BYTES = 64 * 1024
@@ -32,13 +34,14 @@ class Roles:
     publisher: frozenset[str]
     coordinator: frozenset[str]
     validator: frozenset[str]
+    evaluator: frozenset[str] = frozenset()
     islands: Mapping[str, str] = field(default_factory=dict)
     """Public key of each learner island by its name; empty for a run with one learner."""
 
     @property
     def keys(self) -> frozenset[str]:
         """All keys that have a role."""
-        held = self.publisher | self.coordinator | self.validator
+        held = self.publisher | self.coordinator | self.validator | self.evaluator
         return held.union(self.islands.values())
 
     def signers(self, who: Signers) -> frozenset[str]:
@@ -59,13 +62,14 @@ def sign_roles(
 
     Args:
         run: name of the run.
-        keys: public keys (hexadecimal) for each of ROLE_NAMES.
+        keys: public keys (hexadecimal) for each of ROLE_NAMES, and for those of MAY_BE that there
+            are.
         root: the root key.
         valid_s: seconds until it expires.
         now: seconds since the epoch; the present time if None.
         islands: public key of each learner island by its name.
     """
-    if set(keys) != set(ROLE_NAMES):
+    if set(keys) - set(MAY_BE) != set(ROLE_NAMES):
         raise ValueError(f"roles {sorted(keys)} instead of {sorted(ROLE_NAMES)}")
     issued = time.time() if now is None else now
     payload = {"run": run, "issued": issued, "expires": issued + valid_s, "roles": keys}
@@ -87,14 +91,14 @@ def open_roles(data: bytes, *, root_public_key: str, run: str, now: float | None
         raise BadSignature(f"roles: not for run {run!r}")
     issued, expires, roles = payload["issued"], payload["expires"], payload["roles"]
     check_times(KIND, issued, expires, time.time() if now is None else now)
-    if not isinstance(roles, dict) or set(roles) != set(ROLE_NAMES):
+    if not isinstance(roles, dict) or set(roles) - set(MAY_BE) != set(ROLE_NAMES):
         raise BadSignature("roles: must name exactly publisher, coordinator and validator")
     for name, keys in roles.items():
         if not isinstance(keys, list) or not all(is_public_key(key) for key in keys):
             raise BadSignature(f"roles: {name} must be a list of public keys")
     if not isinstance(islands, dict) or not all(is_public_key(key) for key in islands.values()):
         raise BadSignature("roles: islands must be public keys by name")
-    held = {name: frozenset(roles[name]) for name in ROLE_NAMES}
+    held = {name: frozenset(keys) for name, keys in roles.items()}
     return Roles(run, float(issued), float(expires), **held, islands=islands)
 
 

@@ -33,6 +33,8 @@ SENT_NAME = "sent_params"
 """Array in that folder where the step's shares were not settled."""
 ISLANDS_NAME = "islands"
 """Folder in `checkpoints.dir` of the islands after the first, which have a folder each."""
+EVALUATIONS_NAME = "evaluations"
+"""Folder of the evaluator's results, <evaluation>/v<N>.json."""
 RECORD_NAME = "state.json"
 """Record of a full state, in step_<N>/; it is written last."""
 MAX_RECORD_BYTES = 64 * 1024 * 1024
@@ -97,6 +99,23 @@ def state_folder(run_dir: Path, spec: RunSpec, island: str | None = None) -> Fol
 def weights_folder(run_dir: Path) -> Path:
     """Return the folder of v<N>/: the safetensors directory of version N."""
     return run_dir / "weights"
+
+
+def evaluation_file(run_dir: Path, evaluation: str, version: int) -> Path:
+    """Return the file of the result of an evaluation of a version."""
+    return run_dir / EVALUATIONS_NAME / evaluation / f"v{version}.json"
+
+
+def evaluation_files(run_dir: Path) -> list[Path]:
+    """Return the files of all results, by evaluation and version."""
+    folders = (run_dir / EVALUATIONS_NAME).glob("*")
+    files = ((f.name, v, f / f"v{v}.json") for f in folders for v in _results(f))
+    return [path for _, _, path in sorted(files)]
+
+
+def _results(folder: Path) -> list[int]:
+    matches = (re.fullmatch(r"v(\d+)\.json", path.name) for path in folder.iterdir())
+    return [int(match[1]) for match in matches if match]
 
 
 def versions_in(folder: Folder) -> list[int]:

@@ -74,6 +74,7 @@ def drive(
             restarts=live.run.spec.placement.restarts,
             ends_run=frozenset(role.name for role in specs if role.ends_run),
             ends_when_sampled=frozenset(role.name for role in specs if role.ends_when_sampled),
+            late_s={role.name: role.late_s for role in specs if role.late_s is not None},
             may_fail=frozenset(role.name for role in specs if role.may_fail),
             servers=frozenset(role.name for role in specs if role.listen is not None),
             budget_ends_at=live.budget_ends_at(),

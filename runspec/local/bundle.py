@@ -26,6 +26,7 @@ from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
 from runspec.core.spec.resolved import dump_resolved, load_resolved, parse_resolved
 from runspec.core.spec.role_names import (
+    evaluator_names,
     island_processes,
     island_role,
     learner_names,
@@ -170,8 +171,13 @@ def make_bundles(spec: RunSpec, identity: Identity) -> list[Bundle]:
         bundle(TRUNK_GROUP, "coordinator", "publisher", *first, names=trunk),
         *islands,
         *(bundle(name) for name in (*learner_names(spec)[1:], *relay_names(spec))),
-        *(bundle(name, name) for name in (*validator_names(spec), *worker_names(spec))),
+        *(bundle(name, name) for name in _with_a_key(spec)),
     ]
+
+
+def _with_a_key(spec: RunSpec) -> list[str]:
+    """Return the processes whose key has their own name."""
+    return [*validator_names(spec), *evaluator_names(spec), *worker_names(spec)]
 
 
 def require_own(bundle: Bundle, folder: Path) -> None:

@@ -6,8 +6,14 @@ import itertools
 from collections.abc import Container, Mapping, Sequence
 
 from runspec.core.models.hardware import device_count, xla_threads
+from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.islands import island_spec
-from runspec.core.spec.role_names import island_processes, validator_names, worker_names
+from runspec.core.spec.role_names import (
+    evaluator_names,
+    island_processes,
+    validator_names,
+    worker_names,
+)
 from runspec.core.spec.schema import Hardware, RunSpec
 
 
@@ -46,9 +52,9 @@ def assign_cores(
 def assign_devices(spec: RunSpec, here: Container[str]) -> dict[str, list[int]]:
     """Numbers of the accelerators that each role of one machine sees.
 
-    `placement.devices` says so, and where it does not, learner, islands, validators and workers in
-    this order take the next free ones: two processes on one TPU chip or GPU both fail. A backend
-    that is not `local` says by itself what is free.
+    `placement.devices` says so, and where it does not, learner, islands, validators, evaluator and
+    workers in this order take the next free ones: two processes on one TPU chip or GPU both fail. A
+    backend that is not `local` says by itself what is free.
 
     Args:
         spec: of the run.
@@ -70,6 +76,9 @@ def assign_devices(spec: RunSpec, here: Container[str]) -> dict[str, list[int]]:
     if spec.verify.hardware is not None:
         count = device_count(spec.verify.hardware) or 1
         wanted += [(name, spec.verify.hardware, count) for name in validator_names(spec)]
+    for name in evaluator_names(spec):
+        own = evaluator_pool(spec)
+        wanted.append((name, own.hardware, own.parallel.devices))
     pools = {pool.name: pool for pool in spec.samplers}
     for name, pool in worker_names(spec).items():
         wanted.append((name, pools[pool].hardware, pools[pool].parallel.devices))

@@ -16,6 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
@@ -78,6 +79,8 @@ class Rules:
     """Roles whose exit 0 is no death once every step has its rollouts."""
     may_fail: frozenset[str] = frozenset()
     """Roles that the run can do without for a time, however often they die."""
+    late_s: Mapping[str, float] = field(default_factory=dict)
+    """How long a trained run waits for the exit 0 of some roles, by name; they may fail."""
     servers: frozenset[str] = frozenset()
     """Roles that others talk to."""
     budget_ends_at: float | None = None
@@ -217,6 +220,9 @@ class Fleet:
             self._begin(Phase.DRAINING, now)
             return []
         draining = self.phase is Phase.DRAINING
+        if code == 0 and name in rules.late_s and (draining or self.sampled):
+            role.state = State.FINISHED
+            return []
         if name in rules.ends_when_sampled and (draining or (code == 0 and self.sampled)):
             role.state = State.FINISHED
             return []
@@ -247,15 +253,22 @@ class Fleet:
                 return []
             case Phase.DRAINING:
                 workers_left = not rules.ends_when_sampled.isdisjoint(self.alive)
-                if self.published and (not workers_left or waited >= rules.drain_s):
+                drained = not workers_left or waited >= rules.drain_s
+                late = any(waited < rules.late_s[name] for name in self._at_work(rules.late_s))
+                if self.published and drained and not late:
                     return self._stop(Outcome("finished"), now)
-                if waited >= rules.publish_s:
+                if not self.published and waited >= rules.publish_s:
                     return self._stop(Outcome("unpublished"), now)
                 return self._start_due(now)
             case Phase.UP:
                 if rules.budget_ends_at is not None and now >= rules.budget_ends_at:
                     return self._stop(Outcome("over_budget"), now)
                 return self._renew(now) + self._start_due(now)
+
+    def _at_work(self, names: Iterable[str]) -> list[str]:
+        """Return the roles among `names` that run, or will again."""
+        ended = (State.FINISHED, State.FAILED)
+        return [name for name in names if self.roles[name].state not in ended]
 
     def _start_due(self, now: float) -> list[Action]:
         actions = []

@@ -23,6 +23,7 @@ from runspec.core.signed import BadSignature
 from runspec.core.spec.islands import island_names
 from runspec.core.spec.role_names import (
     elsewhere,
+    evaluator_names,
     island_role,
     shares_name,
     validator_names,
@@ -82,6 +83,8 @@ def make_identity(
             "coordinator": [_key(identity.key("coordinator")).public_hex],
             "validator": [_key(path).public_hex for path in _validator_keys(identity, spec)],
         }
+        if names := evaluator_names(spec):
+            held["evaluator"] = [_key(identity.key(name)).public_hex for name in names]
         islands = {
             name: _key(identity.key(island_role(name))).public_hex for name in island_names(spec)
         }
@@ -123,6 +126,7 @@ def pinned_root_problem(run_dir: Path, spec: RunSpec) -> UserError | None:
     away = elsewhere(spec)
     here = [name for name in validator_names(spec) if name not in away]
     wanted |= dict.fromkeys(here, roles.validator)
+    wanted |= {name: roles.evaluator for name in evaluator_names(spec) if name not in away}
     wanted |= {
         island_role(name): frozenset({roles.islands.get(name, "")})
         for name in island_names(spec)

@@ -38,6 +38,8 @@ class Curve:
     points: Sequence[tuple[float, float]]
     averaged: bool = True
     """Whether means over ten steps are drawn over the steps; of maxima they would mean nothing."""
+    band: Sequence[tuple[float, float, float]] = ()
+    """Lower and upper limits by x, filled in."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ def draw(figure: Figure) -> str:
                 axes.plot(xs, smooth(ys, _SMOOTH), color=colour, linewidth=1.8, label=label)
             else:
                 axes.plot(xs, ys, color=colour, linewidth=0.8, label=label)
+            if curve.band:
+                at, low, high = zip(*curve.band, strict=True)
+                axes.fill_between(at, low, high, color=colour, alpha=0.2, linewidth=0)
             if i < len(figure.levels):
                 axes.axhline(figure.levels[i], color=colour, linewidth=0.8, linestyle="--")
         if figure.log and any(y > 0 for curve in figure.curves for _, y in curve.points):

@@ -17,11 +17,13 @@ from runspec.core.models.hardware import device_count
 from runspec.core.models.parameters import WIDTH, trained_count, trained_parameters
 from runspec.core.models.spec_model import model_config
 from runspec.core.run_files import checkpoints_folder, numbered, state_folder, versions_in
+from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.islands import island_names, island_spec
 from runspec.core.spec.plugins import PREFILL_GROUP, installed_kinds, missing_plugins
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.role_names import (
+    EVALUATOR,
     elsewhere,
     island_processes,
     island_role,
@@ -137,6 +139,10 @@ def _hardware(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
         for pool in spec.samplers
         if pool.name in here
     ]
+    if EVALUATOR in here:
+        path = f"samplers.{evaluator_pool(spec).name}.hardware"
+        path = "evaluator.hardware" if spec.evaluator.hardware else path
+        asked.append((path, evaluator_pool(spec).hardware, Fraction(1), 1))
     if spec.verify.hardware is not None and spec.verify.validators and "validators" in here:
         count = Fraction(spec.verify.validators)
         asked.append(("verify.hardware", spec.verify.hardware, count, 1))

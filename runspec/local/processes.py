@@ -10,12 +10,14 @@ from pathlib import Path
 from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
 from runspec.core.run_files import island_folder
+from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.islands import island_names, island_spec
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.role_names import (
     DRAWN,
     WARM_START,
     elsewhere,
+    evaluator_names,
     island_processes,
     island_role,
     learner_names,
@@ -95,7 +97,9 @@ class RoleSpec:
     ends_when_sampled: bool = False
     """Its exit 0 is no death once every step of the run has its rollouts."""
     may_fail: bool = False
-    """However often it dies, the run goes on: the other islands may do without it."""
+    """However often it dies, the run goes on: it can do without it for a time."""
+    late_s: float | None = None
+    """How long a trained run waits for its exit 0; None: as for all others."""
 
 
 def first_version_role(run: PreparedRun, cache: Path) -> RoleSpec:
@@ -133,7 +137,7 @@ def role_specs(
     make = _Roles(run, here, cores)
     roles = [*make.origin(), *make.relays(), *make.coordinator(), make.publisher()]
     roles += [*make.learners(), *make.islands(), *make.shares()]
-    roles += [*make.validators(), *make.workers()]
+    roles += [*make.validators(), *make.evaluator(), *make.workers()]
     _refuse_equal_names(roles)
     secrets = secret_values(run.spec, run.machine)
     return [replace(role, env={**role.env, **secrets}) for role in roles if role.name in here]
@@ -270,6 +274,21 @@ class _Roles:
                 self._module("verify", "validator", *self._work(name, self._weights(i))),
                 thread_limits(()) | env | self._devices(name, kind),
                 ends_when_sampled=True,
+            )
+
+    def evaluator(self) -> Iterator[RoleSpec]:
+        for name in evaluator_names(self._spec):
+            own, pool = self._spec.evaluator, evaluator_pool(self._spec)
+            mine = self._cores.get(name, ())
+            kind, tensor = pool.hardware.kind, pool.parallel.tensor
+            engine = vllm_environment(mine, on_cpu=kind == "cpu", tensor=tensor)
+            yield RoleSpec(
+                name,
+                self._module("sampler", "evaluate", *self._work(name, self._weights(0))),
+                thread_limits(mine) | engine | self._devices(name, kind),
+                cores=mine,
+                may_fail=True,
+                late_s=own.deadline,
             )
 
     def workers(self) -> Iterator[RoleSpec]:

@@ -16,6 +16,7 @@ from runspec.core.spec.schema import RunSpec
 from runspec.local.children import last_lines
 from runspec.local.conditions import dropped_text
 from runspec.local.endpoints import address
+from runspec.local.evaluations import NewResults
 from runspec.local.fleet import Reached
 from runspec.local.metrics import FILE_NAME, JsonLines, Row, latest_by_step
 from runspec.local.role_logs import stages
@@ -42,6 +43,8 @@ class RunProgress:
         self.note = ""
         """Failures of the grader, roles in a long stage, and what the coordinator waits for."""
         self._logs = run_dir / "logs"
+        self.evaluated = NewResults(run_dir)
+        """Results of evaluations."""
         self.dropped = (0, "")
         """Groups dropped by the grader, and what it failed with last, as one line."""
         self._lines = JsonLines(run_dir / FILE_NAME)
@@ -85,6 +88,7 @@ class StageProgress:
 
     rows: Sequence[Row] = ()
     dropped = (0, "")
+    evaluated = None
 
     def __init__(self, product: Path, log: Path) -> None:
         self._product = product

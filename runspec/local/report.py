@@ -17,6 +17,14 @@ from string import Template
 from typing import Any
 
 from runspec.core.files import write_atomic
+from runspec.core.run_files import evaluation_files
+from runspec.local.evaluations import (
+    SECTION,
+    evaluation_plots,
+    newest,
+    result_line,
+    summarise_evaluations,
+)
 from runspec.local.formatting import duration, latency, number, per_second, share
 from runspec.local.islands import summary_pairs
 from runspec.local.metrics import (
@@ -29,6 +37,7 @@ from runspec.local.metrics import (
     weights_bytes_sent,
 )
 from runspec.local.plots import Figure, draw, figures
+from verify.formats.evaluation import Evaluated, read_evaluations
 
 _STEPS_SHOWN = 3
 _SAMPLES_A_STEP = 4
@@ -40,7 +49,11 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 def render_report(
-    run: str, rows: Sequence[Row], samples: Sequence[Row], summary: dict[str, Any]
+    run: str,
+    rows: Sequence[Row],
+    samples: Sequence[Row],
+    summary: dict[str, Any],
+    evaluations: Sequence[Evaluated] = (),
 ) -> str:
     """The page.
 
@@ -49,6 +62,7 @@ def render_report(
         rows: metrics.jsonl, a row a step, in order.
         samples: samples.jsonl, a row a rollout.
         summary: as `metrics.summarise` makes it.
+        evaluations: in the order of versions.
     """
     if "tokens" in summary:
         work = f"{summary['tokens']:,} tokens, {number(summary['epoch'])} epochs"
@@ -64,6 +78,7 @@ def render_report(
         f"<p>{summary['steps']} steps in {duration(summary['wall_s'])}, {work}.</p>",
         _table(summary),
         f"<p>Each point is one step. {source}</p>",
+        *_evaluations(evaluations),
         *(_section(title, section) for title, section in figures(rows).items()),
         *_rollouts(samples),
     ]
@@ -78,6 +93,14 @@ def _section(title: str, section: Sequence[Figure]) -> str:
         for figure in section
     )
     return f'<h2>{escape(title)}</h2><div class="curves">{drawn}</div>'
+
+
+def _evaluations(results: Sequence[Evaluated]) -> list[str]:
+    if not results:
+        return []
+    lines = (f"{name}, {result_line(result)}" for name, result in newest(results).items())
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return [_section(SECTION, evaluation_plots(results)), f"<ul>{items}</ul>"]
 
 
 def _table(summary: dict[str, Any]) -> str:
@@ -178,8 +201,10 @@ def write_summary(run_dir: Path, wall_s: float) -> dict[str, Any] | None:
         weights_bytes_sent=weights_bytes_sent(run_dir),
         shares_bytes_sent=shares_bytes_sent(run_dir),
     )
+    evaluations = read_evaluations(evaluation_files(run_dir))
+    summary["evaluations"] = summarise_evaluations(evaluations)
     write_atomic(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2).encode() + b"\n")
     samples = JsonLines(run_dir / SAMPLES_FILE).new_rows()
-    page = render_report(run_dir.name, rows, samples, summary)
+    page = render_report(run_dir.name, rows, samples, summary, evaluations)
     write_atomic(run_dir / REPORT_FILE, page.encode())
     return summary

@@ -22,11 +22,13 @@ from pathlib import Path, PurePath
 from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.models.hardware import device_count
+from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.islands import island_spec
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import dump_resolved, load_resolved
 from runspec.core.spec.role_names import (
     elsewhere,
+    evaluator_names,
     island_processes,
     island_role,
     learner_names,
@@ -154,6 +156,9 @@ def groups_of(spec: RunSpec) -> list[Group]:
     if spec.verify.validators:
         hardware = spec.verify.hardware or learner.hardware
         groups.append(group("validators", validator_names(spec), hardware))
+    for name in evaluator_names(spec):
+        engine = evaluator_pool(spec)
+        groups.append(group(name, [name], engine.hardware, engine.parallel.devices))
     workers = worker_names(spec)
     for pool in spec.samplers:
         members = [name for name, of in workers.items() if of == pool.name]

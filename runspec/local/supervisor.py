@@ -216,13 +216,16 @@ class Supervisor:
     def _alarm(self) -> None:
         """Records an event for an alarm of the newest step, once until the alarm is over.
 
-        Records one for groups that the grader dropped whenever their number has doubled.
+        Records one for each new evaluation, and one for groups that the grader dropped whenever
+        their number has doubled.
         """
         for alarm in (alarm_text, unsolved_text):
             text = alarm(self._progress.rows[-1]) if self._progress.rows else ""
             if text and alarm not in self._alarmed:
                 self._event("learner", text)
             (self._alarmed.add if text else self._alarmed.discard)(alarm)
+        for line in self._progress.evaluated.lines() if self._progress.evaluated else ():
+            self._event("evaluator", line)
         groups, newest = self._progress.dropped
         if groups >= max(1, 2 * self._dropped):
             self._event("coordinator", dropped_text(groups, newest))

@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -22,6 +21,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.hashing import hash_parts
 from runspec.core.spec.schema import SamplerPool
+from sampler.engine.filling import sampled_problems
 from sampler.engine.requests import Sampled, SampleRequest, sample_requests
 from verify.noise import noise_key
 from verify.plugins import Graded, GradeItem, TaskSet
@@ -30,7 +30,6 @@ MAX_BYTES = 1 << 30
 SOLVED = 1.0
 """Least task reward of a try that solves its problem."""
 _LOG_EVERY_S = 5.0
-_TURN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -182,37 +181,12 @@ def measure(
         UserError: the engine died, or nothing can be graded here.
     """
     left = (index for index in range(asked.problems) if index not in progress.done)
-    running: dict[Future[list[Sampled]], int] = {}
     before = sum(index < asked.problems for index in progress.done)
     teller = _ProgressLog(asked.problems, before, log)
-    while not stop.is_set():
-        _fill(asked, engine, left, running)
-        if not running:
-            return True
-        done, _ = wait(running, timeout=_TURN_S, return_when=FIRST_COMPLETED)
-        if done:
-            sampled = {running.pop(future): future.result() for future in done}
-            progress.add(_graded(asked.tasks, sampled))
-            teller.say(progress)
-    engine.abort()
-    return False
-
-
-def _fill(
-    asked: Measurement,
-    engine: Engine,
-    left: Iterator[int],
-    running: dict[Future[list[Sampled]], int],
-) -> None:
-    """Submit problems up to twice what the engine runs at once.
-
-    It samples one half while the other half is graded.
-    """
-    while len(running) * asked.samples < 2 * engine.capacity:
-        index = next(left, None)
-        if index is None:
-            return
-        running[engine.submit(asked.requests(index))] = index
+    for sampled in sampled_problems(engine, left, asked.requests, samples=asked.samples, stop=stop):
+        progress.add(_graded(asked.tasks, sampled))
+        teller.say(progress)
+    return all(index in progress.done for index in range(asked.problems))
 
 
 def _graded(tasks: TaskSet, sampled: dict[int, list[Sampled]]) -> Iterator[Tries]:

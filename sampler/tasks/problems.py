@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -81,31 +82,44 @@ class Fitting(Keep):
         return found
 
 
-def problem_filter(spec: RunSpec, codec: PromptCodec, split: Split) -> Fitting:
-    """Return the filter for problems of a split whose prompts fit.
+def problem_filter(spec: RunSpec, codec: PromptCodec, split: Split | None) -> Fitting:
+    """Return the filter for problems of a split (None: of both) whose prompts fit.
 
-    Only a run with a warm start holds problems out, to show whether it learns or memorises.
+    In a run that holds none out, both splits are all problems.
     """
-    of_split = split if spec.warm_start is not None else None
+    of_split = split if spec.holds_out else None
     return Fitting(codec, target_lengths(spec), spec.data.max_prompt_tokens, of_split)
 
 
 class Problems:
-    """The problems of all sources under one index, those of the first source first.
+    """The problems of some sources under one index, those of the first source first.
 
     Args:
         spec: names the sources.
         keep: decides which problems belong to the run.
         data_dir: holds the files of all sources; None if they are at their `uri`.
+        only: name of the one source to take; None: all that the run trains on.
+        task_type: that of all problems; None: as their sources say.
     """
 
-    def __init__(self, spec: RunSpec, keep: Keep, data_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        keep: Keep,
+        data_dir: Path | None = None,
+        *,
+        only: str | None = None,
+        task_type: str | None = None,
+    ) -> None:
         self._sources: list[ProblemSource] = [
             make_source(redirected(source, data_dir), spec.seed, keep)
             for source in spec.data.sources
+            if (source.train if only is None else source.name == only)
         ]
         self._ends = list(accumulate(len(source) for source in self._sources))
-        self.task_types = frozenset().union(*(source.task_types for source in self._sources))
+        types = [source.task_types for source in self._sources]
+        self.task_types = frozenset().union(*types if task_type is None else [{task_type}])
+        self._task_type = task_type
         self.problem = lru_cache(_CACHED_PROBLEMS)(self._problem)
 
     def __len__(self) -> int:
@@ -116,4 +130,5 @@ class Problems:
             raise IndexError(f"problem {index} of {len(self)}")
         which = bisect_right(self._ends, index)
         start = self._ends[which - 1] if which else 0
-        return self._sources[which].problem(index - start)
+        found = self._sources[which].problem(index - start)
+        return found if self._task_type is None else replace(found, task_type=self._task_type)

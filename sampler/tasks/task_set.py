@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.schema import Evaluation, RunSpec
 from runspec.core.spec.source_files import data_digest
 from sampler.tasks.grading.answers import Answer, Result
 from sampler.tasks.grading.graders import Graders
@@ -66,6 +66,10 @@ class RunTask:
             for item, problem, result, text in zip(items, problems, results, texts, strict=True)
         ]
 
+    def answer(self, output_tokens: Sequence[int]) -> str | None:
+        """Return the text of an output's answer; None if it gives none."""
+        return self._codec.answer(output_tokens)
+
     def close(self) -> None:
         """End the grader processes."""
         self._graders.close()
@@ -98,4 +102,28 @@ def build_task_set(spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None = N
     require_graders(spec)
     codec = PromptCodec.read(tokenizer_dir, PromptForm.of(spec.data))
     problems = Problems(spec, problem_filter(spec, codec, "train"), data_dir)
+    return RunTask(spec, codec, problems, data_digest(spec, data_dir))
+
+
+def build_evaluation_set(
+    spec: RunSpec, evaluation: Evaluation, tokenizer_dir: Path, data_dir: Path | None = None
+) -> RunTask:
+    """Return the problems of an evaluation: none of them is trained on.
+
+    Raises:
+        UserError: as `build_task_set`, or the source has none.
+    """
+    require_graders(spec)
+    codec = PromptCodec.read(tokenizer_dir, PromptForm.of(spec.data))
+    trained = next(s.train for s in spec.data.sources if s.name == evaluation.source)
+    keep = problem_filter(spec, codec, "held_out" if trained else None)
+    kinds = {term.name: term.kind for term in spec.reward}
+    grader = None if evaluation.grader is None else kinds[evaluation.grader]
+    problems = Problems(spec, keep, data_dir, only=evaluation.source, task_type=grader)
+    if not len(problems):
+        raise UserError(
+            f"source {evaluation.source!r} has no problem for it",
+            place=f"evaluations.{evaluation.name}",
+            remedy="name a larger source, or one with `train: false`",
+        )
     return RunTask(spec, codec, problems, data_digest(spec, data_dir))

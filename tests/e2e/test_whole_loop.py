@@ -2,7 +2,8 @@
 
 Shows: a run starts, trains each step once and in order though each of its roles is killed, the
 learner in two processes, and though strangers answer leases with rubbish, go silent or answer one
-in four; every rollout of its own is accepted and sampler and validator agree on log-probs;
+in four; every rollout of its own is accepted and sampler and validator agree on log-probs; every
+version that is due is evaluated once;
 asynchrony is real and bounded; the newest version and the report are written; a finished run says
 so when it is applied again, and can be deleted.
 """
@@ -29,12 +30,13 @@ HOSTILE = {"rubbish": 8, "silent": 8, "alternating": 1}
 
 @pytest.fixture(scope="module")
 def finished(runs_dir):
-    overrides = {"steps": STEPS, "learner.hosts": 2}
+    evaluation = "{name: held-out, source: spell_backward, every: 50, problems: 20, samples: 2}"
+    overrides = {"steps": STEPS, "learner.hosts": 2, "evaluations": f"[{evaluation}]"}
     with QuickRun(runs_dir, "whole", overrides) as run, hostile(run.dir, HOSTILE):
         # given a run under way, attacked from the first second
         run.wait_for_step(1)
         names = sorted(run.pids().keys() - {"warm-start"})
-        assert len(names) == 8
+        assert len(names) == 9
         # when each role in turn is killed with no chance to say goodbye
         for name in names:
             # one that ended by itself, as a slow machine's learner may, has none for a moment
@@ -70,6 +72,13 @@ def test_an_audit_finds_nothing(finished):
     audit = [sys.executable, "-m", "verify", "audit", str(finished.dir)]
     done = subprocess.run(audit, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_first_and_the_last_version_are_evaluated(finished):
+    summary = json.loads((finished.dir / "summary.json").read_text())
+    results = summary["evaluations"]["held-out"]
+    assert [each["version"] for each in results] == [0, STEPS]
+    assert "held-out, version" in (finished.dir / "report.html").read_text()
 
 
 def test_asynchrony_is_real_and_bounded(finished):

@@ -33,6 +33,7 @@ from verify.coordinator.server import Api, Documents, Services
 from verify.coordinator.services.activity import Peers
 from verify.coordinator.services.closing import Closing, watch_latest
 from verify.coordinator.services.data import SiteService
+from verify.coordinator.services.evaluations import Evaluations
 from verify.coordinator.services.islands import Islands
 from verify.coordinator.services.judging import Judging
 from verify.coordinator.services.leasing import Admission, Leasing
@@ -98,6 +99,7 @@ async def serve(
         OperatorService(journal, roles),
         site,
         Status(spec.name, journal, judging, backlog, peers),
+        Evaluations(run_dir, spec, roles),
         islands,
     )
     documents = Documents(sign_spec(spec, key), roles_document)

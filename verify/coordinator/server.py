@@ -22,18 +22,20 @@ from runspec.core.hashing import is_digest
 from runspec.core.roles import Roles
 from runspec.core.signed import BadSignature
 from verify.coordinator.edge.authentication import Authentication
-from verify.coordinator.edge.bodies import read_json
+from verify.coordinator.edge.bodies import read_body, read_json
 from verify.coordinator.intake import Refusal, refusing
 from verify.coordinator.island_server import IslandApi
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.machine.events import IllegalTransition
 from verify.coordinator.services.activity import Peers, scalars
 from verify.coordinator.services.data import SiteService, send_file, send_json
+from verify.coordinator.services.evaluations import Evaluations
 from verify.coordinator.services.islands import Islands
 from verify.coordinator.services.judging import Judging
 from verify.coordinator.services.leasing import Leasing
 from verify.coordinator.services.operator import OperatorService
 from verify.coordinator.services.status import Status
+from verify.formats.evaluation import MAX_EVALUATION_BYTES
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
 from verify.request_auth import ENVELOPE, SignedRequest, Unauthorised
@@ -62,6 +64,8 @@ class Services:
     """For volunteers, who need more than the spec."""
     status: Status
     """For everybody."""
+    evaluations: Evaluations
+    """For the evaluator."""
     islands: Islands | None
     """For learner islands; None for one learner."""
 
@@ -101,6 +105,7 @@ class Api:
         self._leasing, self._judging = services.leasing, services.judging
         self._operator, self._site = services.operator, services.site
         self._status, self._islands = services.status, services.islands
+        self._evaluations = services.evaluations
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Receives the error after which the process must end: the ledger cannot be written."""
 
@@ -124,6 +129,8 @@ class Api:
                 web.post("/v1/validator/release", self._release_claims),
                 web.get("/v1/submissions/{digest:[0-9a-f]{64}}", self._download),
                 web.post("/v1/verdicts", self._verdict),
+                web.get("/v1/evaluations", self._public(self._get_evaluations)),
+                web.post("/v1/evaluations", self._evaluated),
                 web.post("/v1/operator/ban", self._ordered(self._operator.ban)),
                 web.post("/v1/operator/unban", self._ordered(self._operator.unban)),
                 web.post("/v1/operator/revoke", self._ordered(self._operator.revoke)),
@@ -161,7 +168,12 @@ class Api:
             return await send_file(request, path)
 
     async def _get_status(self, request: web.Request) -> web.StreamResponse:
-        document = self._status.document()
+        return await self._send_json(request, self._status.document())
+
+    async def _get_evaluations(self, request: web.Request) -> web.StreamResponse:
+        return await self._send_json(request, self._evaluations.document())
+
+    async def _send_json(self, request: web.Request, document: bytes) -> web.StreamResponse:
         if len(document) <= _SMALL_BYTES:
             return web.Response(body=document, content_type="application/json")
         with self._authentication.download(request):
@@ -274,6 +286,16 @@ class Api:
             raise Refusal(400, "the envelope names another body")
         chunks = request.content.iter_chunked(_CHUNK_BYTES)
         await self._judging.judge(caller.key, envelope, signed, chunks)
+        return web.json_response({}, status=202)
+
+    # -- The evaluator ---------------------------------------------------------------------------
+
+    async def _evaluated(self, request: web.Request) -> web.StreamResponse:
+        caller = self._authentication.caller(request)
+        if caller.key not in self._roles.evaluator:
+            raise Refusal(403, "roles.json does not name this key as an evaluator's")
+        document = await read_body(request, caller, MAX_EVALUATION_BYTES)
+        self._evaluations.add(document, caller.key)
         return web.json_response({}, status=202)
 
     # -- The operator ----------------------------------------------------------------------------

@@ -29,6 +29,7 @@ _OBJECTS = {
     "data.sources": "source",
     "reward": "reward term",
     "samplers": "pool",
+    "evaluations": "evaluation",
     "broadcast.relays": "relay",
     "learner.islands.members": "island",
     "secrets": "secret",

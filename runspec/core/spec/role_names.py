@@ -8,6 +8,8 @@ from runspec.core.spec.schema import RunSpec
 TRUNK = ("origin", "coordinator", "publisher", "learner")
 """Names of the processes that share the run directory; `trunk_names` has the islands' too."""
 WARM_START, DRAWN = "warm-start", "initial-model"
+EVALUATOR = "evaluator"
+"""Name of the evaluator's process and key."""
 STAGES = (WARM_START, DRAWN)
 """Names of the processes that may make version 0, before the others start."""
 
@@ -64,6 +66,10 @@ def validator_names(spec: RunSpec) -> list[str]:
     return [f"validator-{i}" for i in range(spec.verify.validators)]
 
 
+def evaluator_names(spec: RunSpec) -> list[str]:
+    return [EVALUATOR] if spec.evaluations else []
+
+
 def worker_names(spec: RunSpec) -> dict[str, str]:
     """Return the pool of each worker, in the order of the spec."""
     return {f"{pool.name}-{i}": pool.name for pool in spec.samplers for i in range(pool.replicas)}
@@ -77,6 +83,7 @@ def role_names(spec: RunSpec) -> list[str]:
         *(name for names in island_processes(spec).values() for name in names),
         *(shares_name(name) for name in island_names(spec)),
         *validator_names(spec),
+        *evaluator_names(spec),
         *(f"{pool.name}-{i}" for pool in spec.samplers for i in range(pool.replicas)),
     ]
 
@@ -90,7 +97,7 @@ def placeable(spec: RunSpec) -> dict[str, list[str]]:
     for name, processes in island_processes(spec).items():
         groups[island_role(name)] = [*processes, shares_name(name)]
     groups["validators"] = validator_names(spec)
-    groups |= {name: [name] for name in relay_names(spec)}
+    groups |= {name: [name] for name in (*relay_names(spec), *evaluator_names(spec))}
     for worker, pool in worker_names(spec).items():
         groups.setdefault(pool, []).append(worker)
     return groups

@@ -48,13 +48,15 @@ _SAMPLED = (
     "warm_start",
     "reward",
     "samplers",
+    "evaluations",
+    "evaluator",
     "verify",
     *(
         f"data.{key}"
         for key in ("max_prompt_tokens", "length_prompt", "length_prompt_role", "system_prompt")
     ),
     "data.think_prefill",
-    *(f"data.sources.*.{key}" for key in ("dataset", "task_types", "size", "solve_rate")),
+    *(f"data.sources.*.{key}" for key in ("dataset", "task_types", "size", "solve_rate", "train")),
 )
 """What only runs that sample have; `*` stands for the items of a list."""
 _OTHERS = {**dict.fromkeys(SUPERVISED, _SAMPLED), DEFAULT_KIND: ("data.sources.*.weight",)}

@@ -52,6 +52,40 @@ def up(rules: Rules = RULES) -> Fleet:
     return play(waiting(rules), (0.0, "tick"))[0]
 
 
+LATE = replace(
+    RULES, ends_when_sampled=frozenset(), may_fail=frozenset({"worker"}), late_s={"worker": 60.0}
+)
+"""The worker is an evaluator."""
+TRAINED = ((5.0, "sampled"), (5.0, "trained"), (5.0, "published"), (5.0, "exited", "learner", 0))
+
+
+def test_a_trained_run_waits_for_its_evaluator() -> None:
+    running = (0.0, "ready", "worker")
+    fleet, actions = play(up(LATE), running, *TRAINED, (50.0, "tick"))
+    assert fleet.phase is Phase.DRAINING and actions == []
+    # until that has ended
+    over, actions = play(fleet, (51.0, "exited", "worker", 0), (51.0, "tick"))
+    assert over.outcome == Outcome("finished") and "stop origin" in actions
+    # or its time is up
+    over, actions = play(fleet, (66.0, "tick"))
+    assert over.outcome == Outcome("finished") and "stop worker" in actions
+
+
+def test_an_evaluator_that_dies_in_the_end_starts_again() -> None:
+    fleet, _ = play(up(LATE), *TRAINED, (10.0, "exited", "worker", -9))
+    assert fleet.roles["worker"].state is State.BACKOFF
+    fleet, actions = play(fleet, (20.0, "tick"))
+    assert actions == ["start worker"] and fleet.outcome is None
+    # and one that cannot go on is not waited for
+    fleet, _ = play(fleet, (21.0, "exited", "worker", EXIT_FINAL), (21.0, "tick"))
+    assert fleet.outcome == Outcome("finished")
+
+
+def test_an_evaluator_may_end_once_all_is_sampled() -> None:
+    ended = play(up(LATE), (5.0, "sampled"), (6.0, "exited", "worker", 0))[0]
+    assert ended.roles["worker"].state is State.FINISHED
+
+
 def test_all_roles_start_at_once_and_run_when_they_show_life() -> None:
     fleet, actions = play(waiting(), (0.0, "tick"))
     assert actions == ["start learner", "start origin", "start worker"]

@@ -16,10 +16,11 @@ from tokenizers import Tokenizer
 from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.plugins import missing_plugins
+from runspec.core.spec.schema import Evaluation
 from runspec.lint.check import check_spec
 from sampler.tasks.problems import split_of
 from sampler.tasks.sources.gym import REFUSED
-from sampler.tasks.task_set import RunTask, build_task_set
+from sampler.tasks.task_set import RunTask, build_evaluation_set, build_task_set
 from tests.sampler.tasks.conftest import SPECS, laptop_spec
 from verify.plugins import Graded, GradeItem, GraderFault
 
@@ -230,3 +231,38 @@ def test_a_generator_whose_scorer_evaluates_answers_is_refused(
 
     with pytest.raises(UserError, match=f"{name}' evaluates answers as code"):
         build_task_set(spec, tokenizer_dir)
+
+
+def evaluated(source: str, **fields: object) -> Evaluation:
+    return Evaluation.model_validate({"name": "e", "source": source, **fields})
+
+
+def test_an_evaluation_asks_what_the_run_does_not_train_on(tokenizer_dir: Path) -> None:
+    spec = laptop_spec("data.sources.spell_backward.size=300", "evaluations=null")
+    # Given a run that holds nothing out by itself, and an evaluation of the source it trains on
+    evaluation = evaluated("spell_backward")
+    cold = spec.model_copy(update={"warm_start": None})
+    asking = cold.model_copy(update={"evaluations": [evaluation]})
+
+    def prompts(task: RunTask) -> set[str]:
+        with closing(task):
+            return {task.problem(index).prompt.lower() for index in range(len(task))}
+
+    trained = prompts(build_task_set(asking, tokenizer_dir))
+    asked = prompts(build_evaluation_set(asking, evaluation, tokenizer_dir))
+    # Then no problem is both
+    assert asked and trained and not asked & trained
+    # And without the evaluation it would have trained on some of them
+    assert asked & prompts(build_task_set(cold, tokenizer_dir))
+
+
+def test_a_source_that_is_only_asked_gives_no_lease_a_problem(tokenizer_dir: Path) -> None:
+    longer = "{kind: reasoning_gym, dataset: spell_backward, size: 30, train: false, "
+    longer += "params: {min_word_len: 7, max_word_len: 7}}"
+    spec = laptop_spec(f"data.sources={{longer: {longer}, spell_backward: {{size: 50}}}}")
+    with closing(build_task_set(spec, tokenizer_dir)) as trained:
+        assert len(trained) == 50
+    evaluation = evaluated("longer", grader="spelling")
+    with closing(build_evaluation_set(spec, evaluation, tokenizer_dir)) as asked:
+        assert len(asked) == 30
+        assert {asked.problem(i).task_type for i in range(30)} == {"reasoning_gym"}

@@ -59,7 +59,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, ({LARGEST_FILE}, {LARGEST_FILE}))
 class Run:
     """A run directory with version 0 published, and the processes around one worker."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *more: str) -> None:
         self.dir = directory
         overrides = [
             "name=workers",
@@ -67,6 +67,7 @@ class Run:
             f"algorithm.group_size={SIZE}",
             f"samplers.volunteers.groups_per_submission={GROUPS}",
             "verify.lease_timeout=10m",
+            *more,
         ]
         path = ROOT / "specs" / "target_short.yaml"
         self.spec: RunSpec = check_spec(
@@ -76,18 +77,21 @@ class Run:
         self.identity: Identity = make_identity(directory, self.spec)
         self.version = save_version(directory / "v0")
         build_warm_start_data(self.spec).write_tokenizer(self.version)
-        publish(
-            directory / "store",
-            self.version,
-            run=self.spec.name,
-            version=0,
-            key=SigningKey.load(self.identity.key("publisher")),
-            roles=self.identity.roles_file.read_bytes(),
-        )
+        self.publish(self.version, 0)
         self.processes: list[subprocess.Popen[bytes] | Program] = []
         self.origin, self.coordinator = free_address(), free_address()
         self.start("broadcast", "origin", directory / "store", "--listen", self.origin)
         self.start_coordinator()
+
+    def publish(self, weights: Path, version: int) -> None:
+        publish(
+            self.dir / "store",
+            weights,
+            run=self.spec.name,
+            version=version,
+            key=SigningKey.load(self.identity.key("publisher")),
+            roles=self.identity.roles_file.read_bytes(),
+        )
 
     def start(self, module: str, *arguments: str | Path) -> subprocess.Popen[bytes]:
         with (self.dir / f"{module}-{len(self.processes)}.log").open("wb") as log:
@@ -107,18 +111,22 @@ class Run:
 
     def start_worker(self, code: str, *arguments: str, folder: str = "worker") -> Program:
         """`python -m sampler work`, as the code runs it."""
-        worker = Program(
+        working = (*arguments, "work", "--pool", "volunteers")
+        return self.start_sampler(code, *working, key="volunteers-0", folder=folder)
+
+    def start_sampler(self, code: str, *arguments: str, key: str, folder: str) -> Program:
+        program = Program(
             code,
-            *(*arguments, "work", "--run", self.spec.name, "--pool", "volunteers"),
+            *(*arguments, "--run", self.spec.name),
             *("--coordinator", f"http://{self.coordinator}"),
             *("--weights", f"http://{free_address()}"),  # a relay that is gone
             *("--weights", f"http://{self.origin}"),
             *("--public-key", self.identity.root_public_key),
-            *("--key", self.identity.key("volunteers-0"), "--dir", self.dir / folder),
+            *("--key", self.identity.key(key), "--dir", self.dir / folder),
             log=self.dir / f"{folder}.log",
         )
-        self.processes.append(worker)
-        return worker
+        self.processes.append(program)
+        return program
 
     def submissions(self) -> list[Path]:
         return sorted(self.dir.glob("rollouts/step_*/*.safetensors"))

@@ -20,7 +20,9 @@ BODY_S = 30.0
 """Seconds a JSON body may take to arrive."""
 
 
-async def read_body(request: web.Request, caller: SignedRequest) -> bytes:
+async def read_body(
+    request: web.Request, caller: SignedRequest, max_bytes: int = MAX_BODY_BYTES
+) -> bytes:
     """Return a request's body. While it arrives, the connection counts as idle.
 
     Raises:
@@ -33,8 +35,8 @@ async def read_body(request: web.Request, caller: SignedRequest) -> bytes:
             async with asyncio.timeout(BODY_S):
                 async for chunk in request.content.iter_chunked(MAX_BODY_BYTES):
                     data += chunk
-                    if len(data) > MAX_BODY_BYTES:
-                        raise Refusal(413, f"larger than the {MAX_BODY_BYTES} bytes allowed")
+                    if len(data) > max_bytes:
+                        raise Refusal(413, f"larger than the {max_bytes} bytes allowed")
     except TimeoutError:
         raise Refusal(408, f"the body took longer than {BODY_S:.0f} s") from None
     body = bytes(data)

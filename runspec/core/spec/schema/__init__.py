@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from runspec.core.spec.fields import RESTART, SITE, Block, FloatType, Name, Steps
+from runspec.core.spec.schema.evaluation import Evaluation, Evaluator
 from runspec.core.spec.schema.learner import (
     Attention,
     Hardware,
@@ -106,6 +107,10 @@ class RunSpec(Block):
     """The process, or processes, that train."""
     samplers: list[SamplerPool] = []
     """For `grpo`: pools of workers, merged by name over the layers."""
+    evaluations: list[Evaluation] = []
+    """For `grpo`: what policy versions are evaluated on; merged by name over the layers."""
+    evaluator: Evaluator = Evaluator()
+    """For `grpo`: the process that evaluates, where there are evaluations."""
     broadcast: Broadcast = Broadcast()
     """How policy versions travel."""
     verify: Verify = Verify()
@@ -147,6 +152,16 @@ class RunSpec(Block):
     def supervised(self) -> Supervised | None:
         """The algorithm of a run that trains on documents; None for `grpo`."""
         return self.algorithm if isinstance(self.algorithm, Supervised) else None
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether a tenth of the problems is held out from training.
+
+        A warm start shows by them whether it learns or memorises, and evaluations ask them.
+        """
+        trained = {source.name for source in self.data.sources if source.train}
+        evaluated = any(evaluation.source in trained for evaluation in self.evaluations)
+        return self.warm_start is not None or evaluated
 
     def publishes(self, version: int) -> bool:
         """Return whether the version after so many steps is published."""

@@ -138,6 +138,8 @@ class Source(Block):
     """How many problems a generator makes."""
     solve_rate: SolveRate | None = None
     """Offline filter by recorded solve rate."""
+    train: bool = True
+    """For `grpo`: whether the run trains on its problems; at false only evaluations ask them."""
     weight: Positive = 1.0
     """For `pretrain` and `sft`: weight of each of its tokens in the loss."""
 

@@ -1,0 +1,100 @@
+"""The evaluations of a run, as people and programs see them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from runspec.core.run_files import evaluation_files
+from runspec.local.formatting import number
+from runspec.local.plots import Curve, Figure
+from verify.formats.evaluation import Evaluated, read_evaluations
+from verify.formats.evaluation import Figure as Mean
+
+SECTION = "Evaluations"
+_TITLES = {
+    "mean": ("task reward", "Mean task reward of all answers"),
+    "pass": ("pass@k", "Chance that one of k answers solves a problem"),
+    "majority": ("majority", "Task reward of the most frequent answer to a problem"),
+    "length": ("length", "Mean output in tokens, the end token included"),
+    "length-error": ("length error", "Mean distance from the length asked for, in tokens"),
+}
+"""Title and caption by figure."""
+
+
+def newest(results: Sequence[Evaluated]) -> dict[str, Evaluated]:
+    """Return the result of the newest version, by evaluation; results are in order of versions."""
+    return {result.evaluation: result for result in results}
+
+
+def result_line(result: Evaluated) -> str:
+    """Return a result as one line."""
+    parts = [f"{name} {_shown(mean)}" for name, mean in result.figures.items()]
+    if result.faults:
+        parts.append(f"{result.faults} answers without a grade")
+    return f"version {result.version}: {', '.join(parts) or 'no answer was graded'}"
+
+
+def _shown(mean: Mean) -> str:
+    if mean.low is None:
+        return number(mean.value)
+    return f"{number(mean.value)} ({number(mean.low)} to {number(mean.high)})"
+
+
+def summarise_evaluations(results: Sequence[Evaluated]) -> dict[str, Any]:
+    """Return `evaluations` of summary.json: each with its versions, in order."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for each in results:
+        figures = {name: [mean.value, mean.low, mean.high] for name, mean in each.figures.items()}
+        row = {"version": each.version, "faults": each.faults, "cpu_s": each.cpu_s, **figures}
+        found.setdefault(each.evaluation, []).append(row)
+    return found
+
+
+def evaluation_plots(results: Sequence[Evaluated]) -> list[Figure]:
+    """Return the plots of all evaluations over versions, with their 95 % intervals."""
+    found = []
+    for evaluation in dict.fromkeys(result.evaluation for result in results):
+        own = [result for result in results if result.evaluation == evaluation]
+        for kind, (title, caption) in _TITLES.items():
+            if curves := list(_curves(own, kind)):
+                bottom = 0.0 if kind.startswith("length") else None
+                text = f"{caption}; bands are 95 % intervals over problems."
+                found.append(Figure(f"{evaluation}: {title}", text, curves, bottom))
+    return found
+
+
+def _curves(results: Sequence[Evaluated], kind: str) -> Iterator[Curve]:
+    names = dict.fromkeys(name for result in results for name in result.figures)
+    for name in names:
+        if name == kind or (kind == "pass" and name.startswith("pass-")):
+            known = [(r.version, r.figures[name]) for r in results if name in r.figures]
+            yield Curve(
+                name if kind == "pass" else "",
+                [(version, mean.value) for version, mean in known],
+                averaged=False,
+                band=[
+                    (version, mean.low, mean.high)
+                    for version, mean in known
+                    if mean.low is not None and mean.high is not None
+                ],
+            )
+
+
+class NewResults:
+    """Tells of each result once, as it appears.
+
+    Args:
+        run_dir: of the run; results that are there already are not told of.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._told = set(evaluation_files(run_dir))
+
+    def lines(self) -> list[str]:
+        """Return a line for each new result."""
+        new = [path for path in evaluation_files(self._run_dir) if path not in self._told]
+        self._told.update(new)
+        return [f"{r.evaluation} of {result_line(r)}" for r in read_evaluations(new)]

@@ -1,0 +1,1 @@
+"""The evaluator: asks policy versions held-out problems, and sends signed results."""

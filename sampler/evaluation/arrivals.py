@@ -1,0 +1,115 @@
+"""Fetches the versions that are due as they appear, while an earlier one is evaluated."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from pathlib import Path
+
+from broadcast.client import WeightsClient
+from runspec.core.errors import UserError
+
+_POLL_S = 20.0
+"""Seconds that one request for a newer version stays open."""
+_RETRY_S = 1.0
+_JOIN_S = 0.05
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A version on this machine."""
+
+    version: int
+    path: Path
+
+
+class Arrivals:
+    """The newest due version that nobody has taken; one at most waits.
+
+    Args:
+        client: makes a client of relays and origins.
+        due: returns the versions in (after, newest] that are due, in order.
+        fetch_s: seconds after which a fetch is given up.
+        log: told of what is skipped, and of errors.
+    """
+
+    def __init__(
+        self,
+        client: Callable[[], WeightsClient],
+        due: Callable[[int, int], Sequence[int]],
+        *,
+        fetch_s: float,
+        log: logging.Logger,
+    ) -> None:
+        self._news, self._client = client(), client()  # two, so a long poll delays no fetch
+        self._due, self._fetch_s, self._log = due, fetch_s, log
+        self._changed = threading.Condition()
+        self._waiting: Arrived | None = None
+        self._taken = self._seen = -1
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="arrivals", daemon=True)
+        self._thread.start()
+
+    @property
+    def newest(self) -> int:
+        """The newest version that was announced; -1 before the first."""
+        return self._seen
+
+    def take(self, wait_s: float) -> Arrived | None:
+        """Return the newest due version, or None if there is none within `wait_s` seconds.
+
+        The one taken before is removed from this machine.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is not None, wait_s)
+            taken, self._waiting = self._waiting, None
+            if taken is not None:
+                self._taken = taken.version
+        return taken
+
+    def close(self) -> None:
+        """End the watch and close the connections."""
+        self._stop.set()
+        while self._thread.is_alive():  # it may send another request before it checks `_stop`
+            for client in (self._news, self._client):
+                client.cancel()
+            self._thread.join(_JOIN_S)
+        for client in (self._news, self._client):
+            client.close()
+
+    def _watch(self) -> None:
+        while not self._stop.is_set():
+            try:
+                latest = self._news.latest(self._seen if self._seen >= 0 else None, _POLL_S)
+                if latest is not None:
+                    found = self._due(self._seen, latest.version)
+                    self._seen = latest.version
+                    if found:
+                        self._bring(found, latest.version, latest.manifest_digest)
+            except CancelledError:  # `close`
+                return
+            except UserError as error:
+                self._log.warning("no newer version to evaluate: %s", error)
+                self._stop.wait(_RETRY_S)
+
+    def _bring(self, versions: Sequence[int], newest: int, digest: str) -> None:
+        """Fetch the last of some due versions; the publisher's signature is on each."""
+        *others, version = versions
+        expected = digest if version == newest else None
+        try:
+            path = self._client.fetch(version, manifest_digest=expected, deadline_s=self._fetch_s)
+        except UserError as error:
+            self._log.warning("version %d is not evaluated, nobody serves it: %s", version, error)
+            return
+        with self._changed:
+            before, self._waiting = self._waiting, Arrived(version, path)
+            self._changed.notify_all()
+            self._client.prune({version, self._taken})
+        for skipped in [*([before.version] if before else []), *others]:
+            self._log.warning(
+                "version %d is not evaluated: the evaluator was busy until version %d was there",
+                *(skipped, version),
+            )
