@@ -2,7 +2,8 @@
 
 Without a name all run that take minutes on a laptop. The peers', the compilations for large
 slices, the export, which takes 24 GB of disk, the kills of processes, and the forged proofs, the
-attacks and the islands' learning, which take half an hour each, run when they are named. `make accelerator` is for GPUs.
+attacks and the islands' learning, which take half an hour each, run when they are named.
+`make accelerator` is for GPUs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m bridge publish | export | import | verify | diff | apply`."""
+"""`python -m bridge publish | export | import | verify | check | diff | apply`."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
 
     command("import", "Hugging Face directory -> Orbax checkpoint", "HF_DIR", "CKPT")
     command("verify", "compare two Hugging Face directories by digest", "A", "B")
+    check = command("check", "check a model that `runspec export` made", "HF_DIR")
+    check.add_argument("--run", required=True, help="name of the run")
+    check.add_argument("--public-key", required=True, metavar="HEX", help="the run's root key")
     diff = command("diff", "count the elements that changed, and write the delta", "OLD", "NEW")
     diff.add_argument("--out", type=Path, help="where to write the delta; default: nowhere")
 
@@ -91,6 +94,13 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 1 if lines else 0
 
 
+def _check(arguments: argparse.Namespace) -> None:
+    from bridge.published import check_signed
+
+    found = check_signed(arguments.hf_dir, run=arguments.run, root_public_key=arguments.public_key)
+    print(f"version {found.version} of {found.run}, as it was published: {found.model_digest}")
+
+
 def _diff(arguments: argparse.Namespace) -> None:
     from bridge.versions import change_report
 
@@ -108,6 +118,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "export": _export,
     "import": _import,
     "verify": _verify,
+    "check": _check,
     "diff": _diff,
     "apply": _apply,
 }

@@ -297,6 +297,19 @@ def write_records(folder: Path, tensors: Mapping[str, Mapping[str, Any]]) -> Non
     write_atomic(folder / TENSORS_NAME, canonical_json(record))
 
 
+def wrong_tensor(folder: Path, digests: Mapping[str, str]) -> str | None:
+    """Return which tensor of a directory has not its BLAKE3; None where all have. Nothing is read
+    whole."""
+    try:
+        found = read_headers(folder)
+    except UserError as error:
+        return str(error)
+    if found.keys() != digests.keys():
+        return f"other tensors: {listed(found.keys() ^ digests.keys())}"
+    wrong = (name for name, info in found.items() if stored_digest(info) != digests[name])
+    return next((f"tensor {name} is not what was exported" for name in wrong), None)
+
+
 def damage(folder: Path) -> str | None:
     """Return what is wrong with exported weights; None where every tensor has its digest.
 
@@ -304,13 +317,6 @@ def damage(folder: Path) -> str | None:
     """
     try:
         tensors = read_object(folder / TENSORS_NAME, MAX_RECORDS_BYTES)["tensors"]
-        noted = {name: record["blake3"] for name, record in tensors.items()}
-        found = read_headers(folder)
-        if found.keys() != noted.keys():
-            return f"{TENSORS_NAME} speaks of other tensors"
-        wrong = (name for name, info in found.items() if stored_digest(info) != noted[name])
-        return next((f"tensor {name} is not what was exported" for name in wrong), None)
-    except UserError as error:
-        return str(error)
+        return wrong_tensor(folder, {name: record["blake3"] for name, record in tensors.items()})
     except (OSError, MalformedJson, KeyError, TypeError, AttributeError) as error:
         return f"{TENSORS_NAME} cannot be read: {error!r}"

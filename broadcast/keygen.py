@@ -1,6 +1,7 @@
 """Keys of a run: the root key, the keys of the roles, and the signed roles.json.
 
-    DIR/root.key  root.pub  publisher.key  coordinator.key  validator-<i>.key  roles.json
+    DIR/root.key  root.pub  roles.json  publisher.key  coordinator.key  evaluator.key
+    DIR/validator-<i>.key
 
 A key is revoked by a roles.json that is issued later and does not name it.
 """
@@ -19,10 +20,12 @@ from runspec.core.signed import BadSignature, open_document
 
 VALID_S = 365 * 86400.0
 _ROOT, _ROLES = "root.key", "roles.json"
+_SINGLE = ("publisher", "coordinator", "evaluator")
+"""Roles with one key."""
 
 
 def make_keys(directory: Path, *, run: str, validators: int = 1, valid_s: float = VALID_S) -> str:
-    """Make root.key, publisher.key, coordinator.key, validator-<i>.key, root.pub and roles.json.
+    """Make the keys of the root, of the roles and of so many validators, and roles.json.
 
     Args:
         directory: gets the files; existing keys are not overwritten.
@@ -37,11 +40,10 @@ def make_keys(directory: Path, *, run: str, validators: int = 1, valid_s: float 
         UserError: there are keys already.
     """
     root = SigningKey.generate()
-    named: dict[str, list[str]] = {"publisher": [], "coordinator": [], "validator": []}
+    named: dict[str, list[str]] = {role: [] for role in (*_SINGLE, "validator")}
     files = [("root", root)]
     for role, name in [
-        ("publisher", "publisher"),
-        ("coordinator", "coordinator"),
+        *((role, role) for role in _SINGLE),
         *(("validator", f"validator-{i}") for i in range(validators)),
     ]:
         key = SigningKey.generate()
@@ -70,8 +72,8 @@ def renew_keys(directory: Path, names: Sequence[str]) -> None:
 
     Args:
         directory: directory of `make_keys`; only root.key and roles.json must still be there.
-        names: the keys to replace: `publisher`, `coordinator`, `validator-<i>`. Without names,
-            roles.json is only signed again, to expire later.
+        names: the keys to replace: `publisher`, `coordinator`, `evaluator`, `validator-<i>`.
+            Without names, roles.json is only signed again, to expire later.
 
     Raises:
         UserError: root.key or its roles.json is missing, or there is no key of that name.
@@ -89,7 +91,7 @@ def renew_keys(directory: Path, names: Sequence[str]) -> None:
             f"cannot be renewed: {error}", place=str(path), remedy="put back the newest roles.json"
         ) from error
     named: dict[str, list[str]] = payload["roles"]
-    places = {role: (role, 0) for role in ("publisher", "coordinator") if named[role]}
+    places = {role: (role, 0) for role in _SINGLE if named.get(role)}
     places |= {f"validator-{i}": ("validator", i) for i in range(len(named["validator"]))}
     new = {name: SigningKey.generate() for name in names}
     for name, key in new.items():

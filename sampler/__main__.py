@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec.core.process import not_retried, run_role, stop_event
+from sampler.evaluation import suite
 from sampler.measuring import command as measuring
 from sampler.tasks import check
 from sampler.tasks.grading import command as grading
@@ -40,9 +41,12 @@ def main(arguments: list[str] | None = None) -> int:
     grading.add_commands(commands)
     measuring.add_command(commands)
     check.add_command(commands)
+    suite.add_command(commands)
     options = parser.parse_args(arguments)
     if options.command == measuring.NAME:
         return measuring.run(options)
+    if options.command == suite.NAME:
+        return suite.run(options)
     if options.command == check.NAME:
         return check.run(options)
     if options.command in grading.NAMES:

@@ -277,6 +277,40 @@ def events(
 
 
 @app.command(rich_help_panel=RUN)
+def evaluate(
+    what: Annotated[str, typer.Argument(help="NAME, NAME@VERSION, or a Hugging Face directory.")],
+    suite: Annotated[
+        Path | None, typer.Option("--suite", help="Problems; else the run's own evaluations.")
+    ] = None,
+    overrides: Overrides = None,
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Names problems that the run trains on.")
+    ] = False,
+    as_json: Json = False,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Evaluates a version of a run, or any model, on problems from files."""
+    from runspec.cli.evaluate import evaluate_command
+
+    code = evaluate_command(
+        what, suite, overrides or (), overlap=overlap, as_json=as_json, runs_dir=runs_dir
+    )
+    raise typer.Exit(code)
+
+
+@app.command(rich_help_panel=RUN)
+def export(
+    run: Annotated[str, typer.Argument(help="NAME, or NAME@VERSION; else the newest.")],
+    directory: Annotated[Path, typer.Argument(help="A new folder.")],
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Writes a published version as a Hugging Face directory with a model card."""
+    from runspec.cli.lifecycle import export_command
+
+    raise typer.Exit(export_command(run, directory, runs_dir))
+
+
+@app.command(rich_help_panel=RUN)
 def logs(
     run: Run,
     role: Annotated[str | None, typer.Option("--role", help="One role's log only.")] = None,

@@ -1,4 +1,4 @@
-"""`runspec pause`, `resume`, `rollback` and `delete`: stop, continue, take back or remove a run."""
+"""`runspec pause`, `resume`, `export`, `rollback` and `delete`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 
 import typer
 
-from runspec.core.errors import UserError
+from runspec.core.errors import BadUsage, UserError
 from runspec.core.object_store import Folder
 from runspec.core.run_files import checkpoints_folder
 from runspec.core.spec.resolved import load_resolved
 from runspec.local.children import end_leftovers
+from runspec.local.export import export_version
 from runspec.local.planning import make_plan
 from runspec.local.run_dir import find_run, hold, holder, run_directory
 from runspec.local.snapshot import look_at
@@ -37,6 +38,30 @@ def pause_command(run: str, runs_dir: Path) -> int:
         f"{run_dir.name} is paused. To go on from the newest checkpoint: runspec resume {run_dir}"
     )
     return 0
+
+
+def export_command(run: str, directory: Path, runs_dir: Path) -> int:
+    """Export a version of the run that `run` names as NAME or NAME@VERSION; return 0."""
+    name, version = run_and_version(run)
+    run_dir = find_run(name, runs_dir)
+    spec = load_resolved(run_dir)
+    exported = export_version(run_dir, spec, version, directory)
+    print(
+        f"version {exported} of {spec.name} is in {directory}; its README.md says how to check it"
+    )
+    return 0
+
+
+def run_and_version(text: str) -> tuple[str, int | None]:
+    """Return name and version of NAME or NAME@VERSION; None is the newest.
+
+    Raises:
+        BadUsage: the version is no number.
+    """
+    name, at, version = text.partition("@")
+    if at and not version.isdecimal():
+        raise BadUsage(f"no version: {version!r}", place=text, remedy="name one as NAME@12")
+    return name, int(version) if at else None
 
 
 def _await_release(run_dir: Path) -> None:

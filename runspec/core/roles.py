@@ -12,7 +12,13 @@ from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.keys import SigningKey, is_public_key
-from runspec.core.signed import BadSignature, check_times, open_document, sign_document
+from runspec.core.signed import (
+    BadSignature,
+    check_times,
+    is_time,
+    open_document,
+    sign_document,
+)
 
 KIND = "roles"
 ROLE_NAMES = ("publisher", "coordinator", "validator")
@@ -100,6 +106,18 @@ def open_roles(data: bytes, *, root_public_key: str, run: str, now: float | None
         raise BadSignature("roles: islands must be public keys by name")
     held = {name: frozenset(keys) for name, keys in roles.items()}
     return Roles(run, float(issued), float(expires), **held, islands=islands)
+
+
+def issued_at(data: bytes) -> float:
+    """Return when a roles.json says that it was issued; `open_roles` checks the signature.
+
+    Raises:
+        BadSignature: it is no roles.json.
+    """
+    issued = open_document(data, kind=KIND, keys=None, max_bytes=MAX_BYTES).payload.get("issued")
+    if not is_time(issued):
+        raise BadSignature("roles: issued must be a number, of seconds since the epoch")
+    return float(issued)
 
 
 def read_own_workers(keys: Path) -> dict[str, str]:

@@ -77,8 +77,8 @@ def assign_devices(spec: RunSpec, here: Container[str]) -> dict[str, list[int]]:
         count = device_count(spec.verify.hardware) or 1
         wanted += [(name, spec.verify.hardware, count) for name in validator_names(spec)]
     for name in evaluator_names(spec):
-        own = evaluator_pool(spec)
-        wanted.append((name, own.hardware, own.parallel.devices))
+        engine = evaluator_pool(spec)
+        wanted.append((name, engine.hardware, engine.parallel.devices))
     pools = {pool.name: pool for pool in spec.samplers}
     for name, pool in worker_names(spec).items():
         wanted.append((name, pools[pool].hardware, pools[pool].parallel.devices))

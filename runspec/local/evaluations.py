@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,22 @@ def newest(results: Sequence[Evaluated]) -> dict[str, Evaluated]:
 
 def result_line(result: Evaluated) -> str:
     """Return a result as one line."""
-    parts = [f"{name} {_shown(mean)}" for name, mean in result.figures.items()]
+    parts = [f"{name} {_shown(result.figures[name])}" for name in _in_order(result.figures)]
     if result.faults:
         parts.append(f"{result.faults} answers without a grade")
     return f"version {result.version}: {', '.join(parts) or 'no answer was graded'}"
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Return names of figures in the order of `_TITLES`, and by K."""
+    kinds = list(_TITLES)
+
+    def place(name: str) -> tuple[int, int]:
+        kind, _, k = name.partition("-")
+        kind, k = (kind, k) if k.isdecimal() else (name, "0")
+        return kinds.index(kind) if kind in kinds else len(kinds), int(k)
+
+    return sorted(names, key=place)
 
 
 def _shown(mean: Mean) -> str:
@@ -67,7 +79,7 @@ def evaluation_plots(results: Sequence[Evaluated]) -> list[Figure]:
 
 def _curves(results: Sequence[Evaluated], kind: str) -> Iterator[Curve]:
     names = dict.fromkeys(name for result in results for name in result.figures)
-    for name in names:
+    for name in _in_order(names):
         if name == kind or (kind == "pass" and name.startswith("pass-")):
             known = [(r.version, r.figures[name]) for r in results if name in r.figures]
             yield Curve(

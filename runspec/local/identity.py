@@ -146,6 +146,16 @@ def pinned_root_problem(run_dir: Path, spec: RunSpec) -> UserError | None:
     return None
 
 
+def root_public_key(run_dir: Path, spec: RunSpec) -> str:
+    """Return the run's root key: the pinned one, or the throw-away one that it made.
+
+    Raises:
+        UserError: that one cannot be read.
+    """
+    pinned = spec.identity.root_public_key
+    return pinned or SigningKey.load(run_dir / "keys" / "root.key").public_hex
+
+
 def load_roles(run_dir: Path, spec: RunSpec) -> Roles:
     """Reads the roles.json of a run.
 
@@ -153,9 +163,8 @@ def load_roles(run_dir: Path, spec: RunSpec) -> Roles:
         UserError: it is missing, or its root did not sign it.
     """
     folder = run_dir / "keys"
-    root = spec.identity.root_public_key or SigningKey.load(folder / "root.key").public_hex
     try:
-        return _read_roles(folder, root, spec)
+        return _read_roles(folder, root_public_key(run_dir, spec), spec)
     except (OSError, BadSignature) as error:
         raise UserError(
             f"cannot be believed: {error}",

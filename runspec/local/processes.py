@@ -26,7 +26,7 @@ from runspec.core.spec.role_names import (
     validator_names,
     worker_names,
 )
-from runspec.core.spec.schema import Learner, RunSpec
+from runspec.core.spec.schema import Learner, RunSpec, SamplerPool
 from runspec.local.cores import (
     assign_cores,
     assign_devices,
@@ -278,33 +278,23 @@ class _Roles:
 
     def evaluator(self) -> Iterator[RoleSpec]:
         for name in evaluator_names(self._spec):
-            own, pool = self._spec.evaluator, evaluator_pool(self._spec)
-            mine = self._cores.get(name, ())
-            kind, tensor = pool.hardware.kind, pool.parallel.tensor
-            engine = vllm_environment(mine, on_cpu=kind == "cpu", tensor=tensor)
-            yield RoleSpec(
-                name,
-                self._module("sampler", "evaluate", *self._work(name, self._weights(0))),
-                thread_limits(mine) | engine | self._devices(name, kind),
-                cores=mine,
-                may_fail=True,
-                late_s=own.deadline,
-            )
+            command = ("sampler", "evaluate", *self._work(name, self._weights(0)))
+            role = self._sampling(name, evaluator_pool(self._spec), *command)
+            yield replace(role, may_fail=True, late_s=self._spec.evaluator.deadline)
 
     def workers(self) -> Iterator[RoleSpec]:
         pools = {pool.name: pool for pool in self._spec.samplers}
         for i, (name, pool_name) in enumerate(worker_names(self._spec).items()):
-            pool, mine = pools[pool_name], self._cores.get(name, ())
-            weights = self._weights(i, pool.relays)
-            kind, tensor = pool.hardware.kind, pool.parallel.tensor
-            engine = vllm_environment(mine, on_cpu=kind == "cpu", tensor=tensor)
-            yield RoleSpec(
-                name,
-                self._module(*("sampler", "work", *self._work(name, weights), "--pool", pool_name)),
-                thread_limits(mine) | engine | self._devices(name, kind),
-                cores=mine,
-                ends_when_sampled=True,
-            )
+            work = self._work(name, self._weights(i, pools[pool_name].relays))
+            command = ("sampler", "work", *work, "--pool", pool_name)
+            yield replace(self._sampling(name, pools[pool_name], *command), ends_when_sampled=True)
+
+    def _sampling(self, name: str, pool: SamplerPool, *command: str) -> RoleSpec:
+        """A role with an engine."""
+        mine, kind = self._cores.get(name, ()), pool.hardware.kind
+        engine = vllm_environment(mine, on_cpu=kind == "cpu", tensor=pool.parallel.tensor)
+        env = thread_limits(mine) | engine | self._devices(name, kind)
+        return RoleSpec(name, self._module(*command), env, cores=mine)
 
     def _server(self, name: str, *command: str) -> Iterator[RoleSpec]:
         """The server, where it is started here: one elsewhere may have a URL that is no address."""

@@ -17,8 +17,7 @@ from pathlib import Path
 import psutil
 
 from broadcast.client import WeightsClient
-from broadcast.manifest import FILE_NAME, MAX_BYTES, open_manifest
-from runspec.core.files import read_bounded
+from broadcast.manifest import read_manifest
 from runspec.core.keys import SigningKey
 from runspec.core.process import not_retried
 from runspec.core.spec.evaluations import evaluator_pool
@@ -159,7 +158,7 @@ class Evaluator:
             run=self._spec.name,
             evaluation=evaluation.name,
             version=arrived.version,
-            model_digest=self._model_digest(arrived.path),
+            model_digest=read_manifest(arrived.path).model_digest,
             figures=figures(graded),
             faults=sum(reward is None for each in results for reward in each.rewards),
             problems=results,
@@ -175,10 +174,6 @@ class Evaluator:
             *(len(graded), result.faults, result.wall_s),
         )
         return True
-
-    def _model_digest(self, folder: Path) -> str:
-        data = read_bounded(folder / FILE_NAME, MAX_BYTES)
-        return open_manifest(data, run=self._spec.name, publishers=None).model_digest
 
     def _asked(self, evaluation: Evaluation, tokenizer_dir: Path) -> Questions:
         if evaluation.name not in self._questions:

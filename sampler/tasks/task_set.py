@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runspec.core.errors import UserError
+from runspec.core.process import RunStopped
 from runspec.core.spec.schema import Evaluation, RunSpec
 from runspec.core.spec.source_files import data_digest
 from sampler.tasks.grading.answers import Answer, Result
@@ -15,7 +16,7 @@ from sampler.tasks.grading.launch import require_graders
 from sampler.tasks.interfaces import LengthTerm, Score, length_term
 from sampler.tasks.problems import Problems, problem_filter, target_lengths
 from sampler.tasks.prompts import PromptCodec, PromptForm
-from verify.plugins import Graded, GradeItem, GraderFault, Problem
+from verify.plugins import Graded, GradeItem, GraderFault, Problem, Split
 
 _UNANSWERED = "no </think> with an answer and the end token after it"
 
@@ -111,18 +112,20 @@ def build_evaluation_set(
     """Return the problems of an evaluation: none of them is trained on.
 
     Raises:
-        UserError: as `build_task_set`, or the source has none.
+        UserError: as `build_task_set`.
+        RunStopped: there is no problem.
     """
     require_graders(spec)
     codec = PromptCodec.read(tokenizer_dir, PromptForm.of(spec.data))
-    trained = next(s.train for s in spec.data.sources if s.name == evaluation.source)
-    keep = problem_filter(spec, codec, "held_out" if trained else None)
+    asked_only = {source.name for source in spec.data.sources if not source.train}
+    split: Split | None = None if evaluation.source in asked_only else "held_out"
+    keep = problem_filter(spec, codec, split)
     kinds = {term.name: term.kind for term in spec.reward}
     grader = None if evaluation.grader is None else kinds[evaluation.grader]
     problems = Problems(spec, keep, data_dir, only=evaluation.source, task_type=grader)
     if not len(problems):
-        raise UserError(
-            f"source {evaluation.source!r} has no problem for it",
+        raise RunStopped(
+            f"{evaluation.source or 'no source'} has no problem for it",
             place=f"evaluations.{evaluation.name}",
             remedy="name a larger source, or one with `train: false`",
         )

@@ -63,8 +63,8 @@ class Evaluated:
     evaluation: Name
     """`evaluations[].name`."""
     version: Natural
-    model_digest: Digest
-    """Digest of the version's tensors, as its manifest has it."""
+    model_digest: Digest | None
+    """Digest of the version's tensors, if its manifest has one."""
     figures: Annotated[dict[Name, Figure], Field(max_length=64)]
     """By name: `sampler.evaluation.figures`."""
     faults: Natural

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
-from runspec.core.spec.fields import NAME_PATTERN, NAME_WORDS, UnitError
+from runspec.core.spec.fields import NAME_PATTERN, NAME_WORDS, Block, UnitError
 from runspec.core.spec.findings import Edit, Finding, Number, Place, replacing
 from runspec.core.spec.schema import SUPERVISED, RunSpec, Verify
 from runspec.core.spec.schema.training import DEFAULT_KIND
@@ -95,9 +95,10 @@ def _misplaced(root: MapNode) -> Iterator[Finding]:
 def _unused(path: str) -> Any:
     """Return the value that `runspec render` writes where a kind has no use for a path."""
     default = schema_fields()[path.replace("*", "<name>")].default
-    if isinstance(default, Verify):
-        return default.model_dump(mode="json", by_alias=True) | {"validators": 0}
-    return default
+    if not isinstance(default, Block):
+        return default
+    none = {"validators": 0} if isinstance(default, Verify) else {}
+    return default.model_dump(mode="json", by_alias=True) | none
 
 
 def _agrees(value: Any, default: Any) -> bool:

@@ -23,14 +23,14 @@ def evaluation_names(context: Context) -> Iterator[Violation]:
         (("evaluator", "pool"), spec.evaluator.pool, pools)
     ]
     for each in spec.evaluations:
-        path = ("evaluations", each.name)
+        path: tuple[str, ...] = ("evaluations", each.name)
         asked += [((*path, "source"), each.source, sources)]
         asked += [((*path, "grader"), each.grader, terms)]
-    for path, name, known in asked:
+    for where, name, known in asked:
         if name is not None and name not in known:
             yield Violation(
-                path,
-                f"no {path[-1]} {name}; known: {', '.join(known)}",
+                where,
+                f"no {where[-1]} {name}; known: {', '.join(known)}",
                 suggestion=f"name one of {', '.join(known)}",
             )
 

@@ -128,19 +128,20 @@ def test_it_says_where_each_role_group_runs_and_by_which_command(runs: Path, sai
         "trunk",
         "relay-local",
         "validators",
+        "evaluator",
         "volunteers",
     ]
     assert all(group["here"] and group["commands"] == [apply] for group in groups)
     assert plan(runs) == 0
     lines = said()[0].splitlines()
     at = lines.index("Where it runs")
-    everyone = "trunk, relay-local, validators, volunteers"
+    everyone = "trunk, relay-local, validators, evaluator, volunteers"
     assert lines[at + 1] == f"  this machine, by `apply`: {everyone}"
     assert lines[at + 2] == f"    {apply}"
     # when it leaves the pool's two replicas to others
-    away = "placement.roles=[validators, relay-local]", "samplers.volunteers.replicas=2"
+    away = "placement.roles=[validators, evaluator, relay-local]", "samplers.volunteers.replicas=2"
     groups = planned_json(runs, said, *away)["groups"]
-    assert [group["here"] for group in groups] == [True, True, True, False]
+    assert [group["here"] for group in groups] == [True, True, True, True, False]
     # then each has a command of its own
     commands = [
         f"runspec role {name} --bundle SITE/bundles/{name}.json"

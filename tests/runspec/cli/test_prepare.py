@@ -22,7 +22,7 @@ def test_a_site_has_keys_bundles_and_the_commands_of_every_role(tmp_path: Path) 
     done = prepare(site, f"storage.dir={tmp_path}", "placement.host=10.0.0.7")
     assert done.returncode == 0, done.stderr
     bundles = sorted((site / "bundles").iterdir())
-    names = ["relay-local", "trunk", "validator-0", "volunteers-0"]
+    names = ["evaluator", "relay-local", "trunk", "validator-0", "volunteers-0"]
     assert [path.stem for path in bundles] == names
     # then only their owner reads bundles and private keys
     for path in (*bundles, *(site / "keys").glob("*.key")):
@@ -30,7 +30,7 @@ def test_a_site_has_keys_bundles_and_the_commands_of_every_role(tmp_path: Path) 
     for name in ("bundles", "keys"):
         assert stat.S_IMODE((site / name).stat().st_mode) == 0o700
     # and each command is printed as it is to be typed
-    for name in ("relay-local", "validator-0", "volunteers-0"):
+    for name in ("evaluator", "relay-local", "validator-0", "volunteers-0"):
         assert f"  runspec role {name} --bundle {bundle(site, name)}\n" in done.stdout
     trunk = f"runspec role trunk --bundle {bundle(site, 'trunk')} --dir {tmp_path / 'small'}\n"
     assert trunk in done.stdout

@@ -42,6 +42,7 @@ def test_a_bundle_holds_the_private_keys_of_its_own_processes_alone(tmp_path: Pa
         "trunk": {"coordinator", "publisher"},
         "learner-1": set(),
         "relay-local": set(),
+        "evaluator": {"evaluator"},
         "validator-0": {"validator-0"},
         "validator-1": {"validator-1"},
         "volunteers-0": {"volunteers-0"},

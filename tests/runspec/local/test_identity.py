@@ -70,7 +70,10 @@ def test_roles_are_signed_again_when_half_expired(tmp_path: Path) -> None:
 def test_a_pinned_root_brings_its_own_roles(tmp_path: Path) -> None:
     # given a root elsewhere that signed these keys
     root = SigningKey.generate()
-    keys = {name: SigningKey.generate() for name in ("publisher", "coordinator", "validator-0")}
+    keys = {
+        name: SigningKey.generate()
+        for name in ("publisher", "coordinator", "evaluator", "validator-0")
+    }
     for name, key in keys.items():
         key.save(tmp_path / "keys" / f"{name}.key")
     held = {name.split("-")[0]: [key.public_hex] for name, key in keys.items()}

@@ -148,7 +148,8 @@ def test_what_a_pinned_root_asks_for_can_be_done_before_the_run_is_there(tmp_pat
     assert item.path == "identity.root_public_key"
     assert f"make the folder {run_dir / 'keys'}" in item.remedy
     # when that is followed
-    keys = {name: SigningKey.generate() for name in ("publisher", "coordinator", "validator-0")}
+    names = ("publisher", "coordinator", "evaluator", "validator-0")
+    keys = {name: SigningKey.generate() for name in names}
     for name, key in keys.items():
         key.save(run_dir / "keys" / f"{name}.key")
     held = {name.split("-")[0]: [key.public_hex] for name, key in keys.items()}

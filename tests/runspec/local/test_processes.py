@@ -36,7 +36,7 @@ def line(role: RoleSpec) -> str:
     return " ".join(role.command)
 
 
-def test_the_laptop_profile_is_seven_processes() -> None:
+def test_the_laptop_profile_is_eight_processes() -> None:
     roles = roles_of(small_spec("small", 5, "broadcast.keep_versions=7"))
     served = f"--public-key {ROOT_KEY}"
     weights = "--weights http://127.0.0.1:8002 --weights http://127.0.0.1:8001"
@@ -52,6 +52,9 @@ def test_the_laptop_profile_is_seven_processes() -> None:
         "validator-0": "python -m verify validator --run small "
         f"--coordinator http://127.0.0.1:8000 {weights} {served} "
         "--key /runs/small/keys/validator-0.key --dir /runs/small/work/validator-0",
+        "evaluator": "python -m sampler evaluate --run small "
+        f"--coordinator http://127.0.0.1:8000 {weights} {served} "
+        "--key /runs/small/keys/evaluator.key --dir /runs/small/work/evaluator",
         "volunteers-0": "python -m sampler work --run small "
         f"--coordinator http://127.0.0.1:8000 {weights} {served} "
         "--key /runs/small/keys/volunteers-0.key --dir /runs/small/work/volunteers-0 "

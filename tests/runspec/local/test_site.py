@@ -25,7 +25,7 @@ def spread(hosts: int) -> RunSpec:
 
 def test_the_trunk_keeps_the_run_and_all_others_wait_for_it() -> None:
     groups = {group.name: group for group in groups_of(small_spec())}
-    assert list(groups) == ["trunk", "relay-local", "validators", "volunteers"]
+    assert list(groups) == ["trunk", "relay-local", "validators", "evaluator", "volunteers"]
     assert {group.name for group in groups.values() if group.disk is Disk.RUN} == {"trunk"}
     assert groups["trunk"].waits_for == ()
     assert all(groups[name].waits_for == ("trunk",) for name in groups.keys() - {"trunk"})

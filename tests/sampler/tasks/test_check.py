@@ -133,7 +133,8 @@ def test_prompts_are_measured_with_the_tokenizer_of_a_model_that_is_here(
     rows = make_rows(20)
     rows[5]["prompt"] = "why " * 100
     model = f"model={{hf: {tokenizer_dir}, shape: null}}"
-    spec = spec_of(tmp_path, rows, model, "warm_start=null")
+    held_none_out = ("warm_start=null", "evaluations=null")
+    spec = spec_of(tmp_path, rows, model, *held_none_out)
     assert check(spec, tokenizer_dir).notes == [
         "source words: 19 to train on, 0 held out, 1 over-long"
     ]
@@ -141,5 +142,5 @@ def test_prompts_are_measured_with_the_tokenizer_of_a_model_that_is_here(
         assert len(build_task_set(spec, tokenizer_dir)) == 19
     # and without it the rows are read all the same
     del rows[5]["task_type"]
-    spec = spec_of(tmp_path, rows, model, "warm_start=null")
+    spec = spec_of(tmp_path, rows, model, *held_none_out)
     assert [thing[:13] for _, thing in found(spec)] == ["rows.jsonl:6:"]

@@ -75,17 +75,18 @@ class Run:
         ).require()
         write_atomic(directory / "spec.json", dump_resolved(self.spec))
         self.identity: Identity = make_identity(directory, self.spec)
+        self.store = directory / "store"
         self.version = save_version(directory / "v0")
         build_warm_start_data(self.spec).write_tokenizer(self.version)
         self.publish(self.version, 0)
         self.processes: list[subprocess.Popen[bytes] | Program] = []
         self.origin, self.coordinator = free_address(), free_address()
-        self.start("broadcast", "origin", directory / "store", "--listen", self.origin)
+        self.start("broadcast", "origin", self.store, "--listen", self.origin)
         self.start_coordinator()
 
     def publish(self, weights: Path, version: int) -> None:
         publish(
-            self.dir / "store",
+            self.store,
             weights,
             run=self.spec.name,
             version=version,

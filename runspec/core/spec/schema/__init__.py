@@ -160,7 +160,7 @@ class RunSpec(Block):
         A warm start shows by them whether it learns or memorises, and evaluations ask them.
         """
         trained = {source.name for source in self.data.sources if source.train}
-        evaluated = any(evaluation.source in trained for evaluation in self.evaluations)
+        evaluated = any(each.source is None or each.source in trained for each in self.evaluations)
         return self.warm_start is not None or evaluated
 
     def publishes(self, version: int) -> bool:

@@ -27,9 +27,9 @@ class Evaluation(Block):
 
     name: Name
     """Names the evaluation in results, curves and `runspec wait`."""
-    source: Annotated[Name, NEWRUN]
-    """Source of `data.sources`: all problems of one with `train: false`, else the tenth that the
-    run holds out of all its sources once an evaluation names one that it trains on."""
+    source: Annotated[Name | None, NEWRUN] = None
+    """Source of `data.sources`: all problems of one with `train: false`, else the tenth of it that
+    the run holds out from training; null: the tenths of all that are trained on."""
     every: Annotated[Count, Unit("versions")] = 50
     """Versions whose number it divides are evaluated. Where the evaluator is late, it takes the
     newest of them and skips the others."""

@@ -1,0 +1,178 @@
+"""`runspec evaluate`: a run's version, or any Hugging Face directory, on a suite of problems.
+
+A suite is a YAML file with the spec's own blocks: `data.sources` with `train: false`, the terms of
+`reward` that grade them, and `evaluations`. It goes over the run's spec, or over a bare one for a
+directory that no run made.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from runspec.cli.lifecycle import run_and_version
+from runspec.cli.spec_files import located
+from runspec.cli.view import plain_table
+from runspec.core.errors import UserError
+from runspec.core.models.family import load_config
+from runspec.core.spec.evaluations import evaluator_pool
+from runspec.core.spec.load import SpecFiles, load_layers
+from runspec.core.spec.resolved import FILE_NAME, dump_resolved, load_resolved
+from runspec.core.spec.schema import RunSpec
+from runspec.lint.registry import Context
+from runspec.lint.rules.evaluations import evaluation_names
+from runspec.local.cores import vllm_environment
+from runspec.local.export import published_version
+from runspec.local.formatting import number
+from runspec.local.run_dir import find_run
+
+
+def evaluate_command(
+    what: str,
+    suite: Path | None,
+    overrides: Sequence[str],
+    *,
+    overlap: bool,
+    as_json: bool,
+    runs_dir: Path,
+) -> int:
+    """Evaluate and print the figures; return 0.
+
+    Args:
+        what: NAME, NAME@VERSION, or a Hugging Face directory.
+        suite: the suite's file; None: the run's own evaluations.
+        overrides: `path=value` each, over the suite.
+        overlap: whether problems that the run trains on are named.
+        as_json: whether the whole result is printed, as JSON.
+        runs_dir: folder of runs.
+
+    Raises:
+        UserError: the weights are missing or damaged, or the suite has errors.
+    """
+    with tempfile.TemporaryDirectory(prefix="runspec-evaluate-") as folder:
+        weights, base = _weights_and_base(what, runs_dir, Path(folder))
+        own = set() if suite is None else _names(base)
+        spec = _suite_spec(base, suite, overrides, Path(folder))
+        names = [each.name for each in spec.evaluations if each.name not in own]
+        if not names:
+            raise UserError(
+                "no evaluation", place=str(suite or what), remedy="name a suite with --suite FILE"
+            )
+        found = _evaluated(spec, weights, names, Path(folder), overlap=overlap)
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        _show(found)
+    return 0
+
+
+def _weights_and_base(what: str, runs_dir: Path, folder: Path) -> tuple[Path, Path]:
+    """Return the directory of the weights, and the spec that a suite goes over."""
+    weights = Path(what).absolute()
+    if (weights / "config.json").is_file():
+        base = folder / "bare.json"
+        length = load_config(weights).max_position_embeddings
+        base.write_text(json.dumps(_bare(weights, length)))
+        return weights, base
+    from bridge.published import require_published  # draws numpy
+
+    name, version = run_and_version(what)
+    run_dir = find_run(name, runs_dir)
+    found = published_version(run_dir, load_resolved(run_dir), version)
+    require_published(found.folder, found.manifest)
+    return found.folder, run_dir / FILE_NAME
+
+
+def _bare(weights: Path, length: int) -> dict[str, Any]:
+    """Return what a spec must have besides a suite, for weights of so many positions."""
+    cpu = {"kind": "cpu"}
+    room = {"max_model_len": length, "max_new_tokens": max(1, length // 2)}
+    return {
+        "version": "runspec/v1",
+        "name": "evaluated",
+        "seed": 1,
+        "steps": 1,
+        "model": {"hf": str(weights), "max_context": length},
+        "data": {"max_prompt_tokens": length - room["max_new_tokens"]},
+        "optimizer": {"lr": 1.0},
+        "learner": {"hardware": cpu, "packing": {"tokens": length, "rows": 1}},
+        "samplers": [{"name": "engine", "trust": "trusted", "hardware": cpu, **room}],
+    }
+
+
+def _names(base: Path) -> set[str]:
+    """Return the run's own evaluations."""
+    try:
+        return {each.name for each in load_resolved(base.parent).evaluations}
+    except UserError:  # the bare one
+        return set()
+
+
+def _suite_spec(base: Path, suite: Path | None, overrides: Sequence[str], folder: Path) -> RunSpec:
+    """Return the spec of base and suite; relative files of a suite lie beside it.
+
+    Raises:
+        UserError: it has errors.
+    """
+    layers = [str(base), *([str(suite.absolute())] if suite is not None else [])]
+    top = folder / "suite.yaml"
+    top.write_text(json.dumps({"extends": layers}))
+    files = SpecFiles(top, overrides=overrides)
+    spec = load_layers(files).require()
+    for violation in evaluation_names(Context(spec, files)):
+        raise UserError(
+            violation.message,
+            place=f"{suite or base}: {'.'.join(map(str, violation.location))}",
+            remedy=violation.suggestion,
+        )
+    return spec if suite is None else located(spec, suite.absolute().parent)
+
+
+def _evaluated(
+    spec: RunSpec, weights: Path, names: Sequence[str], folder: Path, *, overlap: bool
+) -> dict[str, Any]:
+    resolved, out = folder / "spec.json", folder / "result.json"
+    resolved.write_bytes(dump_resolved(spec))
+    command = [sys.executable, "-m", "sampler", "suite", str(resolved), str(weights)]
+    command += ["--out", str(out), *(word for name in names for word in ("--evaluation", name))]
+    pool = evaluator_pool(spec)
+    environment = vllm_environment(
+        (), on_cpu=pool.hardware.kind == "cpu", tensor=pool.parallel.tensor
+    )
+    done = subprocess.run(
+        [*command, *(["--overlap"] if overlap else [])],
+        env={**os.environ, **environment},
+        check=False,
+    )
+    if done.returncode != 0 or not out.exists():
+        raise UserError(
+            f"the evaluation ended with exit code {done.returncode}",
+            place=str(weights),
+            remedy="the lines above say why",
+        )
+    found: dict[str, Any] = json.loads(out.read_bytes())
+    return found
+
+
+def _show(found: Mapping[str, Any]) -> None:
+    console = Console(markup=False, highlight=False)
+    for name, result in found.items():
+        table = plain_table("figure", "mean", "95 % interval")
+        for figure, (value, low, high) in result["figures"].items():
+            between = "" if low is None else f"{number(low)} to {number(high)}"
+            table.add_row(figure, number(value), between)
+        print(f"{name}: {len(result['problems'])} problems, {result['faults']} without a grade")
+        console.print(table)
+        for one in result.get("overlap", ()):
+            how = "the same words as" if one["exact"] else "13 words in a row of"
+            print(f"  {one['problem_id']} has {how} {one['trained']}, which is trained on")
+        if result.get("overlap") == []:
+            print("  no problem overlaps the training problems")
