@@ -25,7 +25,7 @@ from runspec.core.errors import UserError
 from runspec.core.models.family import load_config
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.load import SpecFiles, load_layers
-from runspec.core.spec.resolved import FILE_NAME, dump_resolved, load_resolved
+from runspec.core.spec.resolved import dump_resolved, load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.registry import Context
 from runspec.lint.rules.evaluations import evaluation_names
@@ -58,14 +58,14 @@ def evaluate_command(
         UserError: the weights are missing or damaged, or the suite has errors.
     """
     with tempfile.TemporaryDirectory(prefix="runspec-evaluate-") as folder:
-        weights, base = _weights_and_base(what, runs_dir, Path(folder))
-        own = set() if suite is None else _names(base)
+        weights, base = _weights_and_base(what, runs_dir)
+        own = {each["name"] for each in base.get("evaluations", ())}
+        if suite is None and not own:
+            raise UserError("no evaluation", place=what, remedy="name a suite with --suite FILE")
         spec = _suite_spec(base, suite, overrides, Path(folder))
-        names = [each.name for each in spec.evaluations if each.name not in own]
+        names = [each.name for each in spec.evaluations if suite is None or each.name not in own]
         if not names:
-            raise UserError(
-                "no evaluation", place=str(suite or what), remedy="name a suite with --suite FILE"
-            )
+            raise UserError("no evaluation", place=str(suite), remedy="give it `evaluations`")
         found = _evaluated(spec, weights, names, Path(folder), overlap=overlap)
     if as_json:
         print(json.dumps(found, indent=1))
@@ -74,21 +74,19 @@ def evaluate_command(
     return 0
 
 
-def _weights_and_base(what: str, runs_dir: Path, folder: Path) -> tuple[Path, Path]:
+def _weights_and_base(what: str, runs_dir: Path) -> tuple[Path, dict[str, Any]]:
     """Return the directory of the weights, and the spec that a suite goes over."""
     weights = Path(what).absolute()
     if (weights / "config.json").is_file():
-        base = folder / "bare.json"
-        length = load_config(weights).max_position_embeddings
-        base.write_text(json.dumps(_bare(weights, length)))
-        return weights, base
+        return weights, _bare(weights, load_config(weights).max_position_embeddings)
     from bridge.published import require_published  # draws numpy
 
     name, version = run_and_version(what)
     run_dir = find_run(name, runs_dir)
-    found = published_version(run_dir, load_resolved(run_dir), version)
+    spec = load_resolved(run_dir)
+    found = published_version(run_dir, spec, version)
     require_published(found.folder, found.manifest)
-    return found.folder, run_dir / FILE_NAME
+    return found.folder, spec.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def _bare(weights: Path, length: int) -> dict[str, Any]:
@@ -108,29 +106,24 @@ def _bare(weights: Path, length: int) -> dict[str, Any]:
     }
 
 
-def _names(base: Path) -> set[str]:
-    """Return the run's own evaluations."""
-    try:
-        return {each.name for each in load_resolved(base.parent).evaluations}
-    except UserError:  # the bare one
-        return set()
-
-
-def _suite_spec(base: Path, suite: Path | None, overrides: Sequence[str], folder: Path) -> RunSpec:
+def _suite_spec(
+    base: Mapping[str, Any], suite: Path | None, overrides: Sequence[str], folder: Path
+) -> RunSpec:
     """Return the spec of base and suite; relative files of a suite lie beside it.
 
     Raises:
         UserError: it has errors.
     """
-    layers = [str(base), *([str(suite.absolute())] if suite is not None else [])]
-    top = folder / "suite.yaml"
-    top.write_text(json.dumps({"extends": layers}))
+    layers, top = [folder / "base.yaml"], folder / "evaluated.yaml"
+    layers[0].write_text(json.dumps(base))  # JSON is YAML
+    layers += [suite.absolute()] if suite is not None else []
+    top.write_text(json.dumps({"extends": [str(layer) for layer in layers]}))
     files = SpecFiles(top, overrides=overrides)
     spec = load_layers(files).require()
     for violation in evaluation_names(Context(spec, files)):
         raise UserError(
             violation.message,
-            place=f"{suite or base}: {'.'.join(map(str, violation.location))}",
+            place=f"{suite or 'the run'}: {'.'.join(map(str, violation.location))}",
             remedy=violation.suggestion,
         )
     return spec if suite is None else located(spec, suite.absolute().parent)
@@ -149,7 +142,8 @@ def _evaluated(
     )
     done = subprocess.run(
         [*command, *(["--overlap"] if overlap else [])],
-        env={**os.environ, **environment},
+        # The process ends without taking its engine apart, which multiprocessing would remark on.
+        env={"PYTHONWARNINGS": "ignore:resource_tracker", **os.environ, **environment},
         check=False,
     )
     if done.returncode != 0 or not out.exists():

@@ -102,7 +102,8 @@ def test_a_pinned_root_brings_its_own_keys(tmp_path: Path) -> None:
     assert str(tmp_path / "keys") in done.stderr
     assert list((tmp_path / "keys").iterdir()) == []
     # and when they are brought
-    keys = {name: SigningKey.generate() for name in ("publisher", "coordinator", "validator-0")}
+    names = ("publisher", "coordinator", "evaluator", "validator-0")
+    keys = {name: SigningKey.generate() for name in names}
     for name, key in keys.items():
         key.save(tmp_path / "keys" / f"{name}.key")
     held = {name.split("-")[0]: [key.public_hex] for name, key in keys.items()}
