@@ -27,10 +27,10 @@ class Questions:
     evaluation: Evaluation
     tasks: RunTask
     pool: SamplerPool
-    """With the evaluation's own sampling and length."""
+    """Engine settings, with the evaluation's own sampling and length."""
     seed: int
-    """Of the run. It determines the noise of every answer, together with the problem: all versions
-    are asked the same questions with the same noise."""
+    """The run's seed. It determines the noise of every answer, together with the problem: all
+    versions are asked the same questions with the same noise."""
 
     @classmethod
     def of(cls, spec: RunSpec, evaluation: Evaluation, tasks: RunTask) -> Questions:

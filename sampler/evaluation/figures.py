@@ -85,9 +85,9 @@ def interval(values: np.ndarray) -> tuple[float, float]:
     """Return a 95 % interval of the mean over all problems like these.
 
     From `MANY` problems on it is the bootstrap over problems, corrected for bias and skewness (BCa;
-    Efron 1987). With fewer, or if all values are equal, it is Student's t of the values and, where
-    they are shares, of four more: two zeros and two ones (Agresti and Coull 1998, for proportions),
-    because the spread of a few shares near 0 or 1 is often far too small.
+    Efron 1987). With fewer, or if all values are equal, it is Student's t. Shares then get four
+    more values, two zeros and two ones (Agresti and Coull 1998, for proportions), because the
+    spread of a few shares near 0 or 1 is often far too small.
 
     Args:
         values: one a problem, float64 [n], n >= 2.

@@ -106,8 +106,6 @@ class Node:
         given = (str(self.folder), str(self.site), str(self.hidden), name, str(hosts))
         env = {**os.environ, "HOME": str(self.site), "RAY_health_check_period_ms": "1000"}
         env |= {"RAY_health_check_failure_threshold": "3", "RAY_DEDUP_LOGS": "0"}
-        # Without these every node starts idle workers for every command that connects.
-        env |= {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [

@@ -56,6 +56,7 @@ class RayRun:
             "learner.hosts=2",
             f"learner.compile_cache={self.cluster.folder}/compiled",
             "verify.lease_timeout=30s",
+            "evaluations=null",
             *self._others,
         )
         shown = command_on("head", "runspec apply", RAY)

@@ -31,7 +31,7 @@ class Figure:
 
     value: Value
     low: Value | None
-    """None for a single problem, which says nothing of others."""
+    """None if there is only one problem."""
     high: Value | None
 
 
@@ -66,7 +66,7 @@ class Evaluated:
     model_digest: Digest | None
     """Digest of the version's tensors, if its manifest has one."""
     figures: Annotated[dict[Name, Figure], Field(max_length=64)]
-    """By name: `sampler.evaluation.figures`."""
+    """Figures by the names of `sampler.evaluation.figures`."""
     faults: Natural
     """Answers that the grader failed at; they count nowhere."""
     problems: Annotated[list[ProblemResult], Field(max_length=MAX_PROBLEMS)]

@@ -1,4 +1,4 @@
-"""What follows from the spec's evaluations, for the roles and for what starts them."""
+"""Settings of the evaluator's engine, for the role and for what starts it."""
 
 from __future__ import annotations
 
