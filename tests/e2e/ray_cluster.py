@@ -77,15 +77,6 @@ class Node:
     def namespace(self) -> str:
         return f"ray{os.getpid()}n{self.number}"
 
-    @property
-    def log(self) -> Path:
-        return self.hidden.parent / f"node{self.number}.log"
-
-    @property
-    def joined(self) -> bool:
-        """Whether it is part of the cluster, as `ray start` says."""
-        return self.log.exists() and "Ray runtime started." in self.log.read_text()
-
     def start(self) -> None:
         """Starts the node; the first one is the cluster's head."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -106,7 +97,7 @@ class Node:
         given = (str(self.folder), str(self.site), str(self.hidden), name, str(hosts))
         env = {**os.environ, "HOME": str(self.site), "RAY_health_check_period_ms": "1000"}
         env |= {"RAY_health_check_failure_threshold": "3", "RAY_DEDUP_LOGS": "0"}
-        with self.log.open("ab") as log:
+        with (self.hidden.parent / f"node{self.number}.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [
                     *("ip", "netns", "exec", self.namespace),
@@ -179,10 +170,11 @@ class Cluster:
             node = Node(number, self.net, hidden / str(number), self.site, hidden, resources)
             self.nodes.append(node)
             self._wire(node)
-        for together in (self.nodes[:1], self.nodes[1:]):  # the head first
-            for node in together:
-                node.start()
-            self._await_nodes()
+        self.nodes[0].start()
+        self._await_nodes(1)
+        for node in self.nodes[1:]:
+            node.start()
+        self._await_nodes(len(self.nodes))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -223,14 +215,13 @@ class Cluster:
         ended = [n.number for n in self.nodes if n.process and n.process.poll() is not None]
         return f"nodes {ended} ended" if ended else ""
 
-    def _await_nodes(self) -> None:
-        """Waits until all nodes that were started have joined."""
-        started = [node for node in self.nodes if node.process is not None]
+    def _await_nodes(self, count: int) -> None:
+        logs = self.folder.glob("node*.log")
         eventually(
-            lambda: all(node.joined for node in started),
-            f"{len(started)} nodes are up",
+            lambda: self.alive() >= count,
+            f"{count} nodes are up",
             deadline_s=_SETUP_S,
             hopeless=self._ended,
-            context=lambda: "\n".join(node.log.read_text()[-2000:] for node in started),
+            context=lambda: "\n".join(path.read_text()[-2000:] for path in logs),
             poll_s=0.2,
         )
