@@ -23,6 +23,7 @@ from runspec.core.spec.resolved import spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.local import budget
 from runspec.local.conditions import Condition, conditions
+from runspec.local.diagnosis import cause_lines, diagnose
 from runspec.local.endpoints import load_endpoints, run_link
 from runspec.local.evaluations import newest, result_line, summarise_evaluations
 from runspec.local.formatting import duration, latency, number, per_second, size
@@ -77,6 +78,9 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         "islands": island_figures(seen.rows[-1]) if seen.rows else None,
         "published": seen.published,
         "evaluations": summarise_evaluations(read_evaluations(evaluation_files(run_dir))),
+        "diagnosis": [
+            asdict(cause) for cause in diagnose(seen.spec, seen.rows, seen.dropped.by_grader)
+        ],
         "join": str(link) if (link := run_link(run_dir, seen.spec)) else None,
         "conditions": [asdict(each) for each in conditions(seen)],
         "roles": {
@@ -117,6 +121,8 @@ def _show(seen: Snapshot) -> None:
         print(f"{name}, {result_line(result)}")
     if missing := _missing_islands(seen):
         print(f"waits {missing}")
+    for line in cause_lines(diagnose(seen.spec, seen.rows, seen.dropped.by_grader)):
+        print(f"does not learn: {line}")
     console.print(condition_table([each for each in conditions(seen) if each.status != "False"]))
     console.print(role_table(seen.roles, seen.stages))
     for event in seen.events:

@@ -18,6 +18,8 @@ from typing import Any
 
 from runspec.core.files import write_atomic
 from runspec.core.run_files import evaluation_files
+from runspec.core.spec.resolved import load_resolved
+from runspec.local.diagnosis import Cause, cause_lines, diagnose
 from runspec.local.evaluations import (
     SECTION,
     evaluation_plots,
@@ -54,6 +56,7 @@ def render_report(
     samples: Sequence[Row],
     summary: dict[str, Any],
     evaluations: Sequence[Evaluated] = (),
+    causes: Sequence[Cause] = (),
 ) -> str:
     """The page.
 
@@ -63,6 +66,7 @@ def render_report(
         samples: samples.jsonl, a row a rollout.
         summary: as `metrics.summarise` makes it.
         evaluations: in the order of versions.
+        causes: why the newest steps did not learn; empty if they did.
     """
     if "tokens" in summary:
         work = f"{summary['tokens']:,} tokens, {number(summary['epoch'])} epochs"
@@ -78,6 +82,7 @@ def render_report(
         f"<p>{summary['steps']} steps in {duration(summary['wall_s'])}, {work}.</p>",
         _table(summary),
         f"<p>Each point is one step. {source}</p>",
+        *_diagnosis(causes),
         *_evaluations(evaluations),
         *(_section(title, section) for title, section in figures(rows).items()),
         *_rollouts(samples),
@@ -93,6 +98,11 @@ def _section(title: str, section: Sequence[Figure]) -> str:
         for figure in section
     )
     return f'<h2>{escape(title)}</h2><div class="curves">{drawn}</div>'
+
+
+def _diagnosis(causes: Sequence[Cause]) -> list[str]:
+    items = "".join(f"<li>{escape(line)}</li>" for line in cause_lines(causes))
+    return [f"<h2>Why it does not learn</h2><ul>{items}</ul>"] if items else []
 
 
 def _evaluations(results: Sequence[Evaluated]) -> list[str]:
@@ -205,6 +215,7 @@ def write_summary(run_dir: Path, wall_s: float) -> dict[str, Any] | None:
     summary["evaluations"] = summarise_evaluations(evaluations)
     write_atomic(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2).encode() + b"\n")
     samples = JsonLines(run_dir / SAMPLES_FILE).new_rows()
-    page = render_report(run_dir.name, rows, samples, summary, evaluations)
+    causes = diagnose(load_resolved(run_dir), rows)
+    page = render_report(run_dir.name, rows, samples, summary, evaluations, causes)
     write_atomic(run_dir / REPORT_FILE, page.encode())
     return summary
