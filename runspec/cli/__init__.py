@@ -251,11 +251,18 @@ def apply(
 
 
 @app.command(rich_help_panel=RUN)
-def status(run: Run, as_json: Json = False, runs_dir: RunsDir = RUNS) -> None:
+def status(
+    run: Run,
+    as_json: Json = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Says it every two seconds while the run is alive.")
+    ] = False,
+    runs_dir: RunsDir = RUNS,
+) -> None:
     """Says how far a run is, and what each of its roles does."""
     from runspec.cli.status import status_command
 
-    raise typer.Exit(status_command(run, as_json, runs_dir))
+    raise typer.Exit(status_command(run, as_json, runs_dir, watch=watch))
 
 
 @app.command(rich_help_panel=RUN)

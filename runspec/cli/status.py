@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -15,7 +17,7 @@ from rich.table import Table
 from broadcast.layout import manifest_name
 from broadcast.manifest import MAX_BYTES
 from runspec.cli.logs import event_line
-from runspec.cli.view import clock, latency_line, plain_table, role_table, step_line
+from runspec.cli.view import clock, latency_line, left_text, plain_table, role_table, step_line
 from runspec.core.files import read_bounded
 from runspec.core.hashing import digest_bytes
 from runspec.core.run_files import evaluation_files
@@ -39,16 +41,32 @@ from runspec.local.state import AppliedRow, EventRow, RunState
 from verify.formats.evaluation import read_evaluations
 
 EVENTS = 20
+WATCH_S = 2.0
+_CLEAR = "\033[H\033[2J"
+"""Clears a terminal."""
 _FOLDERS = ("checkpoints", "weights", "store", "rollouts", "work", "logs")
 
 
-def status_command(run: str, as_json: bool, runs_dir: Path) -> int:
-    """Prints the status; returns the exit code."""
+def status_command(run: str, as_json: bool, runs_dir: Path, *, watch: bool = False) -> int:
+    """Prints the status; returns the exit code.
+
+    Args:
+        run: name of the run.
+        as_json: for programs.
+        runs_dir: folder of runs.
+        watch: prints it again and again until the run is not alive any more.
+    """
     run_dir = find_run(run, runs_dir)
     if as_json:
         print(json.dumps(read_status(run_dir), indent=2))
-    else:
-        _show(look_at(run_dir))
+        return 0
+    seen = look_at(run_dir)
+    _show(seen)
+    while watch and seen.alive:
+        time.sleep(WATCH_S)
+        seen = look_at(run_dir)
+        print(_CLEAR if sys.stdout.isatty() else "")
+        _show(seen)
     return 0
 
 
@@ -110,7 +128,8 @@ def _show(seen: Snapshot) -> None:
         print(f"held by {seen.held_by}")
         show_link(seen.directory, seen.spec)
     if seen.rows:
-        print(step_line(seen.rows, seen.spec.steps))
+        left = left_text(seen.rows, seen.spec.steps) if seen.alive else ""
+        print(step_line(seen.rows, seen.spec.steps), f"  {left}" if left else "", sep="")
         if seen.spec.supervised is not None and seen.published is not None:
             print(f"version {seen.published} is published")
         if waited := latency_line(seen.rows[-1]):

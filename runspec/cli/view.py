@@ -18,9 +18,16 @@ from rich.table import Table
 from rich.text import Text
 
 from runspec.core.files import FULL
-from runspec.local.formatting import latency, number, per_second, share, sparkline
+from runspec.local.evaluations import is_result
+from runspec.local.formatting import duration, latency, number, per_second, share, sparkline
 from runspec.local.islands import commit_text, island_figures, island_pairs
-from runspec.local.metrics import Row, input_wait_share, is_supervised, last_known
+from runspec.local.metrics import (
+    Row,
+    input_wait_share,
+    is_supervised,
+    last_known,
+    time_left_s,
+)
 from runspec.local.state import RoleRow
 
 LINE_EVERY_S = 5.0
@@ -72,11 +79,14 @@ class LiveView:
     def __init__(self, name: str, steps: int, live: Live) -> None:
         self._name, self._steps, self._live = name, steps, live
         self._events: deque[str] = deque(maxlen=_EVENTS_SHOWN)
+        self._evaluation = ""
         self._drawn_at = 0.0
 
     def event(self, role: str, text: str) -> None:
         self._events.append(f"{time.strftime('%H:%M:%S')} {role}: {text}")
         self._drawn_at = 0.0
+        if is_result(role, text):
+            self._evaluation = text
 
     def show(self, rows: Sequence[Row], roles: Sequence[RoleRow], note: str) -> None:
         now = time.monotonic()
@@ -86,6 +96,7 @@ class LiveView:
         parts: list[RenderableType] = [
             Text(f"{self._name}  {note}", style="bold", overflow="ellipsis", no_wrap=True),
             _run_table(rows, self._steps, self._live.console.width),
+            *([Text(self._evaluation)] if self._evaluation else ()),
             role_table(roles),
             Text("\n".join(self._events), style="bright_black"),
         ]
@@ -162,7 +173,8 @@ def _run_table(rows: Sequence[Row], steps: int, width: int) -> Table:
     row: Row = rows[-1] if rows else {}
     done = row["step"] + 1 if rows else 0
     filled = round(24 * done / steps)
-    table.add_row("step", f"{done}/{steps}", "━" * filled + "╌" * (24 - filled))
+    left = left_text(rows, steps)
+    table.add_row("step", f"{done}/{steps}", f"{'━' * filled}{'╌' * (24 - filled)}  {left}")
     if is_supervised(row):
         _add_training(table, rows, width)
         _add_islands(table, row)
@@ -177,6 +189,12 @@ def _run_table(rows: Sequence[Row], steps: int, width: int) -> Table:
     table.add_row("tokens/s", per_second(sampled), f"sampled, {trained} trained")
     _add_islands(table, row)
     return table
+
+
+def left_text(rows: Sequence[Row], steps: int) -> str:
+    """Return about how long the run will go on; empty where that is not known, or it is over."""
+    left = time_left_s(rows, steps)
+    return f"about {duration(left)} left" if left else ""
 
 
 def _add_training(table: Table, rows: Sequence[Row], width: int) -> None:

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from runspec.core.run_files import evaluation_files
+from runspec.core.spec.role_names import EVALUATOR
 from runspec.local.formatting import number
 from runspec.local.plots import Curve, Figure
 from verify.formats.evaluation import Evaluated, read_evaluations
 from verify.formats.evaluation import Figure as Mean
 
 SECTION = "Evaluations"
+_RESULT = " of version "
+"""What only results have among the evaluator's events."""
 _TITLES = {
     "mean": ("task reward", "Mean task reward of all answers"),
     "pass": ("pass@k", "Chance that one of k answers solves a problem"),
@@ -92,6 +95,11 @@ def _curves(results: Sequence[Evaluated], kind: str) -> Iterator[Curve]:
                     if mean.low is not None and mean.high is not None
                 ],
             )
+
+
+def is_result(role: str, text: str) -> bool:
+    """Return whether an event is a result that `NewResults` told of."""
+    return role == EVALUATOR and _RESULT in text
 
 
 class NewResults:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from runspec.core.canonical import MalformedJson, parse_object
@@ -17,6 +19,8 @@ FILE_NAME = "metrics.jsonl"
 MAX_LINE_BYTES = 1024 * 1024
 ENDS = 10
 """Rows at either end of a run that are averaged for `first` and `last`."""
+_NEWEST = 20
+"""Steps whose times say how long the others will take."""
 
 Row = Mapping[str, Any]
 
@@ -78,6 +82,21 @@ def input_wait_share(row: Row) -> float | None:
 def last_known(rows: Sequence[Row], key: str) -> Any:
     """Return a figure of the last row that has it; None where none has."""
     return next((row[key] for row in reversed(rows) if row.get(key) is not None), None)
+
+
+def time_left_s(rows: Sequence[Row], steps: int) -> float | None:
+    """Return about how many seconds the steps that are left will take, by the median of the newest
+    ones; None while too few say when they were trained.
+
+    Args:
+        rows: metrics.jsonl, a row a step, in order.
+        steps: of the run.
+    """
+    times = [row["time"] for row in rows[-_NEWEST - 1 :] if isinstance(row.get("time"), float)]
+    if len(times) < 3:
+        return None
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    return max(0, steps - int(rows[-1]["step"]) - 1) * median(gaps)
 
 
 def end_figures(summary: Mapping[str, Any]) -> list[tuple[str, float | None, float | None]]:

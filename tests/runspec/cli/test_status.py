@@ -54,6 +54,13 @@ def test_a_run_is_watched_read_and_deleted(alive: Path) -> None:
         os.kill(role["pid"], 0)
     text = runspec("status", alive / "small").stdout
     assert "small: running" in text and "held by process" in text and "learner" in text
+    # and watching goes on until somebody goes
+    watch = [sys.executable, "-m", "runspec", "status", str(alive / "small"), "--watch"]
+    with subprocess.Popen(watch, cwd=ROOT, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        headlines = (line for line in reader.stdout if line.startswith("small: running"))
+        assert next(headlines) and next(headlines)
+        reader.terminate()
     # its logs can be read
     logs = runspec("logs", "small", "--role", "learner", *runs).stdout
     assert "starts at step 0" in logs

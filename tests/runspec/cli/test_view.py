@@ -45,9 +45,14 @@ def test_the_live_panel_shows_the_run_and_each_role() -> None:
         view = LiveView("small", 150, live)
         view.show([], ROLES, "warm start: update 10")
         view.event("relay-eu", "killed by SIGKILL, starts again")
-        view.show([ROW], ROLES, "")
+        view.event("evaluator", "held-out of version 8: mean 0.5")
+        for _ in range(4):  # others push the event out
+            view.event("learner", "starts again")
+        view.show([{**ROW, "step": n, "time": 100.0 + 2 * n} for n in range(12)], ROLES, "")
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     for text in ("warm start: update 10", "12/150", "0.457", "8,123", "relay-eu", "backoff", "41"):
         assert text in shown
-    assert "killed by SIGKILL" in shown
+    # and the newest evaluation, and the time that is left
+    assert "held-out of version 8: mean 0.5" in shown
+    assert "about 4 min 36 s left" in shown

@@ -7,8 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from runspec.local.metrics import JsonLines, read_rows, summarise, weights_bytes_sent
+from runspec.core.spec.resolved import dump_resolved
+from runspec.local.metrics import (
+    JsonLines,
+    read_rows,
+    summarise,
+    time_left_s,
+    weights_bytes_sent,
+)
 from runspec.local.report import write_summary
+from tests.runspec.local.fake_run import small_spec
+
+
+def test_the_time_that_is_left_goes_by_the_median_of_the_newest_steps() -> None:
+    # given steps of 2 s, one of which took long
+    times = [0.0, 2.0, 4.0, 100.0, 102.0, 104.0]
+    rows = [{"step": step, "time": at} for step, at in enumerate(times)]
+    assert time_left_s(rows, 16) == 20.0
+    assert time_left_s(rows, 6) == 0.0
+    assert time_left_s(rows[:2], 16) is None
 
 
 def test_only_whole_new_lines_are_read(tmp_path: Path) -> None:
@@ -40,6 +57,7 @@ def test_a_step_trained_again_counts_once_by_its_last_row(tmp_path: Path) -> Non
 
 def test_numbers_that_are_not_finite_are_null_in_the_summary(tmp_path: Path) -> None:
     # given a step that diverged, in each of the ways that a JSON number can fail to be finite
+    (tmp_path / "spec.json").write_bytes(dump_resolved(small_spec()))
     (tmp_path / "metrics.jsonl").write_text(
         '{"step": 0, "reward": -1.5, "length_error": 2.0}\n'
         '{"step": 1, "reward": NaN, "length_error": Infinity, "lag_max": 1e999, "train_s": NaN,'
