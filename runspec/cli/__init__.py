@@ -305,6 +305,43 @@ def evaluate(
     raise typer.Exit(code)
 
 
+@app.command(
+    rich_help_panel=RUN,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def serve(
+    context: typer.Context,
+    what: Annotated[str, typer.Argument(help="NAME, NAME@VERSION, or a Hugging Face directory.")],
+    host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen at.")] = 8000,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Serves a version by vLLM's OpenAI-compatible server; further options are vLLM's."""
+    from runspec.cli.serve import serve_command
+
+    raise typer.Exit(serve_command(what, host, port, context.args, runs_dir))
+
+
+@app.command(rich_help_panel=RUN)
+def chat(
+    what: Annotated[str, typer.Argument(help="NAME, NAME@VERSION, or a Hugging Face directory.")],
+    target: Annotated[
+        int | None, typer.Option("--target", min=1, help="Tokens to think for.")
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option("--compare", help="Another version, which answers too.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", min=1, help="Longest answer.")
+    ] = None,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Talks to a version in the terminal."""
+    from runspec.cli.chat import chat_command
+
+    raise typer.Exit(chat_command(what, target, compare, max_tokens, runs_dir))
+
+
 @app.command(rich_help_panel=RUN)
 def export(
     run: Annotated[str, typer.Argument(help="NAME, or NAME@VERSION; else the newest.")],

@@ -1,0 +1,161 @@
+"""`runspec serve`: vLLM's own OpenAI-compatible server on a published version, or on any model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bridge.model_files import TOKENIZER_NAMES
+from broadcast.manifest import WeightsManifest
+from runspec.cli.lifecycle import run_and_version
+from runspec.core.distribution import install_command
+from runspec.core.errors import UserError
+from runspec.core.models.family import load_config
+from runspec.core.spec.evaluations import evaluator_pool
+from runspec.core.spec.resolved import load_resolved
+from runspec.local.children import StopSignals
+from runspec.local.cores import vllm_environment
+from runspec.local.export import published_version
+from runspec.local.machine import module_is_installed
+from runspec.local.run_dir import find_run
+
+SERVER = "vllm.entrypoints.openai.api_server"
+_QUIET = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+_END_S = 10.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is served."""
+
+    folder: Path
+    """A Hugging Face directory."""
+    manifest: WeightsManifest | None
+    """Of a run's version; None for any other model."""
+    names: tuple[str, ...]
+    """Names of the model: NAME@vN, and NAME where that is the newest version."""
+    options: tuple[str, ...]
+    """Of vLLM: lengths, type, parallelism."""
+    on_cpu: bool
+
+
+def served(what: str, runs_dir: Path) -> Served:
+    """Return what to serve.
+
+    Args:
+        what: NAME, NAME@VERSION, or a Hugging Face directory.
+        runs_dir: folder of runs.
+
+    Raises:
+        UserError: there is no such version, or its manifest cannot be believed.
+    """
+    folder = Path(what)
+    if (folder / "config.json").is_file():
+        length = load_config(folder).max_position_embeddings
+        options: tuple[str, ...] = ("--max-model-len", str(length))
+        return Served(
+            folder.absolute(), None, (folder.name,), options, not Path("/dev/nvidia0").exists()
+        )
+    name, version = run_and_version(what)
+    run_dir = find_run(name, runs_dir)
+    spec = load_resolved(run_dir)
+    found, pool = published_version(run_dir, spec, version), evaluator_pool(spec)
+    fixed = f"{spec.name}@v{found.manifest.version}"
+    on_cpu = pool.hardware.kind == "cpu"
+    options = ("--max-model-len", str(pool.max_model_len), "--dtype", pool.dtype)
+    options += ("--tensor-parallel-size", str(pool.parallel.tensor))
+    names = (spec.name, fixed) if version is None else (fixed,)
+    return Served(found.folder, found.manifest, names, options, on_cpu)
+
+
+def serve_command(what: str, host: str, port: int, more: Sequence[str], runs_dir: Path) -> int:
+    """Serve until Ctrl-C or SIGTERM; return the server's exit code, 0 for these.
+
+    Args:
+        what: as for `served`.
+        host, port: where to listen.
+        more: further options of vLLM's server.
+        runs_dir: folder of runs.
+
+    Raises:
+        UserError: vLLM is not installed, or the files are not what was published.
+    """
+    found = served(what, runs_dir)
+    with serving(found, host, port, more) as server, StopSignals() as stops:
+        print(f"{' and '.join(found.names)} at http://{host}:{port}/v1", flush=True)
+        while server.poll() is None and not stops():
+            try:
+                server.wait(0.2)
+            except subprocess.TimeoutExpired:
+                continue
+        return server.poll() or 0
+
+
+@contextmanager
+def serving(
+    found: Served, host: str, port: int, more: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the server on checked files; it ends with the block.
+
+    The files are linked into a folder of their own and checked there, so that a publisher that
+    removes the version meanwhile takes nothing away.
+
+    Raises:
+        UserError: as `serve_command`.
+    """
+    if not module_is_installed("vllm"):
+        raise UserError(
+            "vLLM is not installed here", place="serve", remedy=install_command("sampler-cuda")
+        )
+    with tempfile.TemporaryDirectory(prefix="runspec-serve-") as temporary:
+        model, tokenizer = Path(temporary) / "model", Path(temporary) / "tokenizer"
+        link_files(found.folder, model)
+        if found.manifest is not None:
+            from bridge.published import require_published  # draws numpy
+
+            require_published(model, found.manifest)
+        # Beside config.json, transformers would choose a tokenizer by the model's family.
+        link_files(model, tokenizer, only=TOKENIZER_NAMES)
+        command = [sys.executable, "-m", SERVER, "--model", str(model)]
+        command += ["--tokenizer", str(tokenizer), "--served-model-name", *found.names]
+        command += ["--host", host, "--port", str(port), *found.options]
+        command += ["--enforce-eager"] if found.on_cpu else []
+        environment = _QUIET | vllm_environment((), on_cpu=found.on_cpu, tensor=1)
+        process = subprocess.Popen(
+            [*command, *more], env={**os.environ, **environment}, start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            end_group(process)
+
+
+def link_files(source: Path, target: Path, only: Sequence[str] = ()) -> None:
+    """Make a folder with the files of another one: hard links, or copies on another disk."""
+    target.mkdir()
+    for path in source.iterdir():
+        if path.is_file() and (not only or path.name in only):
+            try:
+                os.link(path.resolve(), target / path.name)
+            except OSError:
+                shutil.copyfile(path, target / path.name)
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it has started: SIGTERM, then SIGKILL."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(_END_S)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
