@@ -82,7 +82,7 @@ def test_roles_have_the_secret_and_no_file_does(failed_run: tuple[Path, str]) ->
     runs_dir, error = failed_run
     logs = [path.read_text() for path in sorted((runs_dir / "small" / "logs").glob("*.log"))]
     # given roles that were all started with the secret
-    assert len(logs) == 7
+    assert len(logs) == 8
     assert all("the secret is here" in text for text in logs if "the secret is" in text)
     assert "the secret is here" in "".join(logs)
     # then neither the error nor any file of the run holds it

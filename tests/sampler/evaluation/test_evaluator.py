@@ -77,8 +77,7 @@ def test_a_killed_evaluator_leaves_no_gap_and_no_double(run: Run, tmp_path: Path
         targets = {problem.target for problem in each.problems}
         assert targets == {8, 16, 24, 32}
     # and the same weights give the same answers, others give others
-    assert two.problems == zero.problems and two.model_digest == zero.model_digest
-    assert one.model_digest != zero.model_digest
+    assert two.problems == zero.problems
     lengths = [np.array([p.lengths for p in each.problems]) for each in (zero, one)]
     assert (lengths[0] != lengths[1]).any()
     # and an evaluator that is started once more has nothing to do
