@@ -7,9 +7,10 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from runspec.cli.serve import Served, served, serving
 from runspec.core.errors import UserError
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import Data
+from runspec.local.children import last_lines
 from runspec.local.run_dir import find_run
 
 THINK_END = "</think>"
@@ -67,18 +69,14 @@ def chat_command(
     speakers = [
         Speaker(served(name, runs_dir), _free_port(), _data(name, runs_dir)) for name in names
     ]
-    return _with_servers(speakers, lambda: _talk(speakers, target, max_tokens))
-
-
-def _with_servers(speakers: Sequence[Speaker], talk: Callable[[], None]) -> int:
-    if not speakers:
-        talk()
-        return 0
-    first, *others = speakers
-    with serving(first.found, _HOST, first.port) as server:
-        print(f"loading {first.found.names[-1]}", file=sys.stderr)
-        _await_server(server, first.port)
-        return _with_servers(others, talk)
+    with tempfile.TemporaryDirectory(prefix="runspec-chat-") as folder, ExitStack() as up:
+        for number, speaker in enumerate(speakers):
+            print(f"loading {speaker.found.names[-1]}", file=sys.stderr)
+            log = Path(folder) / f"{number}.log"
+            server = up.enter_context(serving(speaker.found, _HOST, speaker.port, log=log))
+            _await_server(server, speaker.port, log)
+        _talk(speakers, target, max_tokens)
+    return 0
 
 
 def _talk(speakers: Sequence[Speaker], target: int | None, max_tokens: int | None) -> None:
@@ -189,8 +187,8 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _await_server(server: subprocess.Popen[bytes], port: int) -> None:
-    """Wait until the server answers.
+def _await_server(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    """Wait until the server answers; its own words are in `log`.
 
     Raises:
         UserError: it ended, or does not answer in time.
@@ -207,4 +205,5 @@ def _await_server(server: subprocess.Popen[bytes], port: int) -> None:
                 time.sleep(_LOOK_S)
     ended = server.poll()
     why = f"ended with exit code {ended}" if ended is not None else f"not up in {START_S:.0f} s"
-    raise UserError(f"the server {why}", place="vLLM", remedy="its lines above say why")
+    said = "\n".join(last_lines(log, 20))
+    raise UserError(f"the server {why}\n{said}", place="vLLM", remedy="mend what it says")

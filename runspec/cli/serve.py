@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +19,10 @@ from runspec.cli.lifecycle import run_and_version
 from runspec.core.distribution import install_command
 from runspec.core.errors import UserError
 from runspec.core.models.family import load_config
+from runspec.core.models.memory import CPU_BLOCK_TOKENS, MAX_SEQUENCES, cpu_kv_bytes
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.resolved import load_resolved
+from runspec.core.spec.schema import SamplerPool
 from runspec.local.children import StopSignals
 from runspec.local.cores import vllm_environment
 from runspec.local.export import published_version
@@ -59,21 +61,42 @@ def served(what: str, runs_dir: Path) -> Served:
     """
     folder = Path(what)
     if (folder / "config.json").is_file():
-        length = load_config(folder).max_position_embeddings
-        options: tuple[str, ...] = ("--max-model-len", str(length))
-        return Served(
-            folder.absolute(), None, (folder.name,), options, not Path("/dev/nvidia0").exists()
-        )
+        pool = bare_pool(load_config(folder).max_position_embeddings)
+        options, on_cpu = _options(pool, folder), pool.hardware.kind == "cpu"
+        return Served(folder.absolute(), None, (folder.absolute().name,), options, on_cpu)
     name, version = run_and_version(what)
     run_dir = find_run(name, runs_dir)
     spec = load_resolved(run_dir)
     found, pool = published_version(run_dir, spec, version), evaluator_pool(spec)
     fixed = f"{spec.name}@v{found.manifest.version}"
-    on_cpu = pool.hardware.kind == "cpu"
-    options = ("--max-model-len", str(pool.max_model_len), "--dtype", pool.dtype)
-    options += ("--tensor-parallel-size", str(pool.parallel.tensor))
     names = (spec.name, fixed) if version is None else (fixed,)
+    options, on_cpu = _options(pool, found.folder), pool.hardware.kind == "cpu"
     return Served(found.folder, found.manifest, names, options, on_cpu)
+
+
+def bare_pool(length: int) -> SamplerPool:
+    """Return settings for a model that no run made: this machine's GPU, else its CPU."""
+    on_cpu = not Path("/dev/nvidia0").exists()
+    return SamplerPool.model_validate(
+        {
+            "name": "engine",
+            "hardware": {"kind": "cpu" if on_cpu else "gpu"},
+            "dtype": "float32" if on_cpu else "bfloat16",
+            "max_model_len": length,
+            "max_new_tokens": length,
+        }
+    )
+
+
+def _options(pool: SamplerPool, folder: Path) -> tuple[str, ...]:
+    """Return vLLM's options for a pool's engine settings."""
+    options = ["--max-model-len", str(pool.max_model_len), "--dtype", str(pool.dtype)]
+    options += ["--tensor-parallel-size", str(pool.parallel.tensor)]
+    if pool.hardware.kind == "cpu":
+        room = cpu_kv_bytes(pool, load_config(folder))
+        options += ["--kv-cache-memory-bytes", str(room), "--max-num-seqs", str(MAX_SEQUENCES)]
+        options += ["--block-size", str(CPU_BLOCK_TOKENS), "--enforce-eager"]
+    return tuple(options)
 
 
 def serve_command(what: str, host: str, port: int, more: Sequence[str], runs_dir: Path) -> int:
@@ -101,9 +124,9 @@ def serve_command(what: str, host: str, port: int, more: Sequence[str], runs_dir
 
 @contextmanager
 def serving(
-    found: Served, host: str, port: int, more: Sequence[str] = ()
+    found: Served, host: str, port: int, more: Sequence[str] = (), log: Path | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the server on checked files; it ends with the block.
+    """Start the server on checked files; it ends with the block. What it prints goes to `log`.
 
     The files are linked into a folder of their own and checked there, so that a publisher that
     removes the version meanwhile takes nothing away.
@@ -127,15 +150,20 @@ def serving(
         command = [sys.executable, "-m", SERVER, "--model", str(model)]
         command += ["--tokenizer", str(tokenizer), "--served-model-name", *found.names]
         command += ["--host", host, "--port", str(port), *found.options]
-        command += ["--enforce-eager"] if found.on_cpu else []
         environment = _QUIET | vllm_environment((), on_cpu=found.on_cpu, tensor=1)
-        process = subprocess.Popen(
-            [*command, *more], env={**os.environ, **environment}, start_new_session=True
-        )
-        try:
-            yield process
-        finally:
-            end_group(process)
+        with ExitStack() as up:
+            out = None if log is None else up.enter_context(log.open("wb"))
+            process = subprocess.Popen(
+                [*command, *more],
+                env={**os.environ, **environment},
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+            try:
+                yield process
+            finally:
+                end_group(process)
 
 
 def link_files(source: Path, target: Path, only: Sequence[str] = ()) -> None:
