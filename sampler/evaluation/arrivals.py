@@ -55,7 +55,8 @@ class Arrivals:
 
     @property
     def newest(self) -> int:
-        """The newest version that was announced; -1 before the first."""
+        """The newest version that was announced, once what is due up to it was fetched; -1 before
+        the first."""
         return self._seen
 
     def take(self, wait_s: float) -> Arrived | None:
@@ -85,10 +86,9 @@ class Arrivals:
             try:
                 latest = self._news.latest(self._seen if self._seen >= 0 else None, _POLL_S)
                 if latest is not None:
-                    found = self._due(self._seen, latest.version)
-                    self._seen = latest.version
-                    if found:
+                    if found := self._due(self._seen, latest.version):
                         self._bring(found, latest.version, latest.manifest_digest)
+                    self._seen = latest.version  # not before: it may be the run's last
             except CancelledError:  # `close`
                 return
             except UserError as error:

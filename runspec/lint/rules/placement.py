@@ -26,7 +26,7 @@ _SHOWN = 12
 """Names that a message lists."""
 RESERVED = (
     *("root", "trunk", "publisher", "coordinator", "learner", "learners"),
-    *("validator", "validators", "origin", "relay"),
+    *("validator", "validators", "evaluator", "origin", "relay"),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from broadcast.client import WeightsClient
 from sampler.evaluation.arrivals import Arrivals
 from tests.broadcast.conftest import Run
+from tests.broadcast.fake_relay import Request, held_until
 from tests.broadcast.model_versions import ModelVersions
 from tests.waiting import eventually
 
@@ -28,6 +30,33 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 def even(after: int, newest: int) -> Sequence[int]:
     return [version for version in range(after + 1, newest + 1) if version % EVERY == 0]
+
+
+def test_a_version_counts_as_seen_once_it_is_there(run: Run) -> None:
+    # given a version that is announced, whose files are slow to come
+    server, asked, go_on = run.static(), threading.Event(), threading.Event()
+
+    def hold_back(request: Request) -> None:
+        asked.set()
+        held_until(go_on)(request)
+
+    server.answer("/versions/0/", hold_back)
+    ModelVersions(run).publish(0)
+
+    def client() -> WeightsClient:
+        cache = run.folder / "cache"
+        return WeightsClient([server.url], run=run.name, root_public_key=run.root, cache_dir=cache)
+
+    with ExitStack() as up:
+        arrivals = Arrivals(client, even, fetch_s=DEADLINE_S, log=logging.getLogger("test"))
+        up.callback(arrivals.close)
+        assert asked.wait(DEADLINE_S)
+        # then an evaluator that waits for the last version goes on waiting
+        assert arrivals.take(0.1) is None and arrivals.newest == -1
+        go_on.set()
+        arrived = arrivals.take(DEADLINE_S)
+        assert arrived is not None and arrived.version == 0
+        eventually(lambda: arrivals.newest == 0, "it is seen")
 
 
 def test_the_newest_due_version_is_taken_and_the_others_are_named(
