@@ -88,9 +88,10 @@ def evaluate_versions(
         data = problem_files(client, spec, options.dir / "data", log)
         evaluator = Evaluator(client, key, spec, data, log, up)
         while not stop.is_set():
+            last = arrivals.newest >= spec.steps  # if so, what is due is there already
             arrived = arrivals.take(_LOOK_S)
             if arrived is None:
-                if arrivals.newest >= spec.steps:
+                if last:
                     log.info("the last version has its evaluations")
                     return
                 continue
