@@ -68,9 +68,10 @@ def _work(values: dict[str, Any], log: logging.Logger) -> None:
 def _evaluate(values: dict[str, Any], log: logging.Logger) -> None:
     stop = _stop_event()
     with not_retried():
-        from sampler.evaluation.evaluator import EvaluatorOptions, evaluate_versions
+        from sampler.evaluation.evaluator import evaluate_versions
+        from sampler.role import RoleOptions
 
-    evaluate_versions(EvaluatorOptions(**values), log, stop)
+    evaluate_versions(RoleOptions(**values), log, stop)
 
 
 def _stop_event() -> threading.Event:

@@ -20,7 +20,7 @@ from typing import Annotated, Literal, get_args
 
 import typer
 
-from runspec.cli import machines
+from runspec.cli import machines, models
 from runspec.cli.options import (
     RUN,
     RUNS,
@@ -284,77 +284,6 @@ def events(
 
 
 @app.command(rich_help_panel=RUN)
-def evaluate(
-    what: Annotated[str, typer.Argument(help="NAME, NAME@VERSION, or a Hugging Face directory.")],
-    suite: Annotated[
-        Path | None, typer.Option("--suite", help="Problems; else the run's own evaluations.")
-    ] = None,
-    overrides: Overrides = None,
-    overlap: Annotated[
-        bool, typer.Option("--overlap", help="Names problems that the run trains on.")
-    ] = False,
-    as_json: Json = False,
-    runs_dir: RunsDir = RUNS,
-) -> None:
-    """Evaluates a version of a run, or any model, on problems from files."""
-    from runspec.cli.evaluate import evaluate_command
-
-    code = evaluate_command(
-        what, suite, overrides or (), overlap=overlap, as_json=as_json, runs_dir=runs_dir
-    )
-    raise typer.Exit(code)
-
-
-@app.command(
-    rich_help_panel=RUN,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def serve(
-    context: typer.Context,
-    what: Annotated[str, typer.Argument(help="NAME, NAME@VERSION, or a Hugging Face directory.")],
-    host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port to listen at.")] = 8000,
-    runs_dir: RunsDir = RUNS,
-) -> None:
-    """Serves a version by vLLM's OpenAI-compatible server; further options are vLLM's."""
-    from runspec.cli.serve import serve_command
-
-    raise typer.Exit(serve_command(what, host, port, context.args, runs_dir))
-
-
-@app.command(rich_help_panel=RUN)
-def chat(
-    what: Annotated[str, typer.Argument(help="NAME, NAME@VERSION, or a Hugging Face directory.")],
-    target: Annotated[
-        int | None, typer.Option("--target", min=1, help="Tokens to think for.")
-    ] = None,
-    compare: Annotated[
-        str | None, typer.Option("--compare", help="Another version, which answers too.")
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", min=1, help="Longest answer.")
-    ] = None,
-    runs_dir: RunsDir = RUNS,
-) -> None:
-    """Talks to a version in the terminal."""
-    from runspec.cli.chat import chat_command
-
-    raise typer.Exit(chat_command(what, target, compare, max_tokens, runs_dir))
-
-
-@app.command(rich_help_panel=RUN)
-def export(
-    run: Annotated[str, typer.Argument(help="NAME, or NAME@VERSION; else the newest.")],
-    directory: Annotated[Path, typer.Argument(help="A new folder.")],
-    runs_dir: RunsDir = RUNS,
-) -> None:
-    """Writes a published version as a Hugging Face directory with a model card."""
-    from runspec.cli.lifecycle import export_command
-
-    raise typer.Exit(export_command(run, directory, runs_dir))
-
-
-@app.command(rich_help_panel=RUN)
 def logs(
     run: Run,
     role: Annotated[str | None, typer.Option("--role", help="One role's log only.")] = None,
@@ -427,6 +356,7 @@ def delete(run: Run, yes: Yes = False, runs_dir: RunsDir = RUNS) -> None:
     raise typer.Exit(delete_command(run, yes, runs_dir))
 
 
+app.add_typer(models.app)
 app.add_typer(machines.app)  # without a name, its commands become commands of `app`
 
 

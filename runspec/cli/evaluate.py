@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from runspec.cli.lifecycle import run_and_version
+from runspec.cli.serve import bare_pool
 from runspec.cli.spec_files import located
 from runspec.cli.view import plain_table
 from runspec.core.errors import UserError
@@ -91,18 +92,17 @@ def _weights_and_base(what: str, runs_dir: Path) -> tuple[Path, dict[str, Any]]:
 
 def _bare(weights: Path, length: int) -> dict[str, Any]:
     """Return what a spec must have besides a suite, for weights of so many positions."""
-    cpu = {"kind": "cpu"}
-    room = {"max_model_len": length, "max_new_tokens": max(1, length // 2)}
+    pool = bare_pool(length)
     return {
         "version": "runspec/v1",
         "name": "evaluated",
         "seed": 1,
         "steps": 1,
         "model": {"hf": str(weights), "max_context": length},
-        "data": {"max_prompt_tokens": length - room["max_new_tokens"]},
+        "data": {"max_prompt_tokens": length - pool.max_new_tokens},
         "optimizer": {"lr": 1.0},
-        "learner": {"hardware": cpu, "packing": {"tokens": length, "rows": 1}},
-        "samplers": [{"name": "engine", "trust": "trusted", "hardware": cpu, **room}],
+        "learner": {"hardware": {"kind": "cpu"}, "packing": {"tokens": length, "rows": 1}},
+        "samplers": [pool.model_dump(mode="json", exclude_none=True)],
     }
 
 

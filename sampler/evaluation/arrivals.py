@@ -5,17 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 
 from broadcast.client import WeightsClient
 from runspec.core.errors import UserError
-
-_POLL_S = 20.0
-"""Seconds that one request for a newer version stays open."""
-_RETRY_S = 1.0
-_JOIN_S = 0.05
+from runspec.core.latest import Latest
+from sampler.role import VersionWatch
 
 
 @dataclass(frozen=True)
@@ -26,8 +22,10 @@ class Arrived:
     path: Path
 
 
-class Arrivals:
+class Arrivals(VersionWatch):
     """The newest due version that nobody has taken; one at most waits.
+
+    `newest` is the newest version that was announced, once what is due up to it was fetched.
 
     Args:
         client: makes a client of relays and origins.
@@ -44,20 +42,12 @@ class Arrivals:
         fetch_s: float,
         log: logging.Logger,
     ) -> None:
-        self._news, self._client = client(), client()  # two, so a long poll delays no fetch
-        self._due, self._fetch_s, self._log = due, fetch_s, log
+        super().__init__(client, log)
+        self._due, self._fetch_s = due, fetch_s
         self._changed = threading.Condition()
         self._waiting: Arrived | None = None
-        self._taken = self._seen = -1
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="arrivals", daemon=True)
+        self._taken = -1
         self._thread.start()
-
-    @property
-    def newest(self) -> int:
-        """The newest version that was announced, once what is due up to it was fetched; -1 before
-        the first."""
-        return self._seen
 
     def take(self, wait_s: float) -> Arrived | None:
         """Return the newest due version, or None if there is none within `wait_s` seconds.
@@ -71,29 +61,10 @@ class Arrivals:
                 self._taken = taken.version
         return taken
 
-    def close(self) -> None:
-        """End the watch and close the connections."""
-        self._stop.set()
-        while self._thread.is_alive():  # it may send another request before it checks `_stop`
-            for client in (self._news, self._client):
-                client.cancel()
-            self._thread.join(_JOIN_S)
-        for client in (self._news, self._client):
-            client.close()
-
-    def _watch(self) -> None:
-        while not self._stop.is_set():
-            try:
-                latest = self._news.latest(self._seen if self._seen >= 0 else None, _POLL_S)
-                if latest is not None:
-                    if found := self._due(self._seen, latest.version):
-                        self._bring(found, latest.version, latest.manifest_digest)
-                    self._seen = latest.version  # not before: it may be the run's last
-            except CancelledError:  # `close`
-                return
-            except UserError as error:
-                self._log.warning("no newer version to evaluate: %s", error)
-                self._stop.wait(_RETRY_S)
+    def _take_in(self, latest: Latest) -> None:
+        if found := self._due(self.newest, latest.version):
+            self._bring(found, latest.version, latest.manifest_digest)
+        self.newest = latest.version  # not before: it may be the run's last
 
     def _bring(self, versions: Sequence[int], newest: int, digest: str) -> None:
         """Fetch the last of some due versions; the publisher's signature is on each."""

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -27,6 +26,7 @@ from sampler.evaluation.arrivals import Arrivals, Arrived
 from sampler.evaluation.ask import Questions, ask
 from sampler.evaluation.due import due, due_versions
 from sampler.evaluation.figures import figures
+from sampler.role import RoleOptions
 from sampler.tasks.task_set import RunTask, build_evaluation_set
 from verify.client import CoordinatorClient
 from verify.formats.evaluation import Evaluated, ProblemResult, sign_evaluation
@@ -37,20 +37,8 @@ _LOOK_S = 0.5
 _SAY_EVERY_S = 10.0
 
 
-@dataclass(frozen=True)
-class EvaluatorOptions:
-    """Options of the evaluator's command line."""
-
-    run: str
-    coordinator: str
-    weights: list[str]
-    public_key: str
-    key: Path
-    dir: Path
-
-
 def evaluate_versions(
-    options: EvaluatorOptions,
+    options: RoleOptions,
     log: logging.Logger,
     stop: threading.Event,
     *,

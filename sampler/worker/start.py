@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.process import not_retried
 from sampler.engine.arguments import find_pool
 from sampler.engine.engine import Engine
+from sampler.role import RoleOptions
 from sampler.worker.meter import Meter
 from sampler.worker.outbox import Outbox
 from sampler.worker.versions import Versions
@@ -31,15 +31,9 @@ _LOOK_S = 2.0
 
 
 @dataclass(frozen=True)
-class WorkerOptions:
+class WorkerOptions(RoleOptions):
     """Options of a worker's command line."""
 
-    run: str
-    coordinator: str
-    weights: list[str]
-    public_key: str
-    key: Path
-    dir: Path
     pool: str
 
 

@@ -5,21 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from concurrent.futures import CancelledError
 from pathlib import Path
 
 from broadcast.client import WeightsClient
 from runspec.core.errors import UserError
+from runspec.core.latest import Latest
+from sampler.role import VersionWatch
 
 FIRST_S = 600.0
 """Seconds until the first version must appear; a learner may have to compile and save it."""
-_POLL_S = 20.0
-"""Seconds that one request for a newer version stays open."""
-_RETRY_S = 1.0
-_JOIN_S = 0.05
 
 
-class Versions:
+class Versions(VersionWatch):
     """Fetches versions from relays into `cache_dir/v<N>`.
 
     Args:
@@ -45,14 +42,10 @@ class Versions:
                 urls, run=run, root_public_key=root_public_key, cache_dir=cache_dir
             )
 
-        self._news, self._client = client(), client()  # two, so a long poll delays no fetch
+        super().__init__(client, log)
         self._fetching = threading.Lock()
-        self._fetch_s, self._log = fetch_s, log
-        self.newest = -1
-        """The newest version on this machine; -1 if there is none."""
+        self._fetch_s = fetch_s
         self._here: dict[tuple[int, str], Path] = {}
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._prefetch, name="prefetch", daemon=True)
 
     def first(self) -> tuple[int, Path]:
         """Wait for the newest version, fetch it, and start to prefetch later ones.
@@ -107,24 +100,5 @@ class Versions:
             finally:
                 self._fetching.release()
 
-    def close(self) -> None:
-        """End the prefetch and close the connections."""
-        self._stop.set()
-        while self._thread.is_alive():  # it may send another request before it checks `_stop`
-            for client in (self._news, self._client):
-                client.cancel()
-            self._thread.join(_JOIN_S)
-        for client in (self._news, self._client):
-            client.close()
-
-    def _prefetch(self) -> None:
-        while not self._stop.is_set():
-            try:
-                latest = self._news.latest(self.newest, _POLL_S)
-                if latest is not None:
-                    self.get(latest.version, latest.manifest_digest)
-            except CancelledError:  # `close`
-                return
-            except UserError as error:  # `get` raises for versions that a lease needs
-                self._log.warning("prefetch: %s", error)
-                self._stop.wait(_RETRY_S)
+    def _take_in(self, latest: Latest) -> None:
+        self.get(latest.version, latest.manifest_digest)
