@@ -12,6 +12,9 @@ from typing import Any
 from tests.e2e.quick import QuickRun
 from tests.site_page import ADMIN, TRUNK, Machines, command_on, commands, free_ports
 
+OTHERS = ("relay", "validator")
+"""Machines with a role beside the trunk's; the page's samplers and evaluator are left out."""
+
 
 class SiteRun(QuickRun):
     """A QuickRun that the trunk alone supervises; the run directory exists for nobody else."""
@@ -23,16 +26,17 @@ class SiteRun(QuickRun):
         self.others: dict[str, subprocess.Popen[bytes]] = {}
 
     def apply(self) -> None:
-        """Prepares the site, brings the bundles, and starts trunk, relay and validator."""
+        """Prepares the site, and starts trunk, relay and validator with the bundles they need."""
         prepare, sets = command_on(ADMIN, "runspec prepare"), self.words
         self.machines.call(ADMIN, [*prepare, *sets[sets.index("--set") :]])
         for machine, words in commands():
-            if machine == ADMIN and words[0] == "scp":
+            to = words[-1].removesuffix(":")
+            if machine == ADMIN and words[0] == "scp" and to in (TRUNK, *OTHERS):
                 self.machines.call(ADMIN, words)
         self.runs_dir.mkdir(parents=True, exist_ok=True)
         role = command_on(TRUNK, "runspec role")
         self.process = self.machines.start(TRUNK, role, self._output)
-        for machine in ("relay", "validator"):
+        for machine in OTHERS:
             self.start(machine)
 
     def start(self, machine: str) -> None:
