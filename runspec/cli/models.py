@@ -1,4 +1,4 @@
-"""Declares the commands about trained models: evaluate, serve, chat and export."""
+"""Declares the commands that look at a run and its models: dashboard, evaluate, serve, chat, export."""
 
 from __future__ import annotations
 
@@ -10,6 +10,24 @@ import typer
 from runspec.cli.options import RUN, RUNS, Json, Overrides, RunsDir
 
 app = typer.Typer()
+
+
+@app.command(rich_help_panel=RUN)
+def dashboard(
+    runs: Annotated[list[str], typer.Argument(help="NAME of a run; several lie over each other.")],
+    listen: Annotated[
+        str, typer.Option("--listen", help="HOST:PORT; beyond this machine the page has a token.")
+    ] = "127.0.0.1:8765",
+    to_file: Annotated[
+        Path | None, typer.Option("--export", help="Writes the page with its data to a file.")
+    ] = None,
+    browse: Annotated[bool, typer.Option("--open", help="Opens it in a browser.")] = False,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Shows a run in the browser: curves, roles, who waits for whom, and every rollout."""
+    from runspec.cli.dashboard import dashboard_command
+
+    raise typer.Exit(dashboard_command(runs, listen, to_file, runs_dir, browse=browse))
 
 
 @app.command(rich_help_panel=RUN)

@@ -228,7 +228,7 @@ def _store_errors() -> Iterator[None]:
 
 _ROWS = (
     "SELECT seq, convert_to(kind, 'UTF8'), convert_to(body, 'UTF8'), convert_to(chain, 'UTF8') "
-    "FROM ledger WHERE run = %s AND kind = coalesce(%s, kind) ORDER BY seq"
+    "FROM ledger WHERE run = %s AND kind = coalesce(%s, kind) AND seq > %s ORDER BY seq"
 )
 
 
@@ -255,9 +255,10 @@ class PostgresSnapshot:
     def close(self) -> None:
         self._connection.close()
 
-    def rows(self, kind: str | None = None) -> Iterator[Row]:
+    def rows(self, kind: str | None = None, *, after: int = 0) -> Iterator[Row]:
+        wanted = (self._run, kind, after)
         try:
-            for seq, *texts in fetched(self._connection, _ROWS, (self._run, kind), EXCHANGE_S):
+            for seq, *texts in fetched(self._connection, _ROWS, wanted, EXCHANGE_S):
                 yield Row(seq, *map(bytes, texts))
                 self._read += 1
         except psycopg.errors.UndefinedTable as error:

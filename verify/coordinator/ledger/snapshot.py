@@ -22,7 +22,7 @@ _BUSY_TIMEOUT_S = 10.0
 # As bytes, because a damaged row may not be text.
 _ROWS = (
     "SELECT seq, CAST(kind AS BLOB), CAST(body AS BLOB), CAST(chain AS BLOB) "
-    "FROM ledger WHERE :kind IS NULL OR kind = :kind ORDER BY seq"
+    "FROM ledger WHERE seq > :after AND (:kind IS NULL OR kind = :kind) ORDER BY seq"
 )
 _DROPPED = b'"outcome":"dropped"'
 """Part of the row of a verdict with a dropped group; other rows are not decoded."""
@@ -35,8 +35,8 @@ class Snapshot(Protocol):
         UserError: from every method, if they cannot be read as a ledger.
     """
 
-    def rows(self, kind: str | None = None) -> Iterator[Row]:
-        """Yield the rows of a kind, in order; all rows if None."""
+    def rows(self, kind: str | None = None, *, after: int = 0) -> Iterator[Row]:
+        """Yield the rows of a kind (None: of all) later than the `after`-th, in order."""
 
     def close(self) -> None: ...
 
@@ -73,9 +73,9 @@ class SqliteSnapshot:
     def close(self) -> None:
         self._database.close()
 
-    def rows(self, kind: str | None = None) -> Iterator[Row]:
+    def rows(self, kind: str | None = None, *, after: int = 0) -> Iterator[Row]:
         try:
-            for seq, *texts in self._database.execute(_ROWS, {"kind": kind}):
+            for seq, *texts in self._database.execute(_ROWS, {"kind": kind, "after": after}):
                 yield Row(seq, *(text or b"" for text in texts))
                 self._read += 1
         except sqlite3.Error as error:

@@ -1,0 +1,68 @@
+"""`runspec dashboard`: a live page of one or more runs, or one file that holds it."""
+
+from __future__ import annotations
+
+import asyncio
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
+from runspec.local.run_dir import find_run
+
+_MAX_RUNS = 8
+
+
+def dashboard_command(
+    runs: Sequence[str], listen: str, export: Path | None, runs_dir: Path, *, browse: bool
+) -> int:
+    """Serve the page until Ctrl-C, or write it; return the exit code.
+
+    Args:
+        runs: names or directories; the curves of several lie over each other.
+        listen: HOST:PORT.
+        export: file to write instead.
+        runs_dir: folder of runs.
+        browse: whether to open the page in a browser.
+
+    Raises:
+        UserError: there is no such run, or nothing can listen there.
+    """
+    # Drawn in here: numpy and tokenizers, which other commands do without.
+    from runspec.local.dashboard.page import exported_page
+    from runspec.local.dashboard.server import serve
+    from runspec.local.dashboard.source import FolderSource
+    from runspec.local.dashboard.view import RunView
+
+    if len(runs) > _MAX_RUNS:
+        raise UserError(
+            f"{len(runs)} runs, a page shows {_MAX_RUNS}", place="dashboard", remedy="name fewer"
+        )
+    host, port = _address(listen)
+    views = [RunView(FolderSource(find_run(run, runs_dir))) for run in runs]
+    if export is not None:
+        for view in views:
+            view.refresh(read_s=float("inf"))
+            if view.trouble:
+                raise UserError(view.trouble, place=view.name)
+        write_atomic(export, exported_page(views).encode())
+        print(f"{export}: {', '.join(view.name for view in views)}")
+        return 0
+
+    def tell(url: str) -> None:
+        print(f"{' and '.join(view.name for view in views)} at {url}  (Ctrl-C ends)", flush=True)
+        if browse:
+            webbrowser.open(url)
+
+    asyncio.run(serve(views, host, port, tell))
+    return 0
+
+
+def _address(listen: str) -> tuple[str, int]:
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UserError(
+            f"{listen[:100]!r} is no address", place="--listen", remedy="write 127.0.0.1:8080"
+        )
+    return host.strip("[]"), int(port)

@@ -1,0 +1,113 @@
+"""The page as one HTML document: markup, style, scripts and, in an export, the data.
+
+A run's texts are a model's words, and so hostile. They reach the page as JSON and are shown as text
+(`page/text.js`); the content security policy lets no script run but the page's own, by its digest.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from importlib import resources
+from string import Template
+from typing import Any
+
+from runspec.local.dashboard.view import RunView
+
+MAX_EXPORT_BYTES = 20_000_000
+SCRIPTS = ("uPlot.iife.min.js", "text.js", "data.js", "curves.js", "timeline.js", "rollouts.js", "main.js")
+STYLES = ("uPlot.min.css", "style.css")
+_ROOM = 2_000
+"""Bytes left for the policy and the title."""
+
+
+def live_page(names: Sequence[str]) -> str:
+    """Return the page that asks its server for the runs of these names, in order."""
+    return _page(" and ".join(names), json.dumps({"live": True, "names": list(names)}), "'self'")
+
+
+def exported_page(views: Sequence[RunView], most: int = MAX_EXPORT_BYTES) -> str:
+    """Return a page that holds all of its data.
+
+    Args:
+        views: runs, brought up to date.
+        most: bytes of the page; rollouts that do not fit are left out, and the page says so.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    frame = len(_page("", "", "'none'").encode()) + _ROOM
+    runs = [_run(view) for view in views]
+    left = most - frame - sum(len(_json(run).encode()) for run in runs)
+    for view, run in zip(views, runs, strict=True):
+        _add_rollouts(view, run, left // len(views))
+    data = _json({"live": False, "names": [view.name for view in views], "runs": runs})
+    return _page(" and ".join(view.name for view in views), data, "'none'")
+
+
+def _run(view: RunView) -> dict[str, Any]:
+    """Return what `RunView.answer` does at first, without rollouts."""
+    return json.loads(view.answer(dict.fromkeys(("rollouts",), view.rollouts.revision)))
+
+
+def _add_rollouts(view: RunView, run: dict[str, Any], room: int) -> None:
+    """Add rollouts to a run's data while there is room: whole groups, the rejected ones first, then
+    the newest and the oldest steps in turn."""
+    changes = view.rollouts.changes(-1)
+    groups: dict[str, list[list[Any]]] = {}
+    at = {name: i for i, name in enumerate(changes["fields"])}
+    for row in sorted(changes["rows"], key=lambda row: (row[at["step"]], row[at["id"]])):
+        groups.setdefault(row[at["group"]], []).append(row)
+    rows, details = [], {}
+    for members in _by_interest(list(groups.values()), lambda row: row[at["outcome"]]):
+        found = {row[at["id"]]: view.rollouts.detail(row[at["id"]]) for row in members}
+        room -= len(_json(members).encode()) + len(_json(found).encode())
+        if room < 0:
+            break
+        rows += members
+        details.update(found)
+    left_out = changes["judged"] - len(rows)
+    run["rollouts"] = [1, {**changes, "rows": rows, "unread": 0, "left_out": left_out}]
+    run["details"] = details
+
+
+def _by_interest(
+    groups: list[list[list[Any]]], outcome: Callable[[list[Any]], str]
+) -> list[list[list[Any]]]:
+    rejected = [g for g in groups if any(outcome(row) == "rejected" for row in g)]
+    others = [g for g in groups if not any(outcome(row) == "rejected" for row in g)]
+    half = (len(others) + 1) // 2
+    newest, oldest = others[::-1][:half], others[: len(others) - half]
+    turns = [group for pair in zip(newest, oldest, strict=False) for group in pair]
+    return rejected[::-1] + turns + newest[len(oldest) :]
+
+
+def _json(value: object) -> str:
+    """Return JSON that may stand in a script element: no `<`, so no tag can begin or end in it."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _page(title: str, data: str, connect: str) -> str:
+    scripts = [_file(name) for name in SCRIPTS]
+    digests = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    policy = (
+        f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; "
+        f"img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+    return Template(_file("page.html")).substitute(
+        policy=policy,
+        title=title,
+        style="\n".join(map(_file, STYLES)),
+        data=data.replace("<", "\\u003c"),
+        scripts="".join(f"<script>{script}</script>\n" for script in scripts),
+    )
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _file(name: str) -> str:
+    return (resources.files("runspec.local.dashboard") / "page" / name).read_text(encoding="utf-8")

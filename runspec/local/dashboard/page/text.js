@@ -1,0 +1,65 @@
+"use strict";
+/* Elements from plain data. Texts of a run are hostile: they only ever become text nodes, and
+   characters that would hide or reorder others are shown by their code. */
+
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
+const MOST_SHOWN = 20000;
+
+/* A text as it may be shown. */
+function clean(text) {
+  return String(text).replace(HIDDEN, (c) => `⟨U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+}
+
+/* An element. `options` are properties; `on...` are listeners; children are elements or texts. */
+function el(tag, options = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(options)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (name in made) made[name] = value;
+    else made.setAttribute(name, value);
+  }
+  made.append(...children.map((child) => (child instanceof Node ? child : clean(child ?? ""))));
+  return made;
+}
+
+/* A long text, cut until somebody asks for the rest. */
+function longText(text, className) {
+  const shown = clean(text), pre = el("pre", { className });
+  pre.textContent = shown.slice(0, MOST_SHOWN);
+  if (shown.length <= MOST_SHOWN) return pre;
+  const rest = shown.length - MOST_SHOWN;
+  pre.append(el("button", { onclick: () => (pre.textContent = shown) }, `${rest.toLocaleString()} more characters`));
+  return pre;
+}
+
+function number(value, digits = 3) {
+  if (typeof value !== "number") return "-";
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  return String(Number(value.toPrecision(digits)));
+}
+
+function duration(seconds) {
+  if (typeof seconds !== "number") return "-";
+  const s = Math.round(seconds), h = Math.floor(s / 3600), m = Math.floor(s / 60) % 60;
+  return h ? `${h} h ${m} min` : m ? `${m} min ${s % 60} s` : `${s} s`;
+}
+
+function size(bytes) {
+  if (typeof bytes !== "number") return "-";
+  const units = ["B", "kB", "MB", "GB", "TB"], i = Math.min(4, Math.floor(Math.log10(Math.max(1, bytes)) / 3));
+  return `${number(bytes / 1000 ** i)} ${units[i]}`;
+}
+
+/* A table; numbers stand to the right. */
+function table(heads, rows) {
+  const cell = (tag) => (value) =>
+    value instanceof Node ? el(tag, {}, value)
+      : el(tag, { className: typeof value === "number" ? "n" : "" }, typeof value === "number" ? number(value) : value);
+  return el("div", { className: "scroll" }, el("table", {},
+    el("thead", {}, el("tr", {}, ...heads.map(cell("th")))),
+    el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map(cell("td")))))));
+}
+
+function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}

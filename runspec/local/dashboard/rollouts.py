@@ -1,0 +1,337 @@
+"""Rollouts of a run, for people: what each is, what became of it, and which check rejected it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from runspec.core.errors import UserError
+from runspec.local.dashboard.source import Source
+from verify.coordinator.machine.events import (
+    Event,
+    LeaseGranted,
+    RolledBack,
+    StepClosed,
+    SubmissionJudged,
+)
+from verify.formats.lease import Lease
+from verify.formats.submission import (
+    Rollout,
+    decode_rollouts,
+    largest_accepted_bytes,
+)
+from verify.formats.tables import MalformedTable
+from verify.formats.verdict import MAX_ROWS, RolloutVerdict, decode_verdicts
+
+MOST = 20_000
+"""Rollouts that are listed, the newest ones."""
+MAX_TOKENS = 20_000
+"""Output tokens of one rollout that are shown; the page says how many more there are."""
+_SEARCHED_TOKENS = 1000
+"""Tokens at either end of a prompt and an output that a search looks through."""
+
+FIELDS = (
+    "id",
+    "step",
+    "group",
+    "problem",
+    "sample",
+    "worker",
+    "version",
+    "target",
+    "length",
+    "task",
+    "penalty",
+    "reward",
+    "advantage",
+    "gap",
+    "outcome",
+    "check",
+)
+"""Columns of a listed rollout. `group` names those that share a prompt; `advantage` is the reward
+minus the group's mean; `gap` is the mean |claimed - recomputed| log-prob, null if not recomputed;
+`outcome` is trained, accepted (not trained yet, or never), filtered (all of the group earned the
+same), dropped (the grader failed) or rejected; `check` names the check that failed."""
+_OUTCOME = FIELDS.index("outcome")
+Listed = list[Any]
+_OF_GRADE = {"usable": "accepted", "filtered": "filtered", "dropped": "dropped"}
+
+
+@dataclass
+class _Submission:
+    """A judged submission, by the ledger's events."""
+
+    lease: Lease
+    digest: str
+    outcomes: dict[int, str]
+    """Outcome by group; empty if it was rejected."""
+    reason: str
+    """Why it was rejected."""
+    ids: list[tuple[int, int]] = field(default_factory=list)
+    """Id and group of each listed rollout, in order of its rows."""
+
+    def outcome(self, group: int) -> str:
+        return "rejected" if self.reason else self.outcomes.get(group, "accepted")
+
+
+class Rollouts:
+    """The newest rollouts of a run; threads may share it.
+
+    Args:
+        source: of the run.
+        most: how many are listed.
+    """
+
+    def __init__(self, source: Source, most: int = MOST) -> None:
+        self._source, self._most = source, most
+        self._lock = threading.Lock()
+        self._leases: dict[str, Lease] = {}
+        self._submissions: dict[str, _Submission] = {}
+        """By lease."""
+        self._unread: list[str] = []
+        """Leases of judged submissions whose files were not read, oldest first."""
+        self._listed: dict[int, Listed] = {}
+        self._changed: dict[int, int] = {}
+        """Revision of the last change, by id."""
+        self._texts: dict[int, str] = {}
+        """What a search looks through, in lower case, by id."""
+        self._of: dict[int, tuple[str, int]] = {}
+        """Lease and row, by id."""
+        self._removed: list[tuple[int, int]] = []
+        """Revision and id of what is not listed any more."""
+        self._tokenizer: Tokenizer | None = None
+        self._next = 0
+        self.revision = 0
+        """Grows with every change."""
+        self.judged = 0
+        """Rollouts that were judged, listed or not."""
+        self.unreadable = 0
+        """Submissions whose files are gone or damaged."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether files wait to be read."""
+        return bool(self._unread)
+
+    def take(self, event: Event) -> None:
+        """Follow an event of the ledger."""
+        with self._lock:
+            if isinstance(event, LeaseGranted):
+                self._leases[event.digest] = event.lease
+            elif isinstance(event, SubmissionJudged) and event.lease in self._leases:
+                self._judge(event, self._leases.pop(event.lease))
+            elif isinstance(event, StepClosed):
+                for trained in event.trained:
+                    self._train(trained.lease, trained.group)
+            elif isinstance(event, RolledBack):
+                self._forget(event.version)
+
+    def _judge(self, event: SubmissionJudged, lease: Lease) -> None:
+        outcomes = {grade.group: _OF_GRADE[grade.outcome] for grade in event.groups}
+        reason = "" if event.accepted else event.reason or "rejected"
+        self._submissions[event.lease] = _Submission(lease, event.submission, outcomes, reason)
+        self._unread.append(event.lease)
+        self.judged += lease.groups * self._source.spec.grpo.group_size
+
+    def _train(self, lease: str, group: int) -> None:
+        if (submission := self._submissions.get(lease)) is None:
+            return
+        submission.outcomes[group] = "trained"
+        changed = [each for each, of in submission.ids if of == group and each in self._listed]
+        if changed:
+            self.revision += 1
+        for each in changed:
+            self._listed[each][_OUTCOME] = "trained"
+            self._changed[each] = self.revision
+
+    def _forget(self, version: int) -> None:
+        """Forget what a rollback took back."""
+        self.revision += 1
+        for lease, submission in list(self._submissions.items()):
+            if submission.lease.step >= version:
+                for each, _ in submission.ids:
+                    self._remove(each)
+                del self._submissions[lease]
+        self._unread = [lease for lease in self._unread if lease in self._submissions]
+        self._leases.clear()
+
+    def _remove(self, each: int) -> None:
+        if each in self._listed:
+            self._removed.append((self.revision, each))
+        for table in (self._listed, self._changed, self._texts, self._of):
+            table.pop(each, None)
+
+    def read(self, budget_s: float) -> None:
+        """Read files of submissions, the newest first, for about so many seconds."""
+        deadline = time.monotonic() + budget_s
+        while self._unread and time.monotonic() < deadline:
+            if len(self._listed) >= self._most and self._is_full_of_newer():
+                self._unread.clear()
+                return
+            lease = self._unread.pop()
+            submission = self._submissions[lease]
+            try:
+                read = self._open(submission)
+            except (UserError, MalformedTable):
+                self.unreadable += 1
+                continue
+            texts = [self._searched(rollout) for rollout, _ in read]
+            with self._lock:
+                self._add(lease, submission, read, texts)
+
+    def _is_full_of_newer(self) -> bool:
+        oldest = min(self._submissions[lease].lease.step for lease, _ in self._of.values())
+        return self._submissions[self._unread[-1]].lease.step < oldest
+
+    def _open(self, submission: _Submission) -> list[tuple[Rollout, RolloutVerdict]]:
+        step, spec = submission.lease.step, self._source.spec
+        rollouts = decode_rollouts(
+            self._source.table("submission", step, submission.digest),
+            max_rows=MAX_ROWS,
+            max_bytes=largest_accepted_bytes(spec),
+        )
+        verdicts = decode_verdicts(self._source.table("verdict", step, submission.digest))
+        if len(rollouts) != len(verdicts):
+            raise MalformedTable("the verdict has other rows than the submission")
+        return list(zip(rollouts, verdicts, strict=True))
+
+    def _add(
+        self,
+        lease: str,
+        submission: _Submission,
+        read: Sequence[tuple[Rollout, RolloutVerdict]],
+        texts: Sequence[str],
+    ) -> None:
+        self.revision += 1
+        advantages = _advantages(read)
+        for row, (rollout, verdict) in enumerate(read):
+            each = self._next
+            self._next += 1
+            group = f"{rollout.step}-{submission.digest[:8]}-{rollout.group}"
+            self._listed[each] = [
+                *(each, rollout.step, group, rollout.problem_id, rollout.sample),
+                *(rollout.worker[:8], rollout.version, verdict.target, len(rollout.output_tokens)),
+                *(_short(verdict.task_reward), _short(verdict.length_penalty)),
+                *(_short(verdict.reward), _short(advantages[row]), _short(verdict.logprob_diff)),
+                *(submission.outcome(rollout.group), _failed(verdict)),
+            ]
+            self._changed[each], self._texts[each] = self.revision, texts[row]
+            self._of[each] = lease, row
+            submission.ids.append((each, rollout.group))
+        while len(self._listed) > self._most:
+            self._remove(min(self._listed, key=lambda i: (self._listed[i][1], i)))
+
+    def changes(self, since: int) -> dict[str, Any]:
+        """Return what changed after a revision, for the page."""
+        with self._lock:
+            rows = [self._listed[i] for i, rev in self._changed.items() if rev > since]
+            return {
+                "revision": self.revision,
+                "fields": FIELDS,
+                "rows": rows,
+                "removed": [i for rev, i in self._removed if rev > since >= 0],
+                "judged": self.judged,
+                "unread": len(self._unread),
+                "unreadable": self.unreadable,
+            }
+
+    def search(self, words: str) -> list[int]:
+        """Return the ids of rollouts whose texts contain all the words, in whatever case."""
+        wanted = words.lower().split()
+        with self._lock:
+            texts = list(self._texts.items())
+        return [i for i, text in texts if all(word in text for word in wanted)]
+
+    def detail(self, each: int) -> dict[str, Any] | None:
+        """Return all of one rollout; None if it is not listed.
+
+        Keys: `prompt`, `pieces` (texts of the output's tokens), `logprobs` (claimed), `recomputed`
+        (null if not), `more` (tokens that are left out), `worker`, `submission`, `versions`,
+        `finish_reason`, `reason` (why the submission was rejected), `checks` (name, passed, value,
+        limit, reason).
+
+        Raises:
+            UserError: its files cannot be read any more.
+        """
+        with self._lock:
+            if each not in self._of:
+                return None
+            lease, row = self._of[each]
+            submission = self._submissions[lease]
+        try:
+            rollout, verdict = self._open(submission)[row]
+        except MalformedTable as error:
+            raise UserError(str(error), place=submission.digest, remedy="audit the run") from error
+        tokens = [int(token) for token in rollout.output_tokens[:MAX_TOKENS]]
+        return {
+            "prompt": self._decoded(rollout.prompt_tokens[-MAX_TOKENS:]),
+            "pieces": self._pieces(tokens),
+            "logprobs": _shorts(rollout.logprobs[:MAX_TOKENS]),
+            "recomputed": None
+            if verdict.logprobs is None
+            else _shorts(verdict.logprobs[:MAX_TOKENS]),
+            "more": len(rollout.output_tokens) - len(tokens),
+            "worker": rollout.worker,
+            "submission": submission.digest,
+            "finish_reason": rollout.finish_reason,
+            "reason": submission.reason,
+            "checks": [
+                [c.name, c.passed, _short(c.value), _short(c.limit), c.reason]
+                for c in verdict.checks
+            ],
+        }
+
+    def _searched(self, rollout: Rollout) -> str:
+        parts = (rollout.problem_id, *map(self._ends, (rollout.prompt_tokens, rollout.output_tokens)))
+        return "\n".join(parts).lower()
+
+    def _ends(self, tokens: np.ndarray) -> str:
+        if len(tokens) <= 2 * _SEARCHED_TOKENS:
+            return self._decoded(tokens)
+        ends = tokens[:_SEARCHED_TOKENS], tokens[-_SEARCHED_TOKENS:]
+        return "\n".join(map(self._decoded, ends))
+
+    def _decoded(self, tokens: np.ndarray) -> str:
+        return self._words.decode([int(token) for token in tokens], skip_special_tokens=False)
+
+    def _pieces(self, tokens: Sequence[int]) -> list[str]:
+        """Return each token's part of the text; the last token of a split character has it."""
+        stream = DecodeStream(skip_special_tokens=False)
+        return [stream.step(self._words, token) or "" for token in tokens]
+
+    @property
+    def _words(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = self._source.tokenizer()
+        return self._tokenizer
+
+
+def _failed(verdict: RolloutVerdict) -> str | None:
+    return next((check.name for check in verdict.checks if not check.passed), None)
+
+
+def _advantages(read: Iterable[tuple[Rollout, RolloutVerdict]]) -> list[float]:
+    """Return the reward minus the mean of the group, which is a run of equal group numbers."""
+    found: list[float] = []
+    for _, rows in groupby(read, key=lambda pair: pair[0].group):
+        rewards = [verdict.reward for _, verdict in rows]
+        mean = sum(rewards) / len(rewards)
+        found += [reward - mean for reward in rewards]
+    return found
+
+
+def _short(value: float | None) -> float | None:
+    """Return a number with five significant digits, which the page shows; no NaN, no infinity."""
+    return None if value is None or not np.isfinite(value) else float(f"{value:.5g}")
+
+
+def _shorts(values: np.ndarray) -> list[float | None]:
+    return [_short(float(value)) for value in values]

@@ -1,0 +1,129 @@
+"""One run as its page shows it: sections of plain data, each with a revision."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from runspec.core.errors import UserError
+from runspec.local.dashboard.rollouts import Rollouts
+from runspec.local.dashboard.source import Source
+from runspec.local.dashboard.timeline import Timeline
+from runspec.local.evaluations import SECTION, evaluation_plots, newest, result_line
+from runspec.local.metrics import end_figures, summarise, time_left_s
+from runspec.local.plots import Curve, Figure, figures
+
+MAX_POINTS = 1000
+"""Points of a curve; those of longer runs are means of neighbours."""
+SECTIONS = ("head", "figures", "timeline")
+READ_S = 1.0
+
+
+class RunView:
+    """A run, brought up to date by `refresh`; answers are ready at once.
+
+    Args:
+        source: of the run.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.name = source, source.spec.name
+        self.rollouts = Rollouts(source)
+        self._timeline, self._seq = Timeline(), 0
+        self._sections = {name: (0, "null") for name in SECTIONS}
+        """Revision and JSON by section."""
+        self.trouble = ""
+        """Why the run cannot be read now; empty if it can."""
+
+    def refresh(self, read_s: float = READ_S) -> None:
+        """Read what is new. A run that cannot be read now keeps what was read."""
+        try:
+            self._follow(read_s)
+            self.trouble = ""
+        except UserError as error:
+            self.trouble = f"{error.place}: {error.thing}"
+
+    def _follow(self, read_s: float) -> None:
+        for seq, event in self.source.events(self._seq):
+            self._timeline.take(event)
+            self.rollouts.take(event)
+            self._seq = seq
+        self.rollouts.read(read_s)
+        spec, rows, results = self.source.spec, self.source.rows(), self.source.evaluations()
+        summary = summarise(rows, wall_s=0.0, weights_bytes_sent=0) if rows else None
+        head = {
+            "name": self.name,
+            "kind": spec.algorithm.kind,
+            "steps": spec.steps,
+            "step": int(rows[-1]["step"]) + 1 if rows else 0,
+            "left_s": time_left_s(rows, spec.steps),
+            "ends": end_figures(summary) if summary else [],
+            "evaluations": [f"{n}, {result_line(r)}" for n, r in newest(results).items()],
+            **self.source.head(),
+        }
+        plots = figures(rows)
+        if results:
+            plots = {SECTION: evaluation_plots(results), **plots}
+        self._set("head", head)
+        self._set("figures", {title: [*map(plain_figure, of)] for title, of in plots.items()})
+        self._set("timeline", self._timeline.spans(rows, results))
+
+    def _set(self, name: str, value: Any) -> None:
+        text, (revision, before) = json.dumps(value, separators=(",", ":")), self._sections[name]
+        if text != before:
+            self._sections[name] = revision + 1, text
+
+    def answer(self, known: Mapping[str, int]) -> str:
+        """Return a JSON object of what changed: sections as [revision, value].
+
+        Args:
+            known: revision by section that the page has.
+        """
+        parts = [f'"trouble":{json.dumps(self.trouble)}']
+        for name, (revision, text) in self._sections.items():
+            if revision > known.get(name, 0):
+                parts.append(f'"{name}":[{revision},{text}]')
+        since = known.get("rollouts", -1)
+        if since < self.rollouts.revision:
+            changes = self.rollouts.changes(since)
+            text = json.dumps(changes, separators=(",", ":"))
+            parts.append(f'"rollouts":[{changes["revision"]},{text}]')
+        return "{" + ",".join(parts) + "}"
+
+
+def plain_figure(figure: Figure) -> dict[str, Any]:
+    """Return a figure as plain data for the page."""
+    return {
+        "title": figure.title,
+        "caption": figure.caption,
+        "bottom": figure.bottom,
+        "top": figure.top,
+        "levels": list(figure.levels),
+        "log": figure.log,
+        "curves": [_curve(curve) for curve in figure.curves],
+    }
+
+
+def _curve(curve: Curve) -> dict[str, Any]:
+    points = thinned(curve.points)
+    return {
+        "label": curve.label,
+        "x": [x for x, _ in points],
+        "y": [_rounded(y) for _, y in points],
+        "averaged": curve.averaged,
+        "band": [[x, _rounded(low), _rounded(high)] for x, low, high in curve.band],
+    }
+
+
+def thinned(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> Sequence:
+    """Return at most so many points; each is the mean of its share of neighbours, at the last x."""
+    if len(points) <= most:
+        return points
+    edges = [i * len(points) // most for i in range(most + 1)]
+    shares = [points[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [(share[-1][0], sum(y for _, y in share) / len(share)) for share in shares]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")
