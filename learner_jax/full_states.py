@@ -270,7 +270,9 @@ class StateWriter:
             if run.peers.first:
                 # A step trains rollouts leased up to `async_level` steps before it.
                 lag = 0 if spec.supervised else spec.grpo.async_level
-                _drop_rollouts(run.folder, state_steps(folder)[0] - lag)
+                needed, kept = state_steps(folder)[0] - lag, spec.storage.rollouts
+                passed = needed if kept is None else min(needed, info.step - kept)
+                _drop_rollouts(run.folder, passed)
 
         return finish
 

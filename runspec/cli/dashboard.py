@@ -6,23 +6,37 @@ import asyncio
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from runspec.core.address import is_server_url
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
+from runspec.core.keys import SigningKey
 from runspec.local.run_dir import find_run
+
+if TYPE_CHECKING:
+    from runspec.local.dashboard.source import Source
 
 _MAX_RUNS = 8
 
 
 def dashboard_command(
-    runs: Sequence[str], listen: str, export: Path | None, runs_dir: Path, *, browse: bool
+    runs: Sequence[str],
+    listen: str,
+    export: Path | None,
+    key: Path | None,
+    runs_dir: Path,
+    *,
+    browse: bool,
 ) -> int:
     """Serve the page until Ctrl-C, or write it; return the exit code.
 
     Args:
-        runs: names or directories; the curves of several lie over each other.
+        runs: names, directories or URLs of coordinators; the curves of several lie over each
+            other.
         listen: HOST:PORT.
         export: file to write instead.
+        key: file of the coordinators' key, for URLs.
         runs_dir: folder of runs.
         browse: whether to open the page in a browser.
 
@@ -32,7 +46,6 @@ def dashboard_command(
     # Drawn in here: numpy and tokenizers, which other commands do without.
     from runspec.local.dashboard.page import exported_page
     from runspec.local.dashboard.server import serve
-    from runspec.local.dashboard.source import FolderSource
     from runspec.local.dashboard.view import RunView
 
     if len(runs) > _MAX_RUNS:
@@ -40,7 +53,7 @@ def dashboard_command(
             f"{len(runs)} runs, a page shows {_MAX_RUNS}", place="dashboard", remedy="name fewer"
         )
     host, port = _address(listen)
-    views = [RunView(FolderSource(find_run(run, runs_dir))) for run in runs]
+    views = [RunView(_source(run, key, runs_dir)) for run in runs]
     if export is not None:
         for view in views:
             view.refresh(read_s=float("inf"))
@@ -57,6 +70,21 @@ def dashboard_command(
 
     asyncio.run(serve(views, host, port, tell))
     return 0
+
+
+def _source(run: str, key: Path | None, runs_dir: Path) -> Source:
+    from runspec.local.dashboard.remote import CoordinatorSource
+    from runspec.local.dashboard.source import FolderSource
+
+    if not is_server_url(run):
+        return FolderSource(find_run(run, runs_dir))
+    if key is None:
+        raise UserError(
+            "only the coordinator's own key may read a run over HTTP",
+            place=run,
+            remedy="name it with --key runs/NAME/keys/coordinator.key",
+        )
+    return CoordinatorSource(run, SigningKey.load(key))
 
 
 def _address(listen: str) -> tuple[str, int]:

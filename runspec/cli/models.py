@@ -1,4 +1,4 @@
-"""Declares the commands that look at a run and its models: dashboard, evaluate, serve, chat, export."""
+"""Declares the commands that look at runs and models: dashboard, evaluate, serve, chat, export."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ app = typer.Typer()
 
 @app.command(rich_help_panel=RUN)
 def dashboard(
-    runs: Annotated[list[str], typer.Argument(help="NAME of a run; several lie over each other.")],
+    runs: Annotated[
+        list[str],
+        typer.Argument(help="NAME, or the coordinator's URL; several lie over each other."),
+    ],
     listen: Annotated[
         str, typer.Option("--listen", help="HOST:PORT; beyond this machine the page has a token.")
     ] = "127.0.0.1:8765",
     to_file: Annotated[
         Path | None, typer.Option("--export", help="Writes the page with its data to a file.")
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option("--key", help="The coordinator's key, for a URL.")
     ] = None,
     browse: Annotated[bool, typer.Option("--open", help="Opens it in a browser.")] = False,
     runs_dir: RunsDir = RUNS,
@@ -27,7 +33,7 @@ def dashboard(
     """Shows a run in the browser: curves, roles, who waits for whom, and every rollout."""
     from runspec.cli.dashboard import dashboard_command
 
-    raise typer.Exit(dashboard_command(runs, listen, to_file, runs_dir, browse=browse))
+    raise typer.Exit(dashboard_command(runs, listen, to_file, key, runs_dir, browse=browse))
 
 
 @app.command(rich_help_panel=RUN)

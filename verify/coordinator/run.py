@@ -39,6 +39,7 @@ from verify.coordinator.services.judging import Judging
 from verify.coordinator.services.leasing import Admission, Leasing
 from verify.coordinator.services.operator import OperatorService
 from verify.coordinator.services.status import Status
+from verify.coordinator.services.view import View
 from verify.formats.joining import sign_spec
 from verify.pool_limits import gap_noise_by_pool
 from verify.request_auth import RequestChecker
@@ -100,6 +101,7 @@ async def serve(
         site,
         Status(spec.name, journal, judging, backlog, peers),
         Evaluations(run_dir, spec, roles),
+        View(run_dir, spec),
         islands,
     )
     documents = Documents(sign_spec(spec, key), roles_document)

@@ -35,6 +35,8 @@ from verify.coordinator.services.judging import Judging
 from verify.coordinator.services.leasing import Leasing
 from verify.coordinator.services.operator import OperatorService
 from verify.coordinator.services.status import Status
+from verify.coordinator.services.view import View
+from verify.coordinator.view_server import ViewApi
 from verify.formats.evaluation import MAX_EVALUATION_BYTES
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
@@ -66,6 +68,8 @@ class Services:
     """For everybody."""
     evaluations: Evaluations
     """For the evaluator."""
+    view: View
+    """For a page of the run elsewhere."""
     islands: Islands | None
     """For learner islands; None for one learner."""
 
@@ -105,7 +109,7 @@ class Api:
         self._leasing, self._judging = services.leasing, services.judging
         self._operator, self._site = services.operator, services.site
         self._status, self._islands = services.status, services.islands
-        self._evaluations = services.evaluations
+        self._evaluations, self._view = services.evaluations, services.view
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Receives the error after which the process must end: the ledger cannot be written."""
 
@@ -136,6 +140,7 @@ class Api:
                 web.post("/v1/operator/revoke", self._ordered(self._operator.revoke)),
             ]
         )
+        application.add_routes(ViewApi(self._view, self._roles, self._authentication).routes())
         if self._islands is not None:
             application.add_routes(IslandApi(self._islands, self._authentication).routes())
         return application

@@ -17,7 +17,15 @@ from typing import Any
 from runspec.local.dashboard.view import RunView
 
 MAX_EXPORT_BYTES = 20_000_000
-SCRIPTS = ("uPlot.iife.min.js", "text.js", "data.js", "curves.js", "timeline.js", "rollouts.js", "main.js")
+SCRIPTS = (
+    "uPlot.iife.min.js",
+    "text.js",
+    "data.js",
+    "curves.js",
+    "timeline.js",
+    "rollouts.js",
+    "main.js",
+)
 STYLES = ("uPlot.min.css", "style.css")
 _ROOM = 2_000
 """Bytes left for the policy and the title."""

@@ -290,7 +290,10 @@ class Rollouts:
         }
 
     def _searched(self, rollout: Rollout) -> str:
-        parts = (rollout.problem_id, *map(self._ends, (rollout.prompt_tokens, rollout.output_tokens)))
+        parts = (
+            rollout.problem_id,
+            *map(self._ends, (rollout.prompt_tokens, rollout.output_tokens)),
+        )
         return "\n".join(parts).lower()
 
     def _ends(self, tokens: np.ndarray) -> str:

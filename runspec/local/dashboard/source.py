@@ -19,7 +19,7 @@ from runspec.core.spec.schema import RunSpec
 from runspec.local.conditions import conditions
 from runspec.local.diagnosis import cause_lines, diagnose
 from runspec.local.endpoints import load_endpoints
-from runspec.local.metrics import read_rows
+from runspec.local.metrics import read_rows, shares_bytes_sent, weights_bytes_sent
 from runspec.local.progress import coordinator_status
 from runspec.local.snapshot import Snapshot, look_at
 from verify.coordinator.ledger.ledger import BadRow, decode_event
@@ -63,8 +63,9 @@ class Source(Protocol):
     def head(self) -> dict[str, Any]:
         """Return what is known of the run as a whole.
 
-        Keys: `state`, `reason`, `waiting_for`, `wall_s`, `published`, `diagnosis` (lines),
-        `conditions`, `roles`, `events`, `workers`, `validators`, `servers` (of the broadcast tree).
+        Keys: `state`, `reason`, `waiting_for`, `wall_s`, `weights_bytes_sent`,
+        `shares_bytes_sent`, `published`, `diagnosis` (lines), `conditions`, `roles`, `events`,
+        `workers`, `validators`, `servers` (of the broadcast tree).
         """
 
 
@@ -116,6 +117,8 @@ class FolderSource:
             "reason": seen.reason,
             "waiting_for": status.get("waiting_for"),
             "wall_s": seen.wall_s,
+            "weights_bytes_sent": weights_bytes_sent(self._run_dir),
+            "shares_bytes_sent": shares_bytes_sent(self._run_dir),
             "published": seen.published,
             "diagnosis": [*cause_lines(diagnose(seen.spec, seen.rows, seen.dropped.by_grader))],
             "conditions": [
@@ -143,23 +146,29 @@ class FolderSource:
         return self._workers[1]
 
     def _servers(self, seen: Snapshot) -> list[dict[str, Any]]:
-        endpoints, spec = load_endpoints(self._run_dir), self.spec
-        urls = {"origin": endpoints.origin, **endpoints.relays} if endpoints else {}
-        upstreams = {"origin": [], **{r.name: r.upstream for r in spec.broadcast.relays}}
-        found = []
-        for name, upstream in upstreams.items():
-            role = name if name == "origin" else f"relay-{name}"
+        endpoints, found = load_endpoints(self._run_dir), []
+        urls = endpoints.all() if endpoints else {}
+        for role, upstream, url in broadcast_tree(self.spec):
             store = self._run_dir / "store" / role
             found.append(
                 {
                     "name": role,
-                    "upstream": [u if u == "origin" else f"relay-{u}" for u in upstream],
-                    "url": urls.get(name) or "",
-                    "versions": stored_versions(store, spec.name),
+                    "upstream": upstream,
+                    "url": urls.get(role, url),
+                    "versions": stored_versions(store, self.spec.name),
                     "bytes_sent": _bytes_sent(store),
                 }
             )
         return found
+
+
+def broadcast_tree(spec: RunSpec) -> list[tuple[str, list[str], str]]:
+    """Return role, upstream roles and URL (empty if the spec has none) of origin and relays."""
+    tree: list[tuple[str, list[str], str]] = [("origin", [], spec.broadcast.origin.url or "")]
+    for relay in spec.broadcast.relays:
+        upstream = [name if name == "origin" else f"relay-{name}" for name in relay.upstream]
+        tree.append((f"relay-{relay.name}", upstream, relay.url or ""))
+    return tree
 
 
 def _bytes_sent(store: Path) -> int | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from runspec.core.errors import UserError
+from runspec.local.dashboard.facts import facts, work_line
 from runspec.local.dashboard.rollouts import Rollouts
 from runspec.local.dashboard.source import Source
 from runspec.local.dashboard.timeline import Timeline
@@ -31,7 +33,7 @@ class RunView:
         self.source, self.name = source, source.spec.name
         self.rollouts = Rollouts(source)
         self._timeline, self._seq = Timeline(), 0
-        self._sections = {name: (0, "null") for name in SECTIONS}
+        self._sections = dict.fromkeys(SECTIONS, (0, "null"))
         """Revision and JSON by section."""
         self.trouble = ""
         """Why the run cannot be read now; empty if it can."""
@@ -51,16 +53,20 @@ class RunView:
             self._seq = seq
         self.rollouts.read(read_s)
         spec, rows, results = self.source.spec, self.source.rows(), self.source.evaluations()
-        summary = summarise(rows, wall_s=0.0, weights_bytes_sent=0) if rows else None
+        now = self.source.head()
+        sent = {key: now.pop(key) for key in ("weights_bytes_sent", "shares_bytes_sent")}
+        summary = summarise(rows, wall_s=now["wall_s"], **sent) if rows else None
         head = {
             "name": self.name,
             "kind": spec.algorithm.kind,
             "steps": spec.steps,
             "step": int(rows[-1]["step"]) + 1 if rows else 0,
             "left_s": time_left_s(rows, spec.steps),
+            "work": work_line(summary) if summary else "",
             "ends": end_figures(summary) if summary else [],
+            "facts": facts(summary) if summary else [],
             "evaluations": [f"{n}, {result_line(r)}" for n, r in newest(results).items()],
-            **self.source.head(),
+            **now,
         }
         plots = figures(rows)
         if results:
@@ -121,7 +127,7 @@ def thinned(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> Se
     if len(points) <= most:
         return points
     edges = [i * len(points) // most for i in range(most + 1)]
-    shares = [points[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    shares = [points[a:b] for a, b in pairwise(edges)]
     return [(share[-1][0], sum(y for _, y in share) / len(share)) for share in shares]
 
 

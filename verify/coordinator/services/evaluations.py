@@ -72,5 +72,8 @@ def _shown(result: Evaluated) -> Mapping[str, Any]:
         "evaluation": result.evaluation,
         "version": result.version,
         "finished": result.finished,
+        "wall_s": result.wall_s,
+        "cpu_s": result.cpu_s,
+        "faults": result.faults,
         "figures": figures,
     }

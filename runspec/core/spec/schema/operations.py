@@ -57,6 +57,9 @@ class Storage(Block):
     moves only by hand."""
     scratch: str = "~/.cache/runspec"
     """Folder on each machine for roles that do not share the run directory."""
+    rollouts: Annotated[Count | None, Unit("steps")] = None
+    """Newest steps whose rollouts stay, for people to read; when null those that a learner may
+    train again after a restart, which stay in any case."""
     shared: bool = False
     """Says that every host sees the same files under `dir` and `checkpoints.dir`, as on a network
     file system."""

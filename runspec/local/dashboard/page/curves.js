@@ -24,6 +24,18 @@ function curvesOf(section, title) {
   return found;
 }
 
+/* Label and colour of each curve, and its values: at the pointer, else the last. */
+function legend(node, plot, names) {
+  const [xs] = plot.data, i = plot.cursor.idx ?? null;
+  const at = i === null ? [] : [el("span", {}, `at ${number(xs[i])}`)];
+  node.replaceChildren(...at, ...names.map(({ label, stroke, k }) => {
+    const ys = plot.data[k], value = i === null ? ys.findLast((y) => y !== null) : ys[i];
+    const mark = el("span", {}, "■ ");
+    mark.style.color = stroke;
+    return el("span", {}, mark, label ? `${label} ${number(value)}` : number(value));
+  }));
+}
+
 /* Values of a curve at the plot's common x; null where it has none. */
 function at(xs, curve, values) {
   const by = new Map(curve.x.map((x, i) => [x, values[i]]));
@@ -32,58 +44,60 @@ function at(xs, curve, values) {
 
 function plotData(figure, curves) {
   const xs = [...new Set(curves.flatMap((curve) => curve.x))].sort((a, b) => a - b);
-  const data = [xs], series = [{}], bands = [];
+  const data = [xs], series = [{}], bands = [], names = [];
   curves.forEach((curve, i) => {
-    const stroke = COLOURS[i % COLOURS.length], label = curve.label || "value", spanGaps = true;
+    const stroke = COLOURS[i % COLOURS.length], { label } = curve, spanGaps = true;
     if (curve.averaged) {
       data.push(at(xs, curve, curve.y), at(xs, curve, smoothed(curve.y)));
-      series.push({ label: `${label}, a step`, stroke: `${stroke}66`, width: 1, spanGaps, points: { show: false } });
+      series.push({ stroke: `${stroke}66`, width: 1, spanGaps, points: { show: false } });
       series.push({ label, stroke, width: 2, spanGaps, points: { show: false } });
     } else {
       data.push(at(xs, curve, curve.y));
       series.push({ label, stroke, width: 1.5, spanGaps, points: { show: curve.x.length < 60 } });
     }
+    names.push({ label, stroke, k: data.length - 1 });
     if (curve.band.length) {
       const [low, high] = [1, 2].map((k) => at(xs, { x: curve.band.map((b) => b[0]) }, curve.band.map((b) => b[k])));
       data.push(high, low);
-      for (const name of ["high", "low"])
-        series.push({ label: `${label}, ${name}`, stroke: `${stroke}55`, width: 0.5, spanGaps, points: { show: false } });
+      for (let side = 0; side < 2; side++) series.push({ stroke: `${stroke}55`, width: 0.5, spanGaps, points: { show: false } });
       bands.push({ series: [data.length - 2, data.length - 1], fill: `${stroke}33` });
     }
     if (figure.levels[i] !== undefined) {
       data.push(xs.map(() => figure.levels[i]));
-      series.push({ label: `${label}, aim`, stroke: `${stroke}aa`, width: 1, dash: [5, 4], points: { show: false } });
+      series.push({ stroke: `${stroke}aa`, width: 1, dash: [5, 4], points: { show: false } });
     }
   });
-  return { data, series, bands };
+  return { data, series, bands, names };
 }
 
 class Plot {
   constructor(section, figure) {
-    Object.assign(this, { section, figure, plot: null, names: "" });
+    Object.assign(this, { section, figure, plot: null, shown: "" });
     this.holder = el("div", { className: "plot" });
-    this.node = el("figure", {}, el("figcaption", {}, el("b", {}, figure.title), el("br"), figure.caption), this.holder);
+    this.legend = el("div", { className: "legend" });
+    const caption = el("figcaption", {}, el("b", {}, figure.title), el("br"), figure.caption);
+    this.node = el("figure", {}, caption, this.holder, this.legend);
   }
 
   draw() {
     const width = this.holder.clientWidth;
     if (!width) return;
-    const { data, series, bands } = plotData(this.figure, curvesOf(this.section, this.figure.title));
-    const names = series.map((each) => each.label).join() + colour("ink");
-    if (this.plot && this.names === names) {
+    const { data, series, bands, names } = plotData(this.figure, curvesOf(this.section, this.figure.title));
+    const shown = names.map((each) => `${each.label} ${each.k}`).join() + colour("ink");
+    if (this.plot && this.shown === shown) {
       this.plot.setSize({ width, height: 210 });
       this.plot.setData(data);
       return;
     }
     this.plot?.destroy();
-    this.names = names;
+    this.shown = shown;
     const { log, bottom, top } = this.figure, axis = { stroke: colour("soft"), grid: { stroke: colour("line"), width: 1 } };
     const positive = log && data.slice(1).some((ys) => ys.some((y) => y > 0));
     const range = (_, low, high) => [bottom ?? low, Math.max(high, top ?? high)];
     const y = positive ? { distr: 3 } : bottom !== null ? { range } : {};
-    const legend = { show: true, live: true };
+    const tell = (plot) => legend(this.legend, plot, names);
     this.plot = new uPlot({
-      width, height: 210, series, bands, legend,
+      width, height: 210, series, bands, legend: { show: false }, hooks: { setCursor: [tell], setData: [tell], ready: [tell] },
       axes: [{ ...axis }, { ...axis, size: 56, values: (_, ticks) => ticks.map((t) => (t === null ? "" : number(t))) }],
       scales: { x: { time: false }, y },
       cursor: { sync: { key: "steps" } },

@@ -28,8 +28,10 @@ function drawOverview() {
   if (!head) return $("overview").replaceChildren(el("p", {}, "The run is being read."));
   if (head.reason) parts.push(el("p", { className: "bad" }, head.reason));
   for (const line of head.diagnosis) parts.push(el("p", { className: "warn" }, `does not learn: ${line}`));
+  if (head.work) parts.push(el("p", {}, head.work));
   for (const line of head.evaluations) parts.push(el("p", {}, line));
-  if (head.ends.length) parts.push(table(["", "first 10 steps", "last 10 steps"], head.ends));
+  if (head.ends.length)
+    parts.push(el("div", { className: "pair" }, table(["", "first 10 steps", "last 10 steps"], head.ends), table(["", ""], head.facts)));
   if (head.conditions.length) parts.push(el("h2", {}, "Conditions"), table(["condition", "reason", ""], head.conditions));
   if (head.roles.length) {
     parts.push(el("h2", {}, "Roles"));

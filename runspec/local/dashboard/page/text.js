@@ -34,7 +34,7 @@ function longText(text, className) {
 
 function number(value, digits = 3) {
   if (typeof value !== "number") return "-";
-  if (Number.isInteger(value)) return value.toLocaleString("en");
+  if (Number.isInteger(value)) return (value + 0).toLocaleString("en"); // + 0: no "-0"
   return String(Number(value.toPrecision(digits)));
 }
 

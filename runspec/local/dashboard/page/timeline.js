@@ -1,8 +1,8 @@
 "use strict";
 /* Who worked and who waited, on lanes of time. Drag moves, the wheel or + and - zoom. */
 
-const KINDS = { training: "good", waiting: "warn", sampling: "busy", judging: "good", rejected: "bad",
-  withheld: "bad", filling: "line", published: "ink", evaluating: "busy" };
+const KINDS = { training: "good", waiting: "warn", sampling: "busy", judging: "judge", rejected: "bad",
+  withheld: "lost", filling: "line", published: "ink", evaluating: "ask" };
 const LANE = 26, LEFT = 150, HEAD = 22;
 
 class TimelineView {
