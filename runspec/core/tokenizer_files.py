@@ -55,7 +55,7 @@ class TokenizerFiles:
         if template.is_file():
             source = read_bounded(template, MAX_CONFIG_BYTES).decode(errors="replace")
             config = {**config, "chat_template": source}
-        return cls(_read_tokenizer(directory / "tokenizer.json"), config, str(directory))
+        return cls(read_tokenizer(directory / "tokenizer.json"), config, str(directory))
 
     @property
     def special_tokens(self) -> dict[str, str]:
@@ -75,7 +75,7 @@ class TokenizerFiles:
         return None if number is None else int(number)
 
 
-def _read_tokenizer(path: Path) -> Tokenizer:
+def read_tokenizer(path: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_buffer(read_bounded(path, MAX_TOKENIZER_BYTES))
     except Exception as error:  # the library raises nothing narrower

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.keys import SigningKey
-from runspec.core.tokenizer_files import MAX_TOKENIZER_BYTES
+from runspec.core.tokenizer_files import MAX_TOKENIZER_BYTES, read_tokenizer
 from runspec.local.dashboard.source import Table, broadcast_tree
 from runspec.local.diagnosis import cause_lines, diagnose
 from runspec.local.metrics import read_rows
@@ -104,7 +104,7 @@ class CoordinatorSource:
         data = self._get("/v1/view/tokenizer", MAX_TOKENIZER_BYTES)
         path = Path(self._folder.name) / TOKENIZER_FILE
         path.write_bytes(data)
-        return Tokenizer.from_file(str(path))
+        return read_tokenizer(path)
 
     def head(self) -> dict[str, Any]:
         status = self._object("/v1/status", _MAX_STATUS_BYTES)

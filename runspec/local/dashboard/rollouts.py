@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -35,6 +36,8 @@ MOST = 20_000
 """Rollouts that are listed, the newest ones."""
 MAX_TOKENS = 20_000
 """Output tokens of one rollout that are shown; the page says how many more there are."""
+_FILES_KEPT = 8
+"""Submissions whose files stay in memory: a page asks for all rollouts of a group."""
 _SEARCHED_TOKENS = 1000
 """Tokens at either end of a prompt and an output that a search looks through."""
 
@@ -108,6 +111,7 @@ class Rollouts:
         self._removed: list[tuple[int, int]] = []
         """Revision and id of what is not listed any more."""
         self._tokenizer: Tokenizer | None = None
+        self._opened = lru_cache(_FILES_KEPT)(self._open)
         self._next = 0
         self.revision = 0
         """Grows with every change."""
@@ -179,7 +183,7 @@ class Rollouts:
             lease = self._unread.pop()
             submission = self._submissions[lease]
             try:
-                read = self._open(submission)
+                read = self._open(submission.lease.step, submission.digest)
             except (UserError, MalformedTable):
                 self.unreadable += 1
                 continue
@@ -191,14 +195,13 @@ class Rollouts:
         oldest = min(self._submissions[lease].lease.step for lease, _ in self._of.values())
         return self._submissions[self._unread[-1]].lease.step < oldest
 
-    def _open(self, submission: _Submission) -> list[tuple[Rollout, RolloutVerdict]]:
-        step, spec = submission.lease.step, self._source.spec
+    def _open(self, step: int, digest: str) -> list[tuple[Rollout, RolloutVerdict]]:
         rollouts = decode_rollouts(
-            self._source.table("submission", step, submission.digest),
+            self._source.table("submission", step, digest),
             max_rows=MAX_ROWS,
-            max_bytes=largest_accepted_bytes(spec),
+            max_bytes=largest_accepted_bytes(self._source.spec),
         )
-        verdicts = decode_verdicts(self._source.table("verdict", step, submission.digest))
+        verdicts = decode_verdicts(self._source.table("verdict", step, digest))
         if len(rollouts) != len(verdicts):
             raise MalformedTable("the verdict has other rows than the submission")
         return list(zip(rollouts, verdicts, strict=True))
@@ -267,7 +270,7 @@ class Rollouts:
             lease, row = self._of[each]
             submission = self._submissions[lease]
         try:
-            rollout, verdict = self._open(submission)[row]
+            rollout, verdict = self._opened(submission.lease.step, submission.digest)[row]
         except MalformedTable as error:
             raise UserError(str(error), place=submission.digest, remedy="audit the run") from error
         tokens = [int(token) for token in rollout.output_tokens[:MAX_TOKENS]]

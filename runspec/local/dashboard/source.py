@@ -16,10 +16,11 @@ from runspec.core.files import read_bounded
 from runspec.core.run_files import evaluation_files, initial_model, submission_files
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
+from runspec.core.tokenizer_files import read_tokenizer
 from runspec.local.conditions import conditions
 from runspec.local.diagnosis import cause_lines, diagnose
 from runspec.local.endpoints import load_endpoints
-from runspec.local.metrics import read_rows, shares_bytes_sent, weights_bytes_sent
+from runspec.local.metrics import FILE_NAME, read_rows, shares_bytes_sent, weights_bytes_sent
 from runspec.local.progress import coordinator_status
 from runspec.local.snapshot import Snapshot, look_at
 from verify.coordinator.ledger.ledger import BadRow, decode_event
@@ -30,6 +31,7 @@ from verify.coordinator.services.status import read_workers
 from verify.formats.evaluation import Evaluated, read_evaluations
 from verify.formats.submission import largest_accepted_bytes
 from verify.formats.verdict import MAX_BYTES as MAX_VERDICT_BYTES
+from verify.formats.viewing import TOKENIZER_FILE
 
 EVENTS = 40
 """Newest events of roles that the page shows."""
@@ -46,7 +48,7 @@ class Source(Protocol):
     spec: RunSpec
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return metrics.jsonl, a row a step, in order."""
+        """Return metrics.jsonl, a row a step, in order; the same list while nothing is new."""
 
     def evaluations(self) -> list[Evaluated]:
         """Return the results of evaluations."""
@@ -79,11 +81,18 @@ class FolderSource:
     def __init__(self, run_dir: Path) -> None:
         self.spec = load_resolved(run_dir)
         self._run_dir = run_dir
+        self._rows: tuple[tuple[int, int], list[dict[str, Any]]] = ((-1, 0), [])
+        """Time and size of metrics.jsonl, and its rows."""
         self._workers: tuple[int, dict[str, Any]] = (-1, {})
         """Number of trained steps, and the workers by the ledger then."""
 
     def rows(self) -> list[dict[str, Any]]:
-        return read_rows(self._run_dir)
+        path = self._run_dir / FILE_NAME
+        found = path.stat() if path.exists() else None
+        seen = (found.st_mtime_ns, found.st_size) if found else (0, 0)
+        if self._rows[0] != seen:
+            self._rows = seen, read_rows(self._run_dir)
+        return self._rows[1]
 
     def evaluations(self) -> list[Evaluated]:
         return read_evaluations(evaluation_files(self._run_dir))
@@ -105,9 +114,7 @@ class FolderSource:
         return _read(files.submission, largest_accepted_bytes(self.spec))
 
     def tokenizer(self) -> Tokenizer:
-        from runspec.core.tokenizer_files import TokenizerFiles
-
-        return TokenizerFiles.read(initial_model(self._run_dir)).tokenizer
+        return read_tokenizer(initial_model(self._run_dir) / TOKENIZER_FILE)
 
     def head(self) -> dict[str, Any]:
         seen = look_at(self._run_dir, events=EVENTS)

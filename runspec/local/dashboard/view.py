@@ -13,8 +13,9 @@ from runspec.local.dashboard.rollouts import Rollouts
 from runspec.local.dashboard.source import Source
 from runspec.local.dashboard.timeline import Timeline
 from runspec.local.evaluations import SECTION, evaluation_plots, newest, result_line
-from runspec.local.metrics import end_figures, summarise, time_left_s
+from runspec.local.metrics import Row, end_figures, summarise, time_left_s
 from runspec.local.plots import Curve, Figure, figures
+from verify.formats.evaluation import Evaluated
 
 MAX_POINTS = 1000
 """Points of a curve; those of longer runs are means of neighbours."""
@@ -35,6 +36,9 @@ class RunView:
         self._timeline, self._seq = Timeline(), 0
         self._sections = dict.fromkeys(SECTIONS, (0, "null"))
         """Revision and JSON by section."""
+        self._rows: Sequence[Row] = []
+        self._results: Sequence[Evaluated] = []
+        """What the figures are of."""
         self.trouble = ""
         """Why the run cannot be read now; empty if it can."""
 
@@ -68,11 +72,12 @@ class RunView:
             "evaluations": [f"{n}, {result_line(r)}" for n, r in newest(results).items()],
             **now,
         }
-        plots = figures(rows)
-        if results:
-            plots = {SECTION: evaluation_plots(results), **plots}
         self._set("head", head)
-        self._set("figures", {title: [*map(plain_figure, of)] for title, of in plots.items()})
+        if rows is not self._rows or results != self._results:
+            self._rows, self._results = rows, results
+            plots = {SECTION: evaluation_plots(results)} if results else {}
+            plots |= figures(rows)
+            self._set("figures", {title: [*map(plain_figure, of)] for title, of in plots.items()})
         self._set("timeline", self._timeline.spans(rows, results))
 
     def _set(self, name: str, value: Any) -> None:

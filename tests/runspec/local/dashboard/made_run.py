@@ -1,0 +1,220 @@
+"""Run directories with rollouts: a real ledger and real tables, written here instead of by roles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from runspec.core.hashing import digest_bytes
+from runspec.core.run_files import initial_model, submission_files
+from runspec.core.spec.resolved import FILE_NAME, dump_resolved
+from runspec.local.state import RunState
+from tests.runspec.local.fake_run import small_spec
+from verify.coordinator.ledger.ledger import Ledger
+from verify.coordinator.machine.events import (
+    Event,
+    GroupGrade,
+    LeaseGranted,
+    NonceDrawn,
+    StepClosed,
+    SubmissionJudged,
+    SubmissionReceived,
+    TrainedGroup,
+    VersionPublished,
+    WorkerRegistered,
+)
+from verify.formats.lease import Lease
+from verify.formats.submission import Rollout, encode_rollouts
+from verify.formats.verdict import CheckResult, RolloutVerdict, encode_verdicts
+
+BEGAN = 1_760_000_000.0
+WORKER, VALIDATOR = "aa" * 32, "bb" * 32
+REASON = "toploc, row 3: 9 errors (measured 9, limit 8)"
+Say = Callable[[int, int, int], str]
+"""Returns the output of step, group and sample."""
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """A tokenizer with a token for each byte, so that any text is a sequence of its tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def metrics_row(step: int) -> dict[str, Any]:
+    """A line of metrics.jsonl that every figure is drawn of."""
+    return {
+        "step": step,
+        "time": BEGAN + 10.0 * (step + 1),
+        "train_s": 6.0,
+        "wait_s": 0.3 if step % 2 else 0.0,
+        "waits": {"coordinator": 0.2, "checkpoint": 0.1} if step % 2 else {},
+        "task_reward": 0.3 + 0.005 * step,
+        "reward": -0.2,
+        "length_error": 12 - 0.1 * step,
+        "by_target": {t: {"length_mean": float(t) + 3} for t in ("8", "16")},
+        "lag_mean": 1.2,
+        "lag_max": 2,
+        "logprob_diff": 1e-6,
+        "policy_drift": 0.04,
+        "kl": 1e-3,
+        "kl_sampler": 2e-3,
+        "kl_sampler_old": 1e-3,
+        "ratio_p01": 0.8,
+        "ratio_p50": 1.0,
+        "ratio_p99": 1.3,
+        "clip_fraction_low": 0.01,
+        "clip_fraction_high": 0.02,
+        "clip_fraction_delta": 0.0,
+        "entropy": 1.5,
+        "grad_norm": 0.3,
+        "score_s": 0.5,
+        "update_s": 1.5,
+        "tokens_per_s": 9000.0,
+        "mfu": 0.41,
+        "mfu_update": 0.5,
+        "trained_rollouts": 8,
+        "accepted_rollouts": 8,
+        "rejected_rollouts": 0,
+        "learner_busy_fraction": 0.8,
+        "sampler_busy_fraction": 0.7,
+        "verdict_latency_p50": 1.5,
+        "verdict_latency_p99": 4.25,
+        "manifest_latency_p50": 20.0,
+        "manifest_latency_p99": None,
+    }
+
+
+class MadeRun:
+    """A run of two groups of four a step; every fifth step's submission is rejected.
+
+    Args:
+        runs_dir: folder of runs.
+        name: of the run.
+        say: texts of its outputs.
+    """
+
+    def __init__(
+        self, runs_dir: Path, name: str = "small", say: Say = lambda s, g, n: f"out {s}-{g}-{n}"
+    ) -> None:
+        self.dir, self._say, self.steps = runs_dir / name, say, 0
+        self.dir.mkdir(parents=True)
+        self._tokenizer = bytes_tokenizer()
+        self.spec = small_spec(
+            name, 5000, "algorithm.prompts_per_step=2", "algorithm.group_size=4", "evaluations=null"
+        )
+        (self.dir / FILE_NAME).write_bytes(dump_resolved(self.spec))
+        initial_model(self.dir).mkdir()
+        self._tokenizer.save(str(initial_model(self.dir) / "tokenizer.json"))
+        with closing(RunState(self.dir)) as state:
+            state.begin(name, "0" * 64, self.spec.steps)
+            state.set_run("paused", "for a test")
+        self._append([WorkerRegistered(BEGAN, WORKER, "volunteers")])
+
+    def add_steps(self, count: int) -> None:
+        """Trains that many steps more, by the files."""
+        new = range(self.steps, self.steps + count)
+        self._append(event for step in new for event in self._step(step))
+        with (self.dir / "metrics.jsonl").open("a") as file:
+            file.writelines(json.dumps(metrics_row(step)) + "\n" for step in new)
+        self.steps += count
+
+    def _append(self, events: Iterable[Event]) -> None:
+        with closing(Ledger(self.dir / "state.db")) as ledger:
+            ledger.append(list(events))
+
+    def _step(self, step: int) -> Sequence[Event]:
+        at, accepted = BEGAN + 10.0 * step, step % 5 != 4
+        lease = Lease(
+            self.spec.name,
+            step,
+            "ab" * 32,
+            WORKER,
+            "volunteers",
+            0,
+            2,
+            step,
+            "cd" * 32,
+            at,
+            at + 60,
+        )
+        digest = digest_bytes(f"lease {step}".encode())
+        rollouts = [self._rollout(step, digest, g, n) for g in range(2) for n in range(4)]
+        table = encode_rollouts(rollouts)
+        submission = digest_bytes(table)
+        verdicts = encode_verdicts(
+            [self._verdict(submission, i, r, accepted) for i, r in enumerate(rollouts)]
+        )
+        files = submission_files(self.dir, step, submission)
+        files.submission.parent.mkdir(parents=True)
+        files.submission.write_bytes(table)
+        files.verdict.write_bytes(verdicts)
+        grades = [GroupGrade(g, "usable", 4, 40, 8, 0.5, 0.4, 1.0, 1e-6) for g in range(2)]
+        trained = tuple(TrainedGroup(digest, g) for g in range(2)) if accepted else ()
+        return [
+            VersionPublished(at, step, "ef" * 32),
+            NonceDrawn(at, step, "ab" * 32, 1),
+            LeaseGranted(at + 0.5, lease, digest, "{}"),
+            SubmissionReceived(at + 3, digest, submission, len(table)),
+            SubmissionJudged(
+                *(at + 4, digest, submission, digest_bytes(verdicts), VALIDATOR, accepted),
+                *("" if accepted else REASON, tuple(grades) if accepted else ()),
+            ),
+            StepClosed(at + 5, step, trained, "{}"),
+        ]
+
+    def _rollout(self, step: int, lease: str, group: int, sample: int) -> Rollout:
+        output = np.asarray(self._tokenizer.encode(self._say(step, group, sample)).ids, np.int32)
+        prompt = np.asarray(self._tokenizer.encode(f"Prompt {step} {group}").ids, np.int32)
+        return Rollout(
+            run=self.spec.name,
+            step=step,
+            worker=WORKER,
+            lease=lease,
+            problem_id=f"problem-{step % 7}",
+            group=group,
+            sample=sample,
+            version=step,
+            prompt_tokens=prompt,
+            output_tokens=output,
+            logprobs=np.full(len(output), -0.5, np.float32),
+            finish_reason="stop",
+            temperature=1.0,
+            top_p=1.0,
+            top_k=-1,
+            target=8,
+            task_reward=float(sample % 2),
+            length_penalty=-0.1,
+            proofs=[],
+        )
+
+    def _verdict(
+        self, submission: str, row: int, rollout: Rollout, accepted: bool
+    ) -> RolloutVerdict:
+        failed = not accepted and row == 3
+        return RolloutVerdict(
+            submission=submission,
+            row=row,
+            group=rollout.group,
+            task_reward=rollout.task_reward,
+            length_penalty=-0.1,
+            reward=rollout.task_reward - 0.1,
+            length=len(rollout.output_tokens),
+            target=8,
+            logprobs=rollout.logprobs + np.float32(0.25 if failed else 0.0),
+            logprob_diff=0.25 if failed else 0.0,
+            checks=[
+                CheckResult("signature", True, 0, 0),
+                CheckResult(
+                    "toploc", not failed, 9 if failed else 1, 8, "9 errors" if failed else ""
+                ),
+            ],
+        )
