@@ -76,19 +76,37 @@ class TokenizerFiles:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
+    """Read a tokenizer.json.
+
+    Raises:
+        UserError: it is missing or no tokenizer.
+    """
     try:
-        tokenizer = Tokenizer.from_buffer(read_bounded(path, MAX_TOKENIZER_BYTES))
+        data = read_bounded(path, MAX_TOKENIZER_BYTES)
+    except OSError as error:
+        raise _unusable(f"cannot read the tokenizer: {error}", str(path)) from error
+    return tokenizer_of(data, str(path))
+
+
+def tokenizer_of(data: bytes, place: str) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json.
+
+    Raises:
+        UserError: it is none.
+    """
+    try:
+        tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises nothing narrower
-        what = "cannot read the tokenizer" if isinstance(error, OSError) else "not a tokenizer"
-        raise UserError(
-            f"{what}: {error}",
-            place=str(path),
-            remedy="point at a model directory with a tokenizer.json",
-        ) from error
+        raise _unusable(f"not a tokenizer: {error}", place) from error
     # A file may ask for both; transformers, too, leaves them out unless its caller asks.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _unusable(thing: str, place: str) -> UserError:
+    remedy = "point at a model directory with a tokenizer.json"
+    return UserError(thing, place=place, remedy=remedy)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

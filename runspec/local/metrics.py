@@ -50,7 +50,7 @@ class JsonLines:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return list(_objects(whole.splitlines()))
+        return objects(whole)
 
 
 def read_rows(run_dir: Path) -> list[dict[str, Any]]:
@@ -252,8 +252,10 @@ def _bytes_sent(run_dir: Path, *, shares: bool) -> int:
     return sent
 
 
-def _objects(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
-    for line in lines:
+def objects(lines: bytes) -> list[dict[str, Any]]:
+    """Return the JSON objects of lines; other lines are left out, and infinite numbers are None."""
+    found = []
+    for line in lines.splitlines():
         if len(line) > MAX_LINE_BYTES:
             continue
         try:
@@ -261,7 +263,8 @@ def _objects(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
         except ValueError:
             continue
         if isinstance(value, dict):
-            yield value
+            found.append(value)
+    return found
 
 
 def _finite(text: str) -> float | None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from runspec.core.canonical import MalformedJson, parse_object
+from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
-from runspec.core.tokenizer_files import MAX_TOKENIZER_BYTES, read_tokenizer
+from runspec.core.signed import BadSignature
+from runspec.core.tokenizer_files import MAX_TOKENIZER_BYTES, tokenizer_of
 from runspec.local.dashboard.source import Table, broadcast_tree
 from runspec.local.diagnosis import cause_lines, diagnose
-from runspec.local.metrics import read_rows
+from runspec.local.metrics import latest_by_step, objects
 from verify.client import MAX_LIST_BYTES
 from verify.coordinator.ledger.ledger import BadRow, decode_event
 from verify.coordinator.machine.events import Event
@@ -25,7 +25,7 @@ from verify.formats.evaluation import Evaluated, Figure
 from verify.formats.joining import MAX_SIGNED_SPEC_BYTES, open_spec
 from verify.formats.submission import largest_accepted_bytes
 from verify.formats.verdict import MAX_BYTES as MAX_VERDICT_BYTES
-from verify.formats.viewing import MAX_PIECE_BYTES, MAX_ROW_BYTES, METRICS_FILE, TOKENIZER_FILE
+from verify.formats.viewing import MAX_PIECE_BYTES, MAX_ROW_BYTES
 
 DEADLINE_S = 10.0
 _MAX_STATUS_BYTES = 64 * 1024 * 1024
@@ -45,25 +45,32 @@ class CoordinatorSource:
     def __init__(self, url: str, key: SigningKey) -> None:
         asking = CoordinatorHttp(url, key, run="", deadline_s=DEADLINE_S)
         document = asking.call("GET", "/v1/spec", max_bytes=MAX_SIGNED_SPEC_BYTES).content
-        keys = frozenset({key.public_hex})
-        self.spec = open_spec(document, coordinators=keys, place=f"coordinator {url}")
+        place = f"coordinator {url}"
+        try:
+            self.spec = open_spec(document, coordinators=frozenset({key.public_hex}), place=place)
+        except BadSignature as error:
+            raise UserError(
+                f"the spec is signed with another key: {error}",
+                place=place,
+                remedy="name this coordinator's own key with --key",
+            ) from error
         self._http = CoordinatorHttp(url, key, run=self.spec.name, deadline_s=DEADLINE_S)
-        self._folder = tempfile.TemporaryDirectory(prefix="runspec-dashboard-")
-        """Has a copy of metrics.jsonl."""
+        self._metrics = bytearray()
+        """What was read of metrics.jsonl."""
+        self._rows: list[dict[str, Any]] = []
 
     def rows(self) -> list[dict[str, Any]]:
-        path = Path(self._folder.name) / METRICS_FILE
         while True:
-            offset = path.stat().st_size if path.exists() else 0
             try:
-                piece = self._get(f"/v1/view/metrics/{offset}", MAX_PIECE_BYTES)
+                piece = self._get(f"/v1/view/metrics/{len(self._metrics)}", MAX_PIECE_BYTES)
             except SubmissionRefused:  # it has become shorter: steps are trained again
-                path.unlink()
+                self._metrics.clear()
                 continue
-            with path.open("ab") as file:
-                file.write(piece)
+            if piece:
+                self._metrics += piece
+                self._rows = latest_by_step(objects(bytes(self._metrics)))
             if len(piece) < MAX_PIECE_BYTES:
-                return read_rows(path.parent)
+                return self._rows
 
     def evaluations(self) -> list[Evaluated]:
         """Return the figures of each result, without its problems."""
@@ -102,9 +109,7 @@ class CoordinatorSource:
 
     def tokenizer(self) -> Tokenizer:
         data = self._get("/v1/view/tokenizer", MAX_TOKENIZER_BYTES)
-        path = Path(self._folder.name) / TOKENIZER_FILE
-        path.write_bytes(data)
-        return read_tokenizer(path)
+        return tokenizer_of(data, f"coordinator {self._http.url}")
 
     def head(self) -> dict[str, Any]:
         status = self._object("/v1/status", _MAX_STATUS_BYTES)

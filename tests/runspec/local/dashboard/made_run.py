@@ -1,4 +1,4 @@
-"""Run directories with rollouts: a real ledger and real tables, written here instead of by roles."""
+"""Run directories with rollouts: a real ledger and real tables, which no role wrote."""
 
 from __future__ import annotations
 
@@ -108,9 +108,10 @@ class MadeRun:
         self.dir, self._say, self.steps = runs_dir / name, say, 0
         self.dir.mkdir(parents=True)
         self._tokenizer = bytes_tokenizer()
-        self.spec = small_spec(
-            name, 5000, "algorithm.prompts_per_step=2", "algorithm.group_size=4", "evaluations=null"
-        )
+        sizes = ("algorithm.prompts_per_step=2", "algorithm.group_size=4", "evaluations=null")
+        spec = small_spec(name, 5000, *sizes)
+        pools = [pool.model_copy(update={"max_new_tokens": 2**21}) for pool in spec.samplers]
+        self.spec = spec.model_copy(update={"samplers": pools})  # room for megabytes
         (self.dir / FILE_NAME).write_bytes(dump_resolved(self.spec))
         initial_model(self.dir).mkdir()
         self._tokenizer.save(str(initial_model(self.dir) / "tokenizer.json"))

@@ -78,15 +78,15 @@ def test_words_are_found_in_whatever_case(run: MadeRun) -> None:
 def test_only_what_is_new_is_told(run: MadeRun) -> None:
     # given a reader that knows ten steps
     source = FolderSource(run.dir)
-    rollouts, seq = Rollouts(source), 0
-    for seq, event in source.events(0):
+    rollouts, events = Rollouts(source), list(source.events(0))
+    for _, event in events:
         rollouts.take(event)
     rollouts.read(60.0)
     known = rollouts.revision
     assert rollouts.changes(known)["rows"] == []
     # when a step is trained
     run.add_steps(1)
-    for _, event in source.events(seq):
+    for _, event in source.events(events[-1][0]):
         rollouts.take(event)
     rollouts.read(60.0)
     # then its rollouts are told of, and no others
