@@ -54,6 +54,14 @@ $(SHARDCAST_STAMP): $(STAMP) requirements/shardcast.txt
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/shardcast -r requirements/shardcast.txt
 	@touch $@
 
+CHROMIUM := $(VENV)/.chromium
+# Debian's, for tests of the dashboard; as root it is installed, else the message says what to do.
+$(CHROMIUM): $(STAMP)
+	@command -v chromium chromedriver >/dev/null || \
+	  { [ $$(id -u) = 0 ] && apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium chromium-driver >/dev/null; } || \
+	  { echo "install the browser of the tests: sudo apt-get install chromium chromium-driver"; exit 1; }
+	@touch $@
+
 wheel: install  ## dist/*.whl, for machines that have no checkout
 	rm -rf build
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
@@ -88,7 +96,7 @@ test-learner: install  ## the quick tests of the learner, some minutes of compil
 test-runs: install  ## whole runs of real processes, dishonest workers among them
 	$(BIN)/pytest $(RUNS)
 
-test: lint $(AOT_STAMP) $(SHARDCAST_STAMP)  ## everything that must hold
+test: lint $(AOT_STAMP) $(SHARDCAST_STAMP) $(CHROMIUM)  ## everything that must hold
 	$(BIN)/pytest $(WORKERS)
 
 campaigns: install  ## statistics, fuzz lanes of a million cases, planted faults: hours

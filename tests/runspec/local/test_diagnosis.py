@@ -9,8 +9,6 @@ import pytest
 
 from runspec.core.spec.schema import RunSpec
 from runspec.local.diagnosis import NEWEST, cause_lines, diagnose, is_learning
-from runspec.local.metrics import summarise
-from runspec.local.report import render_report
 from tests.runspec.local.fake_run import small_spec
 
 STEPS = 2 * NEWEST
@@ -98,12 +96,10 @@ def test_little_is_said_too_early_and_nothing_of_documents() -> None:
     assert names(rows[1:]) == []
 
 
-def test_lines_name_numbers_and_fields_and_the_report_has_them() -> None:
+def test_lines_name_numbers_and_fields() -> None:
     rows = [row(step, length_mean=47.5) for step in range(STEPS)]
     causes = diagnose(small_spec(), rows)
     assert list(cause_lines(causes)) == [
         "CutOff: the mean output has 47.5 tokens, and 48 are the most "
         "(look at samplers.volunteers.max_new_tokens)"
     ]
-    page = render_report("x", rows, [], summarise(rows, wall_s=1, weights_bytes_sent=0), (), causes)
-    assert "Why it does not learn" in page and "CutOff: the mean output has 47.5" in page

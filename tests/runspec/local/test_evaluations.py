@@ -19,11 +19,8 @@ from runspec.local.evaluations import (
     result_line,
     summarise_evaluations,
 )
-from runspec.local.metrics import summarise
-from runspec.local.report import render_report
 from runspec.local.snapshot import look_at
 from tests.runspec.local.fake_run import prepared, small_spec
-from tests.runspec.local.test_report import row
 from verify.formats.evaluation import Evaluated, Figure, read_evaluations, sign_evaluation
 
 ZERO = Evaluated(
@@ -98,10 +95,6 @@ def test_the_report_draws_each_evaluation_over_versions() -> None:
     assert list(mean[0].band) == [(0, 0.2, 0.3), (2, 0.7, 0.8)]
     assert [curve.label for curve in several] == ["pass-2", "pass-4"]
     assert list(length[0].band) == []
-    rows = [row(step) for step in range(2)]
-    summary = summarise(rows, wall_s=1.0, weights_bytes_sent=0)
-    page = render_report("small", rows, [], summary, [ZERO, TWO])
-    assert "<h2>Evaluations</h2>" in page and "held-out, version 2: mean 0.75" in page
 
 
 def test_each_new_result_is_told_of_once(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from runspec.local.metrics import summarise
 from runspec.local.report import REPORT_FILE, write_summary
 from runspec.local.run_dir import hold
 from runspec.local.state import RunState
+from tests.runspec.local.dashboard.exported import report
 from tests.runspec.local.test_supervised import row as one_learner
 from tests.runspec.supervised import supervised_spec
 
@@ -146,9 +147,11 @@ def test_the_summary_sums_up_the_exchange(tmp_path: Path) -> None:
     }
     assert summary["input_wait_share"] == pytest.approx(0.05)
     # and the page shows it
-    page = (run_dir / REPORT_FILE).read_text()
-    for text in ("<b>Agreement</b>", "<b>Contributors</b>", "c in 1 steps", "78 B / 12 MB"):
-        assert text in page
+    page = report(run_dir / REPORT_FILE)
+    titles = [figure["title"] for figure in page["figures"]["Islands"]]
+    assert {"Agreement", "Contributors"} <= {*titles}
+    facts = [text for _, text in page["head"]["facts"]]
+    assert "c in 1 steps" in facts and "78 B / 12 MB" in facts
     # and a run with one learner has none of it
     assert summarise([one_learner(0)], wall_s=1.0, weights_bytes_sent=0)["islands"] is None
 

@@ -20,6 +20,7 @@ function drawHead() {
   const left = head.left_s && head.state === "running" ? `, ${duration(head.left_s)} left` : "";
   const waits = head.waiting_for ? `, waits for ${head.waiting_for}` : "";
   $("progress").textContent = clean(`step ${head.step ?? 0} of ${head.steps ?? "?"}${left}${waits}`);
+  for (const name of ["rollouts", "workers"]) $(`tab-${name}`).hidden = Boolean(head.kind) && head.kind !== "grpo";
   $("trouble").textContent = clean(failure || run.trouble || "");
 }
 
