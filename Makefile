@@ -57,7 +57,7 @@ $(SHARDCAST_STAMP): $(STAMP) requirements/shardcast.txt
 CHROMIUM := $(VENV)/.chromium
 # Debian's, for tests of the dashboard; as root it is installed, else the message says what to do.
 $(CHROMIUM): $(STAMP)
-	@command -v chromium chromedriver >/dev/null || \
+	@{ command -v chromium && command -v chromedriver; } >/dev/null || \
 	  { [ $$(id -u) = 0 ] && apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium chromium-driver >/dev/null; } || \
 	  { echo "install the browser of the tests: sudo apt-get install chromium chromium-driver"; exit 1; }
 	@touch $@

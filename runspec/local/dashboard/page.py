@@ -76,7 +76,7 @@ def _add_rollouts(view: RunView, run: dict[str, Any], room: int) -> None:
             break
         rows += members
         details.update(found)
-    left_out = changes["judged"] - len(rows)
+    left_out = len(changes["rows"]) - len(rows)
     run["rollouts"] = [1, {**changes, "rows": rows, "unread": 0, "left_out": left_out}]
     run["details"] = details
 

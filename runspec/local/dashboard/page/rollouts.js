@@ -85,10 +85,11 @@ class RolloutsView {
     this.shown.sort(ORDERS[this.order.value](f));
     this.tall.style.height = `${this.shown.length * ROW}px`;
     this.paint();
-    const { judged = 0, unread = 0, unreadable = 0, left_out = 0 } = this.run.counts, all = this.run.rows.size;
+    const { unread = 0, unreadable = 0, left_out = 0 } = this.run.counts, all = this.run.rows.size;
     const notes = [`${number(this.shown.length)} of ${number(all)}`, `${number(performance.now() - began, 2)} ms`];
-    if (judged > all) notes.push(`${number(judged - all)} more ${unread ? "are being read" : left_out ? "are not in this file" : "are not listed"}`);
-    if (unreadable) notes.push(`${unreadable} submissions could not be read`);
+    if (unread) notes.push(`${number(unread)} submissions are being read`);
+    if (left_out) notes.push(`${number(left_out)} more did not fit into this file`);
+    if (unreadable) notes.push(`the files of ${number(unreadable)} submissions are gone`);
     this.count.textContent = notes.join(", ");
   }
 
