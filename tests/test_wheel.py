@@ -67,7 +67,7 @@ def test_the_wheel_has_every_data_file_of_the_packages() -> None:
         for pattern in patterns
         for path in ROOT.joinpath(*package.split(".")).glob(pattern)
     }
-    assert ROOT / "runspec" / "local" / "report.html" in data
+    assert ROOT / "runspec" / "local" / "dashboard" / "page" / "page.html" in data
     assert data - packed == set()
 
 

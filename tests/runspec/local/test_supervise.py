@@ -28,6 +28,7 @@ from runspec.local.planning import make_plan
 from runspec.local.run_dir import RunLocked, holder
 from runspec.local.state import RoleRow, RunState
 from tests.runspec.cli.in_process import runspec
+from tests.runspec.local.dashboard.exported import report
 from tests.runspec.local.fake_run import (
     ROOT,
     drive_roles,
@@ -96,7 +97,7 @@ def test_a_run_ends_with_its_learner_and_leaves_a_summary(tmp_path: Path) -> Non
     [unsolved] = [text for _, text in watch.events if "was right" in text]
     assert unsolved.startswith("no rollout of step ")
     assert json.loads((run.directory / "summary.json").read_text())["steps"] == 5
-    assert "<svg" in (run.directory / "report.html").read_text()
+    assert report(run.directory / "report.html")["head"]["step"] == 5
     assert "making version 0" in (run.directory / "logs" / "warm_start.log").read_text()
     assert holder(run.directory) is None
 
