@@ -16,7 +16,7 @@ WORKERS := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 # Whole runs: one process of tests has them all, one after another, beside what the others do.
 RUNS := tests/e2e tests/attacks/test_dishonest_workers.py
 
-.PHONY: help install aot shardcast wheel quickstart lint test test-fast test-learner test-runs campaigns bench accelerator clean
+.PHONY: help install aot shardcast eval-inspect eval-lm-eval eval-verifiers wheel quickstart lint test test-fast test-learner test-runs campaigns bench accelerator clean
 
 help:  ## what there is to call
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -60,6 +60,16 @@ $(CHROMIUM): $(STAMP)
 	@{ command -v chromium && command -v chromedriver; } >/dev/null || \
 	  { [ $$(id -u) = 0 ] && apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium chromium-driver >/dev/null; } || \
 	  { echo "install the browser of the tests: sudo apt-get install chromium chromium-driver"; exit 1; }
+	@touch $@
+
+# In environments of their own: their packages rule out ours.
+eval-inspect: $(VENV)/eval-inspect/.installed  ## inspect-ai, for `runspec evaluate --with`
+eval-lm-eval: $(VENV)/eval-lm-eval/.installed  ## lm-eval
+eval-verifiers: $(VENV)/eval-verifiers/.installed  ## verifiers
+
+$(VENV)/eval-%/.installed: requirements/eval-%.txt $(STAMP)
+	$(PYTHON) -m venv --clear --without-pip $(@D)
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python --no-deps -r $<
 	@touch $@
 
 wheel: install  ## dist/*.whl, for machines that have no checkout

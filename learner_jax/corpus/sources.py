@@ -73,7 +73,7 @@ def read_rows(
                 yield Row(f"{path}:{document.name}", document.text)
     else:
         values = json_values if source.kind == "jsonl" else parquet_values
-        offset = int(source.params.get("id_offset", 0))
+        offset = int(str(source.params.get("id_offset", 0)))
         for path in files:
             with readable(path, counts):
                 for _, place, value in values(path, column):

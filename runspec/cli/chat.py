@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -16,19 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from runspec.cli.lifecycle import run_and_version
-from runspec.cli.serve import Served, served, serving
+from runspec.cli.serve import HOST, Served, await_server, free_port, served, serving
 from runspec.core.errors import UserError
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import Data
-from runspec.local.children import last_lines
 from runspec.local.run_dir import find_run
 
 THINK_END = "</think>"
-START_S = 600.0
-"""Longest start of a server; a large model takes minutes to load."""
 ANSWER_S = 600.0
-_HOST = "127.0.0.1"
-_LOOK_S = 0.5
 _DIM, _PLAIN = "\033[2m", "\033[0m"
 
 
@@ -67,14 +59,14 @@ def chat_command(
     """
     names = [what, *([compare] if compare is not None else [])]
     speakers = [
-        Speaker(served(name, runs_dir), _free_port(), _data(name, runs_dir)) for name in names
+        Speaker(served(name, runs_dir), free_port(), _data(name, runs_dir)) for name in names
     ]
     with tempfile.TemporaryDirectory(prefix="runspec-chat-") as folder, ExitStack() as up:
         for number, speaker in enumerate(speakers):
             print(f"loading {speaker.found.names[-1]}", file=sys.stderr)
             log = Path(folder) / f"{number}.log"
-            server = up.enter_context(serving(speaker.found, _HOST, speaker.port, log=log))
-            _await_server(server, speaker.port, log)
+            server = up.enter_context(serving(speaker.found, HOST, speaker.port, log=log))
+            await_server(server, speaker.port, log)
         _talk(speakers, target, max_tokens)
     return 0
 
@@ -151,7 +143,7 @@ def _pieces(
     body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     if max_tokens is not None:
         body["max_tokens"] = max_tokens
-    connection = http.client.HTTPConnection(_HOST, speaker.port, timeout=ANSWER_S)
+    connection = http.client.HTTPConnection(HOST, speaker.port, timeout=ANSWER_S)
     with closing(connection):
         try:
             headers = {"Content-Type": "application/json"}
@@ -179,31 +171,3 @@ def _data(what: str, runs_dir: Path) -> Data | None:
     if (Path(what) / "config.json").is_file():
         return None
     return load_resolved(find_run(run_and_version(what)[0], runs_dir)).data
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((_HOST, 0))
-        return int(listener.getsockname()[1])
-
-
-def _await_server(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    """Wait until the server answers; its own words are in `log`.
-
-    Raises:
-        UserError: it ended, or does not answer in time.
-    """
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and server.poll() is None:
-        connection = http.client.HTTPConnection(_HOST, port, timeout=5.0)
-        with closing(connection):
-            try:
-                connection.request("GET", "/health")
-                if connection.getresponse().status == 200:
-                    return
-            except (OSError, http.client.HTTPException):
-                time.sleep(_LOOK_S)
-    ended = server.poll()
-    why = f"ended with exit code {ended}" if ended is not None else f"not up in {START_S:.0f} s"
-    said = "\n".join(last_lines(log, 20))
-    raise UserError(f"the server {why}\n{said}", place="vLLM", remedy="mend what it says")

@@ -18,8 +18,10 @@ from typing import Any
 
 from rich.console import Console
 
+from runspec.cli.evaluate_with import results_with
 from runspec.cli.lifecycle import run_and_version
 from runspec.cli.serve import bare_pool
+from runspec.cli.shipped_suites import named_suite
 from runspec.cli.spec_files import located
 from runspec.cli.view import plain_table
 from runspec.core.errors import UserError
@@ -30,6 +32,7 @@ from runspec.core.spec.resolved import dump_resolved, load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.registry import Context
 from runspec.lint.rules.evaluations import evaluation_names
+from runspec.local.children import EXIT_INTERRUPTED
 from runspec.local.cores import vllm_environment
 from runspec.local.export import published_version
 from runspec.local.formatting import number
@@ -38,7 +41,8 @@ from runspec.local.run_dir import find_run
 
 def evaluate_command(
     what: str,
-    suite: Path | None,
+    suite: str | None,
+    data: Path | None,
     overrides: Sequence[str],
     *,
     overlap: bool,
@@ -49,7 +53,8 @@ def evaluate_command(
 
     Args:
         what: NAME, NAME@VERSION, or a Hugging Face directory.
-        suite: the suite's file; None: the run's own evaluations.
+        suite: name of a shipped suite, or a file; None: the run's own evaluations.
+        data: the problems of a shipped suite.
         overrides: `path=value` each, over the suite.
         overlap: whether problems that the run trains on are named.
         as_json: whether the whole result is printed, as JSON.
@@ -61,17 +66,40 @@ def evaluate_command(
     with tempfile.TemporaryDirectory(prefix="runspec-evaluate-") as folder:
         weights, base = _weights_and_base(what, runs_dir)
         own = {each["name"] for each in base.get("evaluations", ())}
-        if suite is None and not own:
-            raise UserError("no evaluation", place=what, remedy="name a suite with --suite FILE")
-        spec = _suite_spec(base, suite, overrides, Path(folder))
+        file: Path | None = None
+        if suite is not None:
+            file, more = named_suite(suite, data, Path(folder))
+            overrides = [*more, *overrides]
+        elif not own:
+            raise UserError("no evaluation", place=what, remedy="name a suite with --suite")
+        spec = suite_spec(base, file, overrides, Path(folder))
         names = [each.name for each in spec.evaluations if suite is None or each.name not in own]
         if not names:
-            raise UserError("no evaluation", place=str(suite), remedy="give it `evaluations`")
+            raise UserError("no evaluation", place=suite or what, remedy="give it `evaluations`")
         found = _evaluated(spec, weights, names, Path(folder), overlap=overlap)
-    if as_json:
-        print(json.dumps(found, indent=1))
-    else:
-        _show(found)
+    _print(found, as_json=as_json)
+    return 0
+
+
+def evaluate_with_command(
+    what: str,
+    tool: str,
+    python: Path | None,
+    task: str | None,
+    more: Sequence[str],
+    out: Path | None,
+    *,
+    as_json: bool,
+    runs_dir: Path,
+) -> int:
+    """Evaluate by another project's tool and print its figures; return the exit code.
+
+    The arguments and errors are those of `results_with`.
+    """
+    found = results_with(what, tool, python, task, more, out, runs_dir)
+    if found is None:
+        return EXIT_INTERRUPTED
+    _print(found, as_json=as_json)
     return 0
 
 
@@ -79,7 +107,7 @@ def _weights_and_base(what: str, runs_dir: Path) -> tuple[Path, dict[str, Any]]:
     """Return the directory of the weights, and the spec that a suite goes over."""
     weights = Path(what).absolute()
     if (weights / "config.json").is_file():
-        return weights, _bare(weights, load_config(weights).max_position_embeddings)
+        return weights, bare_spec(weights, load_config(weights).max_position_embeddings)
     from bridge.published import require_published  # draws numpy
 
     name, version = run_and_version(what)
@@ -90,7 +118,7 @@ def _weights_and_base(what: str, runs_dir: Path) -> tuple[Path, dict[str, Any]]:
     return found.folder, spec.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-def _bare(weights: Path, length: int) -> dict[str, Any]:
+def bare_spec(weights: Path, length: int) -> dict[str, Any]:
     """Return what a spec must have besides a suite, for weights of so many positions."""
     pool = bare_pool(length)
     return {
@@ -106,7 +134,7 @@ def _bare(weights: Path, length: int) -> dict[str, Any]:
     }
 
 
-def _suite_spec(
+def suite_spec(
     base: Mapping[str, Any], suite: Path | None, overrides: Sequence[str], folder: Path
 ) -> RunSpec:
     """Return the spec of base and suite; relative files of a suite lie beside it.
@@ -156,14 +184,18 @@ def _evaluated(
     return found
 
 
-def _show(found: Mapping[str, Any]) -> None:
+def _print(found: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
     console = Console(markup=False, highlight=False)
     for name, result in found.items():
         table = plain_table("figure", "mean", "95 % interval")
         for figure, (value, low, high) in result["figures"].items():
             between = "" if low is None else f"{number(low)} to {number(high)}"
             table.add_row(figure, number(value), between)
-        print(f"{name}: {len(result['problems'])} problems, {result['faults']} without a grade")
+        count = result["count"] if "count" in result else len(result["problems"])
+        print(f"{name}: {count} problems, {result['faults']} without a grade")
         console.print(table)
         for one in result.get("overlap", ()):
             how = "the same words as" if one["exact"] else "13 words in a row of"

@@ -36,25 +36,55 @@ def dashboard(
     raise typer.Exit(dashboard_command(runs, listen, to_file, key, runs_dir, browse=browse))
 
 
-@app.command(rich_help_panel=RUN)
+@app.command(rich_help_panel=RUN, context_settings={"allow_extra_args": True})
 def evaluate(
+    context: typer.Context,
     what: Annotated[str, typer.Argument(help="NAME, NAME@VERSION, or a Hugging Face directory.")],
     suite: Annotated[
-        Path | None, typer.Option("--suite", help="Problems; else the run's own evaluations.")
+        str | None,
+        typer.Option("--suite", metavar="NAME|FILE", help="Else the run's own evaluations."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Problems of a shipped suite.")
     ] = None,
     overrides: Overrides = None,
     overlap: Annotated[
         bool, typer.Option("--overlap", help="Names problems that the run trains on.")
     ] = False,
+    tool: Annotated[
+        str | None,
+        typer.Option("--with", metavar="TOOL", help="inspect-ai, lm-eval or verifiers."),
+    ] = None,
+    python: Annotated[
+        Path | None, typer.Option("--python", help="Interpreter of the tool's environment.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option("--task", help="The tool's task; its options follow --.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="A new folder for the tool's files.")
+    ] = None,
     as_json: Json = False,
     runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Evaluates a version of a run, or any model, on problems from files."""
-    from runspec.cli.evaluate import evaluate_command
+    """Evaluates a version of a run, or any model, on problems from files or by another tool."""
+    from runspec.cli.evaluate import evaluate_command, evaluate_with_command
+    from runspec.core.errors import BadUsage
 
-    code = evaluate_command(
-        what, suite, overrides or (), overlap=overlap, as_json=as_json, runs_dir=runs_dir
-    )
+    theirs = {"--python": python, "--task": task, "--out": out, "options after --": context.args}
+    ours = {"--suite": suite, "--data": data, "--set": overrides, "--overlap": overlap}
+    others = theirs if tool is None else ours
+    if wrong := [name for name, value in others.items() if value]:
+        how = "without --with" if tool is None else "beside --with"
+        raise BadUsage(f"{wrong[0]} {how}", remedy="see `runspec evaluate --help`")
+    if tool is None:
+        code = evaluate_command(
+            what, suite, data, overrides or (), overlap=overlap, as_json=as_json, runs_dir=runs_dir
+        )
+    else:
+        code = evaluate_with_command(
+            what, tool, python, task, context.args, out, as_json=as_json, runs_dir=runs_dir
+        )
     raise typer.Exit(code)
 
 

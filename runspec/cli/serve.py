@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +26,7 @@ from runspec.core.models.memory import CPU_BLOCK_TOKENS, MAX_SEQUENCES, cpu_kv_b
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import SamplerPool
-from runspec.local.children import StopSignals
+from runspec.local.children import StopSignals, last_lines
 from runspec.local.cores import vllm_environment
 from runspec.local.export import published_version
 from runspec.local.machine import module_is_installed
@@ -31,7 +34,11 @@ from runspec.local.run_dir import find_run
 
 SERVER = "vllm.entrypoints.openai.api_server"
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+START_S = 600.0
+"""Longest start of a server; a large model takes minutes to load."""
+HOST = "127.0.0.1"
 _END_S = 10.0
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,8 @@ class Served:
     options: tuple[str, ...]
     """Of vLLM: lengths, type, parallelism."""
     on_cpu: bool
+    context: int
+    """Most tokens of prompt and answer."""
 
 
 def served(what: str, runs_dir: Path) -> Served:
@@ -63,7 +72,8 @@ def served(what: str, runs_dir: Path) -> Served:
     if (folder / "config.json").is_file():
         pool = bare_pool(load_config(folder).max_position_embeddings)
         options, on_cpu = _options(pool, folder), pool.hardware.kind == "cpu"
-        return Served(folder.absolute(), None, (folder.absolute().name,), options, on_cpu)
+        own = (folder.absolute().name,)
+        return Served(folder.absolute(), None, own, options, on_cpu, pool.max_model_len)
     name, version = run_and_version(what)
     run_dir = find_run(name, runs_dir)
     spec = load_resolved(run_dir)
@@ -71,7 +81,7 @@ def served(what: str, runs_dir: Path) -> Served:
     fixed = f"{spec.name}@v{found.manifest.version}"
     names = (spec.name, fixed) if version is None else (fixed,)
     options, on_cpu = _options(pool, found.folder), pool.hardware.kind == "cpu"
-    return Served(found.folder, found.manifest, names, options, on_cpu)
+    return Served(found.folder, found.manifest, names, options, on_cpu, pool.max_model_len)
 
 
 def bare_pool(length: int) -> SamplerPool:
@@ -165,6 +175,48 @@ def serving(
                 yield process
             finally:
                 end_group(process)
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing listens at."""
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        return int(listener.getsockname()[1])
+
+
+def await_server(
+    server: subprocess.Popen[bytes],
+    port: int,
+    log: Path,
+    stops: Callable[[], int] = lambda: 0,
+) -> None:
+    """Wait until a server answers, or `stops` says that it is not needed.
+
+    Args:
+        server: ends if it cannot start.
+        port: where it will answer.
+        log: gets its words.
+        stops: number of requests to stop.
+
+    Raises:
+        UserError: it ended, or does not answer in time.
+    """
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and server.poll() is None and not stops():
+        connection = http.client.HTTPConnection(HOST, port, timeout=5.0)
+        with closing(connection):
+            try:
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return
+            except (OSError, http.client.HTTPException):
+                time.sleep(_LOOK_S)
+    if stops():
+        return
+    ended = server.poll()
+    why = f"ended with exit code {ended}" if ended is not None else f"not up in {START_S:.0f} s"
+    said = "\n".join(last_lines(log, 20))
+    raise UserError(f"the server {why}\n{said}", place="vLLM", remedy="mend what it says")
 
 
 def link_files(source: Path, target: Path, only: Sequence[str] = ()) -> None:

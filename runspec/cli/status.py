@@ -20,14 +20,13 @@ from runspec.cli.logs import event_line
 from runspec.cli.view import clock, latency_line, left_text, plain_table, role_table, step_line
 from runspec.core.files import read_bounded
 from runspec.core.hashing import digest_bytes
-from runspec.core.run_files import evaluation_files
 from runspec.core.spec.resolved import spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.local import budget
 from runspec.local.conditions import Condition, conditions
 from runspec.local.diagnosis import cause_lines, diagnose
 from runspec.local.endpoints import load_endpoints, run_link
-from runspec.local.evaluations import newest, result_line, summarise_evaluations
+from runspec.local.evaluations import newest, result_line, results_of, summarise_evaluations
 from runspec.local.formatting import duration, latency, number, per_second, size
 from runspec.local.full_states import folder_bytes, full_states
 from runspec.local.islands import island_figures, island_pairs, missing_text
@@ -38,7 +37,6 @@ from runspec.local.progress import coordinator_status
 from runspec.local.run_dir import find_run
 from runspec.local.snapshot import Snapshot, look_at
 from runspec.local.state import AppliedRow, EventRow, RunState
-from verify.formats.evaluation import read_evaluations
 
 EVENTS = 20
 WATCH_S = 2.0
@@ -95,7 +93,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
         "training": training_figures(seen.rows) if seen.spec.supervised is not None else None,
         "islands": island_figures(seen.rows[-1]) if seen.rows else None,
         "published": seen.published,
-        "evaluations": summarise_evaluations(read_evaluations(evaluation_files(run_dir))),
+        "evaluations": summarise_evaluations(results_of(run_dir, seen.rows)),
         "diagnosis": [
             asdict(cause) for cause in diagnose(seen.spec, seen.rows, seen.dropped.by_grader)
         ],
@@ -136,7 +134,7 @@ def _show(seen: Snapshot) -> None:
             print(waited)
         for name, text in island_pairs(seen.rows[-1]):
             print(f"{name}: {text}")
-    for name, result in newest(read_evaluations(evaluation_files(seen.directory))).items():
+    for name, result in newest(results_of(seen.directory, seen.rows)).items():
         print(f"{name}, {result_line(result)}")
     if missing := _missing_islands(seen):
         print(f"waits {missing}")

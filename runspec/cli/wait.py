@@ -10,12 +10,11 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from runspec.core.errors import BadUsage
-from runspec.core.run_files import evaluation_files
 from runspec.local.conditions import TYPES, condition, conditions
-from runspec.local.evaluations import result_line
+from runspec.local.evaluations import evaluation_names, main_figure, result_line, results_of
 from runspec.local.run_dir import find_run
 from runspec.local.snapshot import Snapshot, look_at
-from verify.formats.evaluation import Evaluated, read_evaluations
+from verify.formats.evaluation import Evaluated
 
 EXIT_HOLDS, EXIT_NOT = 0, 1
 POLL_S = 0.25
@@ -72,7 +71,7 @@ class Awaited:
     number: int = 0
     """Steps trained, or the version that is out."""
     figure: str = ""
-    """Figure of the evaluation `type`."""
+    """Figure of the evaluation `type`; empty: the one that stands for it."""
     above: bool = True
     """Whether the figure must be above the limit, not below."""
     limit: float = 0.0
@@ -82,14 +81,16 @@ class Awaited:
             return self.type if self.status == "True" else f"{self.type}={self.status}"
         if self.kind == "evaluation":
             sign = ">" if self.above else "<"
-            return f"evaluation:{self.type}.{self.figure}{sign}{self.limit:g}"
+            figure = f".{self.figure}" if self.figure else ""
+            return f"evaluation:{self.type}{figure}{sign}{self.limit:g}"
         return f"{self.kind}={self.number}"
 
 
 def parse_awaited(text: str) -> Awaited:
     """Reads Finished, condition=Ready, Ready=false, step=20, version=3 or evaluation:heldout>0.6.
 
-    An evaluation may name its figure, `evaluation:heldout.pass-4>0.8`; without one it is `mean`.
+    An evaluation may name its figure, `evaluation:heldout.pass-4>0.8`; without one it is `mean`, or
+    `loss` in a run that trains on documents.
 
     Raises:
         BadUsage: none of these.
@@ -100,7 +101,7 @@ def parse_awaited(text: str) -> Awaited:
     if found := _EVALUATION.fullmatch(text):
         name, figure, sign, limit = found.groups()
         return Awaited(
-            "evaluation", name, figure=figure or "mean", above=sign == ">", limit=float(limit)
+            "evaluation", name, figure=figure or "", above=sign == ">", limit=float(limit)
         )
     named = _CONDITION.fullmatch(text)
     by_name = {type_.lower(): type_ for type_ in TYPES}
@@ -132,7 +133,7 @@ def holds(awaited: Awaited, seen: Snapshot) -> bool:
 
 def why_never(awaited: Awaited, seen: Snapshot) -> str | None:
     """Return why the run cannot reach it by itself; None while it can."""
-    if awaited.kind == "evaluation" and awaited.type not in _names(seen):
+    if awaited.kind == "evaluation" and awaited.type not in evaluation_names(seen.spec):
         return f"the run has no evaluation {awaited.type!r}"
     if awaited.kind in ("step", "version") and awaited.number > seen.spec.steps:
         return f"the run has {seen.spec.steps} steps"
@@ -142,17 +143,13 @@ def why_never(awaited: Awaited, seen: Snapshot) -> str | None:
     return None
 
 
-def _names(seen: Snapshot) -> list[str]:
-    return [each.name for each in seen.spec.evaluations]
-
-
 def _results(awaited: Awaited, seen: Snapshot) -> list[Evaluated]:
-    files = evaluation_files(seen.directory)
-    return read_evaluations(path for path in files if path.parent.name == awaited.type)
+    results = results_of(seen.directory, seen.rows)
+    return [result for result in results if result.evaluation == awaited.type]
 
 
 def _beyond(awaited: Awaited, result: Evaluated) -> bool:
-    figure = result.figures.get(awaited.figure)
+    figure = result.figures.get(awaited.figure or main_figure(result))
     if figure is None:
         return False
     return figure.value > awaited.limit if awaited.above else figure.value < awaited.limit

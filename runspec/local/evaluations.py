@@ -8,15 +8,21 @@ from typing import Any
 
 from runspec.core.run_files import evaluation_files
 from runspec.core.spec.role_names import EVALUATOR
+from runspec.core.spec.schema import RunSpec
 from runspec.local.formatting import number
+from runspec.local.metrics import Row
 from runspec.local.plots import Curve, Figure
 from verify.formats.evaluation import Evaluated, read_evaluations
 from verify.formats.evaluation import Figure as Mean
 
 SECTION = "Evaluations"
+HELD_OUT, LOSS = "held-out", "loss"
+"""Evaluation of runs that train on documents, and its figure in nats a token."""
 _RESULT = " of version "
 """What only results have among the evaluator's events."""
 _TITLES = {
+    LOSS: ("loss", "Mean loss of a held-out token, in nats"),
+    "bits-per-byte": ("bits a byte", "Loss of the held-out documents over their bytes"),
     "mean": ("task reward", "Mean task reward of all answers"),
     "pass": ("pass@k", "Chance that one of k answers solves a problem"),
     "majority": ("majority", "Task reward of the most frequent answer to a problem"),
@@ -24,6 +30,51 @@ _TITLES = {
     "length-error": ("length error", "Mean distance from the length asked for, in tokens"),
 }
 """Title and caption by figure."""
+
+
+def results_of(run_dir: Path, rows: Iterable[Row]) -> list[Evaluated]:
+    """Return a run's results in the order of versions.
+
+    They are those of the evaluator, or, in a run that trains on documents, what the learner
+    measured on the documents of `algorithm.held_out`, in the same form. Nobody signed that.
+
+    Args:
+        run_dir: of the run.
+        rows: of metrics.jsonl.
+
+    Raises:
+        UserError: a file is not a result.
+    """
+    measured = [_measured(run_dir.name, row) for row in rows if row.get("held_out_nll") is not None]
+    return [*read_evaluations(evaluation_files(run_dir)), *measured]
+
+
+def _measured(run: str, row: Row) -> Evaluated:
+    found = {LOSS: row["held_out_nll"], "bits-per-byte": row["held_out_bits_per_byte"]}
+    return Evaluated(
+        run=run,
+        evaluation=HELD_OUT,
+        version=row["version"],
+        model_digest=None,
+        figures={name: Mean(value, None, None) for name, value in found.items()},
+        faults=0,
+        problems=[],
+        finished=row["time"],
+        wall_s=0.0,
+        cpu_s=0.0,  # the learner's own
+    )
+
+
+def evaluation_names(spec: RunSpec) -> list[str]:
+    """Return the names of a run's evaluations."""
+    if spec.supervised is not None:
+        return [HELD_OUT] if spec.supervised.held_out.tokens else []
+    return [each.name for each in spec.evaluations]
+
+
+def main_figure(result: Evaluated) -> str:
+    """Return the figure that stands for a result."""
+    return LOSS if LOSS in result.figures else "mean"
 
 
 def newest(results: Sequence[Evaluated]) -> dict[str, Evaluated]:
@@ -62,7 +113,9 @@ def summarise_evaluations(results: Sequence[Evaluated]) -> dict[str, Any]:
     found: dict[str, list[dict[str, Any]]] = {}
     for each in results:
         figures = {name: [mean.value, mean.low, mean.high] for name, mean in each.figures.items()}
-        row = {"version": each.version, "faults": each.faults, "cpu_s": each.cpu_s, **figures}
+        row: dict[str, Any] = {"version": each.version, **figures}
+        if LOSS not in figures:  # answers were graded
+            row |= {"faults": each.faults, "cpu_s": each.cpu_s}
         found.setdefault(each.evaluation, []).append(row)
     return found
 

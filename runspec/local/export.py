@@ -15,12 +15,13 @@ from broadcast.store import TENSORS_NAME
 from runspec.core.errors import UserError
 from runspec.core.files import new_directory, read_bounded
 from runspec.core.hashing import digest_bytes
-from runspec.core.run_files import evaluation_files, versions_in, weights_folder
+from runspec.core.run_files import versions_in, weights_folder
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
-from runspec.local.evaluations import result_line
+from runspec.local.evaluations import result_line, results_of
 from runspec.local.identity import load_roles, root_public_key
-from verify.formats.evaluation import Evaluated, read_evaluations
+from runspec.local.metrics import read_rows
+from verify.formats.evaluation import Evaluated
 
 CARD = "README.md"
 
@@ -43,8 +44,8 @@ def export_version(run_dir: Path, spec: RunSpec, version: int | None, out: Path)
     from bridge.published import ROLES_NAME, require_published  # draws numpy
 
     found = published_version(run_dir, spec, version)
-    files = evaluation_files(run_dir)
-    results = [each for each in read_evaluations(files) if each.version == found.manifest.version]
+    known = results_of(run_dir, read_rows(run_dir))
+    results = [each for each in known if each.version == found.manifest.version]
     try:
         with new_directory(out) as new:
             for path in found.folder.iterdir():

@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from runspec.core.files import write_atomic
-from runspec.core.run_files import evaluation_files
-from runspec.local.evaluations import summarise_evaluations
+from runspec.local.evaluations import results_of, summarise_evaluations
 from runspec.local.metrics import read_rows, shares_bytes_sent, summarise, weights_bytes_sent
-from verify.formats.evaluation import read_evaluations
 
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
@@ -39,8 +37,7 @@ def write_summary(run_dir: Path, wall_s: float) -> dict[str, Any] | None:
         weights_bytes_sent=weights_bytes_sent(run_dir),
         shares_bytes_sent=shares_bytes_sent(run_dir),
     )
-    evaluations = read_evaluations(evaluation_files(run_dir))
-    summary["evaluations"] = summarise_evaluations(evaluations)
+    summary["evaluations"] = summarise_evaluations(results_of(run_dir, rows))
     write_atomic(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2).encode() + b"\n")
     # Drawn in here: numpy and tokenizers, which a run's other processes do not wait for.
     from runspec.local.dashboard.page import exported_page

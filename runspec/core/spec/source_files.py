@@ -23,7 +23,10 @@ from runspec.core.spec.schema import RunSpec, Source
 
 MAX_FILES = 65_536
 """Most files that one source may read."""
-SUFFIXES = {"jsonl": ".jsonl", "gsm8k": ".jsonl", "parquet": ".parquet"}
+SUFFIXES = {
+    **dict.fromkeys(("jsonl", "gsm8k", "livecodebench"), ".jsonl"),
+    "parquet": ".parquet",
+}
 """Suffix of the files that a kind reads in a folder. If no file has it, all are read."""
 ROW_KINDS = frozenset({*SUFFIXES, "hf_dataset"})
 """Built-in kinds that read rows from files."""

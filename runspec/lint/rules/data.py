@@ -13,7 +13,7 @@ from runspec.core.spec.source_files import ROW_KINDS, source_files, whole_uri
 from runspec.lint.registry import Context, Violation, found_by_loader, rule
 from runspec.lint.tokenizer_files import TokenizerFiles
 
-_COLUMNS = ("problem_id", "task_type", "prompt", "verification_info")
+_COLUMNS = ("problem_id", "task_type", "prompt", "verification_info", "type", "instruction")
 _OPENED = re.compile(r"<think>(?:\\n|\s)*['\"]?\s*(?:-?[}%]\}\s*)*(?:\{%-?\s*endif\s*-?%\}\s*)*$")
 
 LIKENESS = 0.75
@@ -45,8 +45,8 @@ def source_fields(context: Context) -> Iterator[Violation]:
     """A source of problems must name what its kind reads.
 
     `reasoning_gym` makes `size` problems with the generator `dataset`; `jsonl`, `parquet`,
-    `hf_dataset` and `gsm8k` read rows from `uri`. Kinds of installed packages say for themselves
-    what they need.
+    `hf_dataset`, `gsm8k` and `livecodebench` read rows from `uri`. Kinds of installed packages say
+    for themselves what they need.
     """
     needed = {"reasoning_gym": ("dataset", "size"), **dict.fromkeys(ROW_KINDS, ("uri",))}
     examples = {"dataset": "spell_backward", "size": "20000", "uri": "problems.parquet"}
@@ -66,11 +66,13 @@ def source_columns(context: Context) -> Iterator[Violation]:
 
         params: {problem_id: id, task_type: type, prompt: question, verification_info: check}
 
-    Each says what one of the four columns is called in the files; a `hf_dataset` also takes
-    `split`, and `gsm8k`, whose columns are fixed, takes none. Any other key is a misspelling, and
-    the column that it was meant for would be looked for under its usual name.
+    Each says what one of the four columns is called in the files; `verification_info` may be an
+    object of columns, `type` stands for `task_type`, and `instruction` goes before each prompt. A
+    `hf_dataset` also takes `split`, and `gsm8k` and `livecodebench`, whose columns are fixed, take
+    none. Any other key is a misspelling, and the column that it was meant for would be looked for
+    under its usual name.
     """
-    known = {"gsm8k": (), "hf_dataset": (*_COLUMNS, "split")}
+    known = {"gsm8k": (), "livecodebench": (), "hf_dataset": (*_COLUMNS, "split")}
     for source in context.spec.data.sources:
         allowed = known.get(source.kind, _COLUMNS)
         for key in source.params if source.kind in ROW_KINDS else ():

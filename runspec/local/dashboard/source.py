@@ -13,13 +13,14 @@ from broadcast.layout import stored_versions
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.run_files import evaluation_files, initial_model, submission_files
+from runspec.core.run_files import initial_model, submission_files
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.core.tokenizer_files import read_tokenizer
 from runspec.local.conditions import conditions
 from runspec.local.diagnosis import cause_lines, diagnose
 from runspec.local.endpoints import load_endpoints
+from runspec.local.evaluations import results_of
 from runspec.local.metrics import FILE_NAME, read_rows, shares_bytes_sent, weights_bytes_sent
 from runspec.local.progress import coordinator_status
 from runspec.local.snapshot import Snapshot, look_at
@@ -28,7 +29,7 @@ from verify.coordinator.ledger.snapshot import damaged, open_snapshot
 from verify.coordinator.ledger.store import NoLedger
 from verify.coordinator.machine.events import Event
 from verify.coordinator.services.status import read_workers
-from verify.formats.evaluation import Evaluated, read_evaluations
+from verify.formats.evaluation import Evaluated
 from verify.formats.submission import largest_accepted_bytes
 from verify.formats.verdict import MAX_BYTES as MAX_VERDICT_BYTES
 from verify.formats.viewing import TOKENIZER_FILE
@@ -51,7 +52,7 @@ class Source(Protocol):
         """Return metrics.jsonl, a row a step, in order; the same list while nothing is new."""
 
     def evaluations(self) -> list[Evaluated]:
-        """Return the results of evaluations."""
+        """Return the results of evaluations, as `results_of` does."""
 
     def events(self, after: int) -> Iterator[tuple[int, Event]]:
         """Yield the ledger's events later than the `after`-th, each with its number."""
@@ -95,7 +96,7 @@ class FolderSource:
         return self._rows[1]
 
     def evaluations(self) -> list[Evaluated]:
-        return read_evaluations(evaluation_files(self._run_dir))
+        return results_of(self._run_dir, self.rows())
 
     def events(self, after: int) -> Iterator[tuple[int, Event]]:
         try:

@@ -114,6 +114,6 @@ def _learner(rows: Sequence[Row]) -> Iterable[Span]:
 
 
 def _evaluator(evaluations: Iterable[Evaluated]) -> Iterable[Span]:
-    for each in evaluations:
+    for each in (each for each in evaluations if each.wall_s > 0.0):  # others are the learner's
         label = f"{each.evaluation} of version {each.version}, {each.cpu_s:.1f} s of processors"
         yield "evaluator", each.finished - each.wall_s, each.finished, "evaluating", label

@@ -93,31 +93,61 @@ class RowReader(ABC):
             return None
         number = type(value) in (int, float) and math.isfinite(value)
         if not number or not 0 <= value <= 1:
-            _malformed(f"{name} is {_shown(value, row, name)}, not a share from 0 to 1", place)
+            malformed(f"{name} is {_shown(value, row, name)}, not a share from 0 to 1", place)
         return float(value)
 
 
 class ProblemRows(RowReader):
     """Rows of `problem_id`, `task_type`, `prompt` and `verification_info` (an object, or JSON text
-    of one), under these names or those of `source.params`."""
+    of one), under these names or those of `source.params`.
+
+    Where `params.verification_info` is an object of columns, the rows are of another data set: the
+    columns' values are the verification, and rows are numbered if `params` names no `problem_id`.
+    `params.type` is the task type of all rows, `params.instruction` goes before each prompt.
+    """
 
     def __init__(self, source: Source) -> None:
-        self._names = {column: str(source.params.get(column, column)) for column in COLUMNS}
-        known = {*COLUMNS, *({"split"} if source.kind == "hf_dataset" else ())}
-        super().__init__(source, self._names.values(), known)
+        params = source.params
+        known = {*COLUMNS, "type", "instruction"}
+        known |= {"split"} if source.kind == "hf_dataset" else set()
+        self._source = source.name
+        self._names = {column: str(params.get(column, column)) for column in COLUMNS}
+        parts = params.get("verification_info")
+        self._parts = parts if isinstance(parts, dict) else None
+        self._type = None if "type" not in params else str(params["type"])
+        self._instruction = f"{params['instruction']}\n" if "instruction" in params else ""
+        if self._parts is not None:
+            del self._names["verification_info"]
+            if "problem_id" not in params:
+                del self._names["problem_id"]
+        if self._type is not None:
+            del self._names["task_type"]
+        columns = dict.fromkeys([*self._names.values(), *(self._parts or {}).values()])
+        super().__init__(source, columns, known)
 
     def problem(self, row: Mapping[str, Any], number: int, place: str) -> Problem:
         """See `RowReader`."""
-        problem_id = self._text(row, "problem_id", place)
+        problem_id = f"{self._source}-{number}"
+        if "problem_id" in self._names:
+            problem_id = self._text(row, "problem_id", place)
         if len(problem_id) > MAX_ID_CHARS:
-            _malformed(f"a problem_id of {len(problem_id)} characters", place)
-        task_type = self._text(row, "task_type", place)
+            malformed(f"a problem_id of {len(problem_id)} characters", place)
+        task_type = self._type or self._text(row, "task_type", place)
         return Problem(
             problem_id=problem_id,
             task_type=self._task_types.get(task_type, task_type),
-            prompt=self._text(row, "prompt", place),
-            verification=verification(row, self._names["verification_info"], place),
+            prompt=self._instruction + self._text(row, "prompt", place),
+            verification=self._verification(row, place),
         )
+
+    def _verification(self, row: Mapping[str, Any], place: str) -> dict[str, Any]:
+        if self._parts is None:
+            return verification(row, self._names["verification_info"], place)
+        for column in self._parts.values():
+            if row.get(column) is None:
+                malformed(f"{column} is {_shown(row.get(column), row, column)}", place)
+        found = {key: row[column] for key, column in self._parts.items()}
+        return verification({"verification_info": found}, "verification_info", place)
 
     def _text(self, row: Mapping[str, Any], column: str, place: str) -> str:
         return text(row, self._names[column], place)
@@ -131,11 +161,11 @@ def text(row: Mapping[str, Any], name: str, place: str) -> str:
     """
     value = row.get(name)
     if not isinstance(value, str) or not value:
-        _malformed(f"{name} is {_shown(value, row, name)}, not a text", place)
+        malformed(f"{name} is {_shown(value, row, name)}, not a text", place)
     try:
         value.encode()
     except UnicodeEncodeError as error:  # JSON can spell half a pair of surrogates
-        _malformed(f"{name} is no text: {error.reason} at {error.start}", place)
+        malformed(f"{name} is no text: {error.reason} at {error.start}", place)
     return value
 
 
@@ -152,9 +182,9 @@ def verification(row: Mapping[str, Any], name: str, place: str) -> dict[str, Any
         else:
             json.dumps(value, allow_nan=False)  # graders receive it as JSON
     except (ValueError, TypeError, RecursionError) as error:
-        _malformed(f"{name} is no JSON: {error}", place)
+        malformed(f"{name} is no JSON: {error}", place)
     if not isinstance(value, dict):
-        _malformed(f"{name} is {_shown(value, row, name)}, not an object", place)
+        malformed(f"{name} is {_shown(value, row, name)}, not an object", place)
     return value
 
 
@@ -168,5 +198,10 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _malformed(what: str, place: str) -> NoReturn:
+def malformed(what: str, place: str) -> NoReturn:
+    """Refuse a row.
+
+    Raises:
+        UserError: always.
+    """
     raise UserError(what, place=place, remedy=_REMEDY)

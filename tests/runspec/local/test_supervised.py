@@ -12,6 +12,7 @@ import pytest
 
 from runspec.cli.apply import show_result
 from runspec.cli.status import describe_command, read_status, status_command
+from runspec.cli.wait import wait_command
 from runspec.core.spec.resolved import FILE_NAME, dump_resolved
 from runspec.local.conditions import FIRST_STEP_S, condition, conditions, late_after_s
 from runspec.local.metrics import FILE_NAME as METRICS
@@ -100,6 +101,33 @@ def test_status_shows_the_figures_and_a_version_that_is_not_behind(
     described = capsys.readouterr().out
     assert "2 x 1,024 tokens" in described and "every 10 steps" in described
     assert "invite" not in out + described and "task reward" not in described
+
+
+def test_what_the_learner_measures_is_an_evaluation(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given measurements after steps 4 and 9, when the run is looked at
+    status_command(run_dir.name, False, run_dir.parent)
+    # then they are the evaluation held-out of versions 5 and 10
+    assert "held-out, version 10: loss 2.3, bits-per-byte 1.3\n" in capsys.readouterr().out
+    summary = write_summary(run_dir, 95.0)
+    assert summary is not None
+    for evaluations in (read_status(run_dir)["evaluations"], summary["evaluations"]):
+        found = evaluations["held-out"]
+        assert [(each["version"], round(each["loss"][0], 6)) for each in found] == [
+            *((5, 2.8), (10, 2.3))
+        ]
+        assert found[-1]["bits-per-byte"] == [pytest.approx(1.3), None, None]
+    # and its figures can be waited for; the loss stands for it
+    for text, holds in (
+        ("evaluation:held-out<2.5", True),
+        ("evaluation:held-out.loss<2.1", False),
+        ("evaluation:held-out.bits-per-byte<1.5", True),
+        ("evaluation:held-out.mean>0", False),
+        ("evaluation:other<9", False),
+    ):
+        assert wait_command(run_dir.name, text, 0.0, run_dir.parent) == (0 if holds else 1), text
+    assert "(version 10: loss 2.3" in capsys.readouterr().out
 
 
 def test_the_first_step_may_take_long(run_dir: Path) -> None:

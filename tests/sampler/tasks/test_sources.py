@@ -69,6 +69,31 @@ def test_columns_of_other_names_and_other_task_types_are_mapped(tmp_path: Path) 
     assert made.task_types == {"math", "own"}
 
 
+def test_rows_of_another_data_set_are_mapped_column_by_column(tmp_path: Path) -> None:
+    # Given rows that have no ids, no task types, and the truth in a column of its own
+    rows = [{"Problem": "1 + 1?", "Answer": 2, "url": "x"}, {"Problem": "2 + 2?", "Answer": 4}]
+    params = {
+        "prompt": "Problem",
+        "verification_info": {"ground_truth": "Answer"},
+        "type": "math",
+        "instruction": "Answer:",
+    }
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    # When they are read by their own columns
+    made = read(source("jsonl", path, params=params))
+    # Then ids are numbers, and the values keep their types
+    problems = [made.problem(i) for i in range(2)]
+    assert [p.problem_id for p in problems] == ["rows-0", "rows-1"]
+    assert [p.prompt for p in problems] == ["Answer:\n1 + 1?", "Answer:\n2 + 2?"]
+    assert [p.verification for p in problems] == [{"ground_truth": 2}, {"ground_truth": 4}]
+    assert made.task_types == {"math"}
+    # And a row that lacks a column is named
+    write_jsonl(path, [*rows, {"Problem": "3 + 3?"}])
+    with pytest.raises(UserError, match="Answer is missing") as caught:
+        read(source("jsonl", path, params=params))
+    assert caught.value.place == "rows.jsonl:3"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

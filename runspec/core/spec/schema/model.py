@@ -116,9 +116,9 @@ class Source(Block):
     name: Name
     """Names the source in findings and overlays."""
     kind: str
-    """Problems: `jsonl`, `parquet`, `hf_dataset`, `gsm8k`, `reasoning_gym`, or a source that an
-    installed package offers. Documents: `text`, `jsonl`, `parquet`, `fasta` or `fastq`, each plain
-    or compressed by gzip, or `generated_reads`."""
+    """Problems: `jsonl`, `parquet`, `hf_dataset`, `gsm8k`, `livecodebench`, `reasoning_gym`, or a
+    source that an installed package offers. Documents: `text`, `jsonl`, `parquet`, `fasta` or
+    `fastq`, each plain or compressed by gzip, or `generated_reads`."""
     uri: str | None = None
     """Where the rows lie, for kinds that read files: a file, a folder or a pattern such as
     `train-*.parquet`; relative to the spec."""
@@ -126,12 +126,13 @@ class Source(Block):
     """Commit of the data's repository, where `uri` names one."""
     dataset: str | None = None
     """The generator's name, for `reasoning_gym`."""
-    params: dict[str, int | float | str | bool] = {}
+    params: dict[str, int | float | str | bool | dict[str, str]] = {}
     """The generator's parameters; of kinds that read rows the columns `problem_id`, `task_type`,
-    `prompt` and `verification_info`, where they have other names, and the `split` of a
-    `hf_dataset`. Of documents: the columns `text`, `messages` or `tokens`; the `id_offset` that is
-    added to `tokens`; `whole: true` where a text file is one document. Of `generated_reads`
-    `organisms`, `reads`, `length` and `seed`."""
+    `prompt` and `verification_info`, where they have other names, an object of columns as
+    `verification_info`, `type` and `instruction` of all rows, and the `split` of a `hf_dataset`.
+    Of documents: the columns `text`, `messages` or `tokens`; the `id_offset` that is added to
+    `tokens`; `whole: true` where a text file is one document. Of `generated_reads` `organisms`,
+    `reads`, `length` and `seed`."""
     task_types: dict[str, str] = {}
     """Reward kinds by the task types that the rows say, where the two differ."""
     size: Annotated[Count, Unit("problems")] | None = None

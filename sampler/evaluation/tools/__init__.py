@@ -1,0 +1,1 @@
+"""Adapters to inspect-ai, lm-eval and verifiers; none of them is imported here."""

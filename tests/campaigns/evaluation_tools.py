@@ -1,0 +1,82 @@
+"""inspect-ai, lm-eval and verifiers, each whole, ask a tiny model that `runspec evaluate` serves.
+
+It needs `make eval-inspect eval-lm-eval eval-verifiers`. The files that the tools write go to
+`.cache/evaluation_tools`; `tests/sampler/evaluation/tools` has copies of some.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.campaigns._byte_model import byte_model
+from tests.harness import ROOT
+
+TASKS = Path(__file__).parent / "tool_tasks"
+ENVIRONMENTS = ROOT / ".venv"
+KEPT = ROOT / ".cache" / "evaluation_tools"
+DEADLINE_S = 600.0
+# Name: adapter, environment, task, further options, and the figures that it must give.
+RUNS: dict[str, tuple[str, str, str, list[str], set[str]]] = {
+    "inspect-ai": (
+        "inspect-ai",
+        "eval-inspect",
+        "inspect_letters.py@letters",
+        ["--max-tokens", "64", "--epochs", "2", "--no-log-samples"],
+        {"includes.accuracy"},
+    ),
+    "lm-eval": (
+        "lm-eval",
+        "eval-lm-eval",
+        "letters",
+        ["--include_path", "."],
+        {"exact_match.letter"},
+    ),
+    "lm-eval by likelihood": (
+        "lm-eval",
+        "eval-lm-eval",
+        "choices",
+        ["--include_path", ".", "--model", "local-completions"],
+        {"acc", "acc_norm"},
+    ),
+    "verifiers": (
+        "verifiers",
+        "eval-verifiers",
+        "letters",
+        ["--sampling.max-tokens", "64", "--num-rollouts", "2"],
+        {"mean", "characters"},
+    ),
+}
+
+
+def run() -> dict[str, object]:
+    """Runs each tool; returns problems, faults and figures of each."""
+    shutil.rmtree(KEPT, ignore_errors=True)
+    KEPT.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model = byte_model(Path(folder) / "tiny")
+        return {name: _ran(name, model) for name in RUNS}
+
+
+def _ran(name: str, model: Path) -> dict[str, object]:
+    tool, environment, task, more, wanted = RUNS[name]
+    command = [sys.executable, "-m", "runspec", "evaluate", str(model), "--with", tool]
+    command += ["--python", str(ENVIRONMENTS / environment / "bin" / "python"), "--task", task]
+    command += ["--out", str(KEPT / name.replace(" ", "-")), "--json", "--", *more]
+    done = subprocess.run(
+        command,
+        cwd=TASKS,  # where the tasks' files and the taskset's package lie
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{TASKS}"},
+        stdout=subprocess.PIPE,
+        timeout=DEADLINE_S,
+        check=True,
+    )
+    [found] = json.loads(done.stdout).values()
+    figures = {figure: round(value, 3) for figure, (value, _, _) in found["figures"].items()}
+    assert wanted <= figures.keys() and found["count"] >= 3 and not found["faults"], found
+    return {"problems": found["count"], **figures, "seconds": found["wall_s"]}
