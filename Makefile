@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AOT_STAMP := $(VENV)/aot/.installed
 SHARDCAST_STAMP := $(VENV)/shardcast/.installed
+TRACKIO_STAMP := $(VENV)/trackio/.installed
 CPU_TORCH := torch==2.13.0+cpu
 # Spec and profile of the quickstart; `make quickstart SPEC=specs/target_long.yaml` works too.
 SPEC ?= specs/target_short.yaml
@@ -16,7 +17,7 @@ WORKERS := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 # Whole runs: one process of tests has them all, one after another, beside what the others do.
 RUNS := tests/e2e tests/attacks/test_dishonest_workers.py
 
-.PHONY: help install aot shardcast eval-inspect eval-lm-eval eval-verifiers wheel quickstart lint test test-fast test-learner test-runs campaigns bench accelerator clean
+.PHONY: help install aot shardcast trackio eval-inspect eval-lm-eval eval-verifiers wheel quickstart lint test test-fast test-learner test-runs campaigns bench accelerator clean
 
 help:  ## what there is to call
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -52,6 +53,13 @@ shardcast: $(SHARDCAST_STAMP)  ## the published shardcast client, for a test of 
 # In a folder of its own: it is others' code, which only its own process may import.
 $(SHARDCAST_STAMP): $(STAMP) requirements/shardcast.txt
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/shardcast -r requirements/shardcast.txt
+	@touch $@
+
+trackio: $(TRACKIO_STAMP)  ## trackio's own environment, for monitors of that kind
+
+$(TRACKIO_STAMP): requirements/trackio.txt
+	$(PYTHON) -m venv $(VENV)/trackio
+	$(VENV)/trackio/bin/pip install --quiet --no-deps -r requirements/trackio.txt
 	@touch $@
 
 CHROMIUM := $(VENV)/.chromium

@@ -112,7 +112,7 @@ def explain(
     topic: Annotated[str | None, typer.Argument(help="A path of the schema, rule or kind.")] = None,
     list_all: Annotated[bool, typer.Option("--list", help="Every path, rule and kind.")] = False,
 ) -> None:
-    """Explains a field of the spec, a rule of the linter, or a kind of reward or source."""
+    """Explains a field of the spec, a rule, or a kind of reward, source or monitor."""
     from runspec.cli.explain import explain_command
 
     raise typer.Exit(explain_command(topic, list_all))
@@ -354,6 +354,18 @@ def delete(run: Run, yes: Yes = False, runs_dir: RunsDir = RUNS) -> None:
     from runspec.cli.lifecycle import delete_command
 
     raise typer.Exit(delete_command(run, yes, runs_dir))
+
+
+@app.command(rich_help_panel=RUN)
+def monitor(
+    run: Run,
+    name: Annotated[str, typer.Argument(help="One of the spec's monitors.")],
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Sends what a monitor lacks of a run; `apply` starts one for each monitor by itself."""
+    from runspec.cli.monitor import monitor_command
+
+    raise typer.Exit(monitor_command(run, name, runs_dir))
 
 
 app.add_typer(models.app)

@@ -31,7 +31,7 @@ from runspec.core.spec.field_docs import (
     type_words,
 )
 from runspec.core.spec.fields import CHANGE_CLASSES
-from runspec.core.spec.plugins import REWARD_GROUP, SOURCE_GROUP
+from runspec.core.spec.plugins import MONITOR_GROUP, REWARD_GROUP, SOURCE_GROUP
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.schema_fields import (
     SchemaField,
@@ -44,6 +44,7 @@ from runspec.core.spec.schema_fields import (
 from runspec.lint.registry import RULES, Group, Rule
 
 _KINDS = {
+    MONITOR_GROUP: ("monitor", "monitors: [{{name: ..., kind: {}}}]"),
     REWARD_GROUP: ("reward", "reward: [{{name: ..., kind: {}}}]"),
     SOURCE_GROUP: ("source", "data: {{sources: [{{name: ..., kind: {}, ...}}]}}"),
 }
@@ -183,7 +184,7 @@ def rule_page(rule: Rule) -> Page:
 
 
 def kind_page(of: str, point: EntryPoint) -> Page:
-    """A kind of reward or source, which a plug-in brings."""
+    """A kind of reward, source or monitor, which a plug-in brings."""
     paragraphs = (_paragraph(paragraph) for paragraph in kind_paragraphs(point))
     return [f"{point.name}  (kind of {of})", *_joined(paragraphs)]
 

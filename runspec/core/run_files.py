@@ -35,6 +35,8 @@ ISLANDS_NAME = "islands"
 """Folder in `checkpoints.dir` of the islands after the first, which have a folder each."""
 EVALUATIONS_NAME = "evaluations"
 """Folder of the evaluator's results, <evaluation>/v<N>.json."""
+MONITORS_NAME = "monitors"
+"""Folder of the monitors, which have a folder each; a rollback keeps it."""
 RECORD_NAME = "state.json"
 """Record of a full state, in step_<N>/; it is written last."""
 MAX_RECORD_BYTES = 64 * 1024 * 1024
@@ -108,14 +110,24 @@ def evaluation_file(run_dir: Path, evaluation: str, version: int) -> Path:
 
 def evaluation_files(run_dir: Path) -> list[Path]:
     """Return the files of all results, by evaluation and version."""
+    return [path for path, _ in evaluated_versions(run_dir)]
+
+
+def evaluated_versions(run_dir: Path) -> list[tuple[Path, int]]:
+    """Return `evaluation_files`, each with its version."""
     folders = (run_dir / EVALUATIONS_NAME).glob("*")
     files = ((f.name, v, f / f"v{v}.json") for f in folders for v in _results(f))
-    return [path for _, _, path in sorted(files)]
+    return [(path, version) for _, version, path in sorted(files)]
 
 
 def _results(folder: Path) -> list[int]:
     matches = (re.fullmatch(r"v(\d+)\.json", path.name) for path in folder.iterdir())
     return [int(match[1]) for match in matches if match]
+
+
+def monitor_folder(run_dir: Path, name: str) -> Path:
+    """Return the folder of a monitor: its journal, and the tool's files unless `dir` is set."""
+    return run_dir / MONITORS_NAME / name
 
 
 def versions_in(folder: Folder) -> list[int]:

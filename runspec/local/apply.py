@@ -11,6 +11,7 @@ from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL, EXIT_USER_ERROR
 from runspec.core.run_files import initial_model, warm_start_cache
 from runspec.core.spec.resolved import spec_digest
+from runspec.core.spec.role_names import monitor_names
 from runspec.local import budget
 from runspec.local.backend import processes_of
 from runspec.local.children import last_lines
@@ -76,6 +77,7 @@ def drive(
             ends_when_sampled=frozenset(role.name for role in specs if role.ends_when_sampled),
             late_s={role.name: role.late_s for role in specs if role.late_s is not None},
             may_fail=frozenset(role.name for role in specs if role.may_fail),
+            onlookers=frozenset(monitor_names(live.run.spec)),
             servers=frozenset(role.name for role in specs if role.listen is not None),
             budget_ends_at=live.budget_ends_at(),
         )

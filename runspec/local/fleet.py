@@ -6,6 +6,9 @@ Invariants:
   trained while the role runs ends the row. One death more than `rules.restarts` in a row ends the
   run. A role that may fail never ends the run: it is tried again after the longest pause, unless
   it said that it cannot go on.
+- An onlooker, which only reads, may fail too. It is tried again ever more seldom, since nothing is
+  lost meanwhile; only a long time without a death ends its row. A trained run does not wait for the
+  next start of one that has died twice in a row.
 - The run ends once: trained and published, by a role that cannot go on, by its budget, or on
   request. What began the stopping is the outcome.
 - Roles that must read a changed spec are renewed one by one, and only while the run is up: the next
@@ -26,6 +29,8 @@ from runspec.core.process import EXIT_FINAL
 
 BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 10.0
+ONLOOKER_PAUSE_S = 600.0
+"""Longest pause of an onlooker, and how long it must have run for its death to be a first one."""
 _LONGEST_ROW = 16
 """Deaths in a row after which the pause is the longest; its power must not overflow."""
 DRAIN_S = 30.0
@@ -60,7 +65,9 @@ class RoleState:
     restarts: int = 0
     """Over this session."""
     deaths_in_a_row: int = 0
-    """Since a step was last trained while this role ran."""
+    """Since a step was last trained while this role ran; of an onlooker, since it ran for long."""
+    started: float = 0.0
+    """When it was last started."""
     retry_at: float = 0.0
     """While in backoff: when it is started again. While renewing: when it is killed."""
 
@@ -79,6 +86,8 @@ class Rules:
     """Roles whose exit 0 is no death once every step has its rollouts."""
     may_fail: frozenset[str] = frozenset()
     """Roles that the run can do without for a time, however often they die."""
+    onlookers: frozenset[str] = frozenset()
+    """Those of them that only read, and that no other role needs."""
     late_s: Mapping[str, float] = field(default_factory=dict)
     """How long a trained run waits for the exit 0 of some roles, by name; they may fail."""
     servers: frozenset[str] = frozenset()
@@ -188,8 +197,8 @@ class Fleet:
         self.trained |= reached.trained
         self.published |= reached.published
         if reached.stepped:
-            for role in self.roles.values():
-                if role.state is State.RUNNING:
+            for name, role in self.roles.items():
+                if role.state is State.RUNNING and name not in self.rules.onlookers:
                     role.deaths_in_a_row = 0
 
     def changed(self, changed: Changed) -> None:
@@ -220,27 +229,29 @@ class Fleet:
             self._begin(Phase.DRAINING, now)
             return []
         draining = self.phase is Phase.DRAINING
-        if code == 0 and name in rules.late_s and (draining or self.sampled):
+        if code == 0 and name in rules.late_s and (draining or self.sampled or self.trained):
             role.state = State.FINISHED
             return []
         if name in rules.ends_when_sampled and (draining or (code == 0 and self.sampled)):
             role.state = State.FINISHED
             return []
         # Any other exit 0 is a death too: someone sent it SIGTERM, and the run needs it.
-        needed = name not in rules.may_fail
+        needed, onlooker = name not in rules.may_fail, name in rules.onlookers
         if code == EXIT_FINAL:
             role.state = State.FAILED
             return self._stop(Outcome("stopped", name, code), now) if needed else []
         if role.state is State.RENEWING:
             role.state = State.WAITING
             return []
+        if onlooker and now - role.started >= ONLOOKER_PAUSE_S:
+            role.deaths_in_a_row = 0
         role.deaths_in_a_row += 1
         if needed and role.deaths_in_a_row > rules.restarts:
             role.state = State.FAILED
             return self._stop(Outcome("failed", name, code), now)
         role.state = State.BACKOFF
         pause = BACKOFF_FIRST_S * 2 ** min(role.deaths_in_a_row - 1, _LONGEST_ROW)
-        role.retry_at = now + min(BACKOFF_MAX_S, pause)
+        role.retry_at = now + min(ONLOOKER_PAUSE_S if onlooker else BACKOFF_MAX_S, pause)
         return []
 
     def tick(self, now: float) -> list[Action]:
@@ -266,16 +277,25 @@ class Fleet:
                 return self._renew(now) + self._start_due(now)
 
     def _at_work(self, names: Iterable[str]) -> list[str]:
-        """Return the roles among `names` that run, or will again."""
-        ended = (State.FINISHED, State.FAILED)
-        return [name for name in names if self.roles[name].state not in ended]
+        """Return the roles among `names` that run, or will again soon."""
+        ended = {State.FINISHED, State.FAILED}
+        return [
+            name
+            for name in names
+            if self.roles[name].state
+            not in (ended | {State.BACKOFF} if self.keeps_dying(name) else ended)
+        ]
+
+    def keeps_dying(self, name: str) -> bool:
+        """Whether a role is an onlooker that has died more than once in a row."""
+        return name in self.rules.onlookers and self.roles[name].deaths_in_a_row > 1
 
     def _start_due(self, now: float) -> list[Action]:
         actions = []
         for name, role in self.roles.items():
             due = role.state is State.BACKOFF and now >= role.retry_at
             if due or role.state is State.WAITING:
-                role.state = State.STARTING
+                role.state, role.started = State.STARTING, now
                 role.restarts += due
                 actions.append(Action("start", name))
         return actions

@@ -9,8 +9,9 @@ from fractions import Fraction
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from runspec.core.distribution import list_command, machine_kind
+from runspec.core.distribution import install_command, list_command, machine_kind
 from runspec.core.errors import UserError
+from runspec.core.files import expand_user
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import load_config
 from runspec.core.models.hardware import device_count
@@ -64,6 +65,8 @@ ROLE_MODULES = {
     "report": ("matplotlib",),
 }
 """Modules that each part of a run imports, by the extra that installs them."""
+MONITOR_EXTRAS = ("tensorboard", "wandb")
+"""Kinds of monitors that import a package, which has their name, as has the extra."""
 ENGINE_MODULES = {"jax": ("jax",), "torch": ("torch", "transformers")}
 """Modules that our own prefill engines import."""
 
@@ -121,6 +124,7 @@ def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
         *_identity(spec, run_dir),
         *_servers(spec),
         *_modules(spec, facts),
+        *_monitors(spec, facts),
         *_checkpoints(spec, run_dir),
         *_disk(spec, run_dir, config, facts.free_bytes),
     ]
@@ -332,6 +336,17 @@ def _modules(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
                 f"Python packages not installed here: {', '.join(absent)} ({extra})",
                 _install(facts),
             )
+
+
+def _monitors(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
+    for each in spec.monitors:
+        path = f"monitors.{each.name}"
+        if each.kind in MONITOR_EXTRAS and not facts.has_module(each.kind):
+            thing = f"Python package not installed here: {each.kind}"
+            yield Missing(path, thing, install_command(each.kind))
+        if each.python is not None and not expand_user(Path(each.python)).is_file():
+            remedy = "`make trackio` makes .venv/trackio/bin/python"
+            yield Missing(f"{path}.python", f"no such file: {each.python}", remedy)
 
 
 def _checkpoints(spec: RunSpec, run_dir: Path) -> Iterator[Missing]:

@@ -21,6 +21,7 @@ from runspec.core.spec.role_names import (
     island_processes,
     island_role,
     learner_names,
+    monitor_names,
     role_names,
     shares_name,
     validator_names,
@@ -137,7 +138,7 @@ def role_specs(
     make = _Roles(run, here, cores)
     roles = [*make.origin(), *make.relays(), *make.coordinator(), make.publisher()]
     roles += [*make.learners(), *make.islands(), *make.shares()]
-    roles += [*make.validators(), *make.evaluator(), *make.workers()]
+    roles += [*make.validators(), *make.evaluator(), *make.monitors(), *make.workers()]
     _refuse_equal_names(roles)
     secrets = secret_values(run.spec, run.machine)
     return [replace(role, env={**role.env, **secrets}) for role in roles if role.name in here]
@@ -281,6 +282,12 @@ class _Roles:
             command = ("sampler", "evaluate", *self._work(name, self._weights(0)))
             role = self._sampling(name, evaluator_pool(self._spec), *command)
             yield replace(role, may_fail=True, late_s=self._spec.evaluator.deadline)
+
+    def monitors(self) -> Iterator[RoleSpec]:
+        for name, each in zip(monitor_names(self._spec), self._spec.monitors, strict=True):
+            command = self._module("runspec", "monitor", str(self._run.directory), each.name)
+            env, late_s = thread_limits(()), each.deadline
+            yield RoleSpec(name, command, env, may_fail=True, late_s=late_s)
 
     def workers(self) -> Iterator[RoleSpec]:
         pools = {pool.name: pool for pool in self._spec.samplers}

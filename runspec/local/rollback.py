@@ -31,6 +31,7 @@ from runspec.core.object_store import Folder, ObjectPath
 from runspec.core.run_files import (
     STATE_FILE,
     checkpoints_folder,
+    evaluated_versions,
     initial_model,
     numbered,
     params_folder,
@@ -201,6 +202,7 @@ def _doomed(run_dir: Path, spec: RunSpec, version: int, *, anew: bool) -> Iterat
     states, weights = state_folder(run_dir, spec), weights_folder(run_dir)
     yield from (states / f"step_{n}" for n in numbered(states, "step_") if n > version)
     yield from (weights / f"v{n}" for n in versions_in(weights) if n >= version)
+    yield from (path for path, n in evaluated_versions(run_dir) if anew or n > version)
     yield params_folder(run_dir, spec)
     for states in _island_states(run_dir, spec):  # those islands join anew
         yield from (states / f"step_{n}" for n in numbered(states, "step_"))

@@ -193,12 +193,13 @@ class Supervisor:
         row = RoleRow(name, role.state, role.restarts, pid, born, time.time())
         self._told[name] = row
         self._session.state.set_role(row)
-        text = _describe(role, pid, code)
+        text = _describe(role, pid, code, needed=name not in self._fleet.rules.may_fail)
         # Of a role that was killed the log says nothing about its end.
         if role.state in (State.BACKOFF, State.FAILED) and code is not None and code > 0:
             error = last_error(self._session.logs / f"{name}.log")
             text += f": {error.thing}" if error else ""
-        self._event(name, text)
+        if not self._fleet.keeps_dying(name):
+            self._event(name, text)
 
     def _event(self, name: str, text: str) -> None:
         self._session.state.add_event(name, text)
@@ -232,7 +233,7 @@ class Supervisor:
             self._dropped = groups
 
 
-def _describe(role: RoleState, pid: int | None, code: int | None) -> str:
+def _describe(role: RoleState, pid: int | None, code: int | None, *, needed: bool) -> str:
     how = "" if code is None else f"{describe_exit(code)}, "
     match role.state:
         case State.STARTING:
@@ -242,6 +243,8 @@ def _describe(role: RoleState, pid: int | None, code: int | None) -> str:
         case State.BACKOFF:
             return f"{how}starts again"
         case State.FAILED:
+            if not needed:
+                return f"{how}is not started again; the run goes on"
             given_up = f"given up after {role.deaths_in_a_row} in a row"
             return f"{how}{given_up if role.deaths_in_a_row else 'stops the run'}"
         case _:

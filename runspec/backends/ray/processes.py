@@ -15,7 +15,13 @@ from runspec.backends.ray.cluster import ANSWER_S, at_node, connect, demands, li
 from runspec.backends.ray.hosts import Order, RoleHost
 from runspec.core.errors import UserError
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.role_names import STAGES, TRUNK, learner_names, relay_names
+from runspec.core.spec.role_names import (
+    STAGES,
+    TRUNK,
+    learner_names,
+    monitor_names,
+    relay_names,
+)
 from runspec.local.backend import Look
 from runspec.local.bundle import TRUNK_GROUP, make_bundles
 from runspec.local.endpoints import PORTS, address, save_endpoints
@@ -24,7 +30,6 @@ from runspec.local.site import groups_of, site_spec
 
 _FIRST_HOST = ("learner", *STAGES)
 """Have the accelerators of the learner's first host, one after the other."""
-_ON_TRUNK = {*TRUNK, *_FIRST_HOST}
 LOOK_S = 0.2
 """Between two looks at a process."""
 REPORT_WAIT_S = 10.0
@@ -72,6 +77,7 @@ class RayProcesses:
         self._ray = ray = connect(run.spec.placement.address)
         self._groups = {member: group for group in groups_of(run.spec) for member in group.members}
         self._here = ray.get_runtime_context().get_node_id()
+        self._on_trunk = {*TRUNK, *_FIRST_HOST, *monitor_names(run.spec)}
         self._roles: dict[str, _Role] = {}
         self._logs = run.directory / "logs"
         self._actors: dict[str, Any] = {}
@@ -146,7 +152,7 @@ class RayProcesses:
             look, log = ray.get(mine.looking)
             mine.looking = None
             mine.read += len(log)
-            if name not in _ON_TRUNK:
+            if name not in self._on_trunk:
                 self._log(name, log)
             if look.exit_code is not None:
                 self._end(name, mine, look.exit_code, "")
@@ -157,7 +163,7 @@ class RayProcesses:
             mine.looking = mine.actor.look.remote(mine.read)
 
     def _begin(self, mine: _Role) -> None:
-        if mine.spec.name in _ON_TRUNK:
+        if mine.spec.name in self._on_trunk:
             mine.starting = mine.actor.start.remote(mine.spec, self._logs)
         else:
             mine.starting = mine.actor.start.remote(self._order(mine.spec), None)
@@ -208,7 +214,7 @@ class RayProcesses:
         hosts |= {each: i for i, each in enumerate(learner_names(self.run.spec))}
         if self._learners is not None and name in hosts:
             strategy = PlacementGroupSchedulingStrategy(self._learners, hosts[name])
-        elif name in _ON_TRUNK:
+        elif name in self._on_trunk:
             strategy = NodeAffinitySchedulingStrategy(self._here, soft=False)
         asked = options(self._demands(name))
         return self._ray.remote(RoleHost).options(**asked, scheduling_strategy=strategy).remote()

@@ -30,6 +30,7 @@ _OBJECTS = {
     "reward": "reward term",
     "samplers": "pool",
     "evaluations": "evaluation",
+    "monitors": "monitor",
     "broadcast.relays": "relay",
     "learner.islands.members": "island",
     "secrets": "secret",

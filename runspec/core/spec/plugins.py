@@ -11,6 +11,7 @@ from runspec.core.spec.schema import RunSpec
 SOURCE_GROUP = "runspec.sources"
 REWARD_GROUP = "runspec.rewards"
 PREFILL_GROUP = "runspec.prefill"
+MONITOR_GROUP = "runspec.monitors"
 
 
 def installed_kinds(group: str) -> list[str]:
@@ -20,10 +21,10 @@ def installed_kinds(group: str) -> list[str]:
 
 @dataclass(frozen=True)
 class MissingPlugin:
-    """Kind of source or reward that no installed package offers."""
+    """Kind of source, reward or monitor that no installed package offers."""
 
     location: tuple[str, ...]
-    """Keys and name of the source or reward that needs it."""
+    """Keys and name of the source, reward or monitor that needs it."""
     group: str
     """Entry-point group."""
     kind: str
@@ -42,13 +43,14 @@ class MissingPlugin:
 
 
 def missing_plugins(spec: RunSpec) -> list[MissingPlugin]:
-    """Return the sources of problems and the rewards whose kind no installed package offers."""
+    """Return sources of problems, rewards and monitors whose kind no installed package offers."""
     problems = spec.data.sources if spec.supervised is None else ()  # documents have no plug-ins
     asked: list[tuple[str, tuple[str, ...], str]] = [
         *((SOURCE_GROUP, ("data", "sources", s.name), s.kind) for s in problems),
         *((REWARD_GROUP, ("reward", r.name), r.kind) for r in spec.reward),
+        *((MONITOR_GROUP, ("monitors", m.name), m.kind) for m in spec.monitors),
     ]
-    offered = {group: installed_kinds(group) for group in (SOURCE_GROUP, REWARD_GROUP)}
+    offered = {group: installed_kinds(group) for group in dict.fromkeys(each[0] for each in asked)}
     return [
         MissingPlugin(location, group, kind, offered[group])
         for group, location, kind in asked

@@ -21,7 +21,8 @@ def learner_names(spec: RunSpec) -> list[str]:
 
 def trunk_names(spec: RunSpec) -> list[str]:
     """Return the processes that share the run directory."""
-    return [*TRUNK, *(shares_name(name) for name in island_names(spec)[:1])]
+    shares = (shares_name(name) for name in island_names(spec)[:1])
+    return [*TRUNK, *shares, *monitor_names(spec)]
 
 
 def island_role(name: str) -> str:
@@ -70,6 +71,10 @@ def evaluator_names(spec: RunSpec) -> list[str]:
     return [EVALUATOR] if spec.evaluations else []
 
 
+def monitor_names(spec: RunSpec) -> list[str]:
+    return [f"monitor-{monitor.name}" for monitor in spec.monitors]
+
+
 def worker_names(spec: RunSpec) -> dict[str, str]:
     """Return the pool of each worker, in the order of the spec."""
     return {f"{pool.name}-{i}": pool.name for pool in spec.samplers for i in range(pool.replicas)}
@@ -84,6 +89,7 @@ def role_names(spec: RunSpec) -> list[str]:
         *(shares_name(name) for name in island_names(spec)),
         *validator_names(spec),
         *evaluator_names(spec),
+        *monitor_names(spec),
         *(f"{pool.name}-{i}" for pool in spec.samplers for i in range(pool.replicas)),
     ]
 

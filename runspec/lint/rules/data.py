@@ -22,13 +22,13 @@ LIKENESS = 0.75
 
 @rule("unknown-kind", "reward", "warning")
 def unknown_kind(context: Context) -> Iterator[Violation]:
-    """Kinds of sources and rewards must be those that installed packages offer.
+    """Kinds of sources, rewards and monitors must be those that installed packages offer.
 
-    Packages offer kinds as entry points of `runspec.sources` and `runspec.rewards`; the linter
-    reads their names and imports nothing. A kind that is spelt nearly like an installed one is an
-    error. Any other is a warning, for a spec may be linted where the package that offers it is not
-    installed: `apply` does not start such a run. A kind of yours whose name is so near to another
-    is suppressed where its package is missing.
+    Packages offer kinds as entry points of `runspec.sources`, `runspec.rewards` and
+    `runspec.monitors`; the linter reads their names and imports nothing. A kind that is spelt
+    nearly like an installed one is an error. Any other is a warning, for a spec may be linted where
+    the package that offers it is not installed: `apply` does not start such a run. A kind of yours
+    whose name is so near to another is suppressed where its package is missing.
     """
     for plugin in missing_plugins(context.spec):
         match = close_match(plugin.kind, plugin.installed, LIKENESS)

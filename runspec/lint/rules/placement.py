@@ -122,6 +122,22 @@ def unknown_role(context: Context) -> Iterator[Violation]:
             )
 
 
+@rule("monitor-python", "placement")
+def monitor_python(context: Context) -> Iterator[Violation]:
+    """A monitor of kind `trackio` must name the interpreter of trackio's own environment.
+
+    Packages that trackio needs and packages that a run needs exclude each other's versions. So
+    trackio has an environment of its own, and the monitor speaks to a process there.
+    """
+    for each in context.spec.monitors:
+        if each.kind == "trackio" and each.python is None:
+            yield Violation(
+                ("monitors", each.name),
+                "kind trackio needs python",
+                suggestion="`make trackio` makes .venv/trackio/bin/python",
+            )
+
+
 @rule("shared-device", "placement", "warning")
 def shared_device(context: Context) -> Iterator[Violation]:
     """An accelerator should belong to one process.

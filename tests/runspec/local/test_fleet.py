@@ -11,6 +11,7 @@ import pytest
 from runspec.core.process import EXIT_FINAL
 from runspec.local.fleet import (
     BACKOFF_MAX_S,
+    ONLOOKER_PAUSE_S,
     Changed,
     Fleet,
     Outcome,
@@ -56,7 +57,60 @@ LATE = replace(
     RULES, ends_when_sampled=frozenset(), may_fail=frozenset({"worker"}), late_s={"worker": 60.0}
 )
 """The worker is an evaluator."""
+LOOKED_AT = replace(LATE, onlookers=frozenset({"worker"}))
+"""The worker is a monitor."""
 TRAINED = ((5.0, "sampled"), (5.0, "trained"), (5.0, "published"), (5.0, "exited", "learner", 0))
+
+
+def test_a_monitor_that_keeps_dying_is_tried_ever_more_seldom_and_ends_no_run() -> None:
+    # given a monitor that dies a second after each start, while the run trains
+    fleet, now, pauses = up(LOOKED_AT), 0.0, []
+    for _ in range(20):
+        now += 1.0
+        fleet, _ = play(
+            fleet, (now, "ready", "worker"), (now, "stepped"), (now, "exited", "worker", 1)
+        )
+        role = fleet.roles["worker"]
+        pauses.append(role.retry_at - now)
+        # then only its first death is told of
+        assert fleet.keeps_dying("worker") == (len(pauses) > 1)
+        now = role.retry_at
+        fleet, actions = play(fleet, (now, "tick"))
+        assert actions == ["start worker"]
+    assert pauses[:4] == [0.5, 1.0, 2.0, 4.0] and pauses[-1] == ONLOOKER_PAUSE_S
+    assert fleet.outcome is None
+    # one that has run for long begins anew
+    long = now + ONLOOKER_PAUSE_S
+    fleet, _ = play(fleet, (now, "ready", "worker"), (long, "exited", "worker", -9))
+    assert fleet.roles["worker"].retry_at == long + 0.5 and not fleet.keeps_dying("worker")
+
+
+def test_a_monitor_that_cannot_work_is_given_up_and_the_run_goes_on() -> None:
+    fleet, actions = play(up(LOOKED_AT), (1.0, "exited", "worker", EXIT_FINAL), (9.0, "tick"))
+    assert fleet.roles["worker"].state is State.FAILED
+    assert fleet.outcome is None and actions == []
+
+
+def test_a_trained_run_waits_for_a_monitor_that_sends_but_for_none_that_keeps_dying() -> None:
+    running = (0.0, "ready", "worker")
+    fleet, actions = play(up(LOOKED_AT), running, *TRAINED, (50.0, "tick"))
+    assert fleet.phase is Phase.DRAINING and actions == []
+    # until it has sent everything
+    over, _ = play(fleet, (51.0, "exited", "worker", 0), (51.0, "tick"))
+    assert over.outcome == Outcome("finished")
+    # or its time is up, as where it hangs
+    over, actions = play(fleet, (66.0, "tick"))
+    assert over.outcome == Outcome("finished") and "stop worker" in actions
+    # while one that has died again is not waited for
+    dying = ((51.0, "exited", "worker", 1), (52.0, "tick"), (53.0, "exited", "worker", 1))
+    over, _ = play(fleet, *dying, (53.1, "tick"))
+    assert over.outcome == Outcome("finished")
+
+
+def test_a_monitor_may_end_before_the_learner_does() -> None:
+    # given a run on documents, whose steps have no rollouts
+    fleet, _ = play(up(LOOKED_AT), (5.0, "trained"), (5.0, "exited", "worker", 0))
+    assert fleet.roles["worker"].state is State.FINISHED
 
 
 def test_a_trained_run_waits_for_its_evaluator() -> None:

@@ -175,6 +175,18 @@ def test_what_the_torch_engine_imports_is_asked_for_where_it_is_chosen(tmp_path:
     assert item.thing == "engine torch imports transformers, not installed here"
 
 
+def test_what_monitors_need_is_asked_for(tmp_path: Path) -> None:
+    kinds = "{name: a, kind: tensorboard}, {name: b, kind: wandb}"
+    trackio = f"{{name: c, kind: trackio, python: {tmp_path / 'python'}}}"
+    spec = small_spec("small", 5, f"monitors=[{kinds}, {trackio}]")
+    here = replace(LAPTOP, has_module=lambda name: name != "wandb")
+    found = {item.path: item for item in missing(spec, tmp_path, here)}
+    assert set(found) == {"monitors.b", "monitors.c.python"}
+    assert found["monitors.b"].thing == "Python package not installed here: wandb"
+    assert found["monitors.b"].remedy.endswith('[wandb]"')
+    assert "make trackio" in found["monitors.c.python"].remedy
+
+
 def test_disk_is_reckoned_from_the_shape() -> None:
     # given hidden 64, 2 heads of 32 with 1 KV head, MLP 192, 3 layers, vocabulary 192, untied
     attention = 64 * 64 + 64 + 2 * (64 * 32 + 32) + 64 * 64

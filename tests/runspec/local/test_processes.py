@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from runspec.core.errors import UserError
+from runspec.core.spec.role_names import placeable, trunk_names
 from runspec.core.spec.schema import RunSpec
 from runspec.local.endpoints import Endpoints
 from runspec.local.identity import Identity
@@ -60,6 +61,17 @@ def test_the_laptop_profile_is_eight_processes() -> None:
         "--key /runs/small/keys/volunteers-0.key --dir /runs/small/work/volunteers-0 "
         "--pool volunteers",
     }
+
+
+def test_a_monitor_is_a_process_of_the_trunk_that_may_fail() -> None:
+    # given a run of which this machine starts only what it must
+    monitors = "monitors=[{name: curves, kind: tensorboard, deadline: 5s}]"
+    spec = small_spec("small", 5, monitors, "placement.roles=[]")
+    [monitor] = [role for role in roles_of(spec).values() if role.name == "monitor-curves"]
+    assert line(monitor) == "python -m runspec monitor /runs/small curves"
+    assert monitor.may_fail and monitor.late_s == 5.0 and not monitor.ends_run
+    assert "monitor-curves" in trunk_names(spec)
+    assert "monitor-curves" not in placeable(spec)
 
 
 def test_a_learner_of_two_hosts_is_two_processes_that_know_where_to_meet() -> None:

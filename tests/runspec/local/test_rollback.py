@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from runspec.local.run_dir import hold
 from runspec.local.state import RunState
 from tests.object_store import BUCKET, s3_server
 from tests.runspec.local.fake_run import prepared, small_spec
+from tests.runspec.local.test_evaluations import ZERO, store
 from verify.coordinator.journal import Journal
 from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import (
@@ -82,6 +84,7 @@ def small_run(runs_dir: Path, *overrides: str, spec: RunSpec | None = None) -> P
     for name, data in files.items():
         (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         (run_dir / name).write_bytes(data)
+    store(run_dir, *(replace(ZERO, version=version) for version in (0, 4, 6)))
     with closing(RunState(run_dir)) as state:
         state.begin("small", spec_digest(spec), STEPS)
         state.add_applied(spec_digest(spec), [])
@@ -132,6 +135,7 @@ def test_what_came_after_the_version_goes_and_the_rest_stays(
         "checkpoints/fingerprints.jsonl",
         *(f"checkpoints/state/step_{n}/{name}" for n in (2, 4) for name in STATE_FILES),
         *(f"weights/v{n}/model.safetensors" for n in (2, 3)),
+        *(f"evaluations/held-out/v{n}.json" for n in (0, 4)),
         *(f"rollouts/step_{n}/batch.json" for n in range(4)),
     }
     # and every file that stays is as it was, lines of later steps cut off

@@ -35,6 +35,7 @@ from runspec.core.spec.schema.model import (
     Tokenizer,
     WarmStart,
 )
+from runspec.core.spec.schema.monitor import Monitor
 from runspec.core.spec.schema.operations import (
     Budget,
     Checkpoints,
@@ -111,6 +112,8 @@ class RunSpec(Block):
     """For `grpo`: what policy versions are evaluated on; merged by name over the layers."""
     evaluator: Evaluator = Evaluator()
     """For `grpo`: the process that evaluates, where there are evaluations."""
+    monitors: Annotated[list[Monitor], SITE] = []
+    """Tools that the run logs to; merged by name over the layers."""
     broadcast: Broadcast = Broadcast()
     """How policy versions travel."""
     verify: Verify = Verify()

@@ -1,0 +1,78 @@
+"""Fake monitors: tools that count what they have, forget it, raise, or hang."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from runspec.local.monitors.interface import Entry, Target
+from tests.family_package.installed import add_package
+
+KINDS = {
+    "counting": "CountingMonitor",
+    "forgetful": "ForgetfulMonitor",
+    "raising": "RaisingMonitor",
+    "hanging": "HangingMonitor",
+    "unimportable": "NoSuchMonitor",
+}
+
+
+def install(directory: Path) -> str:
+    """Writes what an installation of them leaves; returns what goes to PYTHONPATH."""
+    lines = [f"{kind} = {__name__}:{name}" for kind, name in KINDS.items()]
+    add_package(directory, "fake-monitors", "\n".join(["[runspec.monitors]", *lines]))
+    return str(directory)
+
+
+class CountingMonitor:
+    """Writes a line for each entry, and counts them when it starts again."""
+
+    def start(self, target: Target) -> int | None:
+        target.folder.mkdir(parents=True, exist_ok=True)
+        self._path = target.folder / f"{target.record}.entries"
+        self._path.touch()
+        return len(self._path.read_text().splitlines())
+
+    def send(self, entry: Entry) -> None:
+        row = {"number": entry.number, entry.axis: entry.at, "scalars": dict(entry.scalars)}
+        with self._path.open("a") as file:
+            file.write(json.dumps(row | {"rollouts": len(entry.rollouts)}) + "\n")
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class ForgetfulMonitor(CountingMonitor):
+    """Cannot say what it has."""
+
+    def start(self, target: Target) -> None:
+        super().start(target)
+
+
+class RaisingMonitor(CountingMonitor):
+    """Fails at step 3."""
+
+    def send(self, entry: Entry) -> None:
+        if entry.at == 3:
+            raise ConnectionError("the tool's server is gone")
+        super().send(entry)
+
+
+class HangingMonitor(CountingMonitor):
+    """Never returns from sending step 3."""
+
+    def send(self, entry: Entry) -> None:
+        if entry.at == 3:
+            time.sleep(3600.0)
+        super().send(entry)
+
+
+def entries(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return what counting monitors wrote, by record in the order of their beginning."""
+    files = sorted(folder.glob("*.entries"), key=lambda path: path.stat().st_ctime_ns)
+    return {f.stem: [json.loads(line) for line in f.read_text().splitlines()] for f in files}
