@@ -203,7 +203,9 @@ def sent_chunks(url: str) -> int:
     """Bytes of chunks that a server has sent so far."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=DEADLINE_S) as answer:
         text = answer.read().decode()
-    found = re.search(r'^broadcast_sent_bytes_total\{what="chunk"\} (\S+)$', text, re.MULTILINE)
+    found = re.search(
+        r'^runspec_broadcast_sent_bytes_total\{what="chunk"\} (\S+)$', text, re.MULTILINE
+    )
     return int(float(found[1])) if found else 0
 
 

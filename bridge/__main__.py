@@ -43,10 +43,11 @@ def main(argv: list[str] | None = None) -> int:
     command("apply", "a version and a delta -> the next version", "BASE", "DELTA", "OUT")
     publish = command("publish", "publish each new policy version of a run until told to end")
     publish.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
+    publish.add_argument("--metrics", metavar="HOST:PORT", help="serves Prometheus metrics there")
 
     arguments = parser.parse_args(argv)
     if arguments.command == "publish":
-        return run_role("publisher", lambda log: _publish(arguments.run_dir, log))
+        return run_role("publisher", lambda log: _publish(arguments, log))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         return _COMMANDS[arguments.command](arguments) or 0
@@ -58,10 +59,14 @@ def main(argv: list[str] | None = None) -> int:
 # numpy and TensorStore are imported by the command that needs them, so that --help is quick.
 
 
-def _publish(run_dir: Path, log: logging.Logger) -> None:
-    from bridge.publisher import publish_versions
+def _publish(arguments: argparse.Namespace, log: logging.Logger) -> None:
+    from bridge.publisher import Publisher, publish_versions
+    from runspec.core.metrics import serve_metrics
+    from runspec.core.spec.resolved import load_resolved
 
-    publish_versions(run_dir, log, stop_event())
+    publisher = Publisher(arguments.run_dir, load_resolved(arguments.run_dir), log)
+    serve_metrics(arguments.metrics, publisher.figures, log)
+    publish_versions(publisher, stop_event())
 
 
 def _export(arguments: argparse.Namespace) -> None:

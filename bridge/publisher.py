@@ -20,14 +20,14 @@ from pathlib import Path
 
 from bridge.conversion import export_checkpoint
 from bridge.delta import DamagedWeights, write_delta
-from bridge.safetensors_io import TENSORS_NAME, damage
+from bridge.figures import STAGES, Published
+from bridge.safetensors_io import damage, recorded_digest
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import MAX_BYTES as MAX_MANIFEST_BYTES
 from broadcast.manifest import WeightsManifest, open_manifest
 from broadcast.store import DELTA_NAME, prune, publish, refresh_latest
-from runspec.core.canonical import MalformedJson
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded, read_object, remove_leftovers
+from runspec.core.files import read_bounded, remove_leftovers
 from runspec.core.keys import SigningKey
 from runspec.core.latest import RESIGN_EVERY_S
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
@@ -41,7 +41,6 @@ from runspec.core.run_files import (
     weights_folder,
 )
 from runspec.core.signed import BadSignature
-from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
 
 POLL_S = 0.03
@@ -51,9 +50,8 @@ _MAX_THREADS = 8
 """That compare versions: each may hold 200 MB where everything changed."""
 
 
-def publish_versions(run_dir: Path, log: logging.Logger, stop: threading.Event) -> None:
+def publish_versions(publisher: Publisher, stop: threading.Event) -> None:
     """Publishes the versions of a run as they appear, until `stop` is set."""
-    publisher = Publisher(run_dir, load_resolved(run_dir), log)
     refreshed = -RESIGN_EVERY_S
     while not stop.is_set():
         publisher.publish_new()
@@ -91,6 +89,7 @@ class Publisher:
             ) from error
         clear_unfinished(self._weights, log)
         self._served: set[int] = set()
+        self.figures = Published(self._served)
 
     def publish_new(self) -> list[int]:
         """Publishes what lies in checkpoints/params and is not served yet; returns the versions."""
@@ -113,7 +112,7 @@ class Publisher:
         if not found:
             self._export(version, directory)
         stored = self._stored(version)
-        if stored is not None and stored.model_digest == _model_digest(directory):
+        if stored is not None and stored.model_digest == recorded_digest(directory):
             self._served.add(version)
             self.refresh()  # it may have expired, and mending a whole version takes a while
             self._mend(stored, directory)
@@ -132,6 +131,9 @@ class Publisher:
         self._served.add(version)
         times.append(time.monotonic())
         exported, compared, published = (b - a for a, b in pairwise(times))
+        if (manifest := self._stored(version)) is not None:
+            seconds = zip(STAGES, (exported, compared, published), strict=True)
+            self.figures.published(manifest, dict(seconds))
         self._log.info(
             "version %d published %s as %s: exported in %.2f s, compared in %.2f s, "
             "published in %.2f s",
@@ -240,10 +242,3 @@ class Publisher:
         for version in versions_in(self._weights)[: -self._spec.broadcast.keep_versions]:
             remove_entry(self._weights / f"v{version}")
         prune(self._store, run=self._spec.name, keep_versions=self._spec.broadcast.keep_versions)
-
-
-def _model_digest(directory: Path) -> str | None:
-    try:
-        return read_object(directory / TENSORS_NAME, MAX_MANIFEST_BYTES)["model_digest"]
-    except (FileNotFoundError, MalformedJson, KeyError):
-        return None  # `publish` reports it

@@ -310,6 +310,14 @@ def wrong_tensor(folder: Path, digests: Mapping[str, str]) -> str | None:
     return next((f"tensor {name} is not what was exported" for name in wrong), None)
 
 
+def recorded_digest(folder: Path) -> str | None:
+    """Return the model digest that `write_records` wrote; None where there is none."""
+    try:
+        return read_object(folder / TENSORS_NAME, MAX_RECORDS_BYTES)["model_digest"]
+    except (FileNotFoundError, MalformedJson, KeyError):
+        return None
+
+
 def damage(folder: Path) -> str | None:
     """Return what is wrong with exported weights; None where every tensor has its digest.
 

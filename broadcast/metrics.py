@@ -40,34 +40,42 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
         self._requests = Counter(
-            "broadcast_requests", "Requests answered.", ["what", "status"], registry=registry
+            "runspec_broadcast_requests",
+            "Requests answered.",
+            ["what", "status"],
+            registry=registry,
         )
         self._sent = Counter(
-            "broadcast_sent_bytes", "Bytes of bodies sent.", ["what"], registry=registry
+            "runspec_broadcast_sent_bytes", "Bytes of bodies sent.", ["what"], registry=registry
         )
         self.rate_limited = Counter(
-            "broadcast_rate_limited", "Requests answered 429.", registry=registry
+            "runspec_broadcast_rate_limited", "Requests answered 429.", registry=registry
         )
         self.auth_failures = Counter(
-            "broadcast_auth_failures", "Requests answered 401.", registry=registry
+            "runspec_broadcast_auth_failures", "Requests answered 401.", registry=registry
         )
         self._dropped = Counter(
-            "broadcast_connections_dropped",
+            "runspec_broadcast_connections_dropped",
             "Connections ended by the server: late head, idle, slow reader, room for others, "
             "refused, TLS.",
             ["why"],
             registry=registry,
         )
-        self.connections = Gauge("broadcast_connections", "Connections open.", registry=registry)
-        self.polls = Gauge("broadcast_polls_waiting", "Long polls held.", registry=registry)
+        self.connections = Gauge(
+            "runspec_broadcast_connections", "Connections open.", registry=registry
+        )
+        self.polls = Gauge("runspec_broadcast_polls_waiting", "Long polls held.", registry=registry)
         self.transfers = Gauge(
-            "broadcast_transfers", "Bodies of files being sent.", registry=registry
+            "runspec_broadcast_transfers", "Bodies of files being sent.", registry=registry
         )
         self._newest = Gauge(
-            "broadcast_newest_version", "Newest version announced.", ["run"], registry=registry
+            "runspec_broadcast_newest_version",
+            "Newest version announced.",
+            ["run"],
+            registry=registry,
         )
         self._behind = Gauge(
-            "broadcast_behind_seconds",
+            "runspec_broadcast_behind_seconds",
             "For how long the newest version announced has not been whole here.",
             ["run"],
             registry=registry,
@@ -105,7 +113,7 @@ class Metrics:
             shares: returns the held share (0.0 to 1.0) of each version's bytes; called by `text`.
         """
         gauge = Gauge(
-            "broadcast_version_complete_ratio",
+            "runspec_broadcast_version_complete_ratio",
             "Share of a version's bytes that this relay holds.",
             ["run", "version"],
             registry=self._registry,

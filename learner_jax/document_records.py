@@ -75,6 +75,7 @@ class DocumentRecords:
         line["islands"] = islands
         if self._metrics.append(step, [line]):
             self._replay_difference = None
+        self._run.rows.trained({"step": step, **line})
         for skipped in result.skipped:
             self._log.warning("step %d: %s", step, skipped)
         held_out = line["held_out_bits_per_byte"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from learner_jax.distributed import Peers
+from learner_jax.figures import Rows
 from learner_jax.island_link import IslandLink
 from runspec.core.keys import SigningKey
 from runspec.core.models.config import ModelConfig
@@ -38,6 +39,8 @@ class LearnerRun:
     log: logging.Logger
     link: IslandLink | None = None
     """Which island of the run this program is; None for a run with one learner."""
+    rows: Rows = field(default_factory=Rows)
+    """Takes each row of metrics.jsonl, in process 0."""
 
     @property
     def island(self) -> str | None:

@@ -167,6 +167,7 @@ class Records:
         self._samples = JsonLines(run.folder / "samples.jsonl")
         tokenizer = initial_model(run.folder) / "tokenizer.json"
         self._tokenizer, self._log = Tokenizer.from_file(str(tokenizer)), run.log
+        self._rows = run.rows
         peak = peak_flops(run.mesh.devices.flat[0].device_kind)
         self._meter = Meter(run.config, run.spec.learner.lora, run.mesh.size, peak)
         self._alarm = alarm_limit(run.spec)
@@ -202,6 +203,7 @@ class Records:
         line["islands"] = islands
         if self._metrics.append(step, [line]):
             self._replay_difference = None
+        self._rows.trained({"step": step, **line})
         self._samples.append(step, sample_lines(batch, self._tokenizer))
         if line["sampler_logprob_alarm"]:
             self._log.warning(

@@ -37,6 +37,7 @@ from learner_jax.sharding import make_mesh
 from learner_jax.step import Programs, build_programs
 from learner_jax.versions import VersionWriter, build_probe
 from runspec.core.errors import UserError
+from runspec.core.metrics import serve_metrics
 from runspec.core.models.config import CONFIG_NAME, ModelConfig, read_config
 from runspec.core.models.family import parse_config
 from runspec.core.process import not_retried
@@ -52,6 +53,7 @@ def train(
     stop: threading.Event,
     peers: Peers | None = None,
     link: IslandLink | None = None,
+    metrics: str | None = None,
 ) -> None:
     """Trains every step that is left; returns when the last is done or `stop` is set.
 
@@ -63,6 +65,7 @@ def train(
         stop: set when this process is told to end; all end then.
         peers: the processes of this program; None for one.
         link: which island of the run this program is; None for a run with one learner.
+        metrics: where the figures are served, see `serve_metrics`.
 
     Raises:
         UserError: no batch in time, an unreadable checkpoint, a damaged file: each named.
@@ -70,6 +73,7 @@ def train(
     """
     peers = peers or Peers()
     run, programs = _open(run_dir, peers, link, log)
+    serve_metrics(metrics, run.rows, log)
     with Saver(log) as saver, ExitStack() as joined:
         recipe = recipe_of(run, programs, stop)
         start = find_start(run, programs, recipe.reader, recipe.corpus)

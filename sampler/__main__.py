@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         role.add_argument("--public-key", required=True, metavar="HEX", help="the run's root key")
         role.add_argument("--key", required=True, type=Path, metavar="FILE", help="the role's own")
         role.add_argument("--dir", required=True, type=Path, help="keeps fetched versions")
+        role.add_argument("--metrics", metavar="HOST:PORT", help="serves Prometheus metrics there")
     work.add_argument("--pool", required=True, metavar="NAME", help="sampler pool of the spec")
     grading.add_commands(commands)
     measuring.add_command(commands)

@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from broadcast.client import WeightsClient
@@ -30,6 +30,8 @@ class RoleOptions:
     public_key: str
     key: Path
     dir: Path
+    metrics: str | None = field(default=None, kw_only=True)
+    """Where the figures are served, see `serve_metrics`."""
 
 
 class VersionWatch(ABC):

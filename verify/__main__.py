@@ -42,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     validator.add_argument("--key", required=True, type=Path, metavar="FILE")
     validator.add_argument("--dir", required=True, type=Path, help="folder of fetched versions")
+    validator.add_argument("--metrics", metavar="HOST:PORT", help="serves Prometheus metrics there")
     for command in (coordinator, validator):
         command.add_argument(
             "--public-key",
@@ -96,6 +97,7 @@ def _validator(options: Namespace, log: logging.Logger) -> None:
         directory=options.dir,
         stop=stop,
         log=log,
+        metrics=options.metrics,
     )
 
 

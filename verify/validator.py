@@ -12,17 +12,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.hashing import hash_parts
 from runspec.core.keys import SigningKey
+from runspec.core.metrics import counter, gauge, serve_metrics
 from runspec.core.process import not_retried
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
@@ -61,7 +66,7 @@ _MAX_FAULT = 300
 """Largest number of characters of a fault; it may repeat what a stranger sent."""
 
 
-class Validator:
+class Validator(Collector):
     """Serves one run until it is finished.
 
     Args:
@@ -98,6 +103,8 @@ class Validator:
         """Number of submissions with a verdict."""
         self.busy_s = 0.0
         """Seconds spent on these submissions."""
+        self._rejected: Counter[str] = Counter()
+        """Submissions rejected, by the check that failed."""
 
     def serve(self, stop: threading.Event) -> None:
         """Claim and check submissions until the run is finished or `stop` is set."""
@@ -130,6 +137,17 @@ class Validator:
         """End the graders."""
         if self._task_set is not None:
             self._task_set.close()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the figures for Prometheus, since the process began."""
+        rejected, stages = dict(self._rejected), dict(self.stages.spent_s)
+        yield counter("validator_verdicts", "Submissions with a verdict.", self.checked)
+        text = "Submissions rejected, by the check that failed."
+        yield counter("validator_rejected_submissions", text, rejected, "check")
+        yield counter("validator_busy_seconds", "Seconds spent on submissions.", self.busy_s)
+        yield counter("validator_stage_seconds", "The same, by stage.", stages, "stage")
+        claimed = len(self._coordinator.claims)
+        yield gauge("validator_claimed_submissions", "Submissions claimed, not judged.", claimed)
 
     def _claim(self, stop: threading.Event) -> list[WorkItem]:
         """Wait for a submission, then claim further queued submissions."""
@@ -200,6 +218,8 @@ class Validator:
         self._report(file, verdict)
         self._faults_in_a_row = 0
         self.checked += 1
+        if not verdict.accepted:
+            self._rejected[verdict.reason.partition(":")[0]] += 1
 
     def _give_back(self, submissions: Sequence[str]) -> None:
         """Give submissions back to the coordinator without a failed attempt."""
@@ -323,6 +343,7 @@ def run(
     directory: Path,
     stop: threading.Event,
     log: logging.Logger,
+    metrics: str | None = None,
 ) -> None:
     """Run `python -m verify validator` until the run is finished or `stop` is set.
 
@@ -335,6 +356,7 @@ def run(
         directory: folder in which weights and problem files are cached.
         stop: event that ends the process, within a grace period if the work takes long.
         log: receives messages for people.
+        metrics: where the figures are served, see `serve_metrics`.
     """
     key = SigningKey.load(key_file)
     client = CoordinatorClient(coordinator, key, run=run, root_public_key=public_key)
@@ -352,6 +374,7 @@ def run(
                 log=log,
             )
             who = key.public_hex[:12]
+            serve_metrics(metrics, validator, log)
             log.info("validator %s serves run %s, engine %s", who, run, spec.verify.engine)
             with closing(validator), heartbeats(client, validator, log):
                 validator.serve(stop)

@@ -29,6 +29,7 @@ from runspec.local.prepare import link_starting_model
 from runspec.local.processes import PreparedRun, RoleSpec, role_specs
 from runspec.local.run_dir import hold, own_folder, run_directory
 from runspec.local.site import BUNDLES, Disk, groups_of, make_site
+from runspec.local.targets import write_targets
 
 
 def prepare_command(files: SpecFiles, site: Path) -> int:
@@ -95,6 +96,7 @@ def role_command(name: str | None, path: Path, folder: Path | None, listen: str 
         identity = install(bundle, folder)
         run = PreparedRun(bundle.spec, folder, endpoints, identity, this_machine(), lock)
         (role,) = role_specs(run, here={name})
+        write_targets(folder, bundle.spec, endpoints, bundle.roles)
         if name in trunk_names(bundle.spec):
             write_atomic(folder / SPEC_FILE, dump_resolved(bundle.spec))
             link_starting_model(run.spec, folder, run.machine)

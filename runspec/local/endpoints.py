@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,9 +19,11 @@ from runspec.core.spec.islands import members
 from runspec.core.spec.role_names import (
     elsewhere,
     island_processes,
+    measured_roles,
     rendezvous_names,
     server_names,
     shares_name,
+    trunk_names,
 )
 from runspec.core.spec.schema import RunSpec
 
@@ -54,6 +56,8 @@ class Endpoints:
     """Where islands serve their shares, by the island's name."""
     islands: dict[str, str] = field(default_factory=dict)
     """Where the processes of an island with several find each other, by the name of the first."""
+    metrics: dict[str, str] = field(default_factory=dict)
+    """Where roles that are no servers have their figures, by the process's name."""
 
     def all(self) -> dict[str, str]:
         """URL by role name, of what listens on this machine."""
@@ -61,6 +65,13 @@ class Endpoints:
         named |= {"learner": self.learner} if self.learner else {}
         named |= self.islands | {shares_name(name): url for name, url in self.shares.items()}
         return {"coordinator": self.coordinator, "origin": self.origin} | named
+
+    def figures_option(self, name: str) -> tuple[str, ...]:
+        """Return the option that tells a role where to serve its figures; none without."""
+        if name not in self.metrics:
+            return ()
+        host, port = address(self.metrics[name])
+        return ("--metrics", f"{host}:{port}")
 
     def shares_url(self, island: str) -> str:
         """Where the other islands reach an island's shares."""
@@ -112,7 +123,8 @@ def plan_endpoints(
     public = {} if spec.placement.url is None else {"coordinator": spec.placement.url.rstrip("/")}
 
     kept = previous.all() if previous else {}
-    spoken_for = {address(url)[1] for url in kept.values()}
+    figures = fixed_metrics(spec) or (previous.metrics if previous else {})
+    spoken_for = {address(url)[1] for url in (*kept.values(), *figures.values())}
 
     servers = server_names(spec)
 
@@ -158,7 +170,53 @@ def plan_endpoints(
             for name in rendezvous_names(spec)
             if name != "learner" and name not in away
         },
+        metrics=_plan_metrics(spec, figures, is_free, rng, taken, spoken_for),
     )
+
+
+def _plan_metrics(
+    spec: RunSpec,
+    known: Mapping[str, str],
+    is_free: IsFree,
+    rng: random.Random,
+    taken: set[int],
+    spoken_for: set[int],
+) -> dict[str, str]:
+    """Chooses a port for the figures of each role here.
+
+    A fixed one may be taken: its role says so, and goes on without.
+    """
+    place = spec.placement.metrics
+    if place is None:
+        return {}
+    here = measured_roles(spec).keys() - elsewhere(spec)
+    if place.base_port is not None:
+        return {name: url for name, url in known.items() if name in here}
+    found: dict[str, str] = {}
+    for name in (name for name in measured_roles(spec) if name in here):
+        url = known.get(name, "")
+        host, port = address(url) if url else ("", 0)
+        if host != place.host or port in taken or not is_free(host, port):
+            url = _url(place.host, _draw(place.host, is_free, rng, taken | spoken_for))
+        taken.add(address(url)[1])
+        found[name] = url
+    return found
+
+
+def fixed_metrics(spec: RunSpec) -> dict[str, str]:
+    """The addresses of figures by process; none where the spec does not fix their ports.
+
+    On Kubernetes a process has a pod, and so an address, of its own: all but the trunk's have the
+    first port.
+    """
+    place, alone = spec.placement.metrics, spec.placement.backend == "kubernetes"
+    if place is None or place.base_port is None:
+        return {}
+    base, trunk = place.base_port, trunk_names(spec)
+    return {
+        name: _url(place.host, base + (0 if alone and name not in trunk else i))
+        for i, name in enumerate(measured_roles(spec))
+    }
 
 
 def fixed_endpoints(spec: RunSpec) -> Endpoints:
@@ -184,6 +242,7 @@ def fixed_endpoints(spec: RunSpec) -> Endpoints:
             for name, (first, *others) in island_processes(spec).items()
             if others
         },
+        metrics=fixed_metrics(spec),
     )
 
 
@@ -194,7 +253,7 @@ def load_endpoints(run_dir: Path) -> Endpoints | None:
         return None
     try:
         endpoints = Endpoints(**parse_object(read_bounded(path, MAX_BYTES), max_bytes=MAX_BYTES))
-        for url in endpoints.all().values():
+        for url in (*endpoints.all().values(), *endpoints.metrics.values()):
             address(url)
     except (MalformedJson, TypeError, AttributeError) as error:
         raise UserError(
@@ -294,8 +353,13 @@ def run_link(run_dir: Path, spec: RunSpec) -> JoinLink | None:
         return None
     if endpoints is None:
         return None
-    url = endpoints.public.get("coordinator", endpoints.coordinator)
+    url = named(endpoints.public.get("coordinator", endpoints.coordinator))
+    return JoinLink(url, spec.name, root)
+
+
+def named(url: str) -> str:
+    """The URL, with this machine's name in the place of all its addresses."""
     parts = urlsplit(url)
     if parts.hostname in _EVERYWHERE:
-        url = f"{parts.scheme}://{socket.gethostname()}:{parts.port}"
-    return JoinLink(url, spec.name, root)
+        return f"{parts.scheme}://{socket.gethostname()}:{parts.port}"
+    return url

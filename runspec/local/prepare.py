@@ -29,6 +29,7 @@ from runspec.local.rollback import complete_rollback, start_anew
 from runspec.local.run_dir import hold, write_spec
 from runspec.local.state import RunState
 from runspec.local.supervisor_requests import record_applied
+from runspec.local.targets import write_targets
 
 
 class NotReady(UserError):
@@ -74,6 +75,7 @@ def prepare_run(plan: RunPlan) -> Iterator[PreparedRun]:
                 start_anew(run_dir, keep_keys=spec.identity.root_public_key is not None)
             machine, identity = this_machine(), make_identity(run_dir, spec)
             save_endpoints(run_dir, endpoints)
+            write_targets(run_dir, spec, endpoints)
             link_starting_model(spec, run_dir, machine)
             write_spec(spec, run_dir, roles_here(spec))
             record_applied(state, spec, plan.changes)

@@ -140,8 +140,12 @@ def role_specs(
     roles += [*make.learners(), *make.islands(), *make.shares()]
     roles += [*make.validators(), *make.evaluator(), *make.monitors(), *make.workers()]
     _refuse_equal_names(roles)
-    secrets = secret_values(run.spec, run.machine)
-    return [replace(role, env={**role.env, **secrets}) for role in roles if role.name in here]
+    secrets, figures = secret_values(run.spec, run.machine), run.endpoints.figures_option
+    return [
+        replace(role, command=(*role.command, *figures(role.name)), env={**role.env, **secrets})
+        for role in roles
+        if role.name in here
+    ]
 
 
 def roles_here(spec: RunSpec) -> set[str]:

@@ -45,6 +45,8 @@ from runspec.local.run_dir import LOCK_FILE
 
 BASE_PORT = 29400
 """First port of a site whose spec names none."""
+METRICS_PORT = 29500
+"""The same of its roles' figures."""
 ANY_MACHINE = "any machine"
 BUNDLES = "bundles"
 
@@ -196,11 +198,14 @@ def site_spec(spec: RunSpec, root_public_key: str) -> RunSpec:
             members = [*members, member.model_copy(update={"url": url})]
         islands = islands.model_copy(update={"members": members})
         learner = learner.model_copy(update={"islands": islands})
+    metrics = place.metrics
+    if metrics is not None and metrics.base_port is None:
+        metrics = metrics.model_copy(update={"base_port": METRICS_PORT})
     return spec.model_copy(
         update={
             "learner": learner,
             "identity": spec.identity.model_copy(update={"root_public_key": root_public_key}),
-            "placement": place.model_copy(update={"base_port": base}),
+            "placement": place.model_copy(update={"base_port": base, "metrics": metrics}),
             "broadcast": broadcast.model_copy(update={"relays": relays}),
         }
     )

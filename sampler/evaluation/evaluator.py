@@ -18,6 +18,7 @@ import psutil
 from broadcast.client import WeightsClient
 from broadcast.manifest import read_manifest
 from runspec.core.keys import SigningKey
+from runspec.core.metrics import serve_metrics
 from runspec.core.process import not_retried
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.schema import Evaluation, RunSpec
@@ -26,6 +27,7 @@ from sampler.evaluation.arrivals import Arrivals, Arrived
 from sampler.evaluation.ask import Questions, ask
 from sampler.evaluation.due import due, due_versions
 from sampler.evaluation.figures import figures
+from sampler.evaluation.results import Results
 from sampler.role import RoleOptions
 from sampler.tasks.task_set import RunTask, build_evaluation_set
 from verify.client import CoordinatorClient
@@ -57,6 +59,8 @@ def evaluate_versions(
     spec = client.spec()
     require_graders(spec)
     done = client.evaluations()
+    results = Results(done)
+    serve_metrics(options.metrics, results, log)
 
     def weights() -> WeightsClient:
         folder = options.dir / "weights"
@@ -74,7 +78,7 @@ def evaluate_versions(
     with ExitStack() as up:  # closes in reverse order
         up.enter_context(closing(arrivals))
         data = problem_files(client, spec, options.dir / "data", log)
-        evaluator = Evaluator(client, key, spec, data, log, up)
+        evaluator = Evaluator(client, key, spec, data, log, up, results)
         while not stop.is_set():
             last = arrivals.newest >= spec.steps  # if so, what is due is there already
             arrived = arrivals.take(_LOOK_S)
@@ -101,6 +105,7 @@ class Evaluator:
         data_dir: folder of the problems' files; None: at the spec's paths.
         log: the role's.
         up: closes the graders.
+        results: receives each result.
     """
 
     def __init__(
@@ -111,9 +116,11 @@ class Evaluator:
         data_dir: Path | None,
         log: logging.Logger,
         up: ExitStack,
+        results: Results,
     ) -> None:
         self._client, self._key, self._spec = client, key, spec
         self._data_dir, self._log, self._up = data_dir, log, up
+        self._results = results
         self._engine: Engine | None = None
         self._questions: dict[str, Questions] = {}
 
@@ -156,6 +163,7 @@ class Evaluator:
             cpu_s=round(max(0.0, cpu_seconds() - cpu), 3),
         )
         self._client.evaluated(sign_evaluation(result, self._key))
+        self._results.evaluated(result)
         mean = result.figures.get("mean")
         self._log.info(
             "%s of version %d: mean %s over %d problems, %d answers failed to be graded, %.1f s",

@@ -1,12 +1,22 @@
-"""Totals of a worker's work for its heartbeats. They are cumulative, so losing one does no harm."""
+"""Totals of a worker's work, for heartbeats and Prometheus.
+
+They are cumulative, so losing one does no harm.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from runspec.core.metrics import counter, gauge
 
 
-class Meter:
+class Meter(Collector):
     """Sampling time, tokens and loads since the process began. Thread-safe."""
 
     def __init__(self) -> None:
@@ -19,6 +29,7 @@ class Meter:
         self._version = -1
         self._loads = 0
         self._pause_s = 0.0
+        self._answers: Counter[str] = Counter({"accepted": 0, "refused": 0})
 
     def lease_began(self) -> None:
         """Note that the sampling of a lease began. Time counts as busy while at least one lease is
@@ -51,6 +62,27 @@ class Meter:
             self._version = version
             self._loads += 1
             self._pause_s += pause_s
+
+    def submitted(self, *, accepted: bool) -> None:
+        """Count a submission that the coordinator took or refused."""
+        with self._lock:
+            self._answers["accepted" if accepted else "refused"] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the figures for Prometheus."""
+        state = self.state()
+        with self._lock:
+            leases, answers = self._leases, dict(self._answers)
+        version = None if state["version"] < 0 else state["version"]
+        yield gauge("worker_version", "Version that it samples with.", version)
+        yield gauge("worker_leases", "Leases that are being sampled.", leases)
+        yield counter("worker_tokens", "Output tokens of sampled leases.", state["tokens"])
+        yield counter("worker_busy_seconds", "Seconds with a lease to sample.", state["busy_s"])
+        yield counter("worker_loads", "Versions loaded.", state["loads"])
+        text = "Seconds in which loads kept it from sampling."
+        yield counter("worker_pause_seconds", text, state["pause_s"])
+        text = "Submissions, by the coordinator's answer, before any verdict."
+        yield counter("worker_submissions", text, answers, "answer")
 
     def state(self) -> dict[str, int | float]:
         """Return the heartbeat: `version` (-1 before the first), `busy_s`, `tokens`, `loads` with

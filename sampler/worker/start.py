@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
+from runspec.core.metrics import serve_metrics
 from runspec.core.process import not_retried
 from sampler.engine.arguments import find_pool
 from sampler.engine.engine import Engine
@@ -70,6 +71,7 @@ def work(
     require_graders(spec)
     client.register(pool.name, {"engine": pool.engine, "dtype": pool.dtype})
     meter = Meter()
+    serve_metrics(options.metrics, meter, log)
     threading.Thread(
         target=_heartbeats, args=(client, meter, stop, log), name="heartbeat", daemon=True
     ).start()

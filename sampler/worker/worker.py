@@ -377,8 +377,10 @@ class Worker:
         try:
             self._client.submit(made.envelope, made.table)
         except (SubmissionRefused, RunFinished):
+            self._meter.submitted(accepted=False)
             self._outbox.settle(lease)
             raise
+        self._meter.submitted(accepted=True)
         self._outbox.settle(lease)
 
 

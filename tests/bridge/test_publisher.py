@@ -22,6 +22,7 @@ from learner_jax.warm_start import model_config
 from runspec.core.errors import UserError
 from runspec.core.latest import open_latest
 from runspec.core.run_files import params_folder, versions_in, weights_folder
+from tests.figures import figures_of
 from tests.learner_jax.conftest import Run, write_initial_model
 
 LOG = logging.getLogger("test")
@@ -64,6 +65,22 @@ def test_versions_are_published_in_order_and_old_ones_go(run: Run) -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json", "probe.json"} <= files
     # and of the parameters only the newest are left
     assert versions_in(params_folder(run.path, run.spec)) == [4]
+
+
+def test_its_figures_count_what_it_published(run: Run) -> None:
+    # given two versions, and a publisher that was started again after the first
+    add_version(run, 0)
+    publisher_of(run).publish_new()
+    add_version(run, 1)
+    publisher = publisher_of(run)
+    publisher.publish_new()
+    # then it has counted the second alone
+    found = figures_of(publisher.figures)
+    assert found["runspec_publisher_newest_version"] == 1.0
+    assert found["runspec_publisher_versions_total/whole"] == 1.0
+    size = sum(path.stat().st_size for path in (weights_folder(run.path) / "v1").glob("*.*"))
+    assert found["runspec_publisher_published_bytes_total"] == pytest.approx(size, rel=0.2)
+    assert found["runspec_publisher_stage_seconds_total/export"] > 0.0
 
 
 @pytest.mark.parametrize("lost", ["nothing", "store", "weights", "half an export"])
@@ -117,7 +134,7 @@ def test_latest_is_signed_again_while_no_version_comes(run: Run) -> None:
 def test_the_loop_publishes_what_appears_and_ends_when_told(run: Run) -> None:
     # given a publisher that waits
     stop = threading.Event()
-    thread = threading.Thread(target=publish_versions, args=(run.path, LOG, stop))
+    thread = threading.Thread(target=publish_versions, args=(publisher_of(run), stop))
     thread.start()
     # when a version appears, then it is served soon
     add_version(run, 0)

@@ -125,7 +125,7 @@ def test_a_server_with_tokens(run: Run, tmp_path: Path, kind: str) -> None:
     # and with one everything
     metrics = httpx.get(f"{url}/metrics", headers=bearer(A))
     assert metrics.status_code == 200
-    assert "broadcast_auth_failures_total 8.0" in metrics.text
+    assert "runspec_broadcast_auth_failures_total 8.0" in metrics.text
 
 
 def test_a_token_is_revoked_and_another_given_without_a_restart(run: Run, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_each_token_has_its_own_rate(run: Run, tmp_path: Path) -> None:
     assert httpx.head(chunks[1], headers=bearer(A)).status_code == 200
     assert httpx.get(chunks[1], headers=bearer(B)).status_code == 200
     metrics = httpx.get(f"{url}/metrics", headers=bearer(A)).text
-    assert "broadcast_rate_limited_total 1.0" in metrics
+    assert "runspec_broadcast_rate_limited_total 1.0" in metrics
 
 
 def test_our_client_waits_for_its_rate_and_blames_nobody(
@@ -187,7 +187,7 @@ def test_our_client_waits_for_its_rate_and_blames_nobody(
     path = run.client(url).fetch(0, manifest_digest=None, deadline_s=60)
     # then it comes, although the server said wait
     assert contents(path) == weights()
-    assert "broadcast_rate_limited_total 0.0" not in httpx.get(f"{url}/metrics").text
+    assert "runspec_broadcast_rate_limited_total 0.0" not in httpx.get(f"{url}/metrics").text
     assert [record for record in caplog.records if record.levelname != "INFO"] == []
 
 
@@ -199,7 +199,8 @@ def test_a_client_has_so_many_answers_at_once(run: Run) -> None:
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(httpx.get, latest, params={"after": 0, "wait": 30}, timeout=60)
         eventually(
-            lambda: "broadcast_polls_waiting 1.0" in httpx.get(f"{url}/metrics").text, "it waits"
+            lambda: "runspec_broadcast_polls_waiting 1.0" in httpx.get(f"{url}/metrics").text,
+            "it waits",
         )
         # when the client asks for more
         more = httpx.get(latest)

@@ -127,7 +127,7 @@ def test_a_reader_keeps_the_transfer_that_it_waits_for(run: Run) -> None:
 def waiting_for(url: str) -> int:
     """How many connections a relay has open besides the one that asks."""
     lines = httpx.get(f"{url}/metrics").text.splitlines()
-    value = next(line for line in lines if line.startswith("broadcast_connections "))
+    value = next(line for line in lines if line.startswith("runspec_broadcast_connections "))
     return int(float(value.split()[1])) - 1
 
 
@@ -250,14 +250,14 @@ def test_how_much_of_each_version_is_here_is_measured(run: Run) -> None:
     run.publish(0, weights())
     upstream = run.static()
     relay = run.relay(upstream.url, keep_versions=1)
-    metric = 'broadcast_version_complete_ratio{run="demo",version="%d"}'
+    metric = 'runspec_broadcast_version_complete_ratio{run="demo",version="%d"}'
 
     def metrics() -> dict[str, float]:
         lines = httpx.get(f"{relay.url}/metrics").text.splitlines()
         return {
             key: float(value)
             for key, _, value in (line.rpartition(" ") for line in lines)
-            if key.startswith("broadcast_")
+            if key.startswith("runspec_broadcast_")
         }
 
     eventually(lambda: metrics().get(metric % 0) == 1.0, "all of version 0 is here")
@@ -267,7 +267,7 @@ def test_how_much_of_each_version_is_here_is_measured(run: Run) -> None:
     upstream.answer(last, held_until(release))
     run.publish(1, newer)
     eventually(lambda: 0.9 < metrics().get(metric % 1, 0.0) < 1.0, "most of version 1 is here")
-    behind = 'broadcast_behind_seconds{run="demo"}'
+    behind = 'runspec_broadcast_behind_seconds{run="demo"}'
     assert metrics()[behind] > 0
     release.set()
     eventually(lambda: metrics().get(metric % 1) == 1.0, "all of version 1 is here")

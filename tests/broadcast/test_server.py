@@ -42,8 +42,8 @@ def test_every_path_of_the_layout(run: Run, kind: str) -> None:
     assert len(whole.content) == 1000
     assert httpx.get(f"{url}/healthz").text == "ok\n"
     metrics = httpx.get(f"{url}/metrics").text
-    assert 'broadcast_sent_bytes_total{what="chunk"} 1010.0' in metrics
-    assert 'broadcast_newest_version{run="demo"} 0.0' in metrics
+    assert 'runspec_broadcast_sent_bytes_total{what="chunk"} 1010.0' in metrics
+    assert 'runspec_broadcast_newest_version{run="demo"} 0.0' in metrics
 
 
 @pytest.mark.parametrize("kind", ["origin", "relay"])
@@ -128,7 +128,7 @@ def parsed(text: str) -> Values:
 
 
 def value(values: Values, name: str, **labels: str) -> float:
-    return values[f"broadcast_{name}", tuple(sorted(labels.items()))]
+    return values[f"runspec_broadcast_{name}", tuple(sorted(labels.items()))]
 
 
 def test_what_a_server_has_done(run: Run) -> None:

@@ -21,8 +21,8 @@ from .conftest import LOG, Run, Served, large_chunk, weights
 
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
 POLL = b"GET /demo/latest.json?after=0&wait=60 HTTP/1.1\r\nHost: x\r\n\r\n"
-POLLS = "broadcast_polls_waiting"
-DROPPED = "broadcast_connections_dropped_total"
+POLLS = "runspec_broadcast_polls_waiting"
+DROPPED = "runspec_broadcast_connections_dropped_total"
 OK = b"HTTP/1.1 200"
 
 
@@ -115,7 +115,7 @@ def test_a_poll_ends_with_its_client(run: Run, connect: Connect) -> None:
     connection.close()
 
     eventually(lambda: metric(served.url, POLLS) == 0, "nobody waits")
-    gone = 'broadcast_requests_total{status="499",what="latest"}'
+    gone = 'runspec_broadcast_requests_total{status="499",what="latest"}'
     eventually(lambda: metric(served.url, gone) == 1, "it is counted")
 
 
@@ -132,7 +132,7 @@ def test_a_reader_below_the_floor_is_disconnected(run: Run, connect: Connect) ->
         "it is disconnected",
     )
     # then it is cut off, and one that reads is not
-    assert metric(served.url, "broadcast_transfers") == 0
+    assert metric(served.url, "runspec_broadcast_transfers") == 0
     assert rest(stalled) < large.stat().st_size
     reader = connect(served.port, say=asked)
     assert rest(reader, large.stat().st_size) >= large.stat().st_size

@@ -3,16 +3,18 @@
 Shows: a run starts, trains each step once and in order though each of its roles is killed, the
 learner in two processes, and though strangers answer leases with rubbish, go silent or answer one
 in four; every rollout of its own is accepted and sampler and validator agree on log-probs; every
-version that is due is evaluated once;
+version that is due is evaluated once; Prometheus finds the figures of every process;
 asynchrony is real and bounded; the newest version and the report are written; a finished run says
 so when it is applied again, and can be deleted.
 """
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from urllib.request import urlopen
 
 import pytest
 
@@ -29,15 +31,40 @@ HOSTILE = {"rubbish": 8, "silent": 8, "alternating": 1}
 """Keys of each attack."""
 
 
+def scraped(run):
+    """The figures that each process shows Prometheus, by its name; of those that answer by now."""
+    found = {}
+    for target in json.loads((run.dir / "targets.json").read_text()):
+        [address] = target["targets"]
+        try:
+            with urlopen(f"http://{address}/metrics", timeout=20) as answer:
+                text = answer.read().decode()
+        except OSError:  # it still starts
+            continue
+        figures = re.findall(r"^(runspec_\w+)", text, re.MULTILINE)
+        found[target["labels"]["process"]] = set(figures)
+    return found
+
+
 @pytest.fixture(scope="module")
 def finished(runs_dir):
     evaluation = "{name: held-out, source: spell_backward, every: 50, problems: 20, samples: 2}"
     overrides = {"steps": STEPS, "learner.hosts": 2, "evaluations": f"[{evaluation}]"}
+    overrides["placement.metrics"] = "{}"
     with QuickRun(runs_dir, "whole", overrides) as run, hostile(run.dir, HOSTILE):
         # given a run under way, attacked from the first second
         run.wait_for_step(1)
         names = sorted(run.pids().keys() - {"warm-start"})
         assert len(names) == 9
+        measured = set(names) - {"learner-1"}
+        run.wait_until(lambda: scraped(run).keys() == measured, "the figures of every process")
+        shown = scraped(run)
+        assert "runspec_learner_loss" in shown["learner"]
+        assert "runspec_worker_tokens_total" in shown["volunteers-0"]
+        assert "runspec_validator_verdicts_total" in shown["validator-0"]
+        assert "runspec_publisher_newest_version" in shown["publisher"]
+        assert "runspec_broadcast_sent_bytes_total" in shown["relay-local"]
+        assert "runspec_coordinator_steps_closed_total" in shown["coordinator"]
         # when each role in turn is killed with no chance to say goodbye
         for name in names:
             # one that ended by itself, as a slow machine's learner may, has none for a moment
@@ -67,6 +94,11 @@ def test_every_rollout_of_its_own_is_accepted_and_rubbish_is_not(finished):
     assert sum(each.rejected for each in others) > 0
     assert summary["rollouts_accepted"] >= STEPS * 16
     assert summary["steps"] == STEPS
+
+
+def test_a_role_that_is_started_again_has_its_port_for_figures(finished):
+    for log in (finished.dir / "logs").glob("*.log"):
+        assert "no metrics at" not in log.read_text()
 
 
 def test_an_audit_finds_nothing(finished):

@@ -7,10 +7,13 @@ import pytest
 
 from learner_jax.agreement import Agreement
 from learner_jax.batch import Batch, TrainingRollout
+from learner_jax.figures import CLIPPED, GAUGES, Rows
 from learner_jax.report import Meter, metrics_line
 from learner_jax.training import StepResult
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.flops import useful_flops
+from tests.figures import figures_of
+from tests.harness import ROOT
 from verify.formats.batch import BatchManifest
 
 CONFIG = ModelConfig("qwen2", 40, 24, 56, 3, 4, 2, 10, 64, 10000.0, 1e-6, False, True)
@@ -113,3 +116,35 @@ def test_a_step_in_which_nothing_was_recomputed_raises_no_alarm() -> None:
     line = line_of({})
     assert line["sampler_logprob_diff_mean"] is None
     assert line["sampler_logprob_alarm"] is False
+
+
+def test_prometheus_sees_the_newest_row_and_the_sums_of_all() -> None:
+    # given two steps
+    rows = Rows()
+    rows.trained({"step": 2, **line_of({"coordinator": 1.0, "checkpoint": 0.5}), "loss": 9.0})
+    row = {**line_of({"coordinator": 2.0}), "clip_fraction_low": 0.25}
+    rows.trained({"step": 3, **row})
+    found = figures_of(rows)
+    # then figures are the newest row's, and what it does not know is not there
+    assert found["runspec_learner_step"] == 3.0 and found["runspec_learner_loss"] == 0.25
+    assert found["runspec_learner_task_reward"] == 0.5
+    assert found["runspec_learner_logprob_alarm"] == 0.0
+    assert found["runspec_learner_clipped_ratio/low"] == 0.25
+    assert "runspec_learner_reward" not in found and "runspec_learner_entropy_nats" not in found
+    # and totals are of both
+    assert found["runspec_learner_steps_total"] == 2.0
+    assert found["runspec_learner_tokens_total"] == 180.0
+    assert found["runspec_learner_busy_seconds_total"] == 4.0
+    assert found["runspec_learner_wait_seconds_total/coordinator"] == 3.0
+    assert found["runspec_learner_wait_seconds_total/checkpoint"] == 0.5
+
+
+def test_the_keys_that_prometheus_sees_are_those_of_the_page() -> None:
+    pages = [(ROOT / "docs" / name).read_text() for name in ("learner_jax.md", "documents.md")]
+    table = "\n".join(line for page in pages for line in page.splitlines() if line[:1] == "|")
+    told = {*line_of({}), "step"}
+    for key in (*GAUGES, *CLIPPED.values()):
+        first, _, last = key.rpartition("_")
+        assert (
+            key in told or f"`{key}`" in table or (f"`{first}_" in table and f"`_{last}`" in table)
+        )

@@ -13,6 +13,7 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.roles import Roles
+from tests.figures import figures_of
 from tests.verify.bench import MODEL, lease_for, packed
 from tests.verify.small_model import (
     RUN,
@@ -44,6 +45,7 @@ class QueueCoordinator:
     waits: list[float] = field(default_factory=list)
     released: list[tuple[str, str]] = field(default_factory=list)
     """Submission and fault."""
+    claims: list[str] = field(default_factory=list)
 
     def offer(self, envelope: bytes, table: bytes, lease: bytes) -> str:
         digest = digest_bytes(table)
@@ -140,6 +142,13 @@ def test_each_submission_gets_one_signed_verdict(
     assert not second.accepted and second.reason.startswith("reward: row 0: claimed against")
     assert not third.accepted and none == []
     assert third.reason == "signature: the file is not the one that was signed"
+    # and Prometheus sees what was rejected by which check
+    figures = figures_of(validator)
+    assert figures["runspec_validator_verdicts_total"] == 3.0
+    assert figures["runspec_validator_rejected_submissions_total/reward"] == 1.0
+    assert figures["runspec_validator_rejected_submissions_total/signature"] == 1.0
+    assert figures["runspec_validator_busy_seconds_total"] == validator.busy_s
+    assert figures["runspec_validator_stage_seconds_total/prefill"] > 0.0
 
 
 def test_what_is_queued_is_claimed_together_and_prefilled_at_once(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from runspec.core.errors import NotNow, UserError
 from runspec.core.hashing import is_digest
@@ -185,7 +186,8 @@ class Api:
             return await send_json(request, document)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(body=self._status.metrics(), content_type="text/plain")
+        headers = {"Content-Type": CONTENT_TYPE_LATEST}
+        return web.Response(body=self._status.metrics(), headers=headers)
 
     async def _healthz(self, request: web.Request) -> web.StreamResponse:
         return web.Response(text="ok\n")

@@ -117,8 +117,12 @@ def addressed(spec: RunSpec) -> RunSpec:
         relay.model_copy(update={"url": relay.url or address(f"relay-{relay.name}")})
         for relay in spec.broadcast.relays
     ]
+    placement: dict[str, object] = {"host": host, "backend": "kubernetes"}
+    if spec.placement.metrics is not None:
+        everywhere = {"host": "0.0.0.0"}  # noqa: S104 - the pod's address is known to nobody here
+        placement["metrics"] = spec.placement.metrics.model_copy(update=everywhere)
     update: dict[str, object] = {
-        "placement": spec.placement.model_copy(update={"host": host, "backend": "kubernetes"}),
+        "placement": spec.placement.model_copy(update=placement),
         "broadcast": spec.broadcast.model_copy(update={"relays": relays}),
     }
     if spec.learner.islands is not None:

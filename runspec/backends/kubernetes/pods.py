@@ -15,6 +15,7 @@ from runspec.backends.kubernetes.naming import (
 from runspec.core.spec.role_names import trunk_names
 from runspec.core.spec.schema import Hardware, RunSpec
 from runspec.local.bundle import TRUNK_GROUP
+from runspec.local.endpoints import address, fixed_metrics
 from runspec.local.site import Disk, Group
 
 ROLE, BESIDE = "role", "server"
@@ -62,10 +63,11 @@ def pod(spec: RunSpec, run: str, group: Group, labels: dict[str, str]) -> dict[s
         container["readinessProbe"] = probe
     else:
         served = {name: port for name, port in ports.items() if name == group.name}
-    if served:
-        container["ports"] = [
-            {"containerPort": port, "protocol": "TCP"} for port in served.values()
-        ]
+    members = trunk_names(spec) if trunk else group.members
+    figures = {name: address(url)[1] for name, url in fixed_metrics(spec).items()}
+    open_ports = [*served.values(), *sorted({figures[name] for name in members if name in figures})]
+    if open_ports:
+        container["ports"] = [{"containerPort": port, "protocol": "TCP"} for port in open_ports]
     if group.name in served:
         command += ["--listen", f"0.0.0.0:{served[group.name]}"]
     _mount(made, container, spec, run, group)

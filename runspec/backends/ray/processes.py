@@ -27,6 +27,7 @@ from runspec.local.bundle import TRUNK_GROUP, make_bundles
 from runspec.local.endpoints import PORTS, address, save_endpoints
 from runspec.local.processes import PreparedRun, RoleSpec, secret_values
 from runspec.local.site import groups_of, site_spec
+from runspec.local.targets import write_targets
 
 _FIRST_HOST = ("learner", *STAGES)
 """Have the accelerators of the learner's first host, one after the other."""
@@ -261,3 +262,4 @@ class RayProcesses:
             relays[name.removeprefix("relay-")] = f"http://{host}:{port}"
         self.run = replace(self.run, endpoints=replace(self.run.endpoints, relays=relays))
         save_endpoints(self.run.directory, self.run.endpoints)
+        write_targets(self.run.directory, self.run.spec, self.run.endpoints)

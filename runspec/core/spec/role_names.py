@@ -63,6 +63,21 @@ def server_names(spec: RunSpec) -> list[str]:
     return ["coordinator", "origin", *relay_names(spec), *rendezvous_names(spec), *shares]
 
 
+def measured_roles(spec: RunSpec) -> dict[str, str]:
+    """Return the processes that `placement.metrics` gives a port, in their order, and their role.
+
+    The trunk's are first. Of a program of several processes the first speaks.
+    """
+    islands = (names[0] for names in island_processes(spec).values())
+    return {
+        "publisher": "publisher",
+        **dict.fromkeys(("learner", *islands), "learner"),
+        **dict.fromkeys(validator_names(spec), "validator"),
+        **dict.fromkeys(evaluator_names(spec), "evaluator"),
+        **dict.fromkeys(worker_names(spec), "worker"),
+    }
+
+
 def validator_names(spec: RunSpec) -> list[str]:
     return [f"validator-{i}" for i in range(spec.verify.validators)]
 

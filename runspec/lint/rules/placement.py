@@ -12,6 +12,7 @@ from runspec.core.spec.role_names import (
     island_processes,
     island_role,
     learner_names,
+    measured_roles,
     placeable,
     relay_names,
     role_names,
@@ -271,7 +272,8 @@ def port_clash(context: Context) -> Iterator[Violation]:
 
     An http URL fixes the address of origin, relay or island, `placement.base_port` those of all
     others, on `placement.host`. The second server that wants an address dies as it starts. An https
-    URL is a proxy's.
+    URL is a proxy's. `placement.metrics.base_port` fixes those of the other roles' figures, which
+    are lost if the address is taken.
     """
     users: dict[tuple[str, int], str] = {}
     for role, where, host, port in _addresses(context.spec):
@@ -300,6 +302,11 @@ def _addresses(spec: RunSpec) -> Iterator[tuple[str, tuple[str, ...], str, int]]
             yield role, (*where, "url"), url.host, url.port
         elif (url is not None or where not in urls) and base is not None:
             yield role, ("placement", "base_port"), spec.placement.host, base + position
+    metrics = spec.placement.metrics
+    if metrics is not None and metrics.base_port is not None:
+        where = ("placement", "metrics", "base_port")
+        for position, role in enumerate(measured_roles(spec)):
+            yield f"figures of {role}", where, metrics.host, metrics.base_port + position
 
 
 def _some(names: list[str]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.publisher import publish_versions
+from bridge.publisher import Publisher, publish_versions
 from broadcast.origin import run_origin
 from broadcast.server import ServerOptions
 from learner_jax.checkpoint import check_state, load_beside, state_steps
@@ -28,7 +28,7 @@ from runspec.core.keys import SigningKey
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import state_folder
 from runspec.core.spec.islands import island_names
-from runspec.core.spec.resolved import dump_resolved
+from runspec.core.spec.resolved import dump_resolved, load_resolved
 from runspec.core.spec.schema import RunSpec
 from tests.broadcast.conftest import Served
 from tests.learner_jax.test_document_runs import document_spec
@@ -161,7 +161,8 @@ class IslandRun:
                 self.root.public_hex,
             )
         stop = threading.Event()
-        publisher = threading.Thread(target=publish_versions, args=(self.path, LOG, stop))
+        versions = Publisher(self.path, load_resolved(self.path), LOG)
+        publisher = threading.Thread(target=publish_versions, args=(versions, stop))
         publisher.start()
         stack.callback(publisher.join)
         stack.callback(stop.set)

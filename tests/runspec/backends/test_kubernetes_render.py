@@ -158,6 +158,19 @@ def test_an_island_is_a_pod_of_its_learner_and_the_server_of_its_shares(tmp_path
     assert {port["containerPort"] for port in ports} == {29400, 29401, 29402}
 
 
+def test_figures_have_a_port_of_the_pod_that_prometheus_finds(tmp_path: Path) -> None:
+    objects = render("laptop", tmp_path, "--set", "placement.metrics={}")
+    ports = {
+        name: [each["containerPort"] for each in pod(job)["containers"][0]["ports"]]
+        for name, job in jobs(objects).items()
+    }
+    assert ports.pop("trunk") == [29400, 29401, 29500, 29501]
+    assert ports.pop("relay-local") == [29402]
+    assert set(map(tuple, ports.values())) == {(29500,)} and len(ports) == 3
+    spec = json.loads(of_kind(objects, "ConfigMap")["target-short-spec"]["data"]["spec.json"])
+    assert spec["placement"]["metrics"] == {"host": "0.0.0.0", "base_port": 29500}
+
+
 def test_only_full_states_of_several_hosts_need_a_shared_volume(tmp_path: Path) -> None:
     for case, options, modes in (
         ("laptop", (), ["ReadWriteOnce"]),

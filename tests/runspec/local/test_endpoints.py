@@ -14,6 +14,7 @@ from runspec.core.errors import UserError
 from runspec.local.endpoints import (
     Endpoints,
     address,
+    fixed_metrics,
     load_endpoints,
     plan_endpoints,
     port_is_free,
@@ -83,3 +84,40 @@ def test_a_taken_port_is_named_with_its_process(taken: int) -> None:
     assert f"port {taken} is taken by " in str(error.value)
     assert f"(process {os.getpid()})" in str(error.value)
     assert error.value.place == f"coordinator at 127.0.0.1:{taken}"
+
+
+MEASURED = ["publisher", "learner", "validator-0", "evaluator", "volunteers-0"]
+
+
+def test_figures_have_free_ports_of_their_own_that_are_kept(tmp_path: Path) -> None:
+    # given a run that asks for them
+    before = plan("placement.metrics={}")
+    assert list(before.metrics) == MEASURED
+    urls = [*before.all().values(), *before.metrics.values()]
+    assert len(set(urls)) == len(urls) == 8
+    save_endpoints(tmp_path, before)
+    assert load_endpoints(tmp_path) == before
+    # then it keeps them, and moves only what is taken
+    assert plan("placement.metrics={}", previous=before) == before
+    learner = address(before.metrics["learner"])[1]
+    after = plan(
+        "placement.metrics={}", previous=before, is_free=lambda host, port: port != learner
+    )
+    assert after.metrics.pop("learner") != before.metrics["learner"]
+    assert after.metrics.items() < before.metrics.items()
+    # and another host gets new ones
+    moved = plan("placement.metrics.host=127.0.0.2", previous=before)
+    assert {address(url)[0] for url in moved.metrics.values()} == {"127.0.0.2"}
+
+
+def test_a_fixed_port_of_figures_that_is_taken_stops_no_run(taken: int) -> None:
+    found = plan(f"placement.metrics.base_port={taken}")
+    assert found.metrics["publisher"] == f"http://127.0.0.1:{taken}"
+    assert plan().metrics == {}
+
+
+def test_on_kubernetes_all_but_the_trunks_have_one_port() -> None:
+    cluster = "placement={backend: kubernetes, kubernetes: {image: i}}"
+    spec = small_spec("small", 5, "placement.metrics={base_port: 9100}", cluster)
+    ports = {name: address(url)[1] for name, url in fixed_metrics(spec).items()}
+    assert ports == dict(zip(MEASURED, [9100, 9101, 9100, 9100, 9100], strict=True))

@@ -90,6 +90,25 @@ def test_a_learner_of_two_hosts_is_two_processes_that_know_where_to_meet() -> No
         assert roles[name].ends_when_sampled == (number == 1)
 
 
+def test_roles_that_are_no_servers_are_told_where_their_figures_are_served() -> None:
+    spec = small_spec("small", 5, "learner.hosts=2", "placement.metrics={}")
+    at = {"publisher": "http://0.0.0.0:9100", "learner": "http://[::1]:9101"}
+    at |= {"validator-0": "http://127.0.0.1:9102", "evaluator": "http://127.0.0.1:9103"}
+    at |= {"volunteers-0": "http://127.0.0.1:9104"}
+    meet = "http://127.0.0.1:8003"
+    roles = roles_of(spec, replace(ENDPOINTS, learner=meet, metrics=at))
+    told = {name: line(role).partition(" --metrics ")[2] for name, role in roles.items()}
+    assert told["publisher"] == "0.0.0.0:9100"
+    assert told["learner"] == "::1:9101"
+    assert [told[name] for name in ("validator-0", "evaluator")] == [
+        "127.0.0.1:9102",
+        "127.0.0.1:9103",
+    ]
+    assert told["volunteers-0"] == "127.0.0.1:9104"
+    # and nobody else, as a learner's further processes
+    assert not any(told[name] for name in told.keys() - at.keys())
+
+
 def test_learner_and_sampler_have_a_core_each_and_the_rest_roam() -> None:
     roles = roles_of(small_spec())
     pinned = {name: role.cores for name, role in roles.items() if role.cores}

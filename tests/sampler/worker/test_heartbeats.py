@@ -12,6 +12,7 @@ import pytest
 from runspec.core.errors import UserError
 from sampler.worker import start
 from sampler.worker.meter import Meter
+from tests.figures import figures_of
 from tests.waiting import eventually
 from verify.client import RunFinished
 from verify.coordinator.edge.limits import RATES
@@ -93,3 +94,9 @@ def test_the_meter_counts_busy_time_while_any_lease_is_sampled() -> None:
     assert meter.state()["busy_s"] == state["busy_s"]
     told = [state[name] for name in ("tokens", "version", "loads", "pause_s")]
     assert told == [12, 3, 2, 0.75]
+    # and Prometheus sees the same
+    figures = figures_of(meter)
+    assert figures["runspec_worker_tokens_total"] == 12.0
+    assert figures["runspec_worker_version"] == 3.0
+    assert figures["runspec_worker_busy_seconds_total"] == state["busy_s"]
+    assert figures["runspec_worker_leases"] == 0.0

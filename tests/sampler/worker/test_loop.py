@@ -11,6 +11,7 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from sampler.engine.engine import EngineDied
+from tests.figures import figures_of
 from tests.sampler.worker.obedient import LENGTH
 from tests.sampler.worker.works import Works, site_of, spec_with
 from tests.waiting import eventually
@@ -72,6 +73,10 @@ def test_a_submission_that_is_refused_is_logged_and_work_goes_on(
     eventually(lambda: len(works.submissions()) >= 2, "the next ones are taken")
     assert "the lease expired" in caplog.text
     assert not member.ended()
+    # and Prometheus sees both answers
+    answers = figures_of(member.meter)
+    assert answers["runspec_worker_submissions_total/refused"] == 1.0
+    assert answers["runspec_worker_submissions_total/accepted"] >= 1.0
 
 
 @pytest.mark.parametrize("failure", [RunFinished("done"), UserError("the disk is full")])

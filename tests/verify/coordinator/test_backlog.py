@@ -102,8 +102,8 @@ def test_what_is_too_much_waits_and_all_of_it_is_taken(site: Site):
         before = status(site)["latency"]
         assert before["verdict"]["run"]["count"] == before["manifest"]["recent"]["count"] == 2
         metrics = httpx.get(f"{site.url}/metrics", trust_env=False).text
-        assert 'coordinator_verdict_latency_seconds_bucket{le="+Inf"} 2.0' in metrics
-        assert "coordinator_manifest_latency_seconds_sum" in metrics
+        assert 'runspec_coordinator_verdict_latency_seconds_bucket{le="+Inf"} 2.0' in metrics
+        assert "runspec_coordinator_manifest_latency_seconds_sum" in metrics
 
     # and a restart keeps the latencies
     with site.serving():

@@ -90,7 +90,7 @@ def test_steps_are_signed_ahead_of_the_newest_version_to_the_last(site: Site) ->
         assert (found["state"], found["rows_signed"]) == ("finished", STEPS * ROWS)
         assert (found["open_steps"], found["workers"], found["validators"]) == ([], [], [])
         with urlopen(f"{site.url}/metrics") as answer:
-            assert b"coordinator_steps_closed_total 9.0" in answer.read()
+            assert b"runspec_coordinator_steps_closed_total 9.0" in answer.read()
     assert (audited(site).findings, audited(site).steps_closed) == ([], STEPS)
 
 

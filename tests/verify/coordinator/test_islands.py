@@ -131,10 +131,10 @@ def test_the_status_and_the_metrics_count_shares(site: Site) -> None:
         assert all(members[name]["silent_s"] < DEADLINE_S for name in NAMES)
         with urlopen(f"{site.url}/metrics") as answer:
             text = answer.read().decode()
-        assert "coordinator_islands_committed_total 1.0" in text
-        assert 'coordinator_island_bytes_total{island="c"} 400.0' in text
-        assert 'coordinator_island_dropped_total{island="b"} 1.0' in text
-        assert "coordinator_islands_waited_for 3.0" in text
+        assert "runspec_coordinator_islands_committed_steps_total 1.0" in text
+        assert 'runspec_coordinator_island_share_bytes_total{island="c"} 400.0' in text
+        assert 'runspec_coordinator_island_dropped_steps_total{island="b"} 1.0' in text
+        assert "runspec_coordinator_islands_waited_for 3.0" in text
 
 
 def test_a_late_island_reads_that_it_was_dropped_and_joins_the_next_step(site: Site) -> None:

@@ -76,7 +76,7 @@ def test_a_run_from_its_first_lease_to_its_last_batch(site: Site):
         assert told["workers"][0]["accepted_tokens"] == 3 * 8 * 5
         assert told["workers"][0]["state"]["tokens"] == 100
         metrics = httpx.get(f"{site.url}/metrics", trust_env=False).text
-        assert "coordinator_accepted_rollouts_total 24.0" in metrics
+        assert "runspec_coordinator_accepted_rollouts_total 24.0" in metrics
 
 
 def test_a_stalled_step_ends_the_server_with_the_reason(tmp_path: Path):

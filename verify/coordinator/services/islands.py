@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from runspec.core.keys import SigningKey
+from runspec.core.metrics import counter, gauge
 from runspec.core.roles import Roles
 from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
@@ -295,22 +296,19 @@ def metrics(found: Mapping[str, Any]) -> Iterator[Metric]:
     """Yield the islands' metrics, made from `report`."""
     waiting = len(found["waiting_for"])
     text = "Islands whose share the next step lacks."
-    yield GaugeMetricFamily("coordinator_islands_waited_for", text, value=waiting)
+    yield gauge("coordinator_islands_waited_for", text, waiting)
     text = "Steps that islands committed."
-    yield CounterMetricFamily("coordinator_islands_committed", text, value=found["committed"])
-    of_members = {
-        "committed": "Steps to which an island contributed.",
-        "dropped": "Steps whose commit dropped an island.",
-        "bytes": "Bytes of an island's committed shares.",
+    yield counter("coordinator_islands_committed_steps", text, found["committed"])
+
+    def each(key: str) -> dict[str, float]:
+        return {member["name"]: float(member[key]) for member in found["members"]}
+
+    text = "1 if the island offered a share of the next step."
+    yield gauge("coordinator_island_offered", text, each("offered"), "island")
+    counters = {
+        "committed_steps": ("Steps to which the island contributed.", "committed"),
+        "dropped_steps": ("Steps whose commit dropped the island.", "dropped"),
+        "share_bytes": ("Bytes of the island's committed shares.", "bytes"),
     }
-    offered = GaugeMetricFamily(
-        "coordinator_island_offered", "1 if it offered a share of the next step.", labels=["island"]
-    )
-    for member in found["members"]:
-        offered.add_metric([member["name"]], float(member["offered"]))
-    yield offered
-    for name, text in of_members.items():
-        family = CounterMetricFamily(f"coordinator_island_{name}", text, labels=["island"])
-        for member in found["members"]:
-            family.add_metric([member["name"]], member[name])
-        yield family
+    for name, (text, key) in counters.items():
+        yield counter(f"coordinator_island_{name}", text, each(key), "island")

@@ -10,15 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from runspec.core.metrics import PREFIX, counter, gauge
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.edge.backlog import Backlog
 from verify.coordinator.journal import Journal
@@ -89,6 +85,7 @@ class Status(Collector):
         """Returns the answer of `GET /v1/status`: the report as JSON."""
         self.metrics = Cache(lambda: generate_latest(registry)).get
         """Returns the answer of `GET /metrics`."""
+        ProcessCollector(registry=registry)
         registry.register(self)
 
     def _of_now(self) -> dict[str, Any]:
@@ -127,39 +124,54 @@ class Status(Collector):
         """Yield gauges, counters and histograms made from the report, at each scrape."""
         report = self.report()
         workers, validators = report["workers"], report["validators"]
+        queue, backlog = report["queue"], report["backlog"]
+
+        def of_workers(name: str) -> float:
+            return float(sum(worker[name] for worker in workers))
+
+        def alive(peers: list[dict[str, Any]]) -> float:
+            return float(sum(peer["alive"] for peer in peers))
+
         gauges = {
             "newest_version": ("Newest published policy version.", report["newest_version"]),
+            "finished": ("1 once every step is signed, else 0.", report["state"] == "finished"),
             "open_steps": ("Steps that are being filled.", len(report["open_steps"])),
-            "workers_alive": ("Live workers.", sum(w["alive"] for w in workers)),
-            "validators_alive": (
-                "Live validators.",
-                sum(v["alive"] for v in validators),
-            ),
-            "to_judge": ("Submissions without a verdict.", report["queue"]["to_judge"]),
-            "suspects": ("Suspects: validators failed at them.", report["queue"]["suspects"]),
-            "backlog_bytes": ("Bytes without a verdict.", report["backlog"]["bytes"]),
-            "deferred": ("Deferred submissions.", report["backlog"]["deferred"]),
-            "intake_open": ("1, or 0 if too much waits.", not report["backlog"]["withheld"]),
+            "workers_alive": ("Workers that sent a heartbeat lately.", alive(workers)),
+            "validators_alive": ("Validators that sent a heartbeat lately.", alive(validators)),
+            "waiting_submissions": ("Submissions without a verdict.", queue["to_judge"]),
+            "suspect_submissions": ("Submissions at which a validator failed.", queue["suspects"]),
+            "deferred_submissions": ("Submissions told to come later.", backlog["deferred"]),
+            "backlog_bytes": ("Bytes of submissions without a verdict.", backlog["bytes"]),
+            "intake_open": ("1, or 0 while too much waits.", not backlog["withheld"]),
         }
         for name, (text, value) in gauges.items():
-            if value is not None:
-                yield GaugeMetricFamily(f"coordinator_{name}", text, value=value)
+            yield gauge(f"coordinator_{name}", text, value)
         counters = {
             "steps_closed": ("Batch manifests signed.", report["steps_closed"]),
-            "accepted_rollouts": ("Credits.", sum(w["accepted_rollouts"] for w in workers)),
-            "accepted_tokens": ("Credits.", sum(w["accepted_tokens"] for w in workers)),
-            "rejected_submissions": ("By a verdict.", report["rejected_submissions"]),
-            "withheld_leases": ("Expired leases.", sum(w["withheld_leases"] for w in workers)),
+            "accepted_rollouts": ("Rollouts accepted.", of_workers("accepted_rollouts")),
+            "accepted_tokens": (
+                "Output tokens of accepted rollouts.",
+                of_workers("accepted_tokens"),
+            ),
+            "accepted_submissions": (
+                "Submissions accepted by a verdict.",
+                of_workers("accepted_submissions"),
+            ),
+            "rejected_submissions": (
+                "Submissions rejected by a verdict.",
+                report["rejected_submissions"],
+            ),
+            "withheld_leases": ("Leases that ended unanswered.", of_workers("withheld_leases")),
         }
         for name, (text, value) in counters.items():
-            yield CounterMetricFamily(f"coordinator_{name}", text, value=value)
+            yield counter(f"coordinator_{name}", text, value)
         if report["islands"] is not None:
             yield from islands.metrics(report["islands"])
         history = self._journal.history
         for name, durations in (("verdict", history.to_verdict), ("manifest", history.to_manifest)):
             buckets, total = durations.histogram()
             yield HistogramMetricFamily(
-                f"coordinator_{name}_latency_seconds",
+                f"{PREFIX}coordinator_{name}_latency_seconds",
                 f"From a submission to its {name}.",
                 buckets=buckets,
                 sum_value=total,

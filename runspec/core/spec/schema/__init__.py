@@ -42,6 +42,7 @@ from runspec.core.spec.schema.operations import (
     Estimate,
     Identity,
     Kubernetes,
+    Metrics,
     Placement,
     Secret,
     SecretSource,

@@ -91,6 +91,20 @@ class Kubernetes(Block):
     """PersistentVolumeClaim with the Hugging Face cache, which every role reads; null: none."""
 
 
+class Metrics(Block):
+    """Servers of figures for Prometheus: of publisher, learner, validators, evaluator and samplers.
+    Coordinator, origin and relays have `/metrics` at their own address, always."""
+
+    CHANGE = "restart"
+
+    host: str = "127.0.0.1"
+    """Address that each of them binds to, on its own machine. Whoever reaches it reads the
+    figures. On Kubernetes that of the pod."""
+    base_port: Annotated[int, Field(ge=1024, le=65000), Unit("port")] | None = None
+    """First of the consecutive ports, one a process; free ones are chosen when null, and on a site
+    29500 is the first."""
+
+
 class Placement(Block):
     """Backend that starts the roles, and the machines they run on."""
 
@@ -113,6 +127,8 @@ class Placement(Block):
     """Where workers elsewhere reach the coordinator, as join links say it: a proxy with TLS."""
     base_port: Annotated[int, Field(ge=1024, le=65000), Unit("port")] | None = None
     """First of the consecutive ports used; free ones are chosen when null."""
+    metrics: Metrics | None = None
+    """Where roles without a server serve figures for Prometheus; null: nowhere."""
     restarts: Annotated[CountOrZero, Unit("deaths in a row"), HOT] = 5
     """Restarts in a row, without progress between them, after which a dying role stops the run."""
     devices: dict[str, list[CountOrZero]] = {}

@@ -93,6 +93,8 @@ BREACHES = [
     (BASE, ["broadcast.relays=[{name: a, url: 'http://localhost:9000'}, "
             "{name: b, url: 'http://127.0.0.1:9000/'}]"],
      "port-clash", "broadcast.relays.b.url", "error"),
+    (BASE, ["placement={base_port: 8000, metrics: {base_port: 8001}}"],
+     "port-clash", "placement.metrics.base_port", "error"),
     (BASE, ["verify.hardware={kind: l4, count: 1, price_per_hour: 0.8}", "budget.max_hours=null"],
      "no-budget", "budget", "error"),
 ]  # fmt: skip
@@ -143,6 +145,8 @@ SILENT = [
     (BASE, ["broadcast.relays=[{name: a, url: 'https://a.example.org'}, "
             "{name: b, url: 'https://b.example.org'}]"]),
     (BASE, ["placement.base_port=8000", "broadcast.relays=[{name: a}, {name: b}]"]),
+    # Figures after the servers' ports.
+    (BASE, ["placement={base_port: 8000, metrics: {base_port: 8002}}"]),
 ]  # fmt: skip
 
 
