@@ -97,11 +97,21 @@ def serve(
     what: Annotated[str, typer.Argument(help="NAME, NAME@VERSION, or a Hugging Face directory.")],
     host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port to listen at.")] = 8000,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Moves to each new version of the run.")
+    ] = False,
+    hold: Annotated[
+        float,
+        typer.Option("--hold", min=0.1, help="Seconds that requests wait at most before a move."),
+    ] = 60.0,
     runs_dir: RunsDir = RUNS,
 ) -> None:
     """Serves a version by vLLM's OpenAI-compatible server; further options are vLLM's."""
+    from runspec.cli.follow import follow_command
     from runspec.cli.serve import serve_command
 
+    if follow:
+        raise typer.Exit(follow_command(what, host, port, hold, context.args, runs_dir))
     raise typer.Exit(serve_command(what, host, port, context.args, runs_dir))
 
 

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from bridge.model_files import TOKENIZER_NAMES
 from broadcast.manifest import WeightsManifest
@@ -33,6 +34,7 @@ from runspec.local.machine import module_is_installed
 from runspec.local.run_dir import find_run
 
 SERVER = "vllm.entrypoints.openai.api_server"
+_ONE_RANK = "sampler.engine.worker_extension.OneRank"
 _QUIET = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 START_S = 600.0
 """Longest start of a server; a large model takes minutes to load."""
@@ -107,11 +109,13 @@ def _options(pool: SamplerPool, folder: Path) -> tuple[str, ...]:
         room = cpu_kv_bytes(pool, load_config(folder))
         options += ["--kv-cache-memory-bytes", str(room), "--max-num-seqs", str(MAX_SEQUENCES)]
         options += ["--block-size", str(CPU_BLOCK_TOKENS), "--enforce-eager"]
+        if pool.parallel.tensor == 1:  # half the memory: no process beside the engine core
+            options += ["--distributed-executor-backend", _ONE_RANK]
     return tuple(options)
 
 
 def serve_command(what: str, host: str, port: int, more: Sequence[str], runs_dir: Path) -> int:
-    """Serve until Ctrl-C or SIGTERM; return the server's exit code, 0 for these.
+    """Serve until Ctrl-C or SIGTERM; return 0.
 
     Args:
         what: as for `served`.
@@ -120,30 +124,69 @@ def serve_command(what: str, host: str, port: int, more: Sequence[str], runs_dir
         runs_dir: folder of runs.
 
     Raises:
-        UserError: vLLM is not installed, or the files are not what was published.
+        UserError: vLLM is not installed, the files are not what was published, or the server ended
+            by itself.
     """
     found = served(what, runs_dir)
     with serving(found, host, port, more) as server, StopSignals() as stops:
         print(f"{' and '.join(found.names)} at http://{host}:{port}/v1", flush=True)
-        while server.poll() is None and not stops():
-            try:
-                server.wait(0.2)
-            except subprocess.TimeoutExpired:
-                continue
-        return server.poll() or 0
+        return await_end(server, stops)
+
+
+def await_end(
+    server: subprocess.Popen[bytes],
+    stops: Callable[[], int],
+    failure: Callable[[], Exception | None] = lambda: None,
+) -> int:
+    """Wait for a stop request; return 0.
+
+    Args:
+        server: runs meanwhile.
+        stops: returns the number of stop requests.
+        failure: returns what else ends the wait; it is raised.
+
+    Raises:
+        UserError: the server ended by itself.
+    """
+    while not stops():
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(0.2)
+        if (error := failure()) is not None:
+            raise error
+        if server.returncode is not None and not stops():
+            raise UserError(
+                f"the server ended with exit code {server.returncode}",
+                place="vLLM",
+                remedy="see what it printed; out of memory is the usual cause (`dmesg` names it)",
+            )
+    return 0
 
 
 @contextmanager
 def serving(
-    found: Served, host: str, port: int, more: Sequence[str] = (), log: Path | None = None
+    found: Served,
+    host: str,
+    port: int,
+    more: Sequence[str] = (),
+    log: Path | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+    descriptors: Sequence[int] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the server on checked files; it ends with the block. What it prints goes to `log`.
+    """Start the server on checked files; it ends with the block.
 
     The files are linked into a folder of their own and checked there, so that a publisher that
     removes the version meanwhile takes nothing away.
 
+    Args:
+        found: what to serve.
+        host, port: where it listens.
+        more: further options of vLLM's server.
+        log: file of what it prints; None leaves that to this process's output.
+        environment: further variables of the server.
+        descriptors: open files that it inherits.
+
     Raises:
-        UserError: as `serve_command`.
+        UserError: vLLM is not installed, or the files are not what was published.
     """
     if not module_is_installed("vllm"):
         raise UserError(
@@ -161,12 +204,13 @@ def serving(
         command = [sys.executable, "-m", SERVER, "--model", str(model)]
         command += ["--tokenizer", str(tokenizer), "--served-model-name", *found.names]
         command += ["--host", host, "--port", str(port), *found.options]
-        environment = _QUIET | vllm_environment((), on_cpu=found.on_cpu, tensor=1)
+        variables = _QUIET | vllm_environment((), on_cpu=found.on_cpu, tensor=1)
         with ExitStack() as up:
             out = None if log is None else up.enter_context(log.open("wb"))
             process = subprocess.Popen(
                 [*command, *more],
-                env={**os.environ, **environment},
+                env={**os.environ, **variables, **environment},
+                pass_fds=descriptors,
                 stdout=out,
                 stderr=out,
                 start_new_session=True,

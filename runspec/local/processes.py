@@ -68,8 +68,7 @@ class PreparedRun:
         """
         spec, endpoints = load_resolved(directory), load_endpoints(directory)
         assert endpoints is not None, "written before the lock is handed over"
-        identity = make_identity(directory, spec)
-        return cls(spec, directory, endpoints, identity, this_machine(), lock)
+        return cls(spec, directory, endpoints, make_identity(directory, spec), this_machine(), lock)
 
     def changed(self, spec: RunSpec) -> PreparedRun:
         """The run under another spec, with the keys that it asks for.
@@ -141,11 +140,8 @@ def role_specs(
     roles += [*make.validators(), *make.evaluator(), *make.monitors(), *make.workers()]
     _refuse_equal_names(roles)
     secrets, figures = secret_values(run.spec, run.machine), run.endpoints.figures_option
-    return [
-        replace(role, command=(*role.command, *figures(role.name)), env={**role.env, **secrets})
-        for role in roles
-        if role.name in here
-    ]
+    own = [replace(each, command=(*each.command, *figures(each.name))) for each in roles]
+    return [replace(each, env={**each.env, **secrets}) for each in own if each.name in here]
 
 
 def roles_here(spec: RunSpec) -> set[str]:
@@ -191,8 +187,7 @@ class _Roles:
                 )
 
     def coordinator(self) -> Iterator[RoleSpec]:
-        served = self._endpoints.weights()
-        weights = [option for url in served for option in ("--public-weights", url)]
+        weights = [o for url in self._endpoints.weights() for o in ("--public-weights", url)]
         weights += ["--weights", self._endpoints.origin]
         command = ("verify", "coordinator", str(self._run.directory), *weights, *self._root)
         return self._server("coordinator", *command)
@@ -290,8 +285,7 @@ class _Roles:
     def monitors(self) -> Iterator[RoleSpec]:
         for name, each in zip(monitor_names(self._spec), self._spec.monitors, strict=True):
             command = self._module("runspec", "monitor", str(self._run.directory), each.name)
-            env, late_s = thread_limits(()), each.deadline
-            yield RoleSpec(name, command, env, may_fail=True, late_s=late_s)
+            yield RoleSpec(name, command, thread_limits(()), may_fail=True, late_s=each.deadline)
 
     def workers(self) -> Iterator[RoleSpec]:
         pools = {pool.name: pool for pool in self._spec.samplers}

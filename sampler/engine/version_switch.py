@@ -1,0 +1,237 @@
+"""ASGI middleware of vLLM's OpenAI-compatible server: moves it to other versions of a run.
+
+`runspec serve --follow` checks the files of a version and sends a `Move`. Invariants:
+
+- An answer comes from one version. During a move new requests wait, those under way end first, and
+  the engine is idle and its caches are empty before its weights change.
+- A client that sends its request slowly, or does not read its answer, delays no move for long: a
+  request counts as under way when its whole body is here, and each piece of an answer has a
+  deadline.
+- Nothing is answered after a load that failed or whose weights differ from the files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from runspec.core.errors import one_line
+from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode
+from sampler.engine.checks import merge, require_same_bytes
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+BODY_S = 60.0
+"""Seconds for the whole body of a request to arrive."""
+SEND_S = 60.0
+"""Seconds for a client to take a piece of its answer."""
+LOAD_S = 600.0
+"""Seconds for the engine to read all weights of a version and compare them with the files."""
+_READS = ("GET", "HEAD", "OPTIONS")
+"""Methods of requests that generate nothing; they never wait."""
+_log = logging.getLogger(__name__)
+
+
+class Gate:
+    """Counts requests under way, and holds new ones while it is shut."""
+
+    def __init__(self) -> None:
+        self._opened, self._idle = asyncio.Event(), asyncio.Event()
+        self._opened.set()
+        self._idle.set()
+        self.running = 0
+
+    @asynccontextmanager
+    async def passing(self) -> AsyncIterator[None]:
+        """Wait until the gate is open; the request is under way inside the block."""
+        while not self._opened.is_set():  # it may be shut again before this task goes on
+            await self._opened.wait()
+        self.running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.running -= 1
+            if not self.running:
+                self._idle.set()
+
+    def shut(self) -> None:
+        self._opened.clear()
+
+    def open(self) -> None:
+        self._opened.set()
+
+    async def idle(self) -> None:
+        """Wait until no request is under way."""
+        await self._idle.wait()
+
+
+class BadBody(Exception):
+    """The body of a request is too large, or late.
+
+    Args:
+        status: of the answer.
+        message: of the answer.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
+
+
+class VersionSwitch:
+    """The middleware; vLLM makes it once, with `--middleware`."""
+
+    def __init__(self, app: App) -> None:
+        self._app, self._gate = app, Gate()
+        self._settings = Settings(**json.loads(os.environ[VARIABLE]))
+        self._version = self._settings.version
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            self._gate.shut()  # until the first version was compared with its files
+            moves = asyncio.create_task(self._follow(scope["app"].state))
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                moves.cancel()
+        elif scope["type"] != "http" or scope["method"] in _READS:
+            await self._app(scope, receive, send)
+        else:
+            await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
+        try:
+            body = await read_body(receive)
+        except BadBody as error:
+            await _refuse(send, error)
+            return
+        if body is None:
+            return
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(SEND_S):
+                await send(message)
+
+        async with self._gate.passing():
+            await self._app(scope, _again(body, receive), send_in_time)
+
+    async def _follow(self, state: Any) -> None:
+        """Carry out the moves that arrive on the socket, then end the server.
+
+        Args:
+            state: of vLLM's application.
+        """
+        own = socket.socket(fileno=self._settings.descriptor)
+        reader, writer = await asyncio.open_unix_connection(sock=own)
+        try:
+            await self._compare(state.engine_client, self._version, state.args.model)
+            self._rename(state.openai_serving_models)
+            self._gate.open()
+            writer.write(encode(Reply(self._version)))
+            with suppress(ConnectionError):  # the command was killed
+                while line := await reader.readline():
+                    running = await self._move(state, Move(**json.loads(line)))
+                    writer.write(encode(Reply(self._version, running)))
+        except Exception as failure:  # noqa: BLE001 - the command reports it
+            self._gate.shut()
+            _log.exception("the engine holds no version that may be served")
+            why = f"{type(failure).__name__}: {one_line(str(failure), 500)}"
+            writer.write(encode(Reply(self._version, error=why)))
+        finally:
+            writer.close()
+        signal.raise_signal(signal.SIGTERM)
+
+    async def _move(self, state: Any, move: Move) -> int:
+        """Load another version once nothing is under way, and go on answering.
+
+        Returns:
+            Number of requests that did not end in time; if it is not 0, the version stays.
+        """
+        engine = state.engine_client
+        self._gate.shut()
+        try:
+            async with asyncio.timeout(self._settings.hold_s):
+                await self._gate.idle()
+                # The engine may still hold requests whose clients have gone.
+                await engine.pause_generation(mode="wait", clear_cache=True)
+        except TimeoutError:
+            running = max(1, self._gate.running)
+            await engine.resume_generation()
+            self._gate.open()
+            return running
+        async with asyncio.timeout(LOAD_S):
+            await engine.collective_rpc("reload_weights", kwargs={"weights_path": move.folder})
+            await engine.collective_rpc("repack_tied_head")
+            await self._compare(engine, move.version, move.folder)
+            await engine.resume_generation()
+        self._version = move.version
+        self._rename(state.openai_serving_models)
+        self._gate.open()
+        return 0
+
+    async def _compare(self, engine: Any, version: int, folder: str) -> None:
+        """Compare the weights in the engine with a version's files; raises UserError."""
+        replies = await engine.collective_rpc("compare_weights", kwargs={"weights_dir": folder})
+        require_same_bytes(merge(replies), Path(folder), version)
+
+    def _rename(self, models: Any) -> None:
+        """Call the model by its version, in answers too, and by the name of the run."""
+        name, first = self._settings.name, models.base_model_paths[0]
+        names = [replace(first, name=each) for each in (f"{name}@v{self._version}", name)]
+        models.base_model_paths = models.registry.base_model_paths = names
+
+
+async def read_body(receive: Receive) -> bytes | None:
+    """Return the body of a request; None if its client has gone.
+
+    Raises:
+        BadBody: it has over `MAX_BODY_BYTES`, or is not complete after `BODY_S`.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                body += message.get("body", b"")
+                if len(body) > MAX_BODY_BYTES:
+                    raise BadBody(413, f"the body has over {MAX_BODY_BYTES} bytes")
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise BadBody(408, f"the body did not arrive within {BODY_S:g} s") from None
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives the body once more, then what comes after it."""
+    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def received() -> Message:
+        return left.pop() if left else await receive()
+
+    return received
+
+
+async def _refuse(send: Send, error: BadBody) -> None:
+    """Answer with OpenAI's error body."""
+    found = {"message": error.message, "type": "BadRequestError", "param": None}
+    content = json.dumps({"error": found | {"code": error.status}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    headers.append((b"content-length", str(len(content)).encode()))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})

@@ -1,0 +1,179 @@
+"""Which version `runspec serve --follow` takes next, and what it tells the server."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broadcast.layout import manifest_name
+from broadcast.manifest import WeightsManifest, sign_manifest
+from runspec.cli import follow
+from runspec.cli.follow import Follower, Versions
+from runspec.core.follow_protocol import Move, Reply, encode
+from runspec.core.keys import SigningKey
+from runspec.core.run_files import weights_folder
+from runspec.core.spec.resolved import load_resolved
+from runspec.local.export import published_version
+from tests.runspec.cli.in_process import runspec
+from tests.runspec.cli.published import RUN, first_versions, flip_bit, publish_again, publish_run
+from tests.waiting import eventually
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose versions 0 to 3 are published."""
+    return publish_run(tmp_path_factory.mktemp("published"), 4)
+
+
+@pytest.fixture
+def run_dir(complete: Path, tmp_path: Path) -> Path:
+    """A copy in which versions 0 and 1 are."""
+    return first_versions(complete, tmp_path, 2)
+
+
+def manifest_of(run_dir: Path, version: int) -> WeightsManifest:
+    return published_version(run_dir, load_resolved(run_dir), version).manifest
+
+
+def serving(run_dir: Path, folder: Path, version: int = 1) -> Versions:
+    """What is to follow a version."""
+    folder.mkdir()
+    return Versions(run_dir, load_resolved(run_dir), manifest_of(run_dir, version), folder)
+
+
+def found(versions: Versions) -> int | None:
+    checked = versions.next()
+    return None if checked is None else checked.manifest.version
+
+
+def test_the_newest_version_is_next_once_its_manifest_is_here(
+    complete: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    versions = serving(run_dir, tmp_path / "own")
+    assert versions.next() is None
+    shutil.copytree(weights_folder(complete) / "v2", weights_folder(run_dir) / "v2")
+    assert versions.next() is None
+    publish_again(complete, run_dir, 3)
+    checked = versions.next()
+    assert checked is not None and checked.manifest == manifest_of(complete, 3)
+    # and its files stay where the publisher removes them
+    shutil.rmtree(weights_folder(run_dir) / "v3")
+    assert (checked.folder / "model.safetensors").is_file()
+
+
+def test_a_tampered_version_is_refused_in_one_line_and_the_one_before_it_is_next(
+    complete: Path, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    versions = serving(run_dir, tmp_path / "own")
+    publish_again(complete, run_dir, 3, tampered=True)
+    assert (versions.next(), versions.next()) == (None, None)
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("version 3 is refused, version 1 stays: ")
+    assert "not version 3 of small" in line and "model.safetensors" not in line[:40]
+    publish_again(complete, run_dir, 2)
+    assert found(versions) == 2
+    # when its files come as they were published, then it is taken after all
+    flip_bit(weights_folder(run_dir) / "v3")
+    assert found(versions) == 3
+    assert capsys.readouterr().out == ""
+
+
+def test_a_stranger_publishes_nothing(
+    complete: Path, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    versions = serving(run_dir, tmp_path / "own")
+    publish_again(complete, run_dir, 2)
+    signed = sign_manifest(manifest_of(complete, 2), SigningKey.generate())
+    (run_dir / "store" / "origin" / manifest_name(RUN, 2)).write_bytes(signed)
+    assert versions.next() is None
+    assert "version 2 cannot be believed" in capsys.readouterr().out
+
+
+def test_another_tokenizer_is_refused(
+    complete: Path, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    versions = serving(run_dir, tmp_path / "own")
+    objects = dict(versions.manifest.objects)
+    objects["tokenizer.json"] = replace(objects["tokenizer.json"], blake3="0" * 64)
+    versions.manifest = replace(versions.manifest, objects=objects)
+    publish_again(complete, run_dir, 2)
+    assert versions.next() is None
+    assert "its config or tokenizer differs" in capsys.readouterr().out
+
+
+def test_after_a_rollback_an_older_version_is_next(
+    complete: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    publish_again(complete, run_dir, 2)
+    versions = serving(run_dir, tmp_path / "own", 2)
+    assert versions.next() is None
+    shutil.rmtree(weights_folder(run_dir) / "v2")
+    shutil.rmtree((run_dir / "store" / "origin" / manifest_name(RUN, 2)).parent)
+    assert found(versions) == 1
+
+
+@contextmanager
+def following(versions: Versions) -> Iterator[tuple[Follower, Any]]:
+    """A follower, and the server's end of its socket as a file."""
+    ours, servers = socket.socketpair()
+    with closing(ours), closing(servers), servers.makefile("rwb", buffering=0) as file:
+        follower = Follower(versions, ours, 0.01)
+        follower.start()
+        try:
+            yield follower, file
+        finally:
+            follower.end()
+            follower.join()
+            follower._lines.close()
+
+
+def test_a_server_that_is_busy_is_asked_again(
+    complete: Path,
+    run_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(follow, "POLL_S", 0.01)
+    versions = serving(run_dir, tmp_path / "own")
+    publish_again(complete, run_dir, 2)
+    with following(versions) as (follower, server):
+        server.write(encode(Reply(1)))
+        move = Move(**json.loads(server.readline()))
+        server.write(encode(Reply(1, running=3)))
+        again = Move(**json.loads(server.readline()))
+        assert move == again == Move(2, str(tmp_path / "own" / "v2"))
+        server.write(encode(Reply(2)))
+        eventually(lambda: versions.manifest.version == 2, "it knows what is served")
+        # then only what is served has files
+        publish_again(complete, run_dir, 3)
+        assert Move(**json.loads(server.readline())).version == 3
+        server.write(encode(Reply(3)))
+        eventually(lambda: versions.manifest.version == 3, "it knows what is served")
+        assert [path.name for path in (tmp_path / "own").iterdir()] == ["v3"]
+        assert follower.error is None
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("version 2 waits: 3 requests did not end within 0.01 s")
+    assert printed[1:] == ["version 2 is served", "version 3 is served"]
+
+
+def test_a_server_that_holds_no_version_ends_the_command(run_dir: Path, tmp_path: Path) -> None:
+    with following(serving(run_dir, tmp_path / "own")) as (follower, server):
+        server.write(encode(Reply(1, error="RuntimeError: out of memory")))
+        eventually(lambda: follower.error is not None, "the error is here")
+        assert "a version cannot be loaded: RuntimeError: out of memory" in str(follower.error)
+
+
+def test_only_the_newest_version_of_a_run_can_be_followed(run_dir: Path) -> None:
+    for what in (f"{RUN}@1", str(weights_folder(run_dir) / "v1")):
+        done = runspec("serve", what, "--follow", "--runs-dir", run_dir.parent)
+        assert done.returncode == 2
+        assert "only the newest version of a run can be followed" in done.stderr
