@@ -113,6 +113,10 @@ def test_the_first_and_the_last_version_are_evaluated(finished):
     assert [each["version"] for each in results] == [0, STEPS]
     [shown] = report(finished.dir / "report.html")["head"]["evaluations"]
     assert shown.startswith(f"held-out, version {STEPS}")
+    # and nobody waited for it: the learner's waits are for others, and what it took is known
+    waits = {whom for line in finished.metrics() for whom in line["waits"]}
+    assert waits and waits.isdisjoint({"evaluator", "evaluation"})
+    assert all(each["cpu_s"] > 0 for each in results)
 
 
 def test_asynchrony_is_real_and_bounded(finished):

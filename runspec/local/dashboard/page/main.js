@@ -76,8 +76,8 @@ function drawWorkers() {
   const sorted = [...workers].sort((a, b) => b.accepted_tokens - a.accepted_tokens);
   $("workers").replaceChildren(
     el("h2", {}, "Workers"),
-    table(["key", "pool", "host", "", "standing", "reputation", "credit, tokens", "rejected", "withheld", "recomputed", "version", "lag", "tokens/s", "busy", "why"],
-      sorted.map((w) => [w.key.slice(0, 8), w.pool, String(w.info?.host ?? "-"), alive(w), w.standing, w.reputation, w.accepted_tokens, w.rejected_submissions,
+    table(["key", "pool", "engine", "", "standing", "reputation", "credit, tokens", "rejected", "withheld", "recomputed", "version", "lag", "tokens/s", "busy", "why"],
+      sorted.map((w) => [w.key.slice(0, 8), w.pool, [w.info?.engine, w.info?.dtype].filter(Boolean).join(" ") || "-", alive(w), w.standing, w.reputation, w.accepted_tokens, w.rejected_submissions,
         w.withheld_leases, w.prefill_share, String(w.state?.version ?? "-"), lag(w), number(w.tokens_per_s), number(w.busy_fraction, 2), w.reason])),
     el("h2", {}, "Validators"),
     table(["key", "", "silent, s", "state"], validators.map((v) =>

@@ -20,6 +20,7 @@ _OPTIONS = (
     "--disable-sync",
     "--disable-background-networking",
     "--disable-component-update",
+    "--disable-dev-shm-usage",
     "--no-first-run",
 )
 
