@@ -133,7 +133,10 @@ def table(
     begun = time.monotonic()
     packages = {package for each in parts for package in each.packages}
     missing = {package for package in packages if find_spec(package) is None}
-    shares = {each.name: 0.0 if missing & set(each.packages) else each.share for each in parts}
+    shares = {
+        each.name: 0.0 if missing & set(each.packages) or (small and each.big_only) else each.share
+        for each in parts
+    }
     bad: set[str] = set()
     for number, each in enumerate(parts):
         left = total_s - (time.monotonic() - begun)

@@ -26,13 +26,14 @@ def rows_of(printed: str) -> dict[str, list[list[str]]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_every_part_runs_in_small_and_claims_no_speed() -> None:
     done = subprocess.run(
         ["make", "-s", "accelerator", f"PYTHON={sys.executable}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=540,
         check=False,
     )
 

@@ -22,7 +22,7 @@ from tests.site_page import RAY, command_on
 from tests.waiting import eventually
 
 CLIENT_PORT = 10001
-_SETUP_S = 90.0
+_SETUP_S = 120.0
 _IN_NODE = """
 set -e
 mount --bind "$1" "$2"
@@ -172,9 +172,10 @@ class Cluster:
             self._wire(node)
         self.nodes[0].start()
         self._await_nodes(1)
+        # One after another: `ray start` gives up after 30 s, too few for several on busy cores.
         for node in self.nodes[1:]:
             node.start()
-        self._await_nodes(len(self.nodes))
+            self._await_nodes(node.number)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -223,5 +224,5 @@ class Cluster:
             deadline_s=_SETUP_S,
             hopeless=self._ended,
             context=lambda: "\n".join(path.read_text()[-2000:] for path in logs),
-            poll_s=0.2,
+            poll_s=1.0,
         )

@@ -37,7 +37,9 @@ def bound() -> Bound:
 
     def run(*words: str | Path) -> CompletedProcess[str]:
         command = [*dropped, sys.executable, "-m", "runspec", *map(str, words)]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=4 * DEADLINE_S
+        )
 
     return run
 
