@@ -17,6 +17,7 @@ from learner_jax.optimizer import learning_rate
 from learner_jax.packing import TokenBatch
 from learner_jax.report import Meter, peak_flops
 from learner_jax.supervised import SupervisedResult
+from runspec.core.run_files import METRICS_FILE
 
 
 def document_lengths(batch: TokenBatch) -> list[int]:
@@ -36,7 +37,7 @@ class DocumentRecords:
     """
 
     def __init__(self, run: LearnerRun, corpus: Corpus) -> None:
-        self._metrics = JsonLines(run.folder / "metrics.jsonl")
+        self._metrics = JsonLines(run.folder / METRICS_FILE)
         self._run, self._corpus, self._log = run, corpus, run.log
         peak = peak_flops(run.mesh.devices.flat[0].device_kind)
         self._meter = Meter(run.config, run.spec.learner.lora, run.mesh.size, peak)

@@ -19,7 +19,7 @@ from learner_jax.training import StepResult
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.flops import useful_flops
 from runspec.core.models.hardware import jax_device
-from runspec.core.run_files import initial_model
+from runspec.core.run_files import METRICS_FILE, SAMPLES_FILE, initial_model
 from runspec.core.spec.schema import Lora
 
 SAMPLES_A_STEP = 2
@@ -163,8 +163,8 @@ class Records:
     """
 
     def __init__(self, run: LearnerRun) -> None:
-        self._metrics = JsonLines(run.folder / "metrics.jsonl")
-        self._samples = JsonLines(run.folder / "samples.jsonl")
+        self._metrics = JsonLines(run.folder / METRICS_FILE)
+        self._samples = JsonLines(run.folder / SAMPLES_FILE)
         tokenizer = initial_model(run.folder) / "tokenizer.json"
         self._tokenizer, self._log = Tokenizer.from_file(str(tokenizer)), run.log
         self._rows = run.rows

@@ -16,6 +16,10 @@ from runspec.core.hashing import digest_file
 from runspec.core.object_store import Folder, ObjectPath, folder_at, last_file
 from runspec.core.spec.schema import RunSpec
 
+METRICS_FILE = "metrics.jsonl"
+"""A line a trained step; the learner writes it."""
+SAMPLES_FILE = "samples.jsonl"
+"""A few rollouts of each step."""
 STATE_FILE = "state.db"
 """SQLite database of the coordinator's ledger and the supervisor's tables."""
 PARAMS_NAME = "params"

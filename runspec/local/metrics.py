@@ -12,10 +12,10 @@ from typing import Any
 
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.files import read_bounded
+from runspec.core.run_files import METRICS_FILE
 from runspec.core.spec.role_names import shares_name
 from runspec.local.islands import summarise_islands
 
-FILE_NAME = "metrics.jsonl"
 MAX_LINE_BYTES = 1024 * 1024
 ENDS = 10
 """Rows at either end of a run that are averaged for `first` and `last`."""
@@ -55,7 +55,7 @@ class JsonLines:
 
 def read_rows(run_dir: Path) -> list[dict[str, Any]]:
     """A row a step, in order: the last one written where a step was trained again after a crash."""
-    return latest_by_step(JsonLines(run_dir / FILE_NAME).new_rows())
+    return latest_by_step(JsonLines(run_dir / METRICS_FILE).new_rows())
 
 
 def latest_by_step(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

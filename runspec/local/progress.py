@@ -11,14 +11,14 @@ from typing import Any
 
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import one_line
-from runspec.core.run_files import step_folder
+from runspec.core.run_files import METRICS_FILE, step_folder
 from runspec.core.spec.schema import RunSpec
 from runspec.local.children import last_lines
 from runspec.local.conditions import dropped_text
 from runspec.local.endpoints import address
 from runspec.local.evaluations import NewResults
 from runspec.local.fleet import Reached
-from runspec.local.metrics import FILE_NAME, JsonLines, Row, latest_by_step
+from runspec.local.metrics import JsonLines, Row, latest_by_step
 from runspec.local.role_logs import stages
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 
@@ -47,7 +47,7 @@ class RunProgress:
         """Results of evaluations."""
         self.dropped = (0, "")
         """Groups dropped by the grader, and what it failed with last, as one line."""
-        self._lines = JsonLines(run_dir / FILE_NAME)
+        self._lines = JsonLines(run_dir / METRICS_FILE)
         self.rows: list[dict[str, Any]] = []
         """A row a trained step, in order."""
         self._steps = spec.steps

@@ -12,7 +12,6 @@ from runspec.local.metrics import read_rows, shares_bytes_sent, summarise, weigh
 
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
-SAMPLES_FILE = "samples.jsonl"
 MAX_REPORT_BYTES = 4_000_000
 MAX_READ_S = 5.0
 """Seconds for which rollouts are read; the newest come first."""

@@ -29,6 +29,8 @@ from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers, temporary_name, write_atomic
 from runspec.core.object_store import Folder, ObjectPath
 from runspec.core.run_files import (
+    METRICS_FILE,
+    SAMPLES_FILE,
     STATE_FILE,
     checkpoints_folder,
     evaluated_versions,
@@ -44,9 +46,8 @@ from runspec.core.spec.islands import island_names, step_overlap
 from runspec.core.spec.resolved import load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.local.full_states import full_states
-from runspec.local.metrics import FILE_NAME as METRICS_FILE
 from runspec.local.planning import STARTS_ANEW
-from runspec.local.report import REPORT_FILE, SAMPLES_FILE, SUMMARY_FILE, write_summary
+from runspec.local.report import REPORT_FILE, SUMMARY_FILE, write_summary
 from runspec.local.state import RunState
 from verify.coordinator.ledger.ledger import open_ledger
 from verify.coordinator.services.operator import closed_steps, record_rollback

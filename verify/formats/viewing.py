@@ -6,5 +6,4 @@ MAX_PIECE_BYTES = 4 * 1024 * 1024
 """About the largest piece of the ledger or of metrics.jsonl in one answer."""
 MAX_ROW_BYTES = 64 * 1024 * 1024
 """Largest row of the ledger, which is in a piece of its own."""
-METRICS_FILE = "metrics.jsonl"
 TOKENIZER_FILE = "tokenizer.json"

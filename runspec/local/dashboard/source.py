@@ -13,7 +13,7 @@ from broadcast.layout import stored_versions
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.run_files import initial_model, submission_files
+from runspec.core.run_files import METRICS_FILE, initial_model, submission_files
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.core.tokenizer_files import read_tokenizer
@@ -21,7 +21,7 @@ from runspec.local.conditions import conditions
 from runspec.local.diagnosis import cause_lines, diagnose
 from runspec.local.endpoints import load_endpoints
 from runspec.local.evaluations import results_of
-from runspec.local.metrics import FILE_NAME, read_rows, shares_bytes_sent, weights_bytes_sent
+from runspec.local.metrics import read_rows, shares_bytes_sent, weights_bytes_sent
 from runspec.local.progress import coordinator_status
 from runspec.local.snapshot import Snapshot, look_at
 from verify.coordinator.ledger.ledger import BadRow, decode_event
@@ -88,7 +88,7 @@ class FolderSource:
         """Number of trained steps, and the workers by the ledger then."""
 
     def rows(self) -> list[dict[str, Any]]:
-        path = self._run_dir / FILE_NAME
+        path = self._run_dir / METRICS_FILE
         found = path.stat() if path.exists() else None
         seen = (found.st_mtime_ns, found.st_size) if found else (0, 0)
         if self._rows[0] != seen:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runspec.core.hashing import digest_bytes
-from runspec.core.run_files import evaluation_files
+from runspec.core.run_files import METRICS_FILE, SAMPLES_FILE, evaluation_files
 from runspec.core.spec.schema import RunSpec
-from runspec.local.metrics import FILE_NAME, JsonLines, Row
+from runspec.local.metrics import JsonLines, Row
 from runspec.local.monitors.interface import Entry
-from runspec.local.report import SAMPLES_FILE
 from verify.formats.evaluation import Evaluated, read_evaluations
 
 SAMPLED_EVERY = 10
@@ -48,7 +47,7 @@ class Feed:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._metrics = JsonLines(run_dir / FILE_NAME)
+        self._metrics = JsonLines(run_dir / METRICS_FILE)
         self._samples = JsonLines(run_dir / SAMPLES_FILE)
         self._evaluations: set[Path] = set()
         self._open_step: list[dict[str, Any]] = []

@@ -17,9 +17,10 @@ from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec, Tokenizer
 from runspec.lint.check import check_spec
+from runspec.local.disk import disk_bytes
 from runspec.local.machine import Machine, find_model, tpu_chips
 from runspec.local.model_folders import link_model
-from runspec.local.preflight import GIB, Facts, disk_bytes, missing
+from runspec.local.preflight import GIB, Facts, missing
 from tests.runspec.local.fake_run import ROOT, prepared, small_spec
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"

@@ -13,9 +13,9 @@ import pytest
 from runspec.cli.apply import show_result
 from runspec.cli.status import describe_command, read_status, status_command
 from runspec.cli.wait import wait_command
+from runspec.core.run_files import METRICS_FILE as METRICS
 from runspec.core.spec.resolved import FILE_NAME, dump_resolved
 from runspec.local.conditions import FIRST_STEP_S, condition, conditions, late_after_s
-from runspec.local.metrics import FILE_NAME as METRICS
 from runspec.local.report import REPORT_FILE, write_summary
 from runspec.local.snapshot import look_at
 from runspec.local.state import RunState
