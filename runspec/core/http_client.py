@@ -22,12 +22,15 @@ from typing import Any, TypeVar
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.client_proto import ResponseHandler
 
 _Found = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]]
 
 T = TypeVar("T")
 CONNECT_S = 5.0
 _UPLOAD_PIECE_BYTES = 64 * 1024
+_INTERIM_ANSWERS = 8
+"""Most interim answers before the real one; servers send one or none."""
 AS_IT_IS = {"Accept-Encoding": "identity"}
 """Answers are read as they came over the wire: nothing is decompressed."""
 
@@ -193,6 +196,24 @@ def translated_errors(late: str) -> Iterator[None]:
         raise NoAnswer(f"{type(error).__name__}: {str(error)[:200]}") from error
 
 
+class _Protocol(ResponseHandler):
+    """Ends a connection whose server sends interim answers (100 to 199) without end.
+
+    aiohttp skips any number of them. They take the event loop, and with it the time of honest
+    servers, long before the deadline of the request.
+    """
+
+    _interim = 0
+
+    def feed_data(self, data: Any, size: int = 0) -> None:
+        self._interim = self._interim + 1 if 100 <= data[0].code < 200 else 0
+        if self._interim <= _INTERIM_ANSWERS:
+            super().feed_data(data, size)
+        elif self.exception() is None and self.transport is not None:
+            self.set_exception(aiohttp.ClientPayloadError("interim answers without end"))
+            self.transport.abort()
+
+
 def new_session(*, tls: ssl.SSLContext | bool = True, **options: Any) -> aiohttp.ClientSession:
     """Returns connections that keep no cookies and decompress nothing.
 
@@ -201,6 +222,8 @@ def new_session(*, tls: ssl.SSLContext | bool = True, **options: Any) -> aiohttp
         options: other arguments of `aiohttp.ClientSession`.
     """
     connector = aiohttp.TCPConnector(limit=64, ssl=tls, resolver=Resolver())
+    protocol: Any = partial(_Protocol, loop=asyncio.get_running_loop())
+    connector._factory = protocol
     return aiohttp.ClientSession(
         connector=connector, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False, **options
     )

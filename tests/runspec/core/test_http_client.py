@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from runspec.core.http_client import LateAnswer, LongAnswer, fetch, fetch_now, new_session
+from runspec.core.http_client import LateAnswer, LongAnswer, NoAnswer, fetch, fetch_now, new_session
 from tests.broadcast.scripted import Peer, Scripted
 
 
@@ -66,3 +66,23 @@ def test_an_answer_without_a_length_is_bounded_too() -> None:
         pytest.raises(LongAnswer, match="more than the 5 bytes"),
     ):
         fetch_now("GET", server.url, max_bytes=5, timeout_s=20)
+
+
+def test_interim_answers_without_end_end_the_request_at_once() -> None:
+    def endless(peer: Peer) -> None:
+        peer.read_request()
+        peer.send(b"HTTP/1.1 100 Continue\r\n\r\n" * 100)
+        peer.wait_for_the_end()
+
+    with Scripted(endless) as server, pytest.raises(NoAnswer, match="without end"):
+        fetch_now("GET", server.url, max_bytes=5, timeout_s=600)
+
+
+def test_a_few_interim_answers_are_skipped() -> None:
+    def hesitant(peer: Peer) -> None:
+        peer.read_request()
+        peer.send(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 3)
+        peer.answer(b"there")
+
+    with Scripted(hesitant) as server:
+        assert fetch_now("GET", server.url, max_bytes=5, timeout_s=20).content == b"there"
