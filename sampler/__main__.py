@@ -6,15 +6,11 @@ import argparse
 import logging
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 from runspec.core.process import not_retried, run_role, stop_event
-from sampler.evaluation import suite
-from sampler.measuring import command as measuring
-from sampler.tasks import check
-from sampler.tasks.grading import command as grading
+from sampler.engine.processes import restart_with_libraries
 
 GRACE_S = 3.0
 """Longest time from SIGTERM to the end. The worker needs half of it to submit finished leases and
@@ -24,6 +20,11 @@ worker may be killed at any point without a loss."""
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line and run the command; return its exit code."""
+    from sampler.evaluation import suite
+    from sampler.measuring import command as measuring
+    from sampler.tasks import check
+    from sampler.tasks.grading import command as grading
+
     parser = argparse.ArgumentParser(prog="python -m sampler", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     work = commands.add_parser("work", help="sample for a run until it is finished")
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _work(values: dict[str, Any], log: logging.Logger) -> None:
-    stop = _stop_event()
+    stop = stop_event(GRACE_S)
     with not_retried():  # imported after the signals are caught: it takes seconds
         from sampler.worker.start import WorkerOptions, work
 
@@ -67,7 +68,7 @@ def _work(values: dict[str, Any], log: logging.Logger) -> None:
 
 
 def _evaluate(values: dict[str, Any], log: logging.Logger) -> None:
-    stop = _stop_event()
+    stop = stop_event(GRACE_S)
     with not_retried():
         from sampler.evaluation.evaluator import evaluate_versions
         from sampler.role import RoleOptions
@@ -75,22 +76,8 @@ def _evaluate(values: dict[str, Any], log: logging.Logger) -> None:
     evaluate_versions(RoleOptions(**values), log, stop)
 
 
-def _stop_event() -> threading.Event:
-    """Return what SIGTERM sets; the process ends by then or soon after."""
-    stop = stop_event()
-    threading.Thread(target=_leave, args=(stop,), daemon=True).start()
-    return stop
-
-
-def _leave(stop: threading.Event) -> None:
-    """End the process if it waits (for a coordinator, for the start of an engine) beyond the
-    grace."""
-    stop.wait()
-    threading.Event().wait(GRACE_S)
-    os._exit(0)
-
-
 if __name__ == "__main__":
+    restart_with_libraries()  # before `main` imports what takes seconds
     code = main()
     sys.stdout.flush()
     os._exit(code)  # vLLM's own shutdown takes seconds, and nothing is left to save

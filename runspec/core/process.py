@@ -66,11 +66,19 @@ def setup_logging(role: str) -> logging.Logger:
     return logging.getLogger(role)
 
 
-def stop_event() -> threading.Event:
-    """Return an event that SIGTERM and SIGINT set, so that loops can end between two tasks."""
+def stop_event(grace_s: float | None = None) -> threading.Event:
+    """Return an event that SIGTERM and SIGINT set, so that loops can end between two tasks.
+
+    Args:
+        grace_s: after so many seconds more the process is ended, with exit code 0.
+    """
     event = threading.Event()
 
     def handle(number: int, frame: object) -> None:
+        if grace_s is not None and not event.is_set():
+            ending = threading.Timer(grace_s, os._exit, [0])
+            ending.daemon = True
+            ending.start()
         event.set()
 
     signal.signal(signal.SIGTERM, handle)

@@ -73,6 +73,9 @@ class Engine:
     ) -> None:
         refuse_unsupported(pool)
         prepare_environment()
+        forked = pool.hardware.kind == "cpu"
+        if forked:
+            serve()
         self._pool, self._options, self._probe = pool, dict(options or {}), probe
         self._loop = Loop(f"engine of {pool.name}")
         self._core: EngineProcesses | None = None
@@ -91,7 +94,7 @@ class Engine:
         self.running = 0
         """Sequences submitted and not finished."""
         # vLLM's import takes seconds, and the first version may arrive meanwhile.
-        self._loop.run(_import(forked=pool.hardware.kind == "cpu"))
+        self._loop.run(_import(forked=forked))
 
     @property
     def capacity(self) -> int:
@@ -373,8 +376,6 @@ class Engine:
 
 async def _import(*, forked: bool) -> None:
     """Import vLLM; without garbage collection, which would take a fifth of the import's time."""
-    if forked:
-        serve()
     gc.disable()
     try:
         import vllm.v1.engine.async_llm

@@ -1,12 +1,9 @@
-"""Imports what the fork server of `sampler.engine.processes` preloads; ends with the worker."""
+"""Imports what the fork server of `sampler.engine.processes` has imported."""
 
 from __future__ import annotations
 
-import atexit
 import gc
 import importlib
-import os
-import signal
 
 import setproctitle
 
@@ -23,8 +20,6 @@ _MODULES = (
     "sampler.engine.worker_extension",
 )
 
-# SIGTERM goes to the worker's whole group, and the worker may still sample.
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
 setproctitle.getproctitle()  # must run before the environment changes: it locates the title by it
 prepare_environment()
 gc.disable()  # collecting garbage among modules, which stay, takes a fifth of the import's time
@@ -32,4 +27,3 @@ for _name in _MODULES:
     importlib.import_module(_name)
 gc.freeze()
 gc.enable()
-atexit.register(os._exit, 0)  # skip the exit handlers of libraries

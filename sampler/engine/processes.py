@@ -7,30 +7,37 @@
   one end of a pipe whose other end closes with its parent. A thread waits for that, and starts
   before any code of vLLM runs.
 - On CPUs engine cores are forked from a server that has vLLM imported. The import takes ten seconds
-  of a core's CPU time, and a spawned engine core starts with it. The server imports vLLM while the
-  worker does, and replacing a dead core takes only as long as loading its weights. On GPUs cores
-  are spawned.
+  of a core's CPU time, and a spawned engine core starts with it. The server itself is forked from
+  the worker, once that has imported vLLM, or imports vLLM beside it. Replacing a dead core takes
+  only as long as loading its weights. On GPUs cores are spawned.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
+import importlib
 import logging
 import multiprocessing
 import os
 import secrets
 import signal
+import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from multiprocessing import context, current_process, forkserver, popen_forkserver
+from multiprocessing import context, current_process, forkserver, popen_forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+
+import setproctitle
 
 from runspec.core.errors import UserError
 
@@ -54,6 +61,14 @@ _LIBRARIES = (
     ("torch", "lib/libgomp*.so*"),
 )
 """Libraries that vLLM preloads in an engine core on CPUs: package, and pattern in it."""
+_PRELOAD = "LD_PRELOAD"
+_ON_CPUS = "VLLM_CPU_OMP_THREADS_BIND"
+"""What `runspec.local.cores.vllm_environment` sets for pools on CPUs only."""
+_RESTARTED = "RUNSPEC_LD_PRELOAD"
+"""Hands the program's own `LD_PRELOAD` through `restart_with_libraries`."""
+_SERVER: Any = forkserver._forkserver
+_FORK_SERVER = "sampler.engine.fork_server"
+_has_libraries = False
 
 
 class SocketFolder:
@@ -105,6 +120,11 @@ class SocketFolder:
     def remove(self) -> None:
         """Remove the folder and the sockets in it; a second call does nothing."""
         self._remover.communicate()
+
+    def leave_to_parent(self) -> None:
+        """Make the end of this process, a fork of the folder's owner, not the end of the folder."""
+        assert self._remover.stdin is not None
+        self._remover.stdin.close()
 
 
 class _ExitReasonHandler(logging.Handler):
@@ -211,16 +231,73 @@ FORKED = in_vllm(CONTEXT)
 """vLLM's own setting allows only spawning, and forking the worker, which has threads."""
 
 
+def restart_with_libraries() -> None:
+    """Start this program again with the libraries that vLLM's cores preload, on CPUs.
+
+    Call it before anything heavy is imported. It returns in the program that has them, and does
+    nothing where vLLM is imported already or whoever started this did not say that it is for CPUs.
+    Processes that start later do not get them.
+    """
+    global _has_libraries
+    setproctitle.getproctitle()  # locates the title by the environment, before that changes
+    if "vllm" in sys.modules or _ON_CPUS not in os.environ:
+        return
+    given = os.environ.pop(_RESTARTED, None)
+    if given is None:
+        os.environ[_RESTARTED] = os.environ.get(_PRELOAD, "")
+        _set_preload(_with_libraries())
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606
+    _set_preload(given)
+    _has_libraries = True
+
+
 def serve(preload: str = "sampler.engine.preload") -> None:
     """Start the server unless it runs; it ends with this process.
+
+    After `restart_with_libraries` this process imports vLLM and forks, so that both have it for one
+    import. Other threads may hold locks at a fork: if there are any, Python is started anew.
 
     Args:
         preload: the module that it imports.
     """
     current_process()._config["tempdir"] = str(_folder().path)  # type: ignore[attr-defined]
-    forkserver.set_forkserver_preload([preload])
-    with _libraries_first():
+    forkserver.set_forkserver_preload([_FORK_SERVER, preload])
+    if _has_libraries and threading.active_count() == 1 and _SERVER._forkserver_pid is None:
+        importlib.import_module(preload)
+        if threading.active_count() == 1:
+            _fork_server()
+            return
+    before = os.environ.get(_PRELOAD, "")
+    _set_preload(_with_libraries())
+    try:
         forkserver.ensure_running()
+    finally:
+        _set_preload(before)
+
+
+def _fork_server() -> None:
+    """Do what `ensure_running` does, but fork this process instead of starting Python anew."""
+    resource_tracker.ensure_running()
+    address = str(_folder().path / "server")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        Path(address).chmod(0o600)
+        listener.listen()
+        read_end, write_end = os.pipe()  # the server ends when all writers have ended
+        gc.freeze()
+        pid = os.fork()
+        if pid == 0:
+            with suppress(SystemExit):  # the end of the server
+                os.close(write_end)
+                _folder().leave_to_parent()
+                importlib.import_module(_FORK_SERVER)
+                forkserver.main(listener.detach(), read_end, [])
+            os._exit(0)
+        gc.unfreeze()
+    os.close(read_end)
+    _SERVER._forkserver_address = address
+    _SERVER._forkserver_alive_fd = write_end
+    _SERVER._forkserver_pid = pid
 
 
 @functools.cache
@@ -229,19 +306,18 @@ def _folder() -> SocketFolder:
     return SocketFolder()
 
 
-@contextmanager
-def _libraries_first() -> Iterator[None]:
-    """Make processes that start inside the block preload the libraries that vLLM's cores
-    preload."""
-    before = os.environ.get("LD_PRELOAD")
+def _with_libraries() -> str:
+    """Return what is preloaded already, and the libraries that vLLM preloads in an engine core."""
     found = [path for package, pattern in _LIBRARIES for path in _find(package, pattern)]
-    os.environ["LD_PRELOAD"] = ":".join([*found, before] if before else found)
-    try:
-        yield
-    finally:
-        del os.environ["LD_PRELOAD"]
-        if before is not None:
-            os.environ["LD_PRELOAD"] = before
+    before = os.environ.get(_PRELOAD, "")
+    return ":".join([*found, before] if before else found)
+
+
+def _set_preload(value: str) -> None:
+    if value:
+        os.environ[_PRELOAD] = value
+    else:
+        os.environ.pop(_PRELOAD, None)
 
 
 def _find(package: str, pattern: str) -> list[str]:

@@ -69,24 +69,24 @@ def work(
     with not_retried():
         pool = find_pool(spec, options.pool)
     require_graders(spec)
-    client.register(pool.name, {"engine": pool.engine, "dtype": pool.dtype})
-    meter = Meter()
-    serve_metrics(options.metrics, meter, log)
-    threading.Thread(
-        target=_heartbeats, args=(client, meter, stop, log), name="heartbeat", daemon=True
-    ).start()
-    versions = Versions(
-        options.weights,
-        run=options.run,
-        root_public_key=options.public_key,
-        cache_dir=options.dir / "weights",
-        fetch_s=spec.verify.lease_timeout,
-        log=log,
-    )
     with ExitStack() as up:  # closes in reverse order
-        up.enter_context(closing(versions))
-        with not_retried():
+        with not_retried():  # before any thread starts: on CPUs it may fork this process
             made = up.enter_context(closing(engine(pool)))
+        client.register(pool.name, {"engine": pool.engine, "dtype": pool.dtype})
+        meter = Meter()
+        serve_metrics(options.metrics, meter, log)
+        threading.Thread(
+            target=_heartbeats, args=(client, meter, stop, log), name="heartbeat", daemon=True
+        ).start()
+        versions = Versions(
+            options.weights,
+            run=options.run,
+            root_public_key=options.public_key,
+            cache_dir=options.dir / "weights",
+            fetch_s=spec.verify.lease_timeout,
+            log=log,
+        )
+        up.enter_context(closing(versions))
         version, path = versions.first()
         data = problem_files(client, spec, options.dir / "data", log)
         tasks = up.enter_context(closing(load_task_set(spec, path, data)))

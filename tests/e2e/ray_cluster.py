@@ -18,11 +18,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from runspec.local.endpoints import port_answers
 from tests.site_page import RAY, command_on
 from tests.waiting import eventually
 
 CLIENT_PORT = 10001
 _SETUP_S = 120.0
+_STARTED = "Ray runtime started"
+"""What `ray start` prints once the head knows the node."""
 _IN_NODE = """
 set -e
 mount --bind "$1" "$2"
@@ -77,6 +80,10 @@ class Node:
     def namespace(self) -> str:
         return f"ray{os.getpid()}n{self.number}"
 
+    @property
+    def log(self) -> Path:
+        return self.hidden.parent / f"node{self.number}.log"
+
     def start(self) -> None:
         """Starts the node; the first one is the cluster's head."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +104,10 @@ class Node:
         given = (str(self.folder), str(self.site), str(self.hidden), name, str(hosts))
         env = {**os.environ, "HOME": str(self.site), "RAY_health_check_period_ms": "1000"}
         env |= {"RAY_health_check_failure_threshold": "3", "RAY_DEDUP_LOGS": "0"}
-        with (self.hidden.parent / f"node{self.number}.log").open("ab") as log:
+        # No process for each core, for tasks; and no niceness of 15, with which actors would get
+        # next to nothing of cores that other tests use.
+        env |= {"RAY_enable_worker_prestart": "0", "RAY_worker_niceness": "0"}
+        with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
                     *("ip", "netns", "exec", self.namespace),
@@ -170,12 +180,10 @@ class Cluster:
             node = Node(number, self.net, hidden / str(number), self.site, hidden, resources)
             self.nodes.append(node)
             self._wire(node)
-        self.nodes[0].start()
-        self._await_nodes(1)
         # One after another: `ray start` gives up after 30 s, too few for several on busy cores.
-        for node in self.nodes[1:]:
+        for node in self.nodes:
             node.start()
-            self._await_nodes(node.number)
+            self._await(node)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -201,28 +209,17 @@ class Cluster:
         _root(*within, "link", "set", inside, "up")
         _root(*within, "link", "set", "lo", "up")
 
-    def alive(self) -> int:
-        """How many nodes the head believes to be alive."""
-        code = (
-            "import ray, sys; ray.init(sys.argv[1], logging_level=40, log_to_driver=False);"
-            "print(sum(node['Alive'] for node in ray.nodes()))"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code, self.address], capture_output=True, text=True, check=False
-        )
-        return int(done.stdout.split()[-1]) if done.returncode == 0 else 0
-
-    def _ended(self) -> str:
-        ended = [n.number for n in self.nodes if n.process and n.process.poll() is not None]
-        return f"nodes {ended} ended" if ended else ""
-
-    def _await_nodes(self, count: int) -> None:
-        logs = self.folder.glob("node*.log")
+    def _await(self, node: Node) -> None:
+        process = node.process
+        assert process is not None
         eventually(
-            lambda: self.alive() >= count,
-            f"{count} nodes are up",
+            lambda: (
+                _STARTED in node.log.read_text()
+                and (node.number > 1 or port_answers(node.ip, CLIENT_PORT, 1.0))
+            ),
+            f"node {node.number} is up",
             deadline_s=_SETUP_S,
-            hopeless=self._ended,
-            context=lambda: "\n".join(path.read_text()[-2000:] for path in logs),
-            poll_s=1.0,
+            hopeless=lambda: "" if process.poll() is None else "it ended",
+            context=lambda: node.log.read_text()[-2000:],
+            poll_s=0.5,
         )

@@ -9,11 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-from sampler.engine.engine import Engine
-from tests.sampler.engine.conftest import cpu_pool
+from sampler.engine.processes import restart_with_libraries
 
 
 def main() -> None:
+    from sampler.engine.engine import Engine
+    from tests.sampler.engine.conftest import cpu_pool
+
     version, kinds = Path(sys.argv[1]), sys.argv[2:]
     engines = []
     for kind in kinds:
@@ -25,4 +27,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":  # which vLLM's processes import
+    restart_with_libraries()
     main()

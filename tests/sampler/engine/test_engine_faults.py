@@ -25,7 +25,7 @@ from sampler.engine.engine import Engine, EngineDied
 from sampler.engine.engine_process import Start, exit_code
 from sampler.engine.processes import SocketFolder
 from tests.preloaded import Program
-from tests.processes import alive, cpu_seconds, descendants
+from tests.processes import alive, cpu_seconds, descendants, with_word
 from tests.sampler.engine.requests import WAIT_S, batch
 from tests.waiting import eventually
 
@@ -185,7 +185,7 @@ def _ask_until_it_ends(process: BaseProcess) -> None:
 
 
 def front_of_its_own(log: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """The process of `orphan_maker`, whose server forks vLLM's as the product's does."""
+    """The process of `orphan_maker`, from which the server and vLLM's fork as from a worker."""
     with log.open("wb") as out:
         command = [sys.executable, "-c", ORPHAN_MAKER, *arguments]
         return subprocess.Popen(command, stdout=out)
@@ -214,6 +214,7 @@ def test_no_process_of_vllms_outlives_its_front(
         kinds = ["1,1"]  # a rank needs a core
     # given a process with engines of some kinds of ranks
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(short_folder))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     before, log = set(descendants()), tmp_path / "log"
     front = start(log, str(untied), *kinds)
     try:
@@ -225,6 +226,8 @@ def test_no_process_of_vllms_outlives_its_front(
         )
         pids = set(descendants()) - before
         assert len(pids) > len(kinds)
+        if start is front_of_its_own:  # then vLLM was imported once for all of them
+            assert not pids & with_word("multiprocessing.forkserver")
         # when it ends without a chance to clean up, or all are told to end, as services are
         for pid in pids if all_told else ():
             with suppress(ProcessLookupError):  # the end of another was its own
