@@ -18,6 +18,7 @@ RUNS = (
 )
 """Start whole runs, whose learner and samplers have cores of their own: never two at a time."""
 ENGINES = (
+    "tests/runspec/cli/test_serving.py",
     "tests/sampler/engine/",
     "tests/sampler/measuring/test_command.py",
     "tests/sampler/worker/test_in_flight.py",

@@ -111,9 +111,10 @@ def programs(
 class TestDishonestWorkers:
     """Perturbed weights and edited tokens in a run of real processes."""
 
-    def test_perturbed_weights_and_edited_tokens_are_rejected(self, tmp_path):
+    def test_perturbed_weights_and_edited_tokens_are_rejected(self, tmp_path_factory):
+        runs = tmp_path_factory.mktemp("runs")  # beside those of other tests, whose start it uses
         overrides = {"steps": 400, "checkpoints.every": 1000, "verify.engine": "torch"}
-        with QuickRun(tmp_path, "attacked", overrides) as run:
+        with QuickRun(runs, "attacked", overrides) as run:
             # given a run with an honest worker, joined by two that cheat
             run.wait_for_step(1)
             cheats, seen = {}, {"perturbed": {}, "edited": {}}

@@ -1,4 +1,4 @@
-"""What vLLM answers without a server: `python -m tests.runspec.cli.offline REQUEST ANSWERS`.
+"""What vLLM answers without a server; called with REQUEST and ANSWERS.
 
 REQUEST is a JSON file {model, tokenizer, arguments of vllm.LLM, prompts, arguments of each
 SamplingParams}. ANSWERS gets the output tokens, by parameters and prompt.

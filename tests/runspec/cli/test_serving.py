@@ -20,6 +20,7 @@ import pytest
 
 from runspec.core.run_files import weights_folder
 from tests.harness import ROOT
+from tests.preloaded import Program
 from tests.runspec.cli.published import RUN, first_versions, publish_again, publish_run
 from tests.sampler.worker.works import free_port
 from tests.waiting import eventually
@@ -32,6 +33,10 @@ FIRST, LAST, TAMPERED = 1, 11, 12
 TOKENS = 16
 PROMPTS = [[5 + i, 60 + i, 7, 100 + i] for i in range(5)]
 GREEDY = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
+OFFLINE = """
+import runpy
+runpy.run_module("tests.runspec.cli.offline", run_name="__main__", alter_sys=True)
+"""
 SEEDED = {"temperature": 1.0, "seed": 7, "max_tokens": TOKENS, "ignore_eos": True}
 
 
@@ -103,6 +108,7 @@ def greedy(folder: Path) -> list[list[int]]:
     return tokens[:, prompts.shape[1] :].tolist()
 
 
+@pytest.mark.usefixtures("preload_server")
 def test_a_server_answers_what_vllm_answers_without_one(run_dir: Path, tmp_path: Path) -> None:
     # given a run with versions 0 and 1, and vLLM's own answers on the files of version 1
     first_versions(run_dir, tmp_path, FIRST + 1)
@@ -113,11 +119,8 @@ def test_a_server_answers_what_vllm_answers_without_one(run_dir: Path, tmp_path:
     sampling = [{**each, "detokenize": False} for each in (GREEDY, SEEDED)]
     request, answers = tmp_path / "request.json", tmp_path / "answers.json"
     request.write_text(json.dumps({"engine": engine, "prompts": PROMPTS, "sampling": sampling}))
-    command = [sys.executable, "-m", "tests.runspec.cli.offline", str(request), str(answers)]
-    done = subprocess.run(
-        command, cwd=ROOT, timeout=DEADLINE_S, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    log = tmp_path / "offline.log"
+    assert Program(OFFLINE, request, answers, log=log).wait(DEADLINE_S) == 0, log.read_text()
     expected = json.loads(answers.read_text())
     assert expected[0] == greedy(folder) != expected[1]
     # when it is served

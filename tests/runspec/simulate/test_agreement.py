@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -61,24 +60,22 @@ def test_it_agrees_with_runs_that_were_measured_on_a_laptop(level: int, tmp_path
 
 HALF_LEAVES = """
 workers:
-  - {name: known, count: 8, known: true}
-  - {name: fast, count: 400, over: 6h, stays: 8h, away: 4h, crashes: 0.3}
+  - {name: known, count: 2, known: true}
+  - {name: fast, count: 80, over: 6h, stays: 8h, away: 4h, crashes: 0.3}
   - name: slow
-    count: 592
+    count: 118
     speed: 0.5
     download: 590Mbit/s
     absent: [{begins: 2h, lasts: 8h, share: 0.5}]
-validators: {count: 8, fails: 6h}
+validators: {count: 2, fails: 6h}
 """
 
 
 @pytest.mark.slow
-def test_a_thousand_workers(tmp_path: Path):
-    spec = [SPECS / "target_long.yaml", "--set", "steps=30"]
-    begun = time.process_time()
+def test_hundreds_of_workers_of_which_half_leave(tmp_path: Path):
+    spec = [SPECS / "target_long.yaml", "--set", "steps=12"]
     result = simulated(*spec, swarm=HALF_LEAVES, folder=tmp_path)
-    print(f"1,000 workers, {len(result['steps'])} steps: {time.process_time() - begun:.1f} CPU s")
-    assert len(result["steps"]) == 30
+    assert len(result["steps"]) == 12
     slow = group(result, "slow")
     assert slow["accepted"] < slow["leases"]  # it is no run in which nothing happens
 

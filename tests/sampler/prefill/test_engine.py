@@ -98,7 +98,8 @@ def test_in_float32_both_engines_say_the_same(name: str) -> None:
     pairs = zip(of_torch(name, rollouts()), of_jax(name, rollouts()), rollouts(), strict=True)
     for ours, theirs, given in pairs:
         assert ours.seeded_gap is not None and theirs.seeded_gap is not None
-        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=2e-5)
+        # Logits of up to 20 in float32; what their sums round to depends on the machine's kernels.
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=5e-5)
         np.testing.assert_allclose(ours.seeded_gap, theirs.seeded_gap, atol=5e-5)
         assert ours.hidden.dtype == np.uint16
         assert ours.hidden.shape == (len(given.output_tokens), 30)
