@@ -60,7 +60,6 @@ def evaluate_versions(
     require_graders(spec)
     done = client.evaluations()
     results = Results(done)
-    serve_metrics(options.metrics, results, log)
 
     def weights() -> WeightsClient:
         folder = options.dir / "weights"
@@ -69,16 +68,19 @@ def evaluate_versions(
             options.weights, run=options.run, root_public_key=root, cache_dir=folder
         )
 
-    arrivals = Arrivals(
-        weights,
-        lambda after, newest: due_versions(spec, after, newest, done),
-        fetch_s=spec.verify.lease_timeout,
-        log=log,
-    )
     with ExitStack() as up:  # closes in reverse order
+        with not_retried():  # before any thread starts: on CPUs it may fork this process
+            made = up.enter_context(closing(engine(evaluator_pool(spec))))
+        serve_metrics(options.metrics, results, log)
+        arrivals = Arrivals(
+            weights,
+            lambda after, newest: due_versions(spec, after, newest, done),
+            fetch_s=spec.verify.lease_timeout,
+            log=log,
+        )
         up.enter_context(closing(arrivals))
         data = problem_files(client, spec, options.dir / "data", log)
-        evaluator = Evaluator(client, key, spec, data, log, up, results)
+        evaluator = Evaluator(client, key, spec, data, log, up, results, made)
         while not stop.is_set():
             last = arrivals.newest >= spec.steps  # if so, what is due is there already
             arrived = arrivals.take(_LOOK_S)
@@ -87,9 +89,6 @@ def evaluate_versions(
                     log.info("the last version has its evaluations")
                     return
                 continue
-            if not evaluator.started:
-                with not_retried():
-                    evaluator.start(up.enter_context(closing(engine(evaluator_pool(spec)))))
             for evaluation in due(spec, arrived.version, done):
                 if evaluator.evaluate(evaluation, arrived, stop):
                     done.add((evaluation.name, arrived.version))
@@ -106,6 +105,7 @@ class Evaluator:
         log: the role's.
         up: closes the graders.
         results: receives each result.
+        engine: answers; nothing is loaded in it yet.
     """
 
     def __init__(
@@ -117,21 +117,13 @@ class Evaluator:
         log: logging.Logger,
         up: ExitStack,
         results: Results,
+        engine: Engine,
     ) -> None:
         self._client, self._key, self._spec = client, key, spec
         self._data_dir, self._log, self._up = data_dir, log, up
         self._results = results
-        self._engine: Engine | None = None
-        self._questions: dict[str, Questions] = {}
-
-    @property
-    def started(self) -> bool:
-        """Whether it has an engine."""
-        return self._engine is not None
-
-    def start(self, engine: Engine) -> None:
-        """Take an engine, in which nothing is loaded yet."""
         self._engine = engine
+        self._questions: dict[str, Questions] = {}
 
     def evaluate(self, evaluation: Evaluation, arrived: Arrived, stop: threading.Event) -> bool:
         """Evaluate a version and send the result; return False if `stop` was set.
@@ -183,7 +175,6 @@ class Evaluator:
     def _answers(
         self, questions: Questions, arrived: Arrived, stop: threading.Event
     ) -> list[ProblemResult] | None:
-        assert self._engine is not None, "started before the first version is evaluated"
         if self._engine.version != arrived.version:
             self._engine.load(arrived.path, arrived.version)
         name, total = questions.evaluation.name, len(questions)
