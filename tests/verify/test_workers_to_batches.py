@@ -55,10 +55,10 @@ def work(site: Site, worker: Worker) -> int:
 
 
 def validate(site: Site, directory: Path, spec: RunSpec = SPEC) -> int:
-    """Judges until the run is finished; returns how many."""
+    """Judges until the run is finished; returns how many. All versions have the same weights."""
     validator = Validator(
         *(spec, site.validator, site.client(site.validator, deadline_s=DEADLINE_S)),
-        NumpyEngine({0: MODEL}, directory),
+        NumpyEngine(dict.fromkeys(range(STEPS), MODEL), directory),
         task_set_of=lambda weights: ParityTask(),
         log=logging.getLogger("validator"),
     )
