@@ -14,8 +14,8 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
-import gc
 import importlib
 import logging
 import multiprocessing
@@ -284,16 +284,18 @@ def _fork_server() -> None:
         Path(address).chmod(0o600)
         listener.listen()
         read_end, write_end = os.pipe()  # the server ends when all writers have ended
-        gc.freeze()
         pid = os.fork()
         if pid == 0:
-            with suppress(SystemExit):  # the end of the server
+            try:
                 os.close(write_end)
                 _folder().leave_to_parent()
                 importlib.import_module(_FORK_SERVER)
-                forkserver.main(listener.detach(), read_end, [])
-            os._exit(0)
-        gc.unfreeze()
+                with suppress(SystemExit):  # the end of the server
+                    forkserver.main(listener.detach(), read_end, [])
+            except Exception:
+                logging.getLogger(__name__).exception("the fork server ended")
+            finally:  # whatever happened, it is no second worker
+                os._exit(0)
     os.close(read_end)
     _SERVER._forkserver_address = address
     _SERVER._forkserver_alive_fd = write_end
@@ -303,7 +305,9 @@ def _fork_server() -> None:
 @functools.cache
 def _folder() -> SocketFolder:
     """Return the folder of the server's socket."""
-    return SocketFolder()
+    folder = SocketFolder()
+    atexit.register(folder.remove)
+    return folder
 
 
 def _with_libraries() -> str:
