@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib import resources
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
@@ -22,6 +22,7 @@ from typing import get_args
 import typer
 
 import runspec.lint.rules  # noqa: F401  (registers them)
+from runspec.core.entry_points import entry_points_of
 from runspec.core.models.hardware import DEVICES, Device
 from runspec.core.spec.field_docs import (
     block_doc,
@@ -57,7 +58,7 @@ EXIT_USAGE = 2
 
 def kinds() -> dict[tuple[str, str], EntryPoint]:
     """The installed kinds by what they are kinds of and their name."""
-    found = {(title, p.name): p for g, (title, _) in _KINDS.items() for p in entry_points(group=g)}
+    found = {(title, p.name): p for g, (title, _) in _KINDS.items() for p in entry_points_of(g)}
     return dict(sorted(found.items()))
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol
 
+from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import BadUsage
 
 GROUP = "runspec.evaluations"
@@ -74,7 +74,7 @@ def evaluation_tool(name: str) -> EvaluationTool:
     Raises:
         BadUsage: no installed package offers it.
     """
-    offered = {point.name: point for point in entry_points(group=GROUP)}
+    offered = {point.name: point for point in entry_points_of(GROUP)}
     if name not in offered:
         raise BadUsage(
             f"no adapter {name!r}; there are {', '.join(sorted(offered))}",

@@ -10,10 +10,10 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol
 
+from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec
 from runspec.local.children import Child, start_child, stop_children
@@ -131,7 +131,7 @@ def backend(name: str) -> Backend:
     Raises:
         UserError: no installed package offers it, or it cannot be imported.
     """
-    offered = {point.name: point for point in entry_points(group=GROUP)}
+    offered = {point.name: point for point in entry_points_of(GROUP)}
     if name not in offered:
         listed = ", ".join([LOCAL, *sorted(offered)])
         raise UserError(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from runspec.core.distribution import NAME as PACKAGE
+from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
 from runspec.core.files import expand_user
 from runspec.core.spec.lock_file import (
@@ -160,7 +161,7 @@ def _is_there(path: Path) -> bool:
 
 def _package(kind: str) -> str | None:
     """Return name and version of the package of a kind of source; None if none is installed."""
-    offered = [point.dist for point in entry_points(group=SOURCE_GROUP) if point.name == kind]
+    offered = [point.dist for point in entry_points_of(SOURCE_GROUP) if point.name == kind]
     name = GENERATORS.get(kind) or (offered[0].name if offered and offered[0] else None)
     if name is None:
         return None

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from types import new_class
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
+from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
 from runspec.core.spec.plugins import REWARD_GROUP, SOURCE_GROUP, installed_kinds
 from runspec.core.spec.schema import Reward, Source
@@ -182,7 +183,7 @@ def reward_entry_point(reward: Reward) -> EntryPoint:
 
 
 def _entry_point(group: str, kind: str, place: str) -> EntryPoint:
-    found = {point.name: point for point in entry_points(group=group)}
+    found = {point.name: point for point in entry_points_of(group)}
     if kind not in found:
         raise UserError(
             f"no plug-in offers kind {kind!r}; installed: "

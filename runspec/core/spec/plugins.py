@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 
+from runspec.core.entry_points import entry_points_of
 from runspec.core.spec.schema import RunSpec
 
 SOURCE_GROUP = "runspec.sources"
@@ -16,7 +16,7 @@ MONITOR_GROUP = "runspec.monitors"
 
 def installed_kinds(group: str) -> list[str]:
     """Return the names that installed packages offer in an entry-point group."""
-    return sorted({point.name for point in entry_points(group=group)})
+    return sorted({point.name for point in entry_points_of(group)})
 
 
 @dataclass(frozen=True)

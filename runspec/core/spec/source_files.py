@@ -11,10 +11,11 @@ import os
 import stat
 from functools import lru_cache
 from glob import has_magic
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
 from runspec.core.files import expand_user, read_bounded
 from runspec.core.hashing import digest_file, hash_parts
@@ -291,6 +292,6 @@ def _generator(kind: str) -> str:
             return f"reasoning_gym {version('reasoning_gym')}"
     except PackageNotFoundError:
         return kind
-    points = [point for point in entry_points(group=SOURCE_GROUP) if point.name == kind]
+    points = [point for point in entry_points_of(SOURCE_GROUP) if point.name == kind]
     made_by = points[0].dist if points else None
     return kind if made_by is None else f"{made_by.name} {made_by.version}"

@@ -7,10 +7,10 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from runspec.core.canonical import parse_object
+from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError, describe_error
 from runspec.core.files import expand_user
 from runspec.core.process import EXIT_USER_ERROR, not_retried
@@ -168,7 +168,7 @@ def load_monitor(setting: MonitorSpec) -> Monitor:
     Raises:
         RunStopped: no installed package offers it, or it cannot be imported.
     """
-    offered = {point.name: point for point in entry_points(group=MONITOR_GROUP)}
+    offered = {point.name: point for point in entry_points_of(MONITOR_GROUP)}
     if setting.kind not in offered:
         raise UserError(
             f"no installed package offers the kind {setting.kind!r}",

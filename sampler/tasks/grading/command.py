@@ -9,11 +9,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
 from runspec.core.spec.plugins import REWARD_GROUP
 from runspec.core.spec.schema import Reward
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 def list_rewards(out: TextIO) -> int:
     """Print every installed kind of reward with its properties."""
     rows = [("kind", "role", "runs in", "repeatable", "offered by")]
-    points = {point.name: point for point in entry_points(group=REWARD_GROUP)}
+    points = {point.name: point for point in entry_points_of(REWARD_GROUP)}
     rows += [_about(points[name]) for name in sorted(points)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
