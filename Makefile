@@ -12,10 +12,8 @@ SPEC ?= specs/target_short.yaml
 PROFILE ?= laptop
 # Specs of runs that sample: the placements say where their pools are.
 SAMPLING := $(filter-out specs/metagene.yaml specs/opendiloco.yaml,$(wildcard specs/*.yaml))
-# Files of tests share the cores; tests/scheduling.py says how many processes, and what goes first.
-WORKERS := -n auto --maxprocesses=4 --dist loadfile --no-loadscope-reorder
-# Whole runs: one process of tests has them all, one after another, beside what the others do.
-RUNS := tests/e2e tests/attacks/test_dishonest_workers.py
+# One process more than cores, for tests also wait. tests/cost.py says which tests go together.
+WORKERS := -n $(shell expr $$(nproc) + 1) --maxprocesses=4 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help install aot shardcast trackio eval-inspect eval-lm-eval eval-verifiers wheel quickstart lint test test-fast test-learner test-runs campaigns bench accelerator clean
 

@@ -18,11 +18,12 @@ import pytest
 from hypothesis import settings
 
 from tests import preloaded
-from tests.scheduling import (  # noqa: F401 (hooks of pytest's)
+from tests.cost import (  # noqa: F401 (hooks of pytest's)
+    pytest_collection_finish,
     pytest_collection_modifyitems,
+    pytest_runtest_makereport,
     pytest_terminal_summary,
-    pytest_xdist_auto_num_workers,
-    pytest_xdist_make_scheduler,
+    pytest_testnodedown,
 )
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
