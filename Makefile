@@ -15,7 +15,7 @@ SAMPLING := $(filter-out specs/metagene.yaml specs/opendiloco.yaml,$(wildcard sp
 # One process more than cores, for tests also wait. tests/cost.py says which tests go together.
 WORKERS := -n $(shell expr $$(nproc) + 1) --maxprocesses=4 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help install aot shardcast trackio eval-inspect eval-lm-eval eval-verifiers wheel quickstart lint test test-fast test-learner test-runs campaigns bench accelerator clean
+.PHONY: help install aot shardcast trackio eval-inspect eval-lm-eval eval-verifiers wheel quickstart lint test test-fast nightly campaigns bench accelerator clean
 
 help:  ## what there is to call
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 16
@@ -101,21 +101,16 @@ lint: install  ## ruff, types, import rule, and runspec lint over every shipped 
 	for placement in specs/placements/*.yaml; do \
 	  $(BIN)/runspec lint $(SAMPLING) --placement $$placement || exit 1; done
 
-test-fast: install  ## quick tests; leaves out the learner, attacks, faults, fuzzing and what is marked slow
-	$(BIN)/pytest $(WORKERS) -m "not slow" \
-	  --ignore=tests/learner_jax --ignore=tests/attacks --ignore=tests/fuzz --ignore=tests/e2e \
-	  --ignore=tests/broadcast/faults --ignore=tests/benchmarks --ignore=tests/runspec/simulate
+test: lint $(AOT_STAMP) $(SHARDCAST_STAMP) $(CHROMIUM)  ## the gate: everything that must hold
+	$(BIN)/pytest $(WORKERS) -m "not nightly"
 
-test-learner: install  ## the quick tests of the learner, some minutes of compiling
-	$(BIN)/pytest $(WORKERS) -m "not slow" tests/learner_jax
+test-fast: install  ## the quick tests, after every edit
+	$(BIN)/pytest $(WORKERS) -m "not slow and not nightly"
 
-test-runs: install  ## whole runs of real processes, dishonest workers among them
-	$(BIN)/pytest $(RUNS)
+nightly: install $(AOT_STAMP) $(SHARDCAST_STAMP) $(CHROMIUM)  ## what is too long for the gate; by hand
+	$(BIN)/pytest $(WORKERS) -m nightly
 
-test: lint $(AOT_STAMP) $(SHARDCAST_STAMP) $(CHROMIUM)  ## everything that must hold
-	$(BIN)/pytest $(WORKERS)
-
-campaigns: install  ## statistics, fuzz lanes of a million cases, planted faults: hours
+campaigns: install  ## statistics, long fuzz lanes, planted faults: hours
 	$(BIN)/python -m tests.campaigns
 
 bench: install  ## benchmarks, each prints JSON

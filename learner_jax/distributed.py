@@ -232,7 +232,10 @@ def joined(
         if error is peers.reported or isinstance(error, PeerFailed):
             jax.distributed.shutdown()
         raise
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        # Where each process has one device, JAX raises a failed collective as a ValueError.
+        if isinstance(error, ValueError) and "Gloo" not in str(error):
+            raise
         _await_verdict(error, peers, heartbeat_s, log)
         raise UserError(
             f"process {peers.index} of {peers.count} lost its peers: {str(error)[:400]}",
@@ -336,9 +339,7 @@ def _names(processes: int) -> list[str]:
     return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in gathered]
 
 
-def _await_verdict(
-    error: jax.errors.JaxRuntimeError, peers: Peers, heartbeat_s: int, log: logging.Logger
-) -> None:
+def _await_verdict(error: Exception, peers: Peers, heartbeat_s: int, log: logging.Logger) -> None:
     """Gives JAX's coordination service its time to say who died; it ends this process then."""
     log.error(
         "process %d of %d: %s; if another process died, its number follows within %d s",

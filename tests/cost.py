@@ -14,7 +14,6 @@ import pytest
 
 GROUPS = {
     "tests/e2e/": "runs",
-    "tests/attacks/test_dishonest_workers.py": "runs",
     "tests/sampler/engine/": "engines",
     "tests/sampler/worker/": "engines",
     "tests/runspec/cli/test_serving.py": "engines",

@@ -29,11 +29,13 @@ SMALL: Mapping[str, Any] = {
     "evaluations": "null",
 }
 """The laptop profile, cut down until a run takes seconds once its engines are up."""
-PATIENCE_S = 600.0
-"""For what takes a run a minute at most where it has the machine alone."""
+PATIENCE_S = 1200.0
+"""After which whatever a test waits for counts as hanging."""
 
 
-def runspec(*arguments: str | Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+def runspec(
+    *arguments: str | Path, timeout_s: float = PATIENCE_S
+) -> subprocess.CompletedProcess[str]:
     """Runs the command to its end and returns what it printed."""
     return subprocess.run(
         [sys.executable, "-m", "runspec", *map(str, arguments)],
@@ -81,7 +83,12 @@ class LiveRun:
         values = {**SMALL, **self.overrides, "name": self.name}
         sets = [text for path, value in values.items() for text in ("--set", f"{path}={value}")]
         where = ["--profile", "laptop", "--runs-dir", str(self.runs_dir)]
-        return [str(TARGET_SHORT), *where, *sets]
+        return [str(TARGET_SHORT), *where, *sets, "--set", self.compile_cache]
+
+    @property
+    def compile_cache(self) -> str:
+        """All runs of a test session compile into one folder, where warm starts lie, too."""
+        return f"learner.compile_cache={self.runs_dir.parent}/.cache/learner"
 
     def apply(self) -> None:
         """Starts, or starts again, `runspec apply`."""
@@ -99,7 +106,7 @@ class LiveRun:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             try:
-                self.process.wait(60)
+                self.process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "attacks.md"
 FOLDER = ROOT / "tests" / "attacks"
+WHOLE_RUN = ROOT / "tests" / "e2e" / "test_whole_run.py"
 COLUMNS = ["attack", "what is done, and for what", "check that decides", "detection"]
 ATTACKS = """
 older weights; newer weights; other run's weights; fine-tuned weights; int8, int4, fp8 weights;
@@ -39,10 +40,10 @@ HEAD, _, *ROWS = book()
 
 @cache
 def classes() -> set[tuple[str, str]]:
-    """(file, class) of every class of tests in the folder."""
+    """(file, class) of every class of tests in the folder and the whole run."""
     return {
         (path.name, node.name)
-        for path in FOLDER.glob("test_*.py")
+        for path in (*FOLDER.glob("test_*.py"), WHOLE_RUN)
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef) and node.name.startswith("Test")
     }

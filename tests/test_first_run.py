@@ -26,9 +26,6 @@ from runspec.core.spec.yaml_nodes import parse_yaml
 from tests.first_run_page import blocks, commands, files
 from tests.runspec.lock.repository import write_model
 
-# One fixture runs all commands of the page.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
 NEED_A_RUN = ("runspec apply", "runspec status", "runspec describe", "runspec logs")
 NEED_AN_ENGINE = ("python -m sampler solve-rates",)
 SHORTENED = {
@@ -80,7 +77,6 @@ def printed(tmp_path_factory: pytest.TempPathFactory, environment: Path) -> dict
             env={"PATH": f"{environment}:/usr/bin:/bin", "HOME": str(folder)},
             capture_output=True,
             text=True,
-            timeout=300,
             check=False,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
@@ -88,6 +84,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory, environment: Path) -> dict
     return results
 
 
+@pytest.mark.nightly
 def test_every_command_of_the_page_works(printed: dict[str, str]) -> None:
     assert len(printed) >= 11
     for command, text in printed.items():
@@ -97,6 +94,7 @@ def test_every_command_of_the_page_works(printed: dict[str, str]) -> None:
             assert "is new: " in text
 
 
+@pytest.mark.nightly
 def test_the_second_run_starts_from_the_model_of_the_first(
     printed: dict[str, str],
 ) -> None:
@@ -136,6 +134,7 @@ def test_the_tokenizer_of_the_template_is_made_of_its_sums() -> None:
     assert made == json.loads(initial_files("sums", "x")["tokenizer/tokenizer.json"])
 
 
+@pytest.mark.nightly
 def test_the_package_is_found_and_grades_as_the_page_says(printed: dict[str, str]) -> None:
     near = next(
         line for line in printed["python -m sampler rewards"].splitlines() if "near" in line

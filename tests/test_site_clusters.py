@@ -20,7 +20,10 @@ from tests.runspec.cli.in_process import runspec
 from tests.site_page import ROOT, commands
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
+]
 GKE, SLURM = "On a GKE cluster", "On Slurm"
 JOB = "7"
 

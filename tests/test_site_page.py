@@ -18,7 +18,7 @@ from runspec.local.endpoints import port_answers
 from tests.site_page import ADMIN, ROOT, Machines, commands, free_ports, hidden, unit
 from tests.waiting import eventually, one_ended
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +52,8 @@ def test_every_bundle_is_brought_to_one_machine(machines: Machines) -> None:
 
 @pytest.mark.parametrize("machine", ["sampler", "validator"])
 def test_a_role_says_for_whom_it_waits(machines: Machines, tmp_path: Path, machine: str) -> None:
-    """It ends after `verify.timeouts.COORDINATOR_S`: tests/sampler/worker/test_interruptions.py
-    and tests/verify/test_client.py hold that with shorter waits."""
+    """It ends after `verify.timeouts.COORDINATOR_S`: tests/sampler/worker/test_loop.py
+    and tests/verify/test_coordinator_http.py hold that with shorter waits."""
     [words] = [words for on, words in commands() if on == machine]
     log = tmp_path / "log"
     process = machines.start(machine, words, log)

@@ -71,7 +71,7 @@ def test_the_wheel_has_every_data_file_of_the_packages() -> None:
     assert data - packed == set()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_spec_is_linted_from_the_wheel(tmp_path: Path) -> None:
     # given an environment that has our wheel instead of this checkout
     there = environment_with_wheel(tmp_path / "env")

@@ -58,8 +58,6 @@ LOOK_S = 0.5
 """Between two looks at the verdicts."""
 VERDICT_S = 5.0
 """How long a key that wants a record waits for a verdict before it works for another."""
-STARTS_S = 300.0
-"""How long a run may take until its coordinator has an address."""
 ClientOf = Callable[[SigningKey], CoordinatorClient]
 Sample = Callable[[bytes, Lease], list[Rollout]]
 """Makes the honest rollouts of a signed lease."""
@@ -237,16 +235,12 @@ def hostile(run_dir: Path, keys: Mapping[str, int]) -> Iterator[None]:
     """
     log, endpoints = run_dir.parent / "hostile.log", run_dir / "endpoints.json"
     roles = run_dir / "keys" / "roles.json"
-    eventually(lambda: endpoints.exists() and roles.exists(), "an address", deadline_s=STARTS_S)
+    eventually(lambda: endpoints.exists() and roles.exists(), "an address")
     urls = json.loads(endpoints.read_text())
     words = [*(f"{name}={count}" for name, count in keys.items()), "--run", run_dir.name]
     words += ["--coordinator", urls["coordinator"], "--weights", urls["origin"]]
-    words += [
-        "--public-key",
-        json.loads(roles.read_text())["key"],
-        "--dir",
-        str(log.parent / "its"),
-    ]
+    root = json.loads(roles.read_text())["key"]
+    words += ["--public-key", root, "--dir", str(log.parent / "its")]
     command = ["nice", sys.executable, "-m", "tests.attacks.hostile_keys", *words]
     with log.open("wb") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out)

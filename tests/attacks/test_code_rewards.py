@@ -6,9 +6,8 @@ from __future__ import annotations
 import os
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,8 +18,6 @@ from tests.processes import with_word
 from tests.sampler.tasks.grading.plugin import reward
 from tests.waiting import eventually
 from verify.plugins import Problem
-
-pytestmark = pytest.mark.slow
 
 HUMAN = {
     "prompt": 'def add(a: int, b: int) -> int:\n    """ The sum. """\n',
@@ -43,11 +40,6 @@ EVERYWHERE = {
         "import os\nfor _ in range(64):\n    if os.fork() == 0:\n        os.setsid()\n"
         "        while True: pass\n"
     ),
-    "a thread bomb": (
-        "import threading, time\nwhile True:\n"
-        "    threading.Thread(target=time.sleep, args=(99,)).start()\n"
-    ),
-    "a memory bomb": "x = []\nwhile True:\n    x.append(bytearray(1 << 24))\n",
     "a loop that swallows exceptions": (
         "import signal\nfor n in range(1, 32):\n    try:\n"
         "        signal.signal(n, signal.SIG_IGN)\n    except OSError: pass\n"
@@ -55,7 +47,6 @@ EVERYWHERE = {
     ),
     "a sleep": "import time\ntime.sleep(10 ** 6)\n",
     "os._exit(0)": "import os\nos._exit(0)\n",
-    "an exit by atexit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(0)\n",
     "killing everybody": "import os\nos.kill(-1, 9)\n",
     "killing the parent": "import os\nos.kill(os.getppid(), 9)\nos._exit(0)\n",
     "printing the marker": (
@@ -71,7 +62,6 @@ EVERYWHERE = {
     ),
     "endless output": "import os\nwhile True:\n    for fd in range(64):\n"
     "        try: os.write(fd, b'x' * 65536)\n        except OSError: pass\n",
-    "a full disk": "f = open('big', 'wb')\nwhile True:\n    f.write(b'x' * (1 << 20))\n",
     "a crash of the interpreter": "import ctypes\nctypes.string_at(0)\n",
     "nested source": "x = " + "(" * 5000 + ")" * 5000 + "\n",
     "a null byte": "x = 1\n\0\n",
@@ -82,10 +72,6 @@ CALLED = {
         "class Yes(int):\n    def __eq__(self, other): return True\n"
         "    def __hash__(self): return 0\n"
         "def add(a, b): return Yes(0)\n"
-    ),
-    "a lying list": (
-        "class Yes(list):\n    def __eq__(self, other): return True\n"
-        "def add(a, b): return Yes([1])\n"
     ),
     "patched builtins": (
         "import builtins, sys\nbuiltins.AssertionError = ValueError\n"
@@ -142,12 +128,9 @@ CALLED = {
     "a deep result": (
         "def add(a, b):\n    x = []\n    for _ in range(10 ** 5): x = [x]\n    return x\n"
     ),
-    "a result of itself": "def add(a, b):\n    x = []\n    x.append(x)\n    return x\n",
     "a huge result": "def add(a, b): return 'x' * (1 << 28)\n",
     "a long list": "def add(a, b): return list(range(10 ** 6))\n",
-    "SystemExit when called": "def add(a, b): raise SystemExit(0)\n",
     "StopIteration when called": "def add(a, b): raise StopIteration(3)\n",
-    "os._exit when called": "import os\ndef add(a, b): os._exit(0)\n",
     "an exception that cannot be shown": (
         "class E(Exception):\n    def __str__(self): raise self\ndef add(a, b): raise E\n"
     ),
@@ -157,43 +140,55 @@ CALLED = {
 }
 
 
+ENDS_BY_TIME = {"a fork bomb of orphans", "a loop that swallows exceptions", "a sleep"}
+"""What only the limit of time ends."""
+
+
 @pytest.fixture(scope="module")
 def graders() -> Iterator[Graders]:
-    made = Graders([reward("code", timeout="5s")], processes=2)
+    """Their time is never up."""
+    made = Graders([reward("code", timeout="600s")], processes=2)
     yield made
     made.close()
 
 
-def honest(form: str) -> str:
-    return HONEST_STDIO if form == "stdio" else HONEST
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[Graders]:
+    made = Graders([reward("code", timeout="1s")], processes=2)
+    yield made
+    made.close()
 
 
-def with_neighbours(graders: Graders, form: str, program: str) -> Score:
-    """The attack's grade, with an honest answer before and behind it."""
-    info: dict[str, Any] = FORMS[form]
-    texts = [honest(form), f"```python\n{program}```", honest(form)]
-    before, result, behind = graders.score(
-        [Answer(Problem("p", "code", "", info), text) for text in texts]
-    )
-    assert (before, behind) == (Score(1.0), Score(1.0))
-    assert isinstance(result, Score), result
-    return result
+def graded(graders: Graders, form: str, programs: Mapping[str, str]) -> dict[str, Score]:
+    """The grade of each program, with an honest answer beside each, which keeps its reward."""
+    problem = Problem("p", "code", "", FORMS[form])
+    honest = Answer(problem, HONEST_STDIO if form == "stdio" else HONEST)
+    answers = [Answer(problem, f"```python\n{program}```") for program in programs.values()]
+    scores = graders.score([one for answer in answers for one in (answer, honest)])
+    assert scores[1::2] == [Score(1.0)] * len(programs)
+    return dict(zip(programs, scores[::2], strict=True))
+
+
+def earn_nothing(scores: Mapping[str, Score]) -> None:
+    """Each has 0 and a reason."""
+    assert all(isinstance(score, Score) for score in scores.values()), scores
+    assert {name: s for name, s in scores.items() if s.value != 0.0 or not s.reason} == {}
 
 
 @pytest.mark.parametrize("form", ["calls", "stdio"])  # imported, and as a program of its own
-@pytest.mark.parametrize("attack", EVERYWHERE)
-def test_breaking_out_of_a_limit_earns_nothing(graders: Graders, attack: str, form: str) -> None:
-    result = with_neighbours(graders, form, EVERYWHERE[attack])
-    assert result.value == 0.0
-    assert result.reason
+def test_breaking_out_of_a_limit_earns_nothing(
+    graders: Graders, impatient: Graders, form: str
+) -> None:
+    others = {name: source for name, source in EVERYWHERE.items() if name not in ENDS_BY_TIME}
+    earn_nothing(graded(graders, form, others))
+    problem = Problem("p", "code", "", FORMS[form])
+    answers = [Answer(problem, f"```python\n{EVERYWHERE[name]}```") for name in ENDS_BY_TIME]
+    earn_nothing(dict(zip(ENDS_BY_TIME, impatient.score(answers), strict=True)))
 
 
 @pytest.mark.parametrize("form", ["humaneval", "calls"])  # by tests that are code, or are data
-@pytest.mark.parametrize("attack", CALLED)
-def test_forging_a_result_earns_nothing(graders: Graders, attack: str, form: str) -> None:
-    result = with_neighbours(graders, form, CALLED[attack])
-    assert result.value == 0.0
-    assert result.reason
+def test_forging_a_result_earns_nothing(graders: Graders, form: str) -> None:
+    earn_nothing(graded(graders, form, CALLED))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -229,9 +224,8 @@ def add(a, b): return 0 if got() is None else a + b
         if form == "stdio":
             program += "a, b = map(int, input().split())\nprint(add(a, b))\n"
         # When it is graded
-        result = with_neighbours(graders, form, program)
+        earn_nothing(graded(graders, form, {"got": program}))
     # Then it got at none
-    assert result.value == 0.0
     assert not written.exists()
 
 
@@ -261,5 +255,5 @@ def test_nothing_of_a_program_is_left(graders: Graders) -> None:
         f"        os.execv(sys.executable, [sys.executable, '-c', 'while True: pass', {name!r}])\n"
         f"{HONEST}"
     )
-    with_neighbours(graders, "calls", program)
+    graded(graders, "calls", {"starts": program})
     eventually(lambda: not with_word(name), "the end of what the program started")

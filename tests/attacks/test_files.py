@@ -1,47 +1,56 @@
-"""Files that are not what they should be: a rejection each, never a crash, never a byte elsewhere.
+"""Files that are not what they should be, or that end, fill or stall whoever reads them: each is
+rejected, without a crash or a byte elsewhere.
 
 Files that crash or stall what reads them are fuzz lanes too (`tests/fuzz`).
 """
 
 from __future__ import annotations
 
-import base64
 import gzip
 import json
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from broadcast.manifest import is_object_name
 from runspec.core.canonical import canonical_json
 from runspec.core.signed import BadSignature, sign_document
-from tests.attacks.setting import refused
-from tests.verify.bench import Bench
+from tests.attacks.conftest import refused
+from tests.attacks.mortal_validator import VALIDATOR, poison
+from tests.fuzz.bounds import bounded
+from tests.verify.bench import MODEL, Bench
 from tests.verify.coordinator.deployment import RUN, Site, submission
-from tests.verify.small_model import fixed_key, small_spec
+from tests.verify.coordinator.over_http import granted, post, status
+from tests.verify.small_model import ParityTask, Worker, fixed_key, small_spec
+from tests.verify.test_workers_to_batches import DISHONEST, HONEST, SPEC, STEPS, at_work, work
+from verify.checks.duplicates import fingerprints
+from verify.coordinator.services.claims import ATTEMPTS
 from verify.formats.joining import Site as SiteDocument
 from verify.formats.joining import SiteFile, open_site, sign_site
-from verify.formats.lease import lease_digest, open_lease
+from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import KIND as SUBMISSION
 from verify.formats.submission import (
     SCHEMA,
+    Rollout,
     SubmissionEnvelope,
     decode_rollouts,
     open_submission,
     sign_submission,
 )
 from verify.formats.tables import MalformedTable, _layout
-from verify.request_auth import ENVELOPE, sign_request
+from verify.request_auth import sign_request
 
 MAX_BYTES = 1 << 20
+PATIENCE_S = 600.0
 ELSEWHERE = ["../../x", "/etc/passwd", "a/../../x", "a\\..\\x", "..", "x\0y", "", "%2e%2e%2fx"]
 """What leads out of a folder if it becomes a file's name."""
 
@@ -57,9 +66,16 @@ def head_of(table: bytes) -> bytes:
     return table[: 8 + int.from_bytes(table[:8], "little")]
 
 
-def with_header(table: bytes, header: bytes) -> bytes:
-    """The table behind another header."""
-    return len(header).to_bytes(8, "little") + header + table[len(head_of(table)) :]
+def malformed(bench: Bench, table: bytes, words: str) -> None:
+    """No reader takes it for a table, and nobody who judges it asks the model."""
+    with pytest.raises(MalformedTable, match=words):
+        decode_rollouts(table, max_rows=8, max_bytes=MAX_BYTES)
+    lease = bench.lease
+    envelope = sign_submission(
+        *(table,), run=lease.run, step=lease.step, index=lease.index,
+        lease=lease_digest(bench.signed_lease), key=bench.worker_key,
+    )  # fmt: skip
+    assert refused(bench, envelope, table).startswith("format: ")
 
 
 class TestSchemaTricks:
@@ -82,18 +98,16 @@ class TestSchemaTricks:
     def test_another_header(
         self, bench: Bench, honest_table: bytes, old: bytes, new: bytes
     ) -> None:
-        header = head_of(honest_table)[8:]
+        header, body = head_of(honest_table)[8:], honest_table[len(head_of(honest_table)) :]
         assert old in header
-        table = with_header(honest_table, header.replace(old, new))
-        with pytest.raises(MalformedTable, match=r"the header is not that|a count is|9 rows"):
-            decode_rollouts(table, max_rows=8, max_bytes=MAX_BYTES)
-        assert refused(bench, *signed_over(bench, table)).startswith("format: ")
+        other = header.replace(old, new)
+        table = len(other).to_bytes(8, "little") + other + body
+        malformed(bench, table, r"the header is not that|a count is|9 rows")
 
     @pytest.mark.parametrize("rows", [0, 9, 800])
     def test_other_numbers_of_rows(self, bench: Bench, rows: int) -> None:
         many = (bench.honest() * (rows // 8 + 1))[:rows]
-        reason = refused(bench, *bench.packed(many))
-        assert reason.startswith("format: ")
+        assert refused(bench, *bench.packed(many)).startswith("format: ")
 
     @pytest.mark.parametrize("field", ["run", "worker", "problem_id", "finish_reason"])
     def test_what_its_words_do_to_a_terminal(self, bench: Bench, field: str) -> None:
@@ -104,21 +118,10 @@ class TestSchemaTricks:
         assert reason.isprintable() and "accepted" in reason and len(reason) < 300
 
     def test_a_file_that_is_no_table(self, bench: Bench) -> None:
+        malformed(bench, b"PAR1" * 100, "Parquet file")
         longer = [size.to_bytes(8, "little") + b"{}" * 100 for size in (2**20, 2**40, 2**64 - 1)]
-        for data in (b"", b"\0" * 1000, b"\xff" * 1000, b"{}", bytes(7), b"PAR1" * 100, *longer):
-            reason = refused(bench, *signed_over(bench, data))
-            assert reason.startswith("format: ")
-            assert ("Parquet file" in reason) == data.startswith(b"PAR1")
-
-
-def signed_over(bench: Bench, table: bytes) -> tuple[bytes, bytes]:
-    """An envelope of the worker's over any bytes."""
-    lease = bench.lease
-    envelope = sign_submission(
-        *(table,), run=lease.run, step=lease.step, index=lease.index,
-        lease=lease_digest(bench.signed_lease), key=bench.worker_key,
-    )  # fmt: skip
-    return envelope, table
+        for data in (b"", b"\0" * 1000, b"\xff" * 1000, b"{}", bytes(7), *longer):
+            malformed(bench, data, "^(?!.*Parquet)")
 
 
 class TestLyingCounts:
@@ -139,7 +142,7 @@ class TestLyingCounts:
         self, bench: Bench, honest_table: bytes, change: int
     ) -> None:
         table = honest_table[:change] if change < 0 else honest_table + bytes(change)
-        assert "its counts give" in refused(bench, *signed_over(bench, table))
+        malformed(bench, table, "its counts give")
 
     @pytest.mark.parametrize(
         ("tensor", "entry", "value"),
@@ -160,16 +163,10 @@ class TestLyingCounts:
         self, bench: Bench, honest_table: bytes, tensor: str, entry: int, value: int | bytes
     ) -> None:
         data = value if isinstance(value, bytes) else np.array(value, "<i4").tobytes()
-        table = exchanged(honest_table, tensor, entry, data)
-        assert refused(bench, *signed_over(bench, table)).startswith(f"format: {tensor}")
-
-
-def exchanged(table: bytes, tensor: str, entry: int, value: bytes) -> bytes:
-    """The table with another entry in one of its tensors."""
-    head = head_of(table)
-    start, end = json.loads(head[8:])[tensor]["data_offsets"]
-    at = len(head) + (end if entry < 0 else start) + entry * len(value)
-    return table[:at] + value + table[at + len(value) :]
+        head = head_of(honest_table)
+        start, end = json.loads(head[8:])[tensor]["data_offsets"]
+        at = len(head) + (end if entry < 0 else start) + entry * len(data)
+        malformed(bench, honest_table[:at] + data + honest_table[at + len(data) :], tensor)
 
 
 class TestLargeFiles:
@@ -178,9 +175,7 @@ class TestLargeFiles:
     def test_more_bytes_than_an_honest_one_can_have(self, bench: Bench) -> None:
         zeros = np.zeros(1 << 18, np.int32)
         _, table = bench.packed([replace(bench.honest()[0], output_tokens=zeros)])
-        with pytest.raises(MalformedTable, match="bytes, more than the 1048576 allowed"):
-            decode_rollouts(table, max_rows=8, max_bytes=MAX_BYTES)
-        assert refused(bench, *signed_over(bench, table)).startswith("format: ")
+        malformed(bench, table, "bytes, more than the 1048576 allowed")
 
     @pytest.mark.parametrize("field", ["problem_id", "prompt_tokens"])
     def test_one_value_again_and_again(self, bench: Bench, field: str) -> None:
@@ -188,9 +183,7 @@ class TestLargeFiles:
         large = "x" * (1 << 19) if field == "problem_id" else np.zeros(1 << 17, np.int32)
         _, table = bench.packed([replace(r, **{field: large}) for r in bench.honest()])
         assert len(table) < MAX_BYTES
-        with pytest.raises(MalformedTable, match=f"{field}.index: 4194304 bytes in all rows"):
-            decode_rollouts(table, max_rows=8, max_bytes=MAX_BYTES)
-        assert refused(bench, *signed_over(bench, table)).startswith("format: ")
+        malformed(bench, table, f"{field}.index: 4194304 bytes in all rows")
 
     def test_texts_without_number(self, bench: Bench, honest_table: bytes) -> None:
         """A file has no more distinct texts than entries that name them: each is an object."""
@@ -203,118 +196,78 @@ class TestLargeFiles:
         parts["counts"] = np.array(counts, "<i8").tobytes()
         layout = _layout(SCHEMA, counts)
         table = b"".join([layout.head, *(parts[name] for name in layout.tensors)])
-        assert refused(bench, *signed_over(bench, table)) == (
-            "format: run.index: 10000 distinct values of 8"
-        )
+        malformed(bench, table, r"^run\.index: 10000 distinct values of 8$")
 
 
 class TestDecompressionBomb:
     """Nobody unpacks what a stranger has packed."""
 
-    @pytest.mark.parametrize("packed", [gzip.compress, zlib.compress], ids=["gzip", "deflate"])
-    def test_of_a_request(self, site: Site, packed: Callable[[bytes], bytes]) -> None:
+    def test_of_a_request(self, site: Site) -> None:
         """HTTP may say that a body is packed: nobody unpacks it, and its bytes are what counts."""
         key, _ = site.worker()
         plain = canonical_json({"wait": 0, "holding": []})
-        for told, sent in ((plain, packed(plain)), (packed(plain), packed(plain))):
-            headers = sign_request(key, run=RUN, method="POST", path="/v1/leases", body=told)
-            name = "gzip" if packed is gzip.compress else "deflate"
-            answer = httpx.post(
-                f"{site.url}/v1/leases",
-                content=sent,
-                headers=headers | {"Content-Encoding": name},
-                verify=False,
-            )
-            assert answer.status_code == (401 if told is plain else 400)
+        for name, packed in (("gzip", gzip.compress(plain)), ("deflate", zlib.compress(plain))):
+            for told, code in ((plain, 401), (packed, 400)):
+                headers = sign_request(key, run=RUN, method="POST", path="/v1/leases", body=told)
+                headers["Content-Encoding"] = name
+                url = f"{site.url}/v1/leases"
+                assert httpx.post(url, content=packed, headers=headers).status_code == code
 
 
 class TestPathInAFileName:
     """Names from outside that become a file's: digests, or plain names, and nothing else."""
 
     @pytest.mark.parametrize("name", ELSEWHERE)
-    def test_of_a_submission_or_a_lease(self, name: str) -> None:
-        key = fixed_key(1)
+    def test_of_documents(self, bench: Bench, name: str) -> None:
+        key, coordinator = fixed_key(1), bench.coordinator_key
         good = SubmissionEnvelope(RUN, 0, key.public_hex, 0, "0" * 64, "0" * 64, 1)
         assert open_submission(sign_document(SUBMISSION, asdict(good), key)) == good
         for field in ("digest", "lease"):
             signed = sign_document(SUBMISSION, asdict(replace(good, **{field: name})), key)
             with pytest.raises(BadSignature, match="64 hex characters"):
                 open_submission(signed)
-
-    @pytest.mark.parametrize("name", ELSEWHERE)
-    @pytest.mark.parametrize("field", ["nonce", "worker", "manifest_digest", "step", "version"])
-    def test_of_a_lease_that_a_coordinator_signed(
-        self, bench: Bench, field: str, name: str
-    ) -> None:
-        lease = replace(bench.lease, **{field: name})
-        signed = sign_document("lease", asdict(lease), bench.coordinator_key)
-        with pytest.raises(BadSignature):
-            open_lease(signed, coordinators=frozenset({bench.coordinator_key.public_hex}))
+        keys = frozenset({coordinator.public_hex})
+        for field in ("nonce", "worker", "manifest_digest", "step", "version"):
+            lease = asdict(replace(bench.lease, **{field: name}))
+            with pytest.raises(BadSignature):
+                open_lease(sign_document("lease", lease, coordinator), coordinators=keys)
+        # files that a volunteer fetches, in a folder that is named by a stranger's spec
+        files = [SiteFile(name, "x", 1, "0" * 64), SiteFile("s", name, 1, "0" * 64)]
+        for file in files if name != ELSEWHERE[-1] else []:
+            document = sign_site(SiteDocument(RUN, ["http://x"], [file], ""), coordinator)
+            with pytest.raises(BadSignature):
+                open_site(document, coordinators=keys, run=RUN)
+        spec = small_spec().model_dump(mode="json", exclude_unset=True)
+        assert type(small_spec()).model_validate(spec).name == "small"
+        for make in (
+            lambda: type(small_spec()).model_validate(spec | {"name": name}),
+            lambda: small_spec(name=name),
+        ):
+            with pytest.raises(ValidationError):
+                make()
+        assert is_object_name("model-00001.safetensors") and not is_object_name(name)
 
     def test_over_the_wire(self, site: Site) -> None:
         key, worker = site.worker()
-        data = worker.lease(20.0)
-        assert data is not None
-        lease = open_lease(data, coordinators=frozenset({site.coordinator.public_hex}))
-        envelope, table = submission(data, lease, key)
+        envelope, table = submission(*granted(site, worker), key)
         before = everything_below(site.run_dir.parent)
         for name in ELSEWHERE:
-            payload = asdict(open_submission(envelope)) | {"digest": name}
-            forged = sign_document(SUBMISSION, payload, key)
-            headers = sign_request(key, run=RUN, method="POST", path="/v1/submissions", body=table)
-            headers[ENVELOPE] = base64.b64encode(forged).decode()
-            answer = httpx.post(
-                f"{site.url}/v1/submissions", content=table, headers=headers, verify=False
+            forged = sign_document(
+                SUBMISSION, asdict(open_submission(envelope)) | {"digest": name}, key
             )
+            answer = post(site, key, "/v1/submissions", table, envelope=forged)
             assert (answer.status_code, "64 hex" in answer.json()["error"]) == (400, True)
             body = canonical_json({"leases": [name]})
-            signed = sign_request(key, run=RUN, method="POST", path="/v1/release", body=body)
-            answer = httpx.post(
-                f"{site.url}/v1/release", content=body, headers=signed, verify=False
-            )
-            assert answer.status_code == 400
+            assert post(site, key, "/v1/release", body).status_code == 400
+        for path in ("../spec.json", "..%2Fspec.json", "%2e%2e/%2e%2e/keys/coordinator.key"):
+            for what in ("data", "submissions"):
+                url = f"/v1/{what}/{path}"
+                answer = post(site, site.validator, url, b"", method="GET")
+                assert answer.status_code in (401, 404) and b"runspec/v1" not in answer.content
+        for digest in ("0" * 63, "A" * 64):
+            url = f"/v1/submissions/{digest}"
+            assert post(site, site.validator, url, b"", method="GET").status_code == 404
         assert everything_below(site.run_dir.parent) == before
-
-    @pytest.mark.parametrize(
-        "path",
-        [
-            "../spec.json",
-            "..%2Fspec.json",
-            "%2e%2e/%2e%2e/keys/coordinator.key",
-            "0" * 63,
-            "A" * 64,
-        ],
-    )
-    def test_of_what_is_downloaded(self, site: Site, path: str) -> None:
-        for what in ("data", "submissions"):
-            url = f"/v1/{what}/{path}"
-            signed = sign_request(site.validator, run=RUN, method="GET", path=url, body=b"")
-            answer = httpx.get(site.url + url, headers=signed, verify=False)
-            assert answer.status_code in (401, 404)
-            assert b"runspec/v1" not in answer.content
-
-    @pytest.mark.parametrize("name", ELSEWHERE[:-1])
-    def test_of_the_files_that_a_volunteer_fetches(self, name: str) -> None:
-        key = fixed_key(2)
-        for file in (SiteFile("s", name, 1, "0" * 64), SiteFile(name, "x", 1, "0" * 64)):
-            document = sign_site(SiteDocument(RUN, ["http://x"], [file], ""), key)
-            with pytest.raises(BadSignature):
-                open_site(document, coordinators=frozenset({key.public_hex}), run=RUN)
-
-    @pytest.mark.parametrize("name", [*ELSEWHERE, "manifest.json", ".hidden", "a/b"])
-    def test_of_the_objects_of_a_weights_version(self, name: str) -> None:
-        assert is_object_name("model-00001.safetensors")
-        assert not is_object_name(name)
-
-    @pytest.mark.parametrize("name", ELSEWHERE)
-    def test_of_runs_and_pools(self, name: str) -> None:
-        """A volunteer's folder is named by the run, of a spec that a stranger signed."""
-        spec = small_spec().model_dump(mode="json", exclude_unset=True)
-        assert type(small_spec()).model_validate(spec).name == "small"
-        with pytest.raises(ValidationError):
-            type(small_spec()).model_validate(spec | {"name": name})
-        with pytest.raises(ValidationError):
-            small_spec(name=name)
 
 
 def everything_below(folder: Path) -> set[Path]:
@@ -322,23 +275,77 @@ def everything_below(folder: Path) -> set[Path]:
     return {p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("state.db")}
 
 
-class TestDamagedFile:
-    """Any bytes of an honest file changed: a malformed table, or rows that are examined."""
+class TestFileThatAllocates:
+    """What a file takes to read is a small multiple of its bytes, wherever they lie."""
 
-    @settings(max_examples=200, deadline=None)
-    @given(
-        damage=st.lists(
-            st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1, max_size=8
-        )
-    )
-    def test_it_is_refused_or_read(
-        self, honest_table: bytes, damage: list[tuple[int, int]]
-    ) -> None:
-        damaged = bytearray(honest_table)
-        for place, value in damage:
-            damaged[place % len(damaged)] = value
-        try:
-            rows = decode_rollouts(bytes(damaged), max_rows=8, max_bytes=MAX_BYTES)
-        except MalformedTable:
-            return
-        assert len(rows) <= 8
+    @pytest.mark.parametrize("field", ["prompt_tokens", "output_tokens", "problem_id", "proofs"])
+    def test_a_column_that_is_all_of_the_file(self, bench: Bench, field: str) -> None:
+        def large(number: int) -> object:
+            """A value of half a megabyte, another one for each row."""
+            if field == "problem_id":
+                return str(number) * (1 << 19)
+            return [bytes(258)] * (1 << 11) if field == "proofs" else np.full(1 << 17, number, "i4")
+
+        rows = [replace(row, **{field: large(n)}) for n, row in enumerate(bench.honest())]
+        _, table = bench.packed(rows)
+        assert len(table) > 4 << 20
+        with bounded(3 * len(table)):
+            assert len(decode_rollouts(table, max_rows=8, max_bytes=len(table))) == 8
+
+
+class TestFileThatStalls:
+    """What takes long to judge."""
+
+    def test_one_token_without_end(self) -> None:
+        """Thousands of equal runs are one run: an output is hashed some times and no more."""
+        tokens, logprobs = np.full(32768, 7, np.int32), np.full(32768, -130 / 32768, np.float32)
+        assert len(fingerprints(tokens, logprobs)) == 2  # of the whole, and of one run
+
+
+class PoisonWorker(Worker):
+    """Hands in a file that kills validators, once, and honest work after it."""
+
+    def __init__(self, directory: Path, *arguments: object) -> None:
+        super().__init__(*arguments)
+        self.directory, self.poisoned = directory, 0
+
+    def rollouts(self, signed_lease: bytes, lease: Lease) -> list[Rollout]:
+        rows = super().rollouts(signed_lease, lease)
+        if not self.poisoned:
+            longest = max((row.output_tokens for row in rows), key=len)  # as no other will be
+            path = poison(self.directory, longest)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        self.poisoned += 1
+        return rows
+
+
+class TestFileThatKillsValidators:
+    """Whatever the fault of ours that it finds: a few processes die, and the run goes on."""
+
+    def test_it_is_set_aside_and_everything_else_is_judged(self, tmp_path: Path) -> None:
+        # given an honest worker, and one whose first submission kills validators that prefill it
+        site, weights = Site(tmp_path, SPEC), tmp_path / "weights"
+        site.sign_roles(VALIDATOR)
+        honest = Worker(HONEST, MODEL, SPEC, ParityTask())
+        deadly = PoisonWorker(weights, DISHONEST, MODEL, SPEC, ParityTask())
+        # when validators are started again as often as they die
+        deaths = []
+        with at_work(site), ThreadPoolExecutor(2) as pool:
+            working = [pool.submit(work, site, worker) for worker in (deadly, honest)]
+            command = [sys.executable, "-m", "tests.attacks.mortal_validator", site.url]
+            command += [site.root.public_hex, str(weights)]
+            while (code := subprocess.call(command, timeout=PATIENCE_S)) != 0:
+                deaths.append(code)
+                assert len(deaths) < 10
+            assert all(done.result(PATIENCE_S) for done in working)
+            told = status(site)
+        # then SIGKILL came three times, one file is set aside, and nobody was rejected
+        assert set(deaths) == {-9} and len(deaths) >= ATTEMPTS
+        assert told["rejected_submissions"] == 0
+        (aside,) = told["set_aside"]
+        assert aside["worker"] == DISHONEST.public_hex and len(aside["attempts"]) >= ATTEMPTS
+        manifests = [site.batch(step) for step in range(STEPS)]
+        assert all(manifest.complete for manifest in manifests)
+        trained = {group.submission for manifest in manifests for group in manifest.groups}
+        assert aside["submission"] not in trained

@@ -95,49 +95,18 @@ def test_roles_have_the_secret_and_no_file_does(failed_run: tuple[Path, str]) ->
     state.close()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("status",),
-        ("status", "--json"),
-        ("describe",),
-        ("events",),
-        ("events", "--json"),
-        ("logs",),
-        ("wait", "--for", "Finished"),
-        ("pause",),
-        ("rollback", "--to", "3", "--yes"),
-    ],
-    ids=" ".join,
-)
-def test_no_command_over_the_run_prints_it(
-    failed_run: tuple[Path, str], words: tuple[str, ...]
-) -> None:
-    command, *options = words
-    assert_silent(run(command, failed_run[0] / "small", *options))
+OVER_A_RUN = ["status", "status --json", "describe", "events", "events --json", "logs", "pause"]
+OVER_A_RUN += ["wait --for Finished", "rollback --to 3 --yes"]
+OVER_A_SPEC = ["lint", "render", "render --show-origin --format json", "plan", "plan --json"]
+OVER_A_SPEC += ["diff", "doctor"]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("lint",),
-        ("render",),
-        ("render", "--show-origin", "--format", "json"),
-        ("plan",),
-        ("plan", "--json"),
-        ("diff",),
-        ("doctor",),
-    ],
-    ids=" ".join,
-)
-def test_no_command_over_the_spec_prints_it(
-    spec_file: Path, failed_run: tuple[Path, str], words: tuple[str, ...]
-) -> None:
-    command, *options = words
-    runs = [] if command in ("lint", "render") else ["--runs-dir", failed_run[0]]
-    result = run(command, spec_file, *options, *runs)
-    assert_silent(result)
-    assert result.output
+@pytest.mark.parametrize("words", [*OVER_A_RUN, *OVER_A_SPEC])
+def test_no_command_prints_it(spec_file: Path, failed_run: tuple[Path, str], words: str) -> None:
+    (command, *options), runs = words.split(), failed_run[0]
+    over_runs = [] if command in (*OVER_A_RUN, "lint", "render") else ["--runs-dir", runs]
+    of = runs / "small" if words in OVER_A_RUN else spec_file
+    assert_silent(run(command, of, *options, *over_runs))
 
 
 @pytest.mark.parametrize(

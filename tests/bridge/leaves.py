@@ -1,7 +1,5 @@
 """A model's leaves, one after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,12 +1,10 @@
 """Codecs of shares: bounded errors, exact sizes, the same bytes again, hostile bytes refused."""
 
-from __future__ import annotations
-
+import math
 import tracemalloc
 from typing import get_args
 
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +14,9 @@ from bridge.codecs import LARGEST, SEGMENT, Kind, MalformedShare, codec
 KINDS: list[Kind] = list(get_args(Kind))
 SCALED = [kind for kind in KINDS if kind != "float32"]
 BLOCK = {"float16": 1024, "int8": 256, "int4": 128, "sparse": 4096}
+SCALE_BYTES = dict.fromkeys(BLOCK, 4) | {"sparse": 132}
+ELEMENT_BYTES = {"float32": 4, "float16": 2, "int8": 1, "int4": 0.5, "sparse": 0}
+"""Of the format, of a block and of an element."""
 HALF_STEP = {"float16": 2.0**-12, "int8": 0.5 / 127, "int4": 0.5 / 7}
 """Largest error of an element, in units of its block's largest."""
 
@@ -46,10 +47,12 @@ def sparse_by_hand(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("n", [1, 2, 63, 129, 4095, 4096, 4097, 30_001])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_vector_of_any_length_comes_back_within_the_codecs_error(kind: Kind, n: int) -> None:
+def test_a_vector_of_any_length_comes_back_within_the_codecs_error(kind, n):
     x, each = vector(n), codec(kind)
     data = each.encode(x)
-    assert len(data) == each.size(n)
+    blocks = -(-n // BLOCK[kind]) if kind in BLOCK else 0
+    bytes_of = math.ceil(ELEMENT_BYTES[kind] * n) + SCALE_BYTES.get(kind, 0) * blocks
+    assert len(data) == each.size(n) == bytes_of
     y = each.decode(data, n)
     assert y.dtype == np.float32
     if kind == "float32":
@@ -61,28 +64,7 @@ def test_a_vector_of_any_length_comes_back_within_the_codecs_error(kind: Kind, n
         assert (error <= 1.00001 * HALF_STEP[kind] * block_maxima(x, BLOCK[kind])).all()
 
 
-@pytest.mark.parametrize(
-    ("kind", "bytes_of"),
-    [
-        ("float32", lambda n: 4 * n),
-        ("float16", lambda n: 2 * n + 4 * -(-n // 1024)),
-        ("int8", lambda n: n + 4 * -(-n // 256)),
-        ("int4", lambda n: -(-n // 2) + 4 * -(-n // 128)),
-        ("sparse", lambda n: 132 * -(-n // 4096)),
-    ],
-)
-def test_bytes_are_those_of_the_format(kind: Kind, bytes_of: object) -> None:
-    assert [codec(kind).size(n) for n in (1, 4097, 10**9)] == [
-        bytes_of(n)
-        for n in (1, 4097, 10**9)  # type: ignore[operator]
-    ]
-
-
-def test_sparse_shares_are_at_most_a_hundredth_of_float32() -> None:
-    assert codec("sparse").size(100_000) < codec("float32").size(100_000) / 100
-
-
-def test_bytes_lie_as_the_format_says() -> None:
+def test_bytes_lie_as_the_format_says():
     # given a block of each codec, whose elements and scales are exact
     x = np.zeros(1024, np.float32)
     x[[0, 1, 2]] = [127.0, -1.0, 2.5]
@@ -104,7 +86,7 @@ def test_bytes_lie_as_the_format_says() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_segments_do_not_show(kind: Kind) -> None:
+def test_segments_do_not_show(kind):
     # given a vector longer than a segment
     x, each = vector(SEGMENT + 5000), codec(kind)
     y = each.decode(each.encode(x), len(x))
@@ -116,7 +98,7 @@ def test_segments_do_not_show(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_memory_is_bounded_by_the_result_and_a_segment(kind: Kind) -> None:
+def test_memory_is_bounded_by_the_result_and_a_segment(kind):
     x, each = vector(8 * SEGMENT), codec(kind)
     tracemalloc.start()
     data = each.encode(x)
@@ -132,7 +114,7 @@ def test_memory_is_bounded_by_the_result_and_a_segment(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", SCALED)
-def test_tiny_blocks_are_zero_and_huge_ones_are_exact_enough(kind: Kind) -> None:
+def test_tiny_blocks_are_zero_and_huge_ones_are_exact_enough(kind):
     each = codec(kind)
     # given blocks whose scale would be subnormal, and blocks of very large elements
     tiny = np.full(4096, 1e-44, np.float32)
@@ -143,7 +125,7 @@ def test_tiny_blocks_are_zero_and_huge_ones_are_exact_enough(kind: Kind) -> None
     np.testing.assert_allclose(found, huge, rtol=1e-6)
 
 
-def test_equal_elements_are_taken_in_their_order() -> None:
+def test_equal_elements_are_taken_in_their_order():
     # given many equal ones, and a few larger ones at the end
     x = np.ones(3 * 4096, np.float32)
     x[4096 - 3 : 4096] = -2
@@ -158,7 +140,7 @@ def test_equal_elements_are_taken_in_their_order() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_that_are_not_finite_are_refused(kind: Kind, value: float) -> None:
+def test_numbers_that_are_not_finite_are_refused(kind, value):
     each = codec(kind)
     x = vector(5000)
     data = bytearray(each.encode(x))
@@ -177,26 +159,21 @@ def test_numbers_that_are_not_finite_are_refused(kind: Kind, value: float) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_length_is_refused(kind: Kind) -> None:
+def test_another_length_and_indices_that_do_not_rise_are_refused(kind):
     each = codec(kind)
     data = each.encode(vector(5000))
     for wrong in (b"", data[:-1], data + b"\0"):
         with pytest.raises(MalformedShare, match=rf"5000 elements as {kind} has {len(data)} bytes"):
             each.decode(wrong, 5000)
+    if kind == "sparse":
+        data = each.encode(vector(4096))
+        with pytest.raises(MalformedShare, match="do not rise"):
+            each.decode(data[:6] + data[4:6] + data[8:], 4096)
 
 
-def test_indices_that_do_not_rise_are_refused() -> None:
-    data = bytearray(codec("sparse").encode(vector(4096)))
-    data[6:8] = data[4:6]
-    with pytest.raises(MalformedShare, match="do not rise"):
-        codec("sparse").decode(bytes(data), 4096)
-
-
-@settings(deadline=None, max_examples=200)
+@settings(derandomize=True, max_examples=200)
 @given(st.sampled_from(KINDS), st.integers(1, 300), st.data())
-def test_any_bytes_decode_to_finite_numbers_or_are_refused(
-    kind: Kind, n: int, draw: st.DataObject
-) -> None:
+def test_any_bytes_decode_to_finite_numbers_or_are_refused(kind, n, draw):
     each = codec(kind)
     data = draw.draw(st.binary(min_size=each.size(n), max_size=each.size(n)))
     try:
@@ -204,27 +181,3 @@ def test_any_bytes_decode_to_finite_numbers_or_are_refused(
     except MalformedShare:
         return
     assert x.shape == (n,) and np.isfinite(x).all()
-
-
-def test_plain_float16_loses_the_deltas_of_rl_and_a_scaled_one_does_not() -> None:
-    # given what AdamW makes of weights in four updates at RL's learning rate
-    rng = np.random.default_rng(0)
-    theta = (0.02 * rng.standard_normal(20_000)).astype(np.float32)
-    rule = optax.adamw(3e-7)
-    own, moments = theta, rule.init(theta)
-    for _ in range(4):
-        gradient = rng.standard_normal(20_000).astype(np.float32)
-        updates, moments = rule.update(gradient, moments, own)
-        own = np.asarray(optax.apply_updates(own, updates))
-    x = theta - own
-    # when encoded
-    plain = x.astype(np.float16).astype(np.float32)
-    ours = codec("float16").decode(codec("float16").encode(x), len(x))
-
-    def error(y: np.ndarray) -> float:
-        return float(np.linalg.norm(x - y) / np.linalg.norm(x))
-
-    # then plain float16 has them among its subnormal numbers, 6e-8 apart, and 1 % become 0
-    lost = ((plain == 0) & (x != 0)).mean(), ((ours == 0) & (x != 0)).mean()
-    assert error(plain) > 0.02 and lost[0] > 0.01
-    assert error(ours) < 3e-4 and lost[1] == 0

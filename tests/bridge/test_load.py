@@ -1,41 +1,42 @@
-"""Slices of leaves: the right numbers, and no byte more than they take."""
-
-from __future__ import annotations
+"""Reading weights: the right numbers, in order, no byte more than they take, and from nowhere else;
+the flat vector of a model, and the versions that an engine has loaded."""
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
+import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bridge.flat import FlatLayout
 from bridge.load import LeafReader
-from bridge.safetensors_io import TensorInfo, read_header, read_slice, write_safetensors
-from bridge.weight_map import hf_shapes, weight_map
+from bridge.orbax_io import leaf_spec, read_pieces
+from bridge.prefill import LoadedVersions
+from bridge.safetensors_io import (
+    TensorInfo,
+    read_header,
+    read_headers,
+    read_slice,
+    read_tensor,
+    write_safetensors,
+)
+from bridge.tensors import contiguous, copy_into
+from bridge.weight_map import entry, hf_shapes, weight_map
 from runspec.core.errors import UserError
-from runspec.core.models.family import load_config, parse_config
+from runspec.core.models.family import Row, load_config, parse_config
 from tests.bridge.leaves import iter_leaves
 
-from .conftest import MakeModel
+from .conftest import FAMILIES
 
 SPREAD = 300
 """What reading the counter itself may add to it, in bytes."""
-FIELDS = {
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "attention_bias": True,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-6,
-}
+DTYPES = [np.float32, ml_dtypes.bfloat16]
 
 
 def bytes_read() -> int:
@@ -44,117 +45,311 @@ def bytes_read() -> int:
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Large enough that a part of it is told from the whole by its bytes."""
-    directory = tmp_path_factory.mktemp("model")
-    shapes = dict(hf_shapes(parse_config(FIELDS, place="config.json")))
-    rng = np.random.default_rng(0)
-    write_safetensors(
-        directory / "model.safetensors",
-        shapes,
-        np.dtype(np.float32),
-        (rng.normal(size=shape).astype(np.float32) for shape in shapes.values()),
-    )
-    (directory / "config.json").write_text(json.dumps(FIELDS))
-    return directory
-
-
-def halves(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
-    """For each dimension the second half of it, all of the others."""
-    cuts = []
-    for axis, size in enumerate(shape):
-        index = [slice(None)] * len(shape)
-        index[axis] = slice(size // 2, size)
-        cuts.append(tuple(index))
-    return cuts
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counter of bytes")
-def test_a_part_of_a_leaf_takes_its_own_bytes_only(model_dir: Path) -> None:
-    # given a model, and the whole of each leaf
-    config = load_config(model_dir)
-    reader, whole = LeafReader(model_dir, config), dict(iter_leaves(model_dir, config))
-    for entry in weight_map(config):
-        for index in halves(entry.leaf_shape):
-            # when half of a leaf is read, along each of its dimensions
+def test_a_part_of_a_leaf_takes_its_own_bytes_only(tmp_path):
+    # given a model, large enough that a part of it is told from the whole by its bytes
+    sizes = {"vocab_size": 64, "hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3}
+    common = {"attention_bias": True, "max_position_embeddings": 64, "rms_norm_eps": 1e-6}
+    fields = {"model_type": "qwen3", **sizes, **heads, **common}
+    config = parse_config(fields, place="config.json")
+    shapes, rng = dict(hf_shapes(config)), np.random.default_rng(0)
+    data = (rng.normal(size=shape).astype(np.float32) for shape in shapes.values())
+    write_safetensors(tmp_path / "model.safetensors", shapes, np.dtype(np.float32), data)
+    # and the whole of each leaf
+    reader, whole = LeafReader(tmp_path, config), dict(iter_leaves(tmp_path, config))
+    for each in weight_map(config):
+        for axis, size in enumerate(each.leaf_shape):
+            # when the second half of a leaf is read, along each of its dimensions
+            index = (slice(None),) * axis + (slice(size // 2, size),)
+            index += (slice(None),) * (len(each.leaf_shape) - axis - 1)
             before = bytes_read()
-            part = reader.read(entry.path, index)
+            part = reader.read(each.path, index)
             count = bytes_read() - before
             # then it is that half, and so much was read
-            np.testing.assert_array_equal(part, whole[entry.path][index])
+            np.testing.assert_array_equal(part, whole[each.path][index])
             assert part.flags.c_contiguous
-            assert part.nbytes <= count <= part.nbytes + SPREAD, (entry.path, index)
+            assert part.nbytes <= count <= part.nbytes + SPREAD, (each.path, index)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(derandomize=True, max_examples=50)
 @given(data=st.data())
-def test_a_slice_is_that_of_the_array(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_slice_is_that_of_the_array(data, tmp_path_factory):
     # given a file with an array of any shape in the middle of it
     shape = tuple(data.draw(st.lists(st.integers(0, 5), max_size=4)))
     array = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
     path = tmp_path_factory.mktemp("slice") / "x"
     path.write_bytes(b"before" + array.tobytes() + b"after")
-    # when any part of it is read
+    # when any part of it is read, then it is numpy's
     index = tuple(
         slice(*sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n))))) for n in shape
     )
     found = read_slice(TensorInfo("x", path, array.dtype, shape, len(b"before")), index)
-    # then it is numpy's
     np.testing.assert_array_equal(found, array[index])
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_an_error_that_names_the_tensor(
-    make_model: MakeModel,
-) -> None:
+def test_a_file_that_shrinks_while_it_is_read_is_an_error_that_names_the_tensor(make_model):
     # given a model whose headers were read whole
-    hf_dir = make_model(tied=False, dtype="float32")
+    hf_dir = make_model()
     reader = LeafReader(hf_dir, load_config(hf_dir))
-    path = hf_dir / "model.safetensors"
-    info = read_header(path)["model.layers.1.mlp.up_proj.weight"]
-    # when its file is cut off inside a tensor, or goes
-    with path.open("r+b") as file:
+    info = read_header(hf_dir / "model.safetensors")["model.layers.1.mlp.up_proj.weight"]
+    # when its file is cut off inside a tensor, or goes, then reading says which tensor
+    with info.file.open("r+b") as file:
         file.truncate(info.offset + 7)
-    # then reading says which tensor
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: the file became"):
         reader.read(("layers", "mlp", "up", "weight"))
-    path.unlink()
+    info.file.unlink()
     with pytest.raises(UserError, match=r"up_proj\.weight: cannot read: No such file"):
         reader.read(("layers", "mlp", "up", "weight"))
 
 
-def with_tensors(hf_dir: Path, extra: dict[str, np.ndarray]) -> None:
-    """Adds a second file with more tensors, and the index of both."""
-    second = hf_dir / "more.safetensors"
-    dtype = next(iter(extra.values())).dtype
-    write_safetensors(second, {k: v.shape for k, v in extra.items()}, dtype, extra.values())
-    (hf_dir / "model.safetensors").rename(hf_dir / "first.safetensors")
-    listing = {
-        name: file.name for file in hf_dir.glob("*.safetensors") for name in read_header(file)
-    }
-    (hf_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listing}))
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"num_hidden_layers": 4}, "tensors missing: model.layers.3.input_layernorm.weight"),
+        ({"num_hidden_layers": 2}, "tensors unexpected: model.layers.2.input_layernorm.weight"),
+        ({"intermediate_size": 28}, "gate_proj.weight has shape"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_config_are_named(make_model, edit, message):
+    hf_dir = make_model(tied=True, dtype="bfloat16")
+    path = hf_dir / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | edit))
+    with pytest.raises(UserError, match=message):
+        LeafReader(hf_dir, load_config(hf_dir))
 
 
-def test_a_tied_model_may_be_stored_with_its_head_if_it_is_the_embedding(
-    make_model: MakeModel,
-) -> None:
+def test_an_index_cannot_name_files_elsewhere(make_model):
+    hf_dir = make_model(tied=True, max_shard_size="4KB")
+    index = hf_dir / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../secret.safetensors"}}))
+    with pytest.raises(UserError, match="outside its directory"):
+        LeafReader(hf_dir, load_config(hf_dir))
+
+
+def test_a_tied_model_may_be_stored_with_its_head_if_it_is_the_embedding(make_model):
     # given a tied model whose files hold the head too, and constants that old checkpoints hold
-    hf_dir = make_model(tied=True, dtype="float32")
+    hf_dir = make_model(tied=True)
     config = load_config(hf_dir)
     before = dict(iter_leaves(hf_dir, config))
-    head = before[("embed",)].copy()
-    inv_freq = np.ones(2, np.float32)
-    names = {"lm_head.weight": head, "model.layers.0.self_attn.rotary_emb.inv_freq": inv_freq}
-    with_tensors(hf_dir, names)
+    inv_freq = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    extra = {"lm_head.weight": before["embed",].copy(), inv_freq: np.ones(2, np.float32)}
+
+    def store() -> None:
+        shapes = {name: array.shape for name, array in extra.items()}
+        more = hf_dir / "more.safetensors"
+        more.unlink(missing_ok=True)
+        write_safetensors(more, shapes, np.dtype(np.float32), extra.values())
+        files = hf_dir.glob("*.safetensors")
+        listing = {name: file.name for file in files for name in read_header(file)}
+        (hf_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listing}))
+
+    (hf_dir / "model.safetensors").rename(hf_dir / "first.safetensors")
+    store()
     # when it is read, then it is the same tree
-    after = dict(iter_leaves(hf_dir, config))
-    assert after.keys() == before.keys()
+    assert dict(iter_leaves(hf_dir, config)).keys() == before.keys()
     # and when one number of the head is another, the copies are named
-    (hf_dir / "more.safetensors").unlink()
-    (hf_dir / "first.safetensors").rename(hf_dir / "model.safetensors")
-    head[-1, -1] += 1
-    with_tensors(hf_dir, names)
+    extra["lm_head.weight"][-1, -1] += 1
+    store()
     with pytest.raises(UserError, match=r"ties lm_head\.weight to the embedding, but they differ"):
         LeafReader(hf_dir, config)
+
+
+@settings(derandomize=True)
+@given(data=st.data())
+def test_a_damaged_file_is_refused_or_read_within_its_bounds(data, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "damaged.safetensors"
+    path.unlink(missing_ok=True)
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    write_safetensors(path, {"x": (2, 3)}, array.dtype, [array])
+    whole = bytearray(path.read_bytes())
+    cut = data.draw(st.integers(0, len(whole)))
+    whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(whole[:cut])
+    try:
+        tensors = read_header(path)
+    except UserError as error:
+        assert str(path) in str(error)
+        return
+    for info in tensors.values():
+        assert read_tensor(info).nbytes <= cut
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": [], "shape": [], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1] * 9, "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": "no"},
+        {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]},
+        [],
+    ],
+)
+def test_a_malformed_entry_of_a_header_is_refused(tmp_path, entry):
+    path = tmp_path / "x.safetensors"
+    header = json.dumps({"x": entry}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(UserError, match=r"x\.safetensors: tensor x: malformed header"):
+        read_header(path)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_flat_vector_is_the_hugging_face_tensors_one_after_the_other_and_back(
+    make_model, family, tied
+):
+    # given a model that transformers wrote
+    directory = make_model(tied=tied, family=family)
+    config = load_config(directory)
+    layout, leaves = FlatLayout(config), dict(iter_leaves(directory, config))
+    # when flattened, then it is its tensors, in the map's order
+    flat, headers = layout.flatten(leaves), read_headers(directory)
+    tensors = [read_tensor(headers[name]).reshape(-1) for name, _ in hf_shapes(config)]
+    assert flat.dtype == np.float32 and flat.shape == (layout.size,)
+    np.testing.assert_array_equal(flat, np.concatenate(tensors))
+    # and the leaves come back
+    back = dict(layout.leaves(flat))
+    assert list(back) == list(LeafReader(directory, config).entries)
+    for path, leaf in leaves.items():
+        np.testing.assert_array_equal(back[path], leaf, strict=True)
+    # and the type may be another
+    assert layout.flatten(leaves, np.float64).dtype == np.float64
+    np.testing.assert_array_equal(layout.flatten(leaves, np.float64), flat)
+
+
+SIZES = {"L": 3, "D": 7, "F": 5}
+ENTRIES = [
+    entry(Row("layers.up", "up.{i}", "L D F", "F D"), SIZES),
+    entry(Row("norm", "norm", "D", "D"), SIZES),
+    entry(Row("layers.down", "down.{i}", "L F D", "D F"), SIZES),
+]
+
+
+@pytest.mark.parametrize("ahead_bytes", [0, 300, 10**6])
+@pytest.mark.parametrize("chunk", [[1, 2, 3], [1, 7, 7], [2, 2, 3], [3, 7, 7]], ids=str)
+def test_reading_ahead_changes_neither_what_is_read_nor_its_order(tmp_path, chunk, ahead_bytes):
+    # given leaves of different numbers that are cut into chunks of some shape
+    numbers, stores = {}, {}
+    for leaf in ENTRIES:
+        shape = leaf.leaf_shape
+        numbers[leaf.path] = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+        layout = ts.ChunkLayout(chunk_shape=chunk[-len(shape) :])
+        options = {"create": True, "dtype": ts.float32, "shape": shape, "chunk_layout": layout}
+        stores[leaf.path] = ts.open(leaf_spec(tmp_path, leaf.path), **options).result()
+        stores[leaf.path].write(numbers[leaf.path]).result()
+    found = {leaf.path: np.full(leaf.leaf_shape, np.nan, np.float32) for leaf in ENTRIES}
+    # when they are read, a little ahead or much
+    order, whole = [], []
+    for piece, data in read_pieces(stores, ENTRIES, place=tmp_path, ahead_bytes=ahead_bytes):
+        assert piece.nbytes == data.nbytes
+        target = found[piece.entry.path][piece.index]
+        assert np.isnan(target).all()
+        target[...] = data
+        layers = range(3)[piece.index[0]] if piece.entry.layers else range(1)
+        order += [(ENTRIES.index(piece.entry), layer) for layer in layers]
+        # then a layer is whole when its last piece has come, and not before
+        leaf = found[piece.entry.path]
+        now = leaf[list(layers)] if piece.entry.layers else leaf
+        assert piece.completes == (not np.isnan(now).any())
+        whole += [(ENTRIES.index(piece.entry), layer) for layer in layers if piece.completes]
+    # and all comes in order, each number once
+    assert order == sorted(order)
+    assert whole == [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1), (2, 2)]
+    for path, wanted in numbers.items():
+        np.testing.assert_array_equal(found[path], wanted)
+
+
+@st.composite
+def shapes_and_orders(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
+    shape = draw(st.lists(st.sampled_from([0, 1, 2, 3, 140]), min_size=1, max_size=3))
+    order = st.permutations(range(len(shape)))
+    return shape, draw(order), draw(order)
+
+
+def laid(shape: list[int], order: list[int], dtype: type) -> np.ndarray:
+    """An empty array whose dimensions lie in memory in an order, in the middle of a larger one."""
+    outer = np.empty([shape[axis] + 2 for axis in order], dtype)
+    return outer[(slice(1, -1),) * len(shape)].transpose(np.argsort(order))
+
+
+@settings(derandomize=True, max_examples=60)
+@given(shapes_and_orders(), st.sampled_from(DTYPES))
+def test_a_copy_between_orders_of_dimensions_is_the_array(case, dtype):
+    # given an array and room for it, each in its own order
+    shape, first, second = case
+    source, target = laid(shape, first, dtype), laid(shape, second, dtype)
+    source[...] = np.random.default_rng(0).normal(size=shape)
+    # when it is copied, then all of it is there, and as C-contiguous too
+    copy_into(target, source)
+    np.testing.assert_array_equal(target, source)
+    np.testing.assert_array_equal(contiguous(source), source)
+    assert contiguous(source).flags.c_contiguous
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_rows_than_the_buffer_has_and_every_bit_pattern(dtype):
+    # given numbers that are not a number, infinite and signed zeros among them
+    size = np.dtype(dtype).itemsize
+    source = np.random.default_rng(0).integers(0, 256, (9000, 3 * size), np.uint8).view(dtype)
+    # when they are transposed, then their bits stay; what lies in order is not copied
+    copied = contiguous(source.T)
+    np.testing.assert_array_equal(copied.view(f"u{size}"), source.view(f"u{size}").T)
+    assert contiguous(source) is source
+
+
+class Shelves:
+    """Stands for relays, where every version is there, and for a device of so many versions."""
+
+    def __init__(self, folder: Path, room: int, count: int) -> None:
+        self._folder, self._room = folder, room
+        self.loads: list[str] = []
+        self.versions = LoadedVersions(self, folder, count, self.load, self.has_room)
+
+    def fetch(self, version: int, *, manifest_digest: str | None, deadline_s: float) -> Path:
+        path = self._folder / f"v{version}"
+        path.mkdir(exist_ok=True)
+        for part in (1, 2):
+            (path / f"model-{part}.safetensors").write_bytes(b"12345")
+        return path
+
+    def prune(self, keep: set[int]) -> None:
+        for path in self._folder.glob("v*"):
+            if int(path.name[1:]) not in keep:
+                shutil.rmtree(path)
+
+    def load(self, path: Path) -> str:
+        self.loads.append(path.name)
+        return path.name
+
+    def has_room(self, size: int) -> bool:
+        return len(self.versions._loaded) + size / 10 <= self._room
+
+
+@pytest.mark.parametrize(
+    ("room", "loads"),
+    [
+        # room for all: each is loaded once, but for the one dropped by the count
+        (100, "v0 v1 v2 v3 v0"),
+        # room for two: the one that was used longest ago makes way
+        (2, "v0 v1 v2 v1 v3 v0"),
+        # room for none beside another, and even then one is loaded
+        (0, "v0 v1 v0 v2 v1 v3 v0"),
+    ],
+)
+def test_versions_are_dropped_by_use_where_the_device_is_full(tmp_path, room, loads):
+    shelves = Shelves(tmp_path, room, count=3)
+    for version in (0, 1, 0, 2, 1, 1, 3, 0):
+        shelves.versions.ensure(version, "ab", deadline_s=1)
+        assert shelves.versions.get(version) == f"v{version}"
+    assert shelves.loads == loads.split()
+
+
+def test_one_version_more_than_the_count_stays_on_disk(tmp_path):
+    versions = Shelves(tmp_path, 100, count=2).versions
+    for version in range(5):
+        versions.ensure(version, "ab", deadline_s=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v2", "v3", "v4"]
+    # an older one that a lease names still is fetched, and costs no newer one its place
+    assert versions.ensure(0, "ab", deadline_s=1).exists()
+    assert (tmp_path / "v4").exists()

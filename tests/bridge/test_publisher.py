@@ -1,43 +1,61 @@
-"""From parameters on disk to served weights, in order, however often it is started again."""
+"""From parameters on disk to served weights: in order, as what changed or whole, once, and the same
+however often the publisher is started again."""
 
-from __future__ import annotations
-
-import json
 import logging
 import shutil
-import subprocess
-import sys
 import threading
-import time
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
+from bridge.delta import apply_deltas
 from bridge.publisher import Publisher, publish_versions
+from broadcast.layout import chunk_name, latest_name, manifest_name
+from broadcast.manifest import WeightsManifest, open_manifest
 from broadcast.store import newest_version
 from learner_jax.checkpoint import save_params
 from learner_jax.model import init_params
 from learner_jax.warm_start import model_config
 from runspec.core.errors import UserError
-from runspec.core.latest import open_latest
+from runspec.core.latest import Latest, open_latest
 from runspec.core.run_files import params_folder, versions_in, weights_folder
+from runspec.core.spec.schema import Pretrain
 from tests.figures import figures_of
-from tests.learner_jax.conftest import Run, write_initial_model
+from tests.learner_jax.conftest import Run, changed, tiny_spec, write_initial_model
+from tests.waiting import eventually
 
+pytestmark = pytest.mark.slow
 LOG = logging.getLogger("test")
 
 
 @pytest.fixture
-def run(run: Run) -> Run:
-    """With an initial model, so that versions can be exported."""
+def run(tmp_path: Path) -> Run:
+    """A run with an initial model, which publishes deltas, and every fourth version whole too."""
+    run = Run(tmp_path / "run", tiny_spec())
     write_initial_model(run)
+    return with_broadcast(run, format="delta", anchor_every=4)
+
+
+def with_broadcast(run: Run, **changes: Any) -> Run:
+    run.spec = changed(run.spec, broadcast=changes)
     return run
 
 
-def add_version(run: Run, version: int) -> None:
-    """What the learner writes: other weights for every version, and a probe."""
-    params = init_params(model_config(run.spec), jax.random.key(version))
+def add_version(run: Run, version: int, *, share: float = 0.01, seed: int | None = None) -> None:
+    """What the learner writes: the parameters before, of which a share is other numbers now."""
+    start = init_params(model_config(run.spec), jax.random.key(0))
+    rng = np.random.default_rng(version if seed is None else seed)
+
+    def moved(leaf: Any) -> np.ndarray:
+        new = np.array(leaf).ravel()
+        count = max(1, int(share * new.size))
+        new[:count] = rng.standard_normal(count)
+        return new.reshape(leaf.shape)
+
+    params = jax.tree.map(moved, start) if version or seed else start
     save_params(params_folder(run.path, run.spec), version, params, {"sequences": [version]})()
 
 
@@ -45,112 +63,278 @@ def publisher_of(run: Run) -> Publisher:
     return Publisher(run.path, run.spec, LOG)
 
 
-def latest(run: Run) -> Any:
-    data = (run.path / "store" / "origin" / run.spec.name / "latest.json").read_bytes()
-    return open_latest(data, run=run.spec.name, publishers={run.publisher.public_hex})
-
-
-def test_versions_are_published_in_order_and_old_ones_go(run: Run) -> None:
-    # given more versions than are kept
-    for version in range(5):
-        add_version(run, version)
-    # when the publisher looks
-    assert publisher_of(run).publish_new() == [0, 1, 2, 3, 4]
-    # then the newest three are served, with config, tokenizer and probe, and latest.json says so
-    assert latest(run).version == 4
-    assert versions_in(weights_folder(run.path)) == [2, 3, 4]
-    served = {p.name for p in (run.path / "store/origin/tiny/versions").iterdir()}
-    assert served == {"2", "3", "4"}
-    files = {path.name for path in (weights_folder(run.path) / "v4").iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "probe.json"} <= files
-    # and of the parameters only the newest are left
-    assert versions_in(params_folder(run.path, run.spec)) == [4]
-
-
-def test_its_figures_count_what_it_published(run: Run) -> None:
-    # given two versions, and a publisher that was started again after the first
-    add_version(run, 0)
-    publisher_of(run).publish_new()
-    add_version(run, 1)
+def publish_each(run: Run, *versions: int) -> Publisher:
+    """A publisher that is started, and finds each version when the one before is out."""
     publisher = publisher_of(run)
-    publisher.publish_new()
-    # then it has counted the second alone
+    for version in versions:
+        add_version(run, version)
+        assert publisher.publish_new()[-1] == version
+        publisher.refresh()
+    return publisher
+
+
+def store(run: Run) -> Path:
+    return run.path / "store" / "origin"
+
+
+def weights(run: Run, version: int) -> Path:
+    return weights_folder(run.path) / f"v{version}"
+
+
+def signed(run: Run, version: int) -> bytes:
+    return (store(run) / manifest_name("tiny", version)).read_bytes()
+
+
+def manifest(run: Run, version: int) -> WeightsManifest:
+    return open_manifest(signed(run, version), run="tiny", publishers={run.publisher.public_hex})
+
+
+def forms(run: Run, *versions: int) -> dict[int, tuple[int | None, bool]]:
+    """The base of each version, and whether it is whole."""
+    return {v: (manifest(run, v).base, manifest(run, v).is_anchor) for v in versions}
+
+
+def latest(run: Run) -> Latest:
+    data = (store(run) / latest_name("tiny")).read_bytes()
+    return open_latest(data, run="tiny", publishers={run.publisher.public_hex})
+
+
+WHOLE = (None, True)
+
+
+def test_versions_go_out_as_what_changed_and_every_fourth_whole_too(run, tmp_path):
+    # when four versions are published
+    publisher = publish_each(run, 0, 1, 2, 3)
+    # then each but the first has the one before as its base
+    assert forms(run, 0, 1, 2, 3) == {0: WHOLE, 1: (0, False), 2: (1, False), 3: (2, False)}
+    assert latest(run).version == 3
+    # and a delta is what was changed (and its header, most of it here), the small files beside it
+    whole, delta = manifest(run, 0), manifest(run, 3)
+    small = sum(info.size for info in delta.delta.values())
+    assert small < sum(info.size for info in whole.objects.values()) / 5
+    assert {"config.json", "tokenizer.json", "probe.json"} <= set(delta.objects)
+    assert set(delta.delta) == {"model.safetensors.delta"}
+    # and of weights the newest three are left, of parameters the newest, in the store all
+    assert versions_in(weights_folder(run.path)) == [1, 2, 3]
+    assert versions_in(params_folder(run.path, run.spec)) == [3]
+    # and deltas one after the other make the weights that were exported
+    copy = shutil.copytree(weights(run, 1), tmp_path / "copy")
+    apply_deltas(copy, [weights(run, v) / "delta" for v in (2, 3)], delta.tensors)
+    made, exported = copy / "model.safetensors", weights(run, 3) / "model.safetensors"
+    assert made.read_bytes() == exported.read_bytes()
+    # when the next is an anchor, and a chain follows it, then the old chain goes from the store
+    for version in (4, 5, 6):
+        add_version(run, version)
+    assert publisher.publish_new() == [4, 5, 6]
+    assert forms(run, 4, 5) == {4: (3, True), 5: (4, False)}
+    stored = {path.name for path in (store(run) / "tiny/versions").iterdir()}
+    assert stored == {"4", "5", "6"}
+    # and whoever asks is told how much it was
     found = figures_of(publisher.figures)
-    assert found["runspec_publisher_newest_version"] == 1.0
-    assert found["runspec_publisher_versions_total/whole"] == 1.0
-    size = sum(path.stat().st_size for path in (weights_folder(run.path) / "v1").glob("*.*"))
-    assert found["runspec_publisher_published_bytes_total"] == pytest.approx(size, rel=0.2)
+    assert found["runspec_publisher_newest_version"] == 6.0
+    assert found["runspec_publisher_versions_total/whole"] == 2.0
+    assert found["runspec_publisher_versions_total/delta"] == 5.0
     assert found["runspec_publisher_stage_seconds_total/export"] > 0.0
 
 
-@pytest.mark.parametrize("lost", ["nothing", "store", "weights", "half an export"])
-def test_a_publisher_killed_anywhere_goes_on(run: Run, lost: str) -> None:
-    # given a publisher that died after, or in the middle of, publishing version 1
-    add_version(run, 0)
-    add_version(run, 1)
-    publisher_of(run).publish_new()
+def test_a_publisher_counts_only_what_it_published_itself(run):
+    with_broadcast(run, format="full")
+    publish_each(run, 0)
+    found = figures_of(publish_each(run, 1).figures)
+    assert found["runspec_publisher_versions_total/whole"] == 1.0
+    size = sum(path.stat().st_size for path in weights(run, 1).glob("*.*"))
+    assert found["runspec_publisher_published_bytes_total"] == pytest.approx(size, rel=0.2)
+
+
+def test_versions_with_gaps_are_counted_and_not_the_steps_between(run):
+    # given a run on documents that publishes every tenth step, and the last
+    pretrain = {"kind": "pretrain", "tokens_per_update": 1024, "publish_every": 10}
+    run.spec = run.spec.model_copy(update={"algorithm": Pretrain.model_validate(pretrain)})
+    # when six versions are published
+    publish_each(run, 0, 10, 20, 30, 40, 45)
+    # then each has the one before as its base, and the fifth is whole, and the last with it
+    assert forms(run, 0, 10, 20, 30, 40, 45) == {
+        0: WHOLE,
+        10: (0, False),
+        20: (10, False),
+        30: (20, False),
+        40: (30, True),
+        45: (40, True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("form", "lost"),
+    [
+        *(("full", lost) for lost in ("nothing", "store", "weights", "half an export")),
+        *(("delta", lost) for lost in ("nothing", "weights", "base", "half a delta")),
+    ],
+)
+def test_a_publisher_killed_anywhere_goes_on(run, form, lost):
+    # given a publisher that died with version 2 out, or in the middle of it
+    with_broadcast(run, format=form)
+    publish_each(run, 0, 1, 2)
     digest = latest(run).manifest_digest
-    if lost == "store":
-        shutil.rmtree(run.path / "store")
-    if lost in ("weights", "half an export"):
-        shutil.rmtree(weights_folder(run.path) / "v1")
+    gone = {"store": store(run), "base": weights(run, 1), "weights": weights(run, 2)}
+    if lost in gone:
+        shutil.rmtree(gone[lost])
     if lost == "half an export":
-        (weights_folder(run.path) / ".tmp-0123-v1").mkdir()
+        shutil.rmtree(weights(run, 2))
+        (weights_folder(run.path) / ".tmp-0123-v2").mkdir()
+    if lost == "half a delta":
+        (weights(run, 2) / ".tmp-0123-delta").mkdir()
     # when another is started
     publisher = publisher_of(run)
-    assert publisher.publish_new() == [1]
-    # then the version has the manifest that it had, and the next one follows
-    assert latest(run).manifest_digest == digest
-    add_version(run, 2)
     assert publisher.publish_new() == [2]
-    assert latest(run).version == 2
-    assert not list(weights_folder(run.path).glob(".tmp-*"))
+    # then the version has the manifest that it had, and the next one follows
+    assert (latest(run).version, latest(run).manifest_digest) == (2, digest)
+    add_version(run, 3)
+    assert publisher.publish_new() == [3]
+    assert manifest(run, 3).base == (2 if form == "delta" else None)
+    assert not list(weights_folder(run.path).rglob(".tmp-*"))
 
 
-def test_a_version_is_never_published_with_other_bits(run: Run) -> None:
-    add_version(run, 0)
-    publisher_of(run).publish_new()
+def test_who_starts_again_announces_what_is_stored_and_serves_newer_roles(run):
+    # given a publisher that died between a version's manifest and latest.json
+    publish_each(run, 0)
+    named = store(run) / latest_name("tiny")
+    before = named.read_bytes()
+    publish_each(run, 1)
+    named.write_bytes(before)
+    stored = signed(run, 1)
+    # and roles that were signed again while it was down
+    run.sign_roles()
+    # when another starts, then it says what is newest, and changes nothing of it
+    publisher = publisher_of(run)
+    publisher.publish_new()
+    first = latest(run)
+    assert (newest_version(store(run), run="tiny"), signed(run, 1)) == (1, stored)
+    # and while no version comes it signs that again, and serves the roles
+    publisher.refresh()
+    assert latest(run).issued > first.issued and latest(run).expires > first.expires
+    assert latest(run).manifest_digest == first.manifest_digest
+    served = store(run) / "tiny" / "roles.json"
+    assert served.read_bytes() == (run.path / "keys" / "roles.json").read_bytes()
+
+
+def test_a_version_is_never_published_with_other_bits(run):
     # given parameters of version 0 that are not those published
+    publish_each(run, 0)
     shutil.rmtree(params_folder(run.path, run.spec) / "v0")
-    shutil.rmtree(weights_folder(run.path) / "v0")
-    params = init_params(model_config(run.spec), jax.random.key(99))
-    save_params(params_folder(run.path, run.spec), 0, params, {"sequences": [0]})()
+    shutil.rmtree(weights(run, 0))
+    add_version(run, 0, seed=99)
     # when the publisher starts again, then it refuses
     with pytest.raises(UserError, match="published"):
         publisher_of(run).publish_new()
 
 
-def test_latest_is_signed_again_while_no_version_comes(run: Run) -> None:
-    add_version(run, 0)
-    publisher = publisher_of(run)
-    publisher.publish_new()
-    before = latest(run)
-    publisher.refresh()
-    after = latest(run)
-    assert after.issued > before.issued and after.expires > before.expires
-    assert after.manifest_digest == before.manifest_digest
+FILES = ("model.safetensors", "tensors.json")
 
 
-def test_the_loop_publishes_what_appears_and_ends_when_told(run: Run) -> None:
+@pytest.mark.parametrize("form", ["full", "delta"])
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("model.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1]), "is not what was"),
+        ("model.safetensors", lambda data: data[:100], "cut off"),
+        ("tensors.json", lambda data: b"{", "tensors.json cannot be read"),
+    ],
+)
+def test_weights_damaged_before_they_were_published_are_exported_again(
+    run, caplog, form, name, damage, said
+):
+    # given a version that was exported and not published, and a file of it that is damaged
+    publish_each(run, 0, 1)
+    sound = [(weights(run, 1) / part).read_bytes() for part in FILES]
+    shutil.rmtree(store(run) / "tiny" / "versions" / "1")
+    (store(run) / latest_name("tiny")).unlink()
+    (weights(run, 1) / name).write_bytes(damage((weights(run, 1) / name).read_bytes()))
+    # when the publisher starts
+    with_broadcast(run, format=form)
+    assert publisher_of(run).publish_new() == [1]
+    # then it says so, and publishes what the learner saved
+    assert sound == [(weights(run, 1) / part).read_bytes() for part in FILES]
+    assert said in caplog.text and "exported again" in caplog.text
+    assert manifest(run, 1).base == (None if form == "full" else 0)
+
+
+def test_with_a_damaged_base_or_none_a_version_goes_out_whole(run, caplog):
+    publish_each(run, 0, 1)
+    (weights(run, 1) / "model.safetensors").write_bytes(b"")
+    publish_each(run, 2, 3)
+    assert forms(run, 2, 3) == {2: WHOLE, 3: (2, False)}
+    assert "version 2 goes out whole" in caplog.text and "header is cut off" in caplog.text
+    # given weights that are gone from this disk, for whatever reason, before an anchor
+    shutil.rmtree(weights_folder(run.path))
+    shutil.rmtree(params_folder(run.path, run.spec) / "v3")
+    # then that is whole alone, and the next is a delta again
+    publish_each(run, 5, 6)
+    assert forms(run, 5, 6) == {5: WHOLE, 6: (5, False)}
+
+
+def test_where_everything_changed_it_goes_out_whole(run, caplog):
+    caplog.set_level(logging.INFO)
+    publish_each(run, 0)
+    add_version(run, 1, share=1.0)
+    publisher_of(run).publish_new()
+    assert forms(run, 1) == {1: WHOLE}
+    assert not (weights(run, 1) / "delta").exists()
+    assert "100 % of the elements changed since version 0" in caplog.text
+
+
+def test_weights_of_before_a_rollback_are_no_base(run):
+    # given a rollback to version 2: the store is gone, weights before it stay, the keys are new
+    publish_each(run, 0, 1, 2)
+    for gone in (store(run) / "tiny", weights(run, 2), run.path / "keys"):
+        shutil.rmtree(gone)
+    rolled_back = Run(run.path, run.spec)
+    # when it goes on
+    publish_each(rolled_back, 3)
+    # then nobody needs what no store has: the first version is whole, the next a delta of it
+    assert forms(rolled_back, 2, 3) == {2: WHOLE, 3: (2, False)}
+
+
+def test_a_run_may_change_to_deltas_and_back(run):
+    publish_each(with_broadcast(run, format="full"), 0, 1)
+    publish_each(with_broadcast(run, format="delta"), 2)
+    publish_each(with_broadcast(run, format="full"), 3)
+    publish_each(with_broadcast(run, format="delta"), 5)
+    assert forms(run, 1, 2, 3, 5) == {1: WHOLE, 2: (1, False), 3: WHOLE, 5: (3, False)}
+
+
+def test_what_a_power_cut_took_of_a_published_version_is_put_back(run):
+    # given a stored chunk that is not what it was: manifests are synced, chunks are not
+    publish_each(run, 0, 1)
+    (info,) = manifest(run, 1).delta.values()
+    chunk = store(run) / chunk_name("tiny", info.chunks[0].blake3)
+    delta, before = chunk.read_bytes(), signed(run, 1)
+    chunk.write_bytes(b"")
+    # when the publisher starts again, then the version can be had again, and is the same
+    publisher_of(run).publish_new()
+    assert (chunk.read_bytes(), signed(run, 1)) == (delta, before)
+
+
+def test_a_renewed_key_goes_on_with_an_anchor(run, caplog):
+    # given a publisher's key that was revoked for a new one, and so all that it had signed
+    publish_each(run, 0, 1)
+    before = signed(run, 1)
+    shutil.rmtree(run.path / "keys")
+    renewed = Run(run.path, run.spec, root=run.root)
+    # when it goes on
+    publish_each(renewed, 2, 3)
+    # then the next version needs nothing of what nobody believes, and the old one is left alone
+    assert forms(renewed, 2, 3) == {2: WHOLE, 3: (2, False)}
+    assert signed(run, 1) == before
+    assert "version 1 stays as it is in the store" in caplog.text
+
+
+def test_the_loop_publishes_what_appears_and_ends_when_told(run):
     # given a publisher that waits
     stop = threading.Event()
     thread = threading.Thread(target=publish_versions, args=(publisher_of(run), stop))
     thread.start()
     # when a version appears, then it is served soon
     add_version(run, 0)
-    deadline = time.monotonic() + 20
-    store = run.path / "store" / "origin"
-    while newest_version(store, run="tiny") != 0:
-        assert time.monotonic() < deadline and thread.is_alive()
-        stop.wait(0.01)
+    eventually(lambda: newest_version(store(run), run="tiny") == 0, "the version")
     stop.set()
-    thread.join(timeout=20)
-    assert not thread.is_alive()
-
-
-def test_the_publisher_needs_no_jax() -> None:
-    code = "import sys, bridge.publisher; print(json.dumps('jax' in sys.modules))"
-    out = subprocess.run(
-        [sys.executable, "-c", f"import json; {code}"], capture_output=True, check=True, text=True
-    )
-    assert json.loads(out.stdout) is False
+    thread.join()

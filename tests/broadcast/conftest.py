@@ -1,34 +1,43 @@
-"""A run with keys and a store, and real servers on 127.0.0.1 port 0."""
+"""A run with keys and a store, real servers on 127.0.0.1 port 0, and questions to them."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from broadcast.client import WeightsClient
 from broadcast.keygen import make_keys
+from broadcast.manifest import Chunk, WeightsManifest, read_manifest
 from broadcast.origin import run_origin
 from broadcast.relay import run_relay
 from broadcast.server import DEFAULT_OPTIONS, ServerOptions
 from broadcast.store import publish
-from runspec.core.hashing import digest_bytes
+from runspec.core.errors import UserError
+from runspec.core.hashing import digest_bytes, is_digest
 from runspec.core.keys import SigningKey
-from tests.broadcast.fake_relay import FakeRelay
-from tests.broadcast.processes import Processes
-from tests.broadcast.scripted import Peer, Scripted, Serve
+from runspec.core.latest import Latest
+from runspec.core.roles import sign_roles
+from tests.broadcast.fake_relay import FakeRelay, Request, held_until
+from tests.broadcast.scripted import Scripted, Serve
+from tests.waiting import eventually
 
 CHUNK_BYTES = 1000
 LOG = logging.getLogger("test")
+PATIENCE_S = 600.0
+"""A deadline that no test meets."""
 
 
 class Served:
@@ -39,7 +48,7 @@ class Served:
         self.port = 0
         self._thread = threading.Thread(target=self._run, args=(make,))
         self._thread.start()
-        assert self._ready.wait(10), "the server did not start"
+        assert self._ready.wait(PATIENCE_S), "the server did not start"
         self.url = f"http://127.0.0.1:{self.port}"
 
     def _run(self, make: Callable[[Callable[[int], None]], Coroutine[Any, Any, None]]) -> None:
@@ -48,7 +57,7 @@ class Served:
             self._task = asyncio.current_task()
             await make(self._started)
 
-        with contextlib.suppress(asyncio.CancelledError):
+        with suppress(asyncio.CancelledError):
             asyncio.run(body())
 
     def _started(self, port: int) -> None:
@@ -78,6 +87,15 @@ class Run:
     def roles(self) -> bytes:
         return (self.keys / "roles.json").read_bytes()
 
+    def sign_roles(self, *publishers: SigningKey, ago_s: float = 0.0, valid_s: float = 9e3) -> None:
+        """A new roles.json of the run that names these publishers."""
+        named = {"publisher": [k.public_hex for k in publishers], "coordinator": []}
+        root = SigningKey.load(self.keys / "root.key")
+        roles = sign_roles(
+            self.name, named | {"validator": []}, root, valid_s=valid_s, now=time.time() - ago_s
+        )
+        (self.keys / "roles.json").write_bytes(roles)
+
     def publish(
         self,
         version: int,
@@ -86,7 +104,6 @@ class Run:
         *,
         delta: dict[str, bytes] | None = None,
         whole: bool = True,
-        chunk_bytes: int = CHUNK_BYTES,
     ) -> str:
         """Publishes a version.
 
@@ -97,30 +114,31 @@ class Run:
             base: what the delta is from.
             delta: the files of the directory's `delta` folder: any bytes, for store and relay.
             whole: False leaves the files of the tensors out.
-            chunk_bytes: size of the pieces.
         """
         directory = self.folder / "versions" / f"{version}-{time.monotonic_ns()}"
-        directory.mkdir(parents=True)
         if delta is not None:
             named = [name for name in files if name.endswith(".safetensors")]
             said = {"model_digest": None, "tensors": {}, "files": named}
             files = {"tensors.json": json.dumps(said).encode(), **files}
-            (directory / "delta").mkdir()
-            for name, data in delta.items():
-                (directory / "delta" / name).write_bytes(data)
-        for name, data in files.items():
-            (directory / name).write_bytes(data)
-        return publish(
-            self.store,
-            directory,
-            run=self.name,
-            version=version,
-            key=self.key,
-            roles=self.roles,
-            chunk_bytes=chunk_bytes,
-            base=base,
-            whole=whole,
-        )
+            write_files(directory / "delta", delta)
+        write_files(directory, files)
+        return self.publish_folder(version, directory, base=base, whole=whole)
+
+    def publish_folder(self, version: int, directory: Path, **options: Any) -> str:
+        """Publishes a directory; `options` are those of `publish`."""
+        said = {"store": self.store, "run": self.name, "key": self.key, "roles": self.roles}
+        said |= {"version": version, "directory": directory, "chunk_bytes": CHUNK_BYTES}
+        return publish(**said | options)
+
+    def manifest(self, version: int) -> WeightsManifest:
+        return read_manifest(self.path("versions", version))
+
+    def path(self, *parts: object) -> Path:
+        """Of a file of this run in its store."""
+        return self.store.joinpath(self.name, *map(str, parts))
+
+    def weights_chunks(self, version: int = 0) -> tuple[Chunk, ...]:
+        return self.manifest(version).objects["model.safetensors"].chunks
 
     def origin(self, options: ServerOptions = DEFAULT_OPTIONS) -> Served:
         served = Served(
@@ -129,28 +147,23 @@ class Run:
         self._stack.callback(served.stop)
         return served
 
-    def relay(
-        self,
-        *upstreams: str,
-        name: str = "relay",
-        keep_versions: int = 5,
-        **more: Any,
-    ) -> Served:
+    def relay(self, *upstreams: str, name: str = "relay", **more: Any) -> Served:
         """A relay; `more` are other arguments of `run_relay`."""
+        options = {"keep_versions": 5, "root_public_key": self.root, "upstreams": upstreams} | more
         served = Served(
             lambda started: run_relay(
-                self.folder / name,
-                run=self.name,
-                upstreams=upstreams,
-                root_public_key=self.root,
-                keep_versions=keep_versions,
-                log=LOG,
-                started=started,
-                **more,
+                self.folder / name, run=self.name, log=LOG, started=started, **options
             )
         )
         self._stack.callback(served.stop)
         return served
+
+    def server(self, kind: str, **options: Any) -> Served:
+        """An origin, or a relay of one."""
+        options = {"options": ServerOptions(**options)}
+        return (
+            self.origin(**options) if kind == "origin" else self.relay(self.origin().url, **options)
+        )
 
     def static(self, folder: Path | None = None) -> FakeRelay:
         """A plain file server of the run's store, or of another folder."""
@@ -160,33 +173,21 @@ class Run:
 
     def client(self, *urls: str, cache: str = "cache", **options: Any) -> WeightsClient:
         """A client; `options` are those of `WeightsClient`."""
-        client = WeightsClient(
-            urls,
-            run=self.name,
-            root_public_key=self.root,
-            cache_dir=self.folder / cache,
-            **options,
-        )
+        said = {"run": self.name, "root_public_key": self.root, "cache_dir": self.folder / cache}
+        client = WeightsClient(urls, **said | options)
         self._stack.callback(client.close)
         return client
 
     def chunks(self, folder: str = "store") -> list[Path]:
         """Finished ones; what is still coming has another name."""
-        found = (self.folder / folder / self.name / "chunks").iterdir()
-        return sorted(path for path in found if not path.name.startswith("."))
+        found = (self.folder / folder / self.name / "chunks").glob("*")
+        return sorted(path for path in found if is_digest(path.name))
 
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    started: list[Scripted] = []
-
-    def start(script: Callable[[Peer], None]) -> Scripted:
-        started.append(Scripted(script))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.stop()
+    with ExitStack() as stack:
+        yield lambda script: stack.enter_context(Scripted(script))
 
 
 @pytest.fixture
@@ -195,29 +196,23 @@ def run(tmp_path: Path) -> Iterator[Run]:
         yield Run(tmp_path / "run", stack)
 
 
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    started = Processes(tmp_path)
-    yield started
-    started.end()
-
-
-@pytest.fixture
-def other_run(tmp_path: Path) -> Iterator[Run]:
-    with ExitStack() as stack:
-        yield Run(tmp_path / "other", stack, name="other")
-
-
 def weights(size: int = 5500, seed: int = 0) -> dict[str, bytes]:
     """Files of a small version: six chunks of weights, no two the same, and a config."""
     body = b"".join((seed * 10**6 + i).to_bytes(8, "little") for i in range(size // 8 + 1))
     return {"model.safetensors": body[:size], "config.json": b"{}"}
 
 
+def write_files(folder: Path, files: dict[str, bytes]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
 def large_chunk(run: Run, size: int = 64 * 1024 * 1024) -> Path:
     """Puts a chunk of zeros into a run's store that is larger than any socket's buffers."""
     data = bytes(size)
-    path = run.store / run.name / "chunks" / digest_bytes(data)
+    path = run.path("chunks", digest_bytes(data))
     path.write_bytes(data)
     return path
 
@@ -225,3 +220,107 @@ def large_chunk(run: Run, size: int = 64 * 1024 * 1024) -> Path:
 def contents(directory: Path) -> dict[str, bytes]:
     """The files of a fetched version, without its manifest."""
     return {p.name: p.read_bytes() for p in directory.iterdir() if p.name != "manifest.json"}
+
+
+def fetch(client: WeightsClient, version: int = 0, digest: str | None = None) -> Path:
+    return client.fetch(version, manifest_digest=digest, deadline_s=PATIENCE_S)
+
+
+def fetched(client: WeightsClient, version: int = 0, digest: str | None = None) -> dict[str, bytes]:
+    """The files of a version."""
+    return contents(fetch(client, version, digest))
+
+
+def newest(client: WeightsClient, after: int | None = None) -> Latest:
+    latest = client.latest(after, PATIENCE_S)
+    assert latest is not None
+    return latest
+
+
+def refused(ask: Callable[[float], object], *words: str) -> str:
+    """The error of a request that has no answer before its deadline; it names all of these.
+
+    A busy machine may have come to no answer by then: it has more time in the next attempt.
+    """
+    said = ""
+    for deadline_s in (0.2, 2.0, 20.0, 200.0):
+        with pytest.raises(UserError) as failure:
+            ask(deadline_s)
+        said = str(failure.value)
+        if all(word in said for word in words):
+            break
+    assert [word for word in words if word not in said] == [], said
+    return said
+
+
+def not_fetched(
+    client: WeightsClient, *words: str, version: int = 0, digest: str | None = None
+) -> str:
+    """Why a version cannot be fetched (`refused`)."""
+    return refused(lambda s: client.fetch(version, manifest_digest=digest, deadline_s=s), *words)
+
+
+def no_latest(client: WeightsClient, *words: str) -> str:
+    """Why no latest.json is believed (`refused`)."""
+    return refused(lambda s: client.latest(None, s), *words)
+
+
+def hold_chunks(server: FakeRelay) -> tuple[threading.Event, threading.Event]:
+    """Holds every chunk back: (set when one is asked for, to be set to let them go)."""
+    asked, go_on = threading.Event(), threading.Event()
+
+    def answer(request: Request) -> None:
+        asked.set()
+        held_until(go_on)(request)
+
+    server.answer("/chunks/", answer)
+    return asked, go_on
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def metric(url: str, name: str) -> float:
+    """The value of one line of a server's metrics; 0 where there is none."""
+    for line in httpx.get(f"{url}/metrics").text.splitlines():
+        if line.startswith(f"runspec_broadcast_{name} "):
+            return float(line.rpartition(" ")[2])
+    return 0.0
+
+
+class Processes:
+    """`python -m broadcast` as background processes of a test; none outlives it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._started = folder, list[subprocess.Popen[bytes]]()
+
+    def start(self, *arguments: object) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "broadcast", *map(str, arguments)]
+        with (self._folder / f"process-{len(self._started)}.log").open("wb") as log:
+            self._started.append(subprocess.Popen(command, stdout=log, stderr=log))
+        return self._started[-1]
+
+    def url(self, process: subprocess.Popen[bytes]) -> str:
+        """Where a started server listens."""
+        log = self._folder / f"process-{self._started.index(process)}.log"
+        form = re.compile(r"listening on (http\S+)")
+        eventually(
+            lambda: form.search(log.read_text()) is not None,
+            "the server listens",
+            hopeless=lambda: "" if process.poll() is None else "it ended",
+            context=log.read_text,
+        )
+        return form.findall(log.read_text())[0]
+
+    def end(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    started = Processes(tmp_path)
+    yield started
+    started.end()

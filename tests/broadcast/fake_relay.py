@@ -7,14 +7,13 @@ fake.answer(digest, only(1, cut_off))         # the first time, and truly after 
 
 from __future__ import annotations
 
-import functools
 import gzip
-import http.server
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.broadcast.scripted import Peer, Scripted
 
 DRIP_S = 0.05
 """Between two bytes of a drip."""
@@ -37,47 +36,16 @@ Answer = Callable[[Request], None]
 
 
 class FakeRelay:
-    """Python's own file server, as any bucket or CDN would be, but for what `answer` says."""
+    """A plain server of the files of a folder, as any bucket or CDN, but for what `answer` says."""
 
     def __init__(self, folder: Path) -> None:
         self.paths: list[str] = []
         """Paths asked for, in order."""
         self._folder = folder
-        self._script: list[tuple[str, Answer]] = []
+        self._script: list[tuple[str, Answer]] = [("", honest)]
         self._stopping = threading.Event()
-        self._open: set[socket.socket] = set()
-        outer = self
-
-        class Handler(http.server.SimpleHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def setup(self) -> None:
-                super().setup()
-                outer._open.add(self.connection)
-
-            def do_GET(self) -> None:
-                outer.paths.append(self.path)
-                if not outer._answer(self):
-                    super().do_GET()
-
-            def finish(self) -> None:
-                outer._open.discard(self.connection)
-                super().finish()
-
-            def log_message(self, format: str, *arguments: object) -> None:
-                pass
-
-        class Server(http.server.ThreadingHTTPServer):
-            request_queue_size = 64
-
-            def handle_error(self, request: object, client_address: object) -> None:
-                pass  # the other side has had enough
-
-        handler = functools.partial(Handler, directory=str(folder))
-        self._server = Server(("127.0.0.1", 0), handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-        self._thread.start()
+        self._server = Scripted(self._play)
+        self.url = self._server.url
 
     def answer(self, part: str, answer: Answer) -> None:
         """From now on, paths that contain `part` are answered so."""
@@ -89,30 +57,17 @@ class FakeRelay:
 
     def stop(self) -> None:
         self._stopping.set()
-        self._server.shutdown()
-        for connection in list(self._open):
-            try:
-                connection.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue  # gone already
-        self._server.server_close()
-        self._thread.join()
+        self._server.stop()
 
-    def _answer(self, handler: http.server.BaseHTTPRequestHandler) -> bool:
-        """Whether the script has an answer to this request, which is sent then."""
-        chosen = [answer for part, answer in self._script if part in handler.path]
-        if not chosen:
-            return False
-        path = self._folder / handler.path.partition("?")[0].lstrip("/")
-        request = Request(
-            path=handler.path,
-            truth=path.read_bytes() if path.is_file() else None,
-            write=handler.wfile.write,
-            hang_up=lambda: setattr(handler, "close_connection", True),
-            stopping=self._stopping,
-        )
-        chosen[-1](request)
-        return True
+    def _play(self, peer: Peer) -> None:
+        ended: list[bool] = []
+        while not ended and (request := peer.read_request()):
+            path = request.split(b" ", 2)[1].decode()
+            self.paths.append(path)
+            file = self._folder / path.partition("?")[0].lstrip("/")
+            truth = file.read_bytes() if file.is_file() else None
+            chosen = [answer for part, answer in self._script if part in path][-1]
+            chosen(Request(path, truth, peer.send, lambda: ended.append(True), self._stopping))
 
 
 def head(status: str, length: int | None, *more: str) -> bytes:
@@ -150,6 +105,10 @@ def held_until(event: threading.Event, then: Answer = honest) -> Answer:
         then(request)
 
     return wait
+
+
+def not_there(request: Request) -> None:
+    request.write(head("404 Not Found", 0))
 
 
 def flipped(request: Request) -> None:

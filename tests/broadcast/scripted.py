@@ -48,11 +48,6 @@ class Peer:
         while self._socket.recv(4096):
             pass
 
-    def reset(self) -> None:
-        """Ends the connection as a crashed machine's kernel would, without a good-bye."""
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        self._socket.close()
-
 
 class Scripted:
     """Listens and plays the script to each connection in a thread of its own.

@@ -1,103 +1,63 @@
-"""Retention over drawn histories of anchors and deltas."""
+"""Chains of deltas: the cheapest way to a version, and which versions are kept."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broadcast.delta_chains import MAX_LINKS, Chain, Link, Unknown, cheapest, versions_to_keep
 from runspec.core.errors import UserError
 from runspec.core.spec.schema.samplers import Broadcast
 
-History = dict[int, int | None]
+Needs = dict[int, int | None]
+Links = dict[int, Link | None]
+STEADY = settings(derandomize=True, deadline=None, max_examples=150)
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> History:
+def needs(draw: st.DrawFn) -> Needs:
     """1 to 40 versions as publishers make them and what each is rebuilt from: the first is an
     anchor, every other an anchor or a delta from some version before it."""
-    needs: History = {}
+    found: Needs = {}
     for version in sorted(draw(st.sets(st.integers(0, 100), min_size=1, max_size=40))):
-        before = sorted(needs)[-3:]
-        needs[version] = draw(st.none() | st.sampled_from(before)) if before else None
-    return needs
+        before = sorted(found)[-3:]
+        found[version] = draw(st.none() | st.sampled_from(before)) if before else None
+    return found
 
 
-def chain(version: int, needs: History) -> set[int]:
-    """All that a version is rebuilt from, itself included."""
-    base = needs[version]
-    return {version} if base is None else {version} | chain(base, needs)
+def with_chains(versions: Collection[int], needs: Needs) -> set[int]:
+    """Versions, and all that they are rebuilt from."""
+    found = set(versions)
+    for version in versions:
+        if (base := needs[version]) is not None:
+            found |= with_chains({base}, needs)
+    return found
 
 
-def newest_anchor(needs: History) -> int:
-    return max(version for version, base in needs.items() if base is None)
-
-
-keep_counts = st.integers(1, 6)
-pins = st.lists(st.integers(0, 100), unique=True, max_size=20)
-
-
-@given(needs=histories(), keep=keep_counts, pinned=pins)
-def test_every_kept_version_is_rebuilt_from_kept_ones(
-    needs: History, keep: int, pinned: list[int]
+@STEADY
+@given(needs(), st.integers(1, 6), st.lists(st.integers(0, 100), unique=True), st.data())
+def test_what_is_kept_is_what_readers_and_joiners_need(
+    needs: Needs, keep: int, pinned: list[int], data: st.DataObject
 ) -> None:
-    result = versions_to_keep(needs, max(needs), keep, pinned)
-    assert result <= needs.keys()
-    assert all(chain(version, needs) <= result for version in result)
-
-
-@given(needs=histories(), keep=keep_counts, pinned=pins)
-def test_a_joiner_finds_an_anchor_and_every_delta_after_it(
-    needs: History, keep: int, pinned: list[int]
-) -> None:
-    result = versions_to_keep(needs, max(needs), keep, pinned)
-    assert {version for version in needs if version >= newest_anchor(needs)} <= result
-    assert set(sorted(needs)[-keep:]) <= result
-
-
-@given(needs=histories(), keep=keep_counts, pinned=pins)
-def test_pins_add_at_most_so_many_chains_of_the_latest_interest(
-    needs: History, keep: int, pinned: list[int]
-) -> None:
-    without = versions_to_keep(needs, max(needs), keep)
-
-    added = versions_to_keep(needs, max(needs), keep, pinned) - without
-
-    counted = [version for version in pinned if version in needs and version not in without][:keep]
-    chains = [chain(version, needs) for version in counted]
-    assert set(counted) <= added
-    assert added == set().union(*chains) - without
-
-
-@given(needs=histories(), keep=keep_counts)
-def test_nothing_is_kept_without_a_reason(needs: History, keep: int) -> None:
-    reasons = {*sorted(needs)[-keep:], *(v for v in needs if v >= newest_anchor(needs))}
-    needed = set().union(*(chain(version, needs) for version in reasons))
-    assert versions_to_keep(needs, max(needs), keep) == needed
-
-
-@given(needs=histories(), keep=keep_counts, data=st.data())
-def test_what_is_not_announced_yet_stays_and_takes_no_place(
-    needs: History, keep: int, data: st.DataObject
-) -> None:
+    # given versions of which some are not announced yet
     newest = data.draw(st.sampled_from(sorted(needs)))
-    result = versions_to_keep(needs, newest, keep)
-    assert {version for version in needs if version > newest} <= result
-    assert set(sorted(version for version in needs if version <= newest)[-keep:]) <= result
+    announced = sorted(version for version in needs if version <= newest)
+    anchors = [version for version in announced if needs[version] is None]
+    # then the newest stay, all since the last anchor, those to come, and what these need
+    reasons = {*announced[-keep:], *(v for v in needs if v >= max(anchors))}
+    without = versions_to_keep(needs, newest, keep)
+    assert without == with_chains(reasons, needs)
+    # and of those that are read as many chains more, the last read first
+    read = [version for version in pinned if version in needs and version not in without][:keep]
+    assert versions_to_keep(needs, newest, keep, pinned) == without | with_chains(read, needs)
 
 
 def test_a_chain_that_is_not_held_whole_is_kept_as_far_as_it_is() -> None:
     # as a relay that has just joined: the newest version first, what it is from later or never
     assert versions_to_keep({7: 6, 6: 5, 3: None}, 7, 1) == {3, 6, 7}
-
-
-# -- The planner against brute force: every way to a version, and the cheapest of them -------------
-
-
-Links = dict[int, Link | None]
 
 
 @st.composite
@@ -107,12 +67,8 @@ def histories(draw: st.DrawFn) -> tuple[Links, set[int]]:
     whole = draw(st.integers(0, 60))
     for version in range(draw(st.integers(1, 12))):
         base = draw(st.none() | st.integers(0, version - 1)) if version else None
-        anchor = base is None or draw(st.booleans())
-        link = Link(
-            base=base,
-            delta=0 if base is None else draw(st.integers(0, 30)),
-            whole=whole if anchor else None,
-        )
+        size = 0 if base is None else draw(st.integers(0, 30))
+        link = Link(base, size, whole if base is None or draw(st.booleans()) else None)
         links[version] = draw(st.sampled_from([link, link, link, None]))
     return links, draw(st.sets(st.sampled_from(sorted(links))))
 
@@ -121,8 +77,7 @@ def every_way(target: int, links: Links, held: Collection[int]) -> Iterator[Chai
     """By recursion, from the oldest version on: unlike the planner, which walks back once."""
     if target in held:
         yield Chain(target, True, (), 0)
-    link = links[target]
-    if link is None:
+    if (link := links[target]) is None:
         return
     if link.whole is not None:
         yield Chain(target, False, (), link.whole)
@@ -131,68 +86,50 @@ def every_way(target: int, links: Links, held: Collection[int]) -> Iterator[Chai
             yield Chain(way.start, way.held, (*way.deltas, target), way.size + link.delta)
 
 
-def plan(target: int, links: Links, held: Collection[int]) -> tuple[Chain, list[int]]:
-    """The planner as the client runs it, and the versions whose manifests it asked for."""
-    known: dict[int, Link | None] = {}
-    asked: list[int] = []
-    while isinstance(step := cheapest(target, known, held), Unknown):
-        asked.append(step.version)
-        known[step.version] = links[step.version]
-    return step, asked
-
-
+@STEADY
 @given(histories())
-def test_the_way_is_the_one_with_the_fewest_bytes(history: tuple[Links, set[int]]) -> None:
-    links, held = history
-    target = max(links)
-    ways = list(every_way(target, links, held))
-
-    if not ways:
-        with pytest.raises(UserError, match=f"version {target} cannot be made"):
-            plan(target, links, held)
-        return
-    way, asked = plan(target, links, held)
-
-    assert way in ways  # every link is there, and the last one is the target
-    assert (way.size, len(way.deltas)) == min((w.size, len(w.deltas)) for w in ways)
-    assert len(asked) == len(set(asked))
-
-
-@given(histories())
-def test_no_manifest_is_asked_for_that_cannot_make_the_way_cheaper(
+def test_the_way_is_the_one_with_the_fewest_bytes_and_questions(
     history: tuple[Links, set[int]],
 ) -> None:
     links, held = history
-    target = max(links)
-    if not any(True for _ in every_way(target, links, held)):
+    target, known, asked = max(links), dict[int, Link | None](), list[int]()
+
+    def plan() -> Chain:
+        while isinstance(step := cheapest(target, known, held), Unknown):
+            asked.append(step.version)
+            known[step.version] = links[step.version]
+        return step
+
+    ways = list(every_way(target, links, held))
+    if not ways:
+        with pytest.raises(UserError, match=f"version {target} cannot be made: it needs version"):
+            plan()
         return
-
-    _, asked = plan(target, links, held)
-
+    way = plan()
+    assert way in ways  # every link is there, and the last one is the target
+    assert (way.size, len(way.deltas)) == min((w.size, len(w.deltas)) for w in ways)
     # A manifest is worth a question while it may be that of the newest anchor, or on the way to
     # something held that costs less than that anchor.
     behind, anchor = 0, None
     for version in asked:
         assert anchor is None or (behind < anchor and version > min(held))
-        link = links[version]
-        if link is not None:
+        if (link := links[version]) is not None:
             if anchor is None and link.whole is not None:
                 anchor = behind + link.whole
             behind += link.delta
-    assert not held & set(asked)
+    assert not held & set(asked) and len(asked) == len(set(asked))
 
 
-def test_an_endless_chain_is_given_up() -> None:
-    links = {version: Link(version - 1, 1, None) for version in range(1, 2 * MAX_LINKS)}
-
+def test_an_endless_chain_is_given_up_and_no_run_makes_one() -> None:
+    links: Links = {version: Link(version - 1, 1, None) for version in range(1, 2 * MAX_LINKS)}
+    links[2 * MAX_LINKS - 1 - MAX_LINKS] = Link(None, 0, 9)
+    assert isinstance(way := cheapest(2 * MAX_LINKS - 1, links, held=()), Chain)
+    assert (way.start, len(way.deltas)) == (MAX_LINKS - 1, MAX_LINKS)
+    links[MAX_LINKS - 1] = Link(MAX_LINKS - 2, 1, None)
     with pytest.raises(UserError, match=f"no anchor within {MAX_LINKS} deltas"):
         cheapest(2 * MAX_LINKS - 1, links, held=())
-
-
-def test_no_run_makes_chains_that_are_given_up() -> None:
-    """Anchors are the multiples of `anchor_every`; where it is changed in a run, the way to the
-    next may be as long as both together."""
-    most = MAX_LINKS // 2
-    assert Broadcast(anchor_every=most).anchor_every == most
+    # Anchors are the multiples of `anchor_every`; where it is changed in a run, the way to the next
+    # may be as long as both together.
+    assert Broadcast(anchor_every=MAX_LINKS // 2).anchor_every == MAX_LINKS // 2
     with pytest.raises(ValueError, match="less than or equal"):
-        Broadcast(anchor_every=most + 1)
+        Broadcast(anchor_every=MAX_LINKS // 2 + 1)

@@ -1,95 +1,260 @@
-"""Chunks from several servers at once: what is right arrives, whoever else is among them."""
+"""Several servers, some of which lie, damage or are silent: what is right arrives, who was wrong is
+named. Documents that are rightly signed, and still not to be believed: `test_trust.py`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from broadcast.fetcher import Fetcher, for_each
-from broadcast.manifest import Chunk
 from broadcast.retry import Attempt, Requester
-from runspec.core.errors import UserError
-from runspec.core.hashing import digest_bytes
 
-from .conftest import Run, weights
-from .scripted import Peer, Serve
+from . import fake_relay as lies
+from .conftest import (
+    PATIENCE_S,
+    Run,
+    fetch,
+    fetched,
+    newest,
+    no_latest,
+    not_fetched,
+    weights,
+)
+from .conftest import warnings as warned
+from .fake_relay import Answer, instead, only
 
-BODIES = [bytes([i]) * 50_000 for i in range(12)]
-CHUNKS = [Chunk(digest_bytes(body), len(body)) for body in BODIES]
-BY_DIGEST = {chunk.blake3: body for chunk, body in zip(CHUNKS, BODIES, strict=True)}
-MakeFetcher = Callable[..., Fetcher]
+QUICK = [
+    *(lies.flipped, lies.truncated, lies.padded, lies.cut_off, lies.overflowing),
+    *(lies.server_error, lies.huge_head, lies.garbage, lies.endless_body, lies.endless_chunks),
+    *(lies.zipped, lies.odd_chunks, lies.endless_continue, instead(b""), instead(b"x" * 1000)),
+    *(lies.with_length(text) for text in ("-1", "9" * 30, "1e3", "")),
+]
+"""Lies that show at once, and those that only time shows."""
+LASTING = [lies.silent, lies.endless_head, lies.endless_drip]
+ABOUT_ANY = [lies.flipped, lies.huge_head, lies.zipped, lies.silent, lies.endless_drip]
+ABOUT_LATEST = [
+    *(lies.truncated, lies.server_error, lies.garbage, lies.endless_body, lies.endless_head),
+    instead(b"[" * 3000),
+]
+CASES = [
+    *(("/chunks/", lie) for lie in (*QUICK, *LASTING)),
+    *((name, lie) for name in ("manifest.json", "roles.json") for lie in ABOUT_ANY),
+    *(("latest.json", lie) for lie in (*ABOUT_ANY, *ABOUT_LATEST)),
+]
 
 
 @pytest.fixture
-async def fetcher_of(tmp_path: Path) -> AsyncIterator[MakeFetcher]:
-    made: list[Fetcher] = []
-
-    def make(*urls: str, run: str = "demo", root_public_key: str = "0" * 64) -> Fetcher:
-        made.append(
-            Fetcher(urls, run=run, root_public_key=root_public_key, folder=tmp_path / "folder")
-        )
-        return made[-1]
-
-    (tmp_path / "folder").mkdir()
-    yield make
-    for fetcher in made:
-        await fetcher.close()
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow server is left soon, and for no other reason than that another one is faster."""
+    monkeypatch.setattr("broadcast.fetcher.SLOW_AFTER_S", 0.3)  # a manifest's
+    monkeypatch.setattr("broadcast.upstreams.SLOW_AFTER_S", 0.3)
+    monkeypatch.setattr("broadcast.chunk_transfer._LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("broadcast.fetcher._SMALL_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr("broadcast.fetcher.chunk_timeout_s", lambda size: PATIENCE_S)
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "file"
-    path.write_bytes(b"")
-    return path
-
-
-async def fetch(
-    fetcher: Fetcher, file: Path, numbers: range = range(1), deadline_s: float = 20.0
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("what", "lie"), CASES, ids=lambda value: getattr(value, "__name__", str(value)).strip("<>/")
+)
+def test_a_liar_is_named_and_an_honest_server_makes_good(
+    run: Run, what: str, lie: Answer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The chunks of these numbers, all wanted at once, one after the other in the file."""
-    deadline = time.monotonic() + deadline_s
-    await asyncio.gather(
-        *(
-            fetcher.chunk(
-                CHUNKS[n], f"file {n}", deadline, into=file, offset=(n - numbers[0]) * 50_000
-            )
-            for n in numbers
-        )
+    # given a server that lies about chunks or a document, and an honest one
+    digest = run.publish(0, weights())
+    liar, server = run.static(), run.static()
+    liar.answer(what, lie)
+    if lie is lies.overflowing:  # the truth comes first: that there is more does no harm, once
+        liar.answer(what, only(1, lie, then=lies.flipped))
+    # when only the liar is asked, then the failure comes in time and names it and what it spoilt
+    alone = run.client(liar.url, cache="alone")
+    if what == "/chunks/":
+        said = not_fetched(alone, liar.url, "chunk ")
+        assert "model.safetensors at byte" in said or "config.json at byte" in said
+    elif what == "manifest.json":
+        not_fetched(alone, liar.url, "manifest of version 0")
+    else:
+        no_latest(alone, liar.url, "latest.json: ")
+    assert not (run.folder / "alone" / "v0").exists()
+    # when an honest one is beside it, then it hides nothing, and only the liar is blamed
+    caplog.clear()
+    both = run.client(liar.url, server.url, cache="both")
+    assert newest(both).manifest_digest == digest
+    assert fetched(both, digest=digest) == weights()
+    blamed = [line for line in warned(caplog) if "http://" in line]
+    assert not any(line.startswith(server.url) for line in blamed)
+    if what == "/chunks/":
+        assert any(line.startswith(liar.url) and ", chunk " in line for line in blamed)
+        assert server.asked() <= len(run.chunks())
+        slow = lie in LASTING and any(" so far" in line for line in blamed)
+        assert slow == (lie in (lies.silent, lies.endless_head, lies.endless_drip))
+    # and once it is honest, whoever knew only the liar goes on
+    liar.answer(what, lies.honest)
+    assert fetched(alone) == weights()
+
+
+def test_all_servers_die_and_come_back_while_a_client_waits(run: Run) -> None:
+    """The same, and the connections of a server that is gone, are named (`test_trust.py`)."""
+    run.publish(0, weights())
+    servers = [run.static(), run.static()]
+    back = [False]
+
+    def dead(request: lies.Request) -> None:
+        return lies.honest(request) if back[0] else request.hang_up()
+
+    for server in servers:
+        server.answer("/chunks/", only(2, lies.honest, then=dead))
+    client = run.client(*(server.url for server in servers))
+    not_fetched(client, *(server.url for server in servers))
+    back[0] = True
+    assert fetched(client) == weights()
+    for server in servers:
+        server.stop()
+    not_fetched(run.client(servers[0].url, cache="new"), servers[0].url, "manifest of version 0")
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: list[Callable[[Path], object]] = [
+    flip_a_bit,
+    lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    lambda path: path.write_bytes(b""),
+]
+
+
+def damage(paths: list[Path]) -> None:
+    for number, path in enumerate(paths):
+        DAMAGES[number % len(DAMAGES)](path)
+
+
+def test_an_origin_serves_nothing_damaged_and_is_mended_by_publishing_again(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    # given an origin on whose disk every chunk is damaged, and a good server
+    digest = run.publish(0, weights())
+    good = shutil.copytree(run.store, run.folder / "good")
+    origin = run.origin()
+    damage(run.chunks())
+    # when clients fetch, then with the good server beside it one has the truth
+    both = run.client(origin.url, run.static(good).url, cache="both")
+    assert fetched(both, digest=digest) == weights()
+    # and without, the failure names the origin and the chunk, and the origin's log its file
+    alone = run.client(origin.url)
+    not_fetched(alone, origin.url, ", chunk ", digest=digest)
+    assert any("damaged, not served" in line for line in warned(caplog))
+    # and published again it is mended, for the origin that runs on as well
+    assert run.publish(0, weights()) == digest
+    assert fetched(alone, digest=digest) == weights()
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["running", "restarted"])
+def test_a_relay_mends_what_is_damaged_on_its_disk(run: Run, restarted: bool) -> None:
+    # given a relay that has served a version, and whose chunks get damaged on its disk
+    run.publish(0, weights())
+    upstream = run.static()
+    relay = run.relay(upstream.url)
+    fetch(run.client(relay.url, cache="before"))
+    if restarted:
+        relay.stop()
+    damage(run.chunks("relay"))
+    if restarted:
+        relay = run.relay(upstream.url)
+    # when a client comes that knows no other server
+    upstream.paths.clear()
+    assert fetched(run.client(relay.url)) == weights()
+    # then it has the truth, which the relay got anew, each chunk once
+    assert upstream.asked() == len(run.chunks())
+    assert bodies(run, "relay") == bodies(run)
+
+
+def bodies(run: Run, folder: str = "store") -> dict[str, bytes]:
+    """What is stored under the name of each chunk."""
+    return {path.name: path.read_bytes() for path in run.chunks(folder)}
+
+
+def test_a_relay_never_passes_on_what_its_upstream_damaged(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    # given a relay behind a server on whose disk every chunk is damaged, and a good one
+    run.publish(0, weights())
+    good, truth = shutil.copytree(run.store, run.folder / "good"), bodies(run)
+    damage(run.chunks())
+    bad_server, good_server = run.static(), run.static(good)
+    relay = run.relay(bad_server.url)
+    # when a client asks for them, then it gets none and nothing wrong lies in the relay's store
+    not_fetched(run.client(relay.url), relay.url, "404")
+    assert bodies(run, "relay").items() <= truth.items()
+    # and a relay that knows the good one too fetches there, and names the other
+    relay = run.relay(bad_server.url, good_server.url, name="both")
+    assert fetched(run.client(relay.url, cache="both")) == weights()
+    assert any(line.startswith(bad_server.url) for line in warned(caplog))
+
+
+@pytest.mark.parametrize("lie", [lies.flipped, lies.cut_off, lies.not_there])
+def test_only_what_is_missing_or_damaged_is_fetched_again(run: Run, lie: Answer) -> None:
+    # given the only server there is, which sends one chunk wrong, once
+    run.publish(0, weights())
+    server, chunks = run.static(), run.weights_chunks()
+    bad, damaged = chunks[4].blake3, chunks[1].blake3
+    server.answer(bad, only(1, lie))
+    # when a client fetches, then that chunk was asked for twice and every other one once
+    assert fetched(run.client(server.url)) == weights()
+    twice = {p.name: 1 + (p.name == bad) for p in run.chunks()}
+    assert {name: server.asked(name) for name in twice} == twice
+    # given a download that was broken off with all but that chunk on disk, where a bit flips
+    server.answer(bad, lie)
+    place = f"model.safetensors at byte 4000, chunk {bad[:16]}"
+    not_fetched(run.client(server.url, cache="broken"), server.url, place)
+    partial_file = run.folder / "broken" / ".partial-v0" / "model.safetensors"
+    data = bytearray(partial_file.read_bytes())
+    data[1500] ^= 1
+    partial_file.write_bytes(data)
+    # when the client starts again, then exactly the missing and the damaged chunk are fetched
+    server.answer(bad, lies.honest)
+    server.paths.clear()
+    assert fetched(run.client(server.url, cache="broken")) == weights()
+    asked = [path.rpartition("/")[2] for path in server.paths if "/chunks/" in path]
+    assert sorted(asked) == sorted([bad, damaged])
+
+
+# -- Order and room --------------------------------------------------------------------------------
+
+
+async def test_chunks_come_from_each_server_that_has_them(run: Run, tmp_path: Path) -> None:
+    run.publish(0, weights(12_000))
+    servers, into = [run.static() for _ in range(3)], tmp_path / "into"
+    into.touch()
+    folder, urls = run.folder / "f", [server.url for server in servers]
+    folder.mkdir()
+    fetcher = Fetcher(urls, run="demo", root_public_key=run.root, folder=folder)
+    deadline = time.monotonic() + PATIENCE_S
+    wanted = list(run.manifest(0).chunks().values())
+    bring = (
+        fetcher.chunk(chunk, "x", deadline, into=into, offset=1000 * n)
+        for n, chunk in enumerate(wanted)
     )
-    assert file.read_bytes() == b"".join(BODIES[n] for n in numbers)
-
-
-def digest_asked_for(peer: Peer) -> str:
-    """The digest in the next request; empty where there is none."""
-    return peer.read_request().partition(b" HTTP/")[0].decode().rpartition("/")[2]
-
-
-def honest(peer: Peer) -> None:
-    while digest := digest_asked_for(peer):
-        peer.answer(BY_DIGEST[digest])
-
-
-async def test_chunks_come_from_everyone_who_has_them(
-    serve: Serve, fetcher_of: MakeFetcher, file: Path
-) -> None:
-    servers = [serve(honest) for _ in range(3)]
-    fetcher = fetcher_of(*(server.url for server in servers))
-
-    await fetch(fetcher, file, range(12))
-
-    assert all(server.connections for server in servers)
-    assert sum(upstream.received for upstream in fetcher.upstreams.all) == 12 * 50_000
+    await asyncio.gather(*bring)
+    assert all(server.asked() for server in servers)
+    size = sum(chunk.size for chunk in wanted)
+    assert fetcher.received == sum(u.received for u in fetcher.upstreams.all) == size
+    await fetcher.close()
 
 
 async def test_chunks_are_asked_for_in_the_order_in_which_they_were_wanted() -> None:
     """Whoever is done and wants the next does not overtake those who wait for room."""
-    requester = Requester(["http://a"], most=16)
-    asked: list[int] = []
+    requester, asked = Requester(["http://a"], most=16), list[int]()
 
     async def make(attempt: Attempt, number: int) -> None:
         asked.append(number)
@@ -97,31 +262,8 @@ async def test_chunks_are_asked_for_in_the_order_in_which_they_were_wanted() -> 
         await asyncio.sleep(0)
 
     async def want(number: int) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         await requester.request("x", partial(make, number=number), deadline, size=10**9)
 
     await for_each(range(30), want, parallel=8)
-
     assert asked == list(range(30))
-
-
-async def test_a_relay_that_lags_still_gives_chunks(
-    run: Run, fetcher_of: MakeFetcher, file: Path
-) -> None:
-    """It names an old version as the newest: nobody believes it, and its chunks are as good."""
-    run.publish(0, weights())
-    old = (run.store / "demo" / "latest.json").read_bytes()
-    run.publish(1, weights(seed=1))
-    server = run.static()
-    fetcher = fetcher_of(server.url, root_public_key=run.root)
-    assert await fetcher.latest(None, 10) is not None
-    (run.store / "demo" / "latest.json").write_bytes(old)
-    with pytest.raises(UserError, match="offers version 0 as the newest, 1 was seen"):
-        await fetcher.latest(None, 0.2)
-
-    manifest, _ = await fetcher.manifest(1, None, time.monotonic() + 10)
-    for chunk in manifest.chunks().values():
-        await fetcher.chunk(chunk, "file", time.monotonic() + 10, into=file)
-
-    (upstream,) = fetcher.upstreams.all
-    assert (upstream.failures, upstream.success) == (0, 1.0)

@@ -1,276 +1,485 @@
-"""The store: what publishing leaves on disk, cut short, repeated, damaged, or refused."""
+"""The store and its keys: what publishing leaves on disk, cut short, repeated, damaged, refused."""
 
 from __future__ import annotations
 
 import fcntl
 import resource
-import subprocess
-import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
 from broadcast.chunk_files import ProvenChunks
-from broadcast.manifest import MAX_BYTES, WeightsManifest, open_manifest
-from broadcast.pins import Pins
-from broadcast.store import newest_version, prune, publish, refresh_latest
+from broadcast.client import WeightsClient, WrongFiles
+from broadcast.keygen import make_keys, renew_keys
+from broadcast.layout import stored_versions
+from broadcast.manifest import MAX_CHUNK_BYTES
+from broadcast.origin import StoredManifests
+from broadcast.pins import TOUCH_EVERY_S, VALID_S, Pins
+from broadcast.store import AlreadyPublished, newest_version, prune, publish_objects, refresh_latest
 from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
-from runspec.core.roles import sign_roles
+from runspec.core.roles import Roles, open_roles, sign_roles
 
-from .conftest import CHUNK_BYTES, Run, weights
+from .conftest import (
+    CHUNK_BYTES,
+    LOG,
+    PATIENCE_S,
+    Run,
+    fetched,
+    newest,
+    no_latest,
+    not_fetched,
+    warnings,
+    weights,
+    write_files,
+)
 
 DELTA = {"model.safetensors.delta": b"d" * 1500}
+TENSORS = b'{"model_digest":null,"tensors":{},"files":["model.safetensors"]}'
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder that is no lock or pin."""
+    """Every file below a folder that is no lock."""
     files = (p for p in folder.rglob("*") if p.is_file() and p.name != ".lock")
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
-def stored(run: Run, version: int) -> WeightsManifest:
-    data = (run.store / run.name / "versions" / str(version) / "manifest.json").read_bytes()
-    assert len(data) <= MAX_BYTES
-    return open_manifest(data, run=run.name, publishers={run.key.public_hex})
-
-
-def files_in(folder: Path, files: dict[str, bytes]) -> Path:
-    folder.mkdir()
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    return folder
-
-
-def test_an_anchor_with_a_base_holds_files_and_delta(run: Run) -> None:
+def test_a_version_is_published_whole_or_as_a_delta(run: Run) -> None:
     run.publish(0, weights(), delta={})
     run.publish(1, weights(seed=1), base=0, delta=DELTA)
-
-    manifest = stored(run, 1)
-    assert manifest.is_anchor
-    assert (manifest.base, manifest.files) == (0, ("model.safetensors",))
+    manifest = run.manifest(1)
+    assert (manifest.is_anchor, manifest.base, manifest.files) == (True, 0, ("model.safetensors",))
     assert manifest.objects.keys() == {"model.safetensors", "config.json"}
     assert manifest.delta["model.safetensors.delta"].size == 1500
-
-
-def test_a_delta_alone_leaves_the_weights_out(run: Run) -> None:
-    run.publish(0, weights(), delta={})
     before = len(run.chunks())
-    run.publish(1, weights(seed=1), base=0, delta=DELTA, whole=False)
-
-    manifest = stored(run, 1)
-    assert not manifest.is_anchor
-    assert manifest.objects.keys() == {"config.json"}
+    run.publish(2, weights(seed=2), base=1, delta={"x": b"x" * 1500}, whole=False)
+    manifest = run.manifest(2)
+    assert not manifest.is_anchor and manifest.objects.keys() == {"config.json"}
     assert len(run.chunks()) - before == 2  # of the delta; the config was there
 
 
 def test_what_is_published_is_the_same_wherever_and_however_often(run: Run, tmp_path: Path) -> None:
-    directory = files_in(tmp_path / "files", weights())
-
-    def publish_to(store: Path) -> str:
-        return publish(
-            store,
-            directory,
-            run="demo",
-            version=3,
-            key=run.key,
-            roles=run.roles,
-            chunk_bytes=CHUNK_BYTES,
-        )
-
+    directory = write_files(tmp_path / "files", weights())
     one, other = tmp_path / "one", tmp_path / "other"
-    assert publish_to(one) == publish_to(other) == publish_to(one)
+    digests = [run.publish_folder(3, directory, store=store) for store in (one, other, one)]
+    assert len(set(digests)) == 1
     ours, theirs = tree(one), tree(other)
     ours.pop("demo/latest.json"), theirs.pop("demo/latest.json")  # these hold the time
     assert ours == theirs
+
+
+@pytest.mark.parametrize("role", ["origin", "relay"])
+def test_a_publisher_killed_in_the_middle_leaves_a_store_that_serves(run: Run, role: str) -> None:
+    # given a published version, and a publisher that died with the next one's chunks half written
+    run.publish(0, weights())
+    (run.path("chunks") / ".tmp-half-written").write_bytes(b"x" * 100)
+    (run.path("chunks") / ("0" * 64)).write_bytes(b"of a manifest that never came")
+    # when a client comes, then it gets the old version; and the next one after the restart
+    client = run.client(run.server(role).url)
+    assert fetched(client) == weights()
+    run.publish(1, weights(seed=1))
+    assert not run.path("chunks", ".tmp-half-written").exists()
+    assert newest(client, 0).version == 1
+    assert fetched(client, 1) == weights(seed=1)
+
+
+def test_a_full_disk_leaves_the_store_as_it_was(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.publish(0, weights())
+    before, write_bytes = tree(run.store), Path.write_bytes
+    write_files(run.folder / "files", {"a": b"small", "b": b"x" * 30_000, "c": b"y" * 9_000})
+
+    def full(path: Path, data: bytes) -> int:
+        if bytes(data[:1]) == b"y":
+            raise OSError(28, "No space left on device")
+        return write_bytes(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(UserError, match="cannot store a chunk: No space left on device"):
+            run.publish_folder(1, run.folder / "files")
+    assert tree(run.store) == before
+
+
+@pytest.mark.parametrize(
+    ("versions", "seeds"), [((0, 0), (0, 0)), ((0, 0), (0, 1)), ((0, 1), (0, 1))]
+)
+def test_two_publishers_at_once_do_not_tear_the_store(
+    run: Run, versions: tuple[int, int], seeds: tuple[int, int]
+) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        files = [weights(200_000, seed=seed) for seed in seeds]
+        made = [pool.submit(run.publish, *each) for each in zip(versions, files, strict=True)]
+    failed = [number for number, each in enumerate(made) if each.exception() is not None]
+    # then equal contents are published twice without harm; of others one wins, whole; and a number
+    # below the newest is not taken up again, since it came too late
+    assert seeds != (0, 0) or not failed
+    assert (versions, seeds) != ((0, 0), (0, 1)) or len(failed) == 1
+    assert versions != (0, 1) or 1 not in failed
+    for number in failed:
+        assert type(made[number].exception()) in (AlreadyPublished, UserError)
+    client, last = run.client(run.static().url), max(versions)
+    winner = next(n for n in (1, 0) if n not in failed and versions[n] == last)
+    assert fetched(client, last, newest(client).manifest_digest) == files[winner]
+    assert newest(client).version == last
+    assert all(digest_bytes(path.read_bytes()) == path.name for path in run.chunks())
+
+
+def test_a_second_publisher_waits_and_then_says_who_is_in_the_way(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broadcast.store.LOCK_DEADLINE_S", 0.1)
+    run.publish(0, weights())
+    with run.path(".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=r"another publisher .* held this store for 0\.1 s"):
+            run.publish(1, weights(seed=1))
+    assert newest_version(run.store, run="demo") == 0
+
+
+def other_key(run: Run) -> None:
+    run.key = SigningKey.generate()
+    run.sign_roles(run.key)
+
+
+def edited(name: str, text: bytes) -> Callable[[Run], object]:
+    return lambda run: write_files(run.folder / "files", {name: text})
+
+
+OTHERS = b'{"model_digest":null,"tensors":{},"files":["other.safetensors"]}'
+REFUSED: dict[str, tuple[Callable[[Run], object], dict[str, Any], str]] = {
+    "run": (lambda run: None, {"run": "../x"}, "run '../x' or version 1 is malformed"),
+    "version": (lambda run: None, {"version": -1}, "or version -1 is malformed"),
+    "chunks": (lambda run: None, {"chunk_bytes": 0}, "chunk_bytes 0 is not in 1 to"),
+    "too large": (lambda run: None, {"chunk_bytes": MAX_CHUNK_BYTES + 1}, "is not in 1 to"),
+    "itself": (lambda run: None, {"base": 1}, "base 1 is not an older published version"),
+    "later": (lambda run: None, {"base": 7}, "base 7 is not an older published version"),
+    "other files": (edited("tensors.json", OTHERS), {"base": 0}, "base 0 has other weights files"),
+    "revoked": (other_key, {"base": 0}, r"base 0 will not be believed.*\n.*anchor"),
+    "no base": (lambda run: None, {"whole": False}, "it has no base"),
+    "no names": (
+        lambda run: (run.folder / "files/tensors.json").unlink(),
+        {"base": 0},
+        r"tensors\.json names no files that hold the tensors",
+    ),
+    "no delta": (
+        lambda run: (run.folder / "files/delta").rename(run.folder / "delta"),
+        {"base": 0},
+        r"python -m bridge diff BASE .*/files --out .*/files/delta",
+    ),
+    "torn": (edited("tensors.json", b"{}"), {}, r"tensors\.json: malformed: "),
+    "a name": (edited(".hidden", b""), {}, r"\.hidden: cannot be published: a plain file"),
+    "a folder": (lambda run: (run.folder / "files/x").mkdir(), {}, "cannot be published: a plain"),
+    "another key": (lambda run: setattr(run, "key", SigningKey.generate()), {}, "does not name"),
+    "no roles": (lambda run: (run.keys / "roles.json").write_bytes(b"{}"), {}, "cannot read roles"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_no_client_would_accept_is_not_published(run: Run, what: str) -> None:
+    prepare, options, said = REFUSED[what]
+    run.publish(0, weights(), delta={})
+    write_files(run.folder / "files", weights(seed=1) | {"tensors.json": TENSORS})
+    write_files(run.folder / "files" / "delta", DELTA)
+    prepare(run)
+    before = tree(run.store)
+    with pytest.raises(UserError, match=said):
+        run.publish_folder(**{"version": 1, "directory": run.folder / "files"} | options)
+    assert tree(run.store) == before
+
+
+def test_a_folder_without_files_is_not_published(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder, said in (("empty", "nothing to publish"), ("gone", "not a directory")):
+        with pytest.raises(UserError, match=f"{folder}: {said}"):
+            run.publish_folder(0, tmp_path / folder)
+
+
+def test_a_number_is_published_once(run: Run) -> None:
+    # given versions of which the oldest is pruned
+    for version in range(3):
+        run.publish(version, weights(seed=version))
+    prune(run.store, run="demo", keep_versions=2)
+    before = tree(run.store)
+    # when its number is published again, with the same contents or others, then it is refused
+    for seed in (0, 9):
+        with pytest.raises(UserError, match=r"version 0 is gone.* the newest is 2"):
+            run.publish(0, weights(seed=seed))
+    # and so is one that is there, by another publisher's key
+    run.publish(1, weights(seed=1))
+    ours, run.key = run.key, SigningKey.generate()
+    run.sign_roles(ours, run.key)
+    with pytest.raises(AlreadyPublished, match="with other contents or by another key"):
+        run.publish(1, weights(seed=1))
+    assert tree(run.store) == before
+
+
+def test_an_older_roles_file_does_not_replace_a_newer_one(run: Run) -> None:
+    # given a store whose roles.json revokes a key that the one before named
+    run.publish(0, weights())
+    old, key, refresh = run.roles, run.key, {"run": "demo", "key": run.key}
+    run.sign_roles(SigningKey.generate())
+    refresh_latest(run.store, **refresh, roles=run.roles)
+    assert run.path("roles.json").read_bytes() == run.roles
+    before = tree(run.store)
+    # when somebody publishes or refreshes with the old one, then nothing changes
+    (run.keys / "roles.json").write_bytes(old)
+    for publish in (
+        lambda: run.publish(1, weights(seed=1)),
+        lambda: refresh_latest(run.store, **refresh, roles=old),
+    ):
+        with pytest.raises(UserError, match="newer than the one to publish with"):
+            publish()
+    assert tree(run.store) == before
+    # while a damaged one may be replaced, and what was not announced yet is announced
+    run.path("roles.json").write_bytes(b"{}")
+    run.path("latest.json").unlink()
+    refresh_latest(run.store, **refresh, roles=old)
+    assert (run.path("roles.json").read_bytes(), run.key) == (old, key)
+    assert newest_version(run.store, run="demo") == 0
+
+
+def test_prune_keeps_what_a_joiner_needs_and_what_is_read(run: Run) -> None:
+    prune(run.store, run="demo", keep_versions=1)  # nothing is published yet
+    # given whole versions 0 to 3, and deltas after them; somebody reads version 0
+    for version in range(4):
+        run.publish(version, weights(seed=version), delta={})
+    for version in range(4, 8):
+        delta = {"model.safetensors.delta": bytes([version]) * 1500}
+        run.publish(version, weights(), base=version - 1, delta=delta, whole=False)
+    pins = Pins(run.store, "demo")
+    pins.touch(0)
+    pins.touch(99)
+    prune(run.store, run="demo", keep_versions=2)
+    assert stored_versions(run.store, "demo") == [0, 3, 4, 5, 6, 7]
+    needed = {digest for v in (0, *range(3, 8)) for digest in run.manifest(v).chunks()}
+    assert {path.name for path in run.chunks()} == needed
+    assert pins.newest_first() == [0]
+    # and where a manifest is damaged since, it removes nothing
+    run.path("versions/3/manifest.json").write_text("{}")
+    before = tree(run.store)
+    with pytest.raises(UserError, match=r"versions/3/manifest\.json: damaged"):
+        prune(run.store, run="demo", keep_versions=1)
+    assert tree(run.store) == before
+    run.path("latest.json").write_text("{}")
+    with pytest.raises(UserError, match=r"latest\.json: damaged"):
+        newest_version(run.store, run="demo")
 
 
 async def test_a_chunk_that_could_not_be_read_is_not_damaged_for_ever(tmp_path: Path) -> None:
     # given a good chunk, and a moment in which no more files may be opened
     path = tmp_path / digest_bytes(b"chunk")
     path.write_bytes(b"chunk")
-    proven = ProvenChunks()
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    proven, limits = ProvenChunks(), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
         assert not await proven.prove(path)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    # then it is served once it can be read
-    assert await proven.prove(path)
+    # then it is served once it can be read, and not once it has changed
+    assert path not in proven and await proven.prove(path) and path in proven
+    path.write_bytes(b"other")
+    assert path not in proven and not await proven.prove(path) and path not in proven
 
 
-def test_a_full_disk_leaves_the_store_as_it_was(run: Run, tmp_path: Path) -> None:
-    """The kernel's limit on file sizes stands in for the full disk: the same failed write()."""
-    # given a store, and a version whose second file has chunks that the disk will not take
-    run.publish(0, weights())
-    before = tree(run.store)
-    directory = files_in(tmp_path / "files", {"a": b"small", "b": b"x" * 30_000})
-
-    limited = (
-        "import resource, signal, sys; from broadcast.__main__ import main; "
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); sys.exit(main())"
-    )
-
-    # when it is published
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", limited, "publish", str(run.store), str(directory)),
-            *("--run", "demo", "--version", "1", "--key", str(run.keys / "publisher.key")),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-    # then the message says so, and nothing of it is there
-    assert done.returncode == 1
-    assert "cannot store a chunk: File too large" in done.stderr
-    assert tree(run.store) == before
+# -- Pins: versions that are being read, shared between processes by files -------------------------
 
 
-def test_a_second_publisher_waits_and_then_says_who_is_in_the_way(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_interest_ends_after_ten_minutes_without_any(tmp_path: Path) -> None:
+    now = [1_800_000_000.0]
+    pins, file = Pins(tmp_path, "demo", clock=lambda: now[0]), tmp_path / "demo/pins/1"
+    pins.touch(1)
+    now[0] += TOUCH_EVERY_S - 0.1
+    pins.touch(1)
+    assert file.stat().st_mtime == 1_800_000_000.0  # it is written every few seconds at most
+    now[0] += 0.1
+    pins.touch(1)
+    assert file.stat().st_mtime == now[0]
+    now[0] += VALID_S - 1
+    pins.touch(2)
+    (tmp_path / "demo/pins/stray").touch()
+    assert pins.newest_first() == [2, 1]
+    now[0] += 1
+    assert pins.newest_first() == [2]
+    pins.keep_only({2})
+    assert [path.name for path in file.parent.iterdir()] == ["2"]
+    # where nothing can be noted, readers are served all the same
+    (tmp_path / "other").touch()
+    pins = Pins(tmp_path, "other")
+    pins.touch(1)
+    assert pins.newest_first() == []
+
+
+def test_what_is_asked_for_pins_the_version_that_alone_has_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("broadcast.store.LOCK_DEADLINE_S", 0.1)
+    for version in range(3):
+        run.publish(version, weights(seed=version))
+    url, (own, *_) = f"{run.origin().url}/demo", run.weights_chunks(1)
+    shared = run.manifest(1).objects["config.json"].chunks[0]
+    pins = Pins(run.store, "demo")
+    assert httpx.get(f"{url}/versions/7/manifest.json").status_code == 404
+    for name in ("latest.json", f"chunks/{shared.blake3}"):
+        assert httpx.get(f"{url}/{name}").status_code == 200
+    assert pins.newest_first() == []
+    assert httpx.get(f"{url}/chunks/{own.blake3}").status_code == 200
+    assert pins.newest_first() == [1]
+    assert httpx.get(f"{url}/versions/2/manifest.json").status_code == 200
+    assert sorted(pins.newest_first()) == [1, 2]
+
+
+async def test_manifests_are_parsed_once_for_each_file(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("broadcast.origin.MANIFESTS_EVERY_S", 0.0)
     run.publish(0, weights())
-    directory = files_in(tmp_path / "files", weights(seed=1))
-    with (run.store / "demo" / ".lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match=r"another publisher .* held this store for 0\.1 s"):
-            publish(
-                run.store,
-                directory,
-                run="demo",
-                version=1,
-                key=run.key,
-                roles=run.roles,
-            )
-    assert newest_version(run.store, run="demo") == 0
-
-
-def test_another_publishers_key_does_not_publish_a_version_again(run: Run) -> None:
-    run.publish(0, weights())
-    before = tree(run.store)
-    ours, run.key = run.key, SigningKey.generate()
-    name_publishers(run, ours, run.key)
-
-    with pytest.raises(UserError, match="published already, with other contents or by another key"):
-        run.publish(0, weights())
-
-    assert tree(run.store) == before
-
-
-def test_a_base_must_be_one_that_followers_will_believe(run: Run) -> None:
-    # given a version of a publisher whose key is revoked since
-    run.publish(0, weights(), delta={})
-    run.key = SigningKey.generate()
-    name_publishers(run, run.key)
-
-    # when its successor publishes a delta from it, then it is told to publish an anchor
-    with pytest.raises(UserError, match=r"base 0 will not be believed.*\n.*anchor"):
-        run.publish(1, weights(seed=1), base=0, delta=DELTA)
+    manifests = StoredManifests(run.store, run.name, LOG)
+    first = await manifests.current()
     run.publish(1, weights(seed=1))
+    assert await manifests.owner(run.weights_chunks(1)[0].blake3) == 1
+    second = await manifests.current()
+    assert second[0] is first[0] and sorted(second) == [0, 1]
+    # and a damaged one is left out, and said once
+    damaged = run.path("versions/0/manifest.json")
+    write_atomic(damaged, damaged.read_bytes()[:-1])
+    for _ in range(3):
+        assert list(await manifests.current()) == [1]
+    (said,) = warnings(caplog)
+    assert f"{damaged}: damaged" in said
 
 
-def test_an_older_roles_file_does_not_replace_a_newer_one(run: Run) -> None:
-    # given a store whose roles.json revokes a key that the one before named
-    run.publish(0, weights())
-    old, key = run.roles, run.key
-    name_publishers(run, SigningKey.generate())
-    refresh_latest(run.store, run="demo", key=key, roles=run.roles)
-    stored_roles = (run.store / "demo" / "roles.json").read_bytes()
-    assert stored_roles == run.roles
+# -- Stores of learner islands: signed by an island's key, from memory, in any order ---------------
 
-    # when somebody publishes or refreshes with the old one, then nothing changes
-    (run.keys / "roles.json").write_bytes(old)
-    with pytest.raises(UserError, match="newer than the one to publish with"):
-        run.publish(1, weights(seed=1))
-    with pytest.raises(UserError, match="newer than the one to publish with"):
-        refresh_latest(run.store, run="demo", key=key, roles=old)
-    assert (run.store / "demo" / "roles.json").read_bytes() == stored_roles
-    assert newest_version(run.store, run="demo") == 0
+SHARE = {"share.bin": b"".join(i.to_bytes(8, "little") for i in range(700))}
 
 
-@pytest.mark.parametrize("text", [b"", b"{}", b"x" * 100_000])
-def test_roles_that_cannot_be_read_publish_nothing(run: Run, text: bytes) -> None:
-    (run.keys / "roles.json").write_bytes(text)
-    with pytest.raises(UserError, match=r"cannot read roles\.json"):
-        run.publish(0, weights())
+class Islands:
+    """A run of one island `a`, which publishes to the run's store."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.key = run, SigningKey.generate()
+        named = {"publisher": [run.key.public_hex], "coordinator": [], "validator": []}
+        root, islands = SigningKey.load(run.keys / "root.key"), {"a": self.key.public_hex}
+        roles = sign_roles("demo", named, root, valid_s=9e3, now=time.time() + 1, islands=islands)
+        (run.keys / "roles.json").write_bytes(roles)
+
+    def put(self, version: int, files: dict[str, bytes] = SHARE, **options: Any) -> str:
+        said = {"run": "demo", "version": version, "chunk_bytes": CHUNK_BYTES, "key": self.key}
+        views = {name: memoryview(data) for name, data in files.items()}
+        return publish_objects(self.run.store, views, roles=self.run.roles, **said | options)
+
+    def client(self, url: str) -> WeightsClient:
+        return self.run.client(url, signers="island")
+
+
+@pytest.fixture
+def islands(run: Run) -> Islands:
+    return Islands(run)
+
+
+def test_what_an_island_signed_is_known_by_its_digest(islands: Islands) -> None:
+    digests = {v: islands.put(v, {"share.bin": b"x" * v}) for v in (9, 5, 11, 8)}
+    digests[7] = islands.put(7)
+    client = islands.client(islands.run.origin().url)
+    sizes = {"share.bin": 5600}
+    path = client.fetch(7, manifest_digest=digests[7], deadline_s=PATIENCE_S, sizes=sizes)
+    assert (path / "share.bin").read_bytes() == SHARE["share.bin"]
+    assert client.received == 5600 and newest(client).version == 11
+    # versions come in any order, the newest by number stay, and a pruned one may come again
+    store = islands.run.store
+    for pin in (store / "demo" / "pins").iterdir():
+        pin.unlink()
+    prune(store, run="demo", keep_versions=2)
+    assert stored_versions(store, "demo") == [9, 11] and len(islands.run.chunks()) == 2
+    assert islands.put(5, {"share.bin": b"x" * 5}) == digests[5]
+    # while other contents are refused by the digest that is there
+    before = tree(store)
+    with pytest.raises(AlreadyPublished, match="version 9 is published already") as caught:
+        islands.put(9, {"share.bin": b"another"})
+    assert caught.value.manifest_digest == digests[9] and tree(store) == before
+
+
+def test_each_kind_of_store_takes_and_gives_what_its_own_signers_signed(islands: Islands) -> None:
+    with pytest.raises(UserError, match=r"does not name .* as island of run 'demo'"):
+        islands.put(1, key=islands.run.key)
+    islands.put(1)
+    url = islands.run.origin().url
+    not_fetched(islands.run.client(url), "which may not sign it", version=1)
+    no_latest(islands.run.client(url), "which may not sign it")
+    with pytest.raises(UserError, match=r"does not name .* as publisher of run 'demo'"):
+        islands.run.publish_folder(2, islands.run.folder, key=islands.key)
+    islands.run.publish(2, SHARE)
+    not_fetched(islands.client(url), "which may not sign it", version=2)
+    # and islands stay named when another key is renewed
+    renew_keys(islands.run.keys, ["publisher"])
+    assert roles_in(islands.run.keys).islands == {"a": islands.key.public_hex}
 
 
 @pytest.mark.parametrize(
-    ("base", "said"), [(1, "base 1 is not an older"), (7, "base 7 is not an older")]
+    "files",
+    [{"share.bin": b"x" * 5601}, {"share.bin": b"x" * 5600, "more": b""}, {"other": b"x" * 5600}],
+    ids=["size", "another file", "name"],
 )
-def test_a_base_must_be_published_before(run: Run, base: int, said: str) -> None:
-    run.publish(0, weights(), delta={})
-    with pytest.raises(UserError, match=said):
-        run.publish(1, weights(), base=base, delta=DELTA)
-    assert newest_version(run.store, run="demo") == 0
+def test_other_files_than_expected_are_refused_before_a_chunk_is_fetched(
+    islands: Islands, files: dict[str, bytes]
+) -> None:
+    digest, server = islands.put(3, files), islands.run.static()
+    client, sizes = islands.client(server.url), {"share.bin": 5600}
+    with pytest.raises(WrongFiles, match=r"must be share.bin of 5600 bytes; .* names ") as caught:
+        client.fetch(3, manifest_digest=digest, deadline_s=PATIENCE_S, sizes=sizes)
+    assert caught.value.place == server.url
+    assert server.asked("/chunks/") == 0 and client.received == 0
 
 
-def test_a_base_has_the_same_weights_files(run: Run) -> None:
-    run.publish(0, {"other.safetensors": b"x"}, delta={})
-    with pytest.raises(UserError, match="base 0 has other weights files"):
-        run.publish(1, weights(), base=0, delta=DELTA)
+# -- Keys: made once, renewed one by one -----------------------------------------------------------
 
 
-def test_a_base_without_a_delta_says_how_to_make_it(run: Run, tmp_path: Path) -> None:
-    run.publish(0, weights(), delta={})
-    tensors = b'{"model_digest":null,"tensors":{},"files":["model.safetensors"]}'
-    directory = files_in(tmp_path / "files", {**weights(seed=1), "tensors.json": tensors})
-    common = {"run": "demo", "version": 1, "key": run.key, "roles": run.roles}
-
-    with pytest.raises(UserError) as raised:
-        publish(run.store, directory, base=0, **common)
-    assert f"python -m bridge diff BASE {directory} --out {directory / 'delta'}" in str(
-        raised.value
-    )
-
-    with pytest.raises(UserError, match="it has no base"):
-        publish(run.store, directory, whole=False, **common)
+def roles_in(keys: Path) -> Roles:
+    root = (keys / "root.pub").read_text().strip()
+    return open_roles((keys / "roles.json").read_bytes(), root_public_key=root, run="demo")
 
 
-def test_weights_that_nobody_named_have_no_delta(run: Run, tmp_path: Path) -> None:
-    run.publish(0, weights())
-    directory = files_in(tmp_path / "files", weights(seed=1))
-    with pytest.raises(UserError, match=r"tensors\.json names no files"):
-        publish(run.store, directory, run="demo", version=1, key=run.key, roles=run.roles, base=0)
+def test_keys_are_renewed_one_by_one(tmp_path: Path) -> None:
+    make_keys(tmp_path, run="demo", validators=3)
+    names = ["publisher", "coordinator", "evaluator", *(f"validator-{i}" for i in range(3))]
+
+    def public() -> dict[str, str]:
+        return {name: SigningKey.load(tmp_path / f"{name}.key").public_hex for name in names}
+
+    before, old = public(), roles_in(tmp_path)
+    (tmp_path / "publisher.new").write_text("left by an interrupted renewal")
+    renew_keys(tmp_path, ["validator-1", "publisher"])
+    after, new = public(), roles_in(tmp_path)
+    assert {name for name in names if before[name] != after[name]} == {"validator-1", "publisher"}
+    assert new.publisher == {after["publisher"]} and new.coordinator == old.coordinator
+    assert new.validator == {after[f"validator-{i}"] for i in range(3)}
+    assert new.evaluator == {after["evaluator"]} and not list(tmp_path.glob("*.new"))
+    # each is issued later, even by a clock that was set back
+    renew_keys(tmp_path, [])
+    assert roles_in(tmp_path).issued >= new.issued + 1.0 >= old.issued + 2.0
+    # no key is overwritten, and no other name is one
+    files = tree(tmp_path)
+    with pytest.raises(UserError, match=r"root\.key exists already"):
+        make_keys(tmp_path, run="demo")
+    for name in ("root", "validator", "validator-3", "validator-00", "../publisher", ""):
+        with pytest.raises(UserError, match=f"there is no key '{name}'"):
+            renew_keys(tmp_path, [name])
+    assert tree(tmp_path) == files
 
 
-def test_prune_keeps_what_a_joiner_needs_and_what_is_read(run: Run) -> None:
-    # given whole versions 0 to 2, then an anchor and deltas after it; somebody reads version 0
-    for version in range(3):
-        run.publish(version, weights(seed=version), delta={})
-    run.publish(3, weights(seed=3), delta={})
-    for version in range(4, 8):
-        delta = {"model.safetensors.delta": bytes([version]) * 1500}
-        run.publish(version, weights(), base=version - 1, delta=delta, whole=False)
-    Pins(run.store, "demo").touch(0)
-
-    prune(run.store, run="demo", keep_versions=2)
-
-    left = {int(p.name) for p in (run.store / "demo" / "versions").iterdir()}
-    assert left == {0, 3, 4, 5, 6, 7}
-    needed = {digest for version in left for digest in stored(run, version).chunks()}
-    assert {path.name for path in run.chunks()} == needed
-
-
-def test_a_manifest_that_is_damaged_between_two_prunes_removes_nothing(run: Run) -> None:
-    for version in range(3):
-        run.publish(version, weights(seed=version))
-    prune(run.store, run="demo", keep_versions=3)
-    (run.store / "demo" / "versions" / "1" / "manifest.json").write_text("{}")
-    before = tree(run.store)
-    with pytest.raises(UserError, match="damaged"):
-        prune(run.store, run="demo", keep_versions=1)
-    assert tree(run.store) == before
-
-
-def name_publishers(run: Run, *keys: SigningKey) -> None:
-    """A new roles.json of the run that names these publishers."""
-    named = {"publisher": [k.public_hex for k in keys], "coordinator": [], "validator": []}
-    root = SigningKey.load(run.keys / "root.key")
-    (run.keys / "roles.json").write_bytes(sign_roles(run.name, named, root, valid_s=1000))
+def test_expired_roles_are_renewed_and_those_of_another_root_are_not(tmp_path: Path) -> None:
+    for name in ("ours", "theirs"):
+        make_keys(tmp_path / name, run="demo", valid_s=-1000.0)
+        (tmp_path / name / "publisher.key").unlink()  # private keys may lie elsewhere
+    theirs = (tmp_path / "theirs" / "roles.json").read_bytes()
+    renew_keys(tmp_path / "ours", [])
+    assert roles_in(tmp_path / "ours").expires > time.time()
+    (tmp_path / "ours" / "roles.json").write_bytes(theirs)
+    with pytest.raises(UserError, match="cannot be renewed"):
+        renew_keys(tmp_path / "ours", ["publisher"])

@@ -1,24 +1,73 @@
-"""A server with a certificate."""
+"""TLS: a server's certificate, as clients check it, and how it is renewed."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 import ssl
-from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+)
+from cryptography.x509.oid import NameOID
 
 from broadcast.credentials import server_context
 from broadcast.origin import run_origin
-from broadcast.server import DEFAULT_OPTIONS, Limits, ServerOptions
-from broadcast.transport import Access
+from broadcast.server import Limits, ServerOptions
+from broadcast.transport import Access, Fault, get, new_session
 from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
 from tests.waiting import eventually
 
-from .certificates import Authority
-from .conftest import LOG, Run, Served, contents, large_chunk, weights
+from .conftest import LOG, PATIENCE_S, Run, Served, fetched, warnings, weights
+from .scripted import Peer, Scripted
+
+DAY = timedelta(days=1)
+
+
+class Authority:
+    """Signs certificates of 127.0.0.1; `ca_file` is what its clients trust."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._key = folder, ec.generate_private_key(ec.SECP256R1())
+        self.ca_file = folder / "ca.pem"
+        basic = x509.BasicConstraints(ca=True, path_length=None)
+        certificate = self._certify("test CA", self._key.public_key(), basic)
+        self.ca_file.write_bytes(certificate)
+
+    def issue(self, name: str = "server", passphrase: bytes | None = None) -> tuple[Path, Path]:
+        """Writes a new certificate and its key, in place of any before; returns their paths."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+        certificate = self._certify(name, key.public_key(), x509.SubjectAlternativeName([address]))
+        encryption = BestAvailableEncryption(passphrase) if passphrase else NoEncryption()
+        pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
+        cert_file, key_file = self._folder / f"{name}.pem", self._folder / f"{name}.key"
+        write_atomic(cert_file, certificate)
+        write_atomic(key_file, pem, mode=0o600)
+        return cert_file, key_file
+
+    def _certify(
+        self, name: str, key: ec.EllipticCurvePublicKey, extension: x509.ExtensionType
+    ) -> bytes:
+        subject, issuer = (
+            x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, n)]) for n in (name, "test CA")
+        )
+        now, serial = datetime.now(UTC), x509.random_serial_number()
+        builder = x509.CertificateBuilder(issuer, subject, key, serial, now - DAY, now + DAY)
+        signed = builder.add_extension(extension, critical=False).sign(self._key, hashes.SHA256())
+        return signed.public_bytes(Encoding.PEM)
 
 
 @pytest.fixture
@@ -26,25 +75,36 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path / "certificates")
 
 
-def options(authority: Authority, limits: Limits = DEFAULT_OPTIONS.limits) -> ServerOptions:
+def options(authority: Authority, **more: object) -> ServerOptions:
     cert, key = authority.issue()
-    return ServerOptions(tls_cert=cert, tls_key=key, limits=limits)
+    return ServerOptions(tls_cert=cert, tls_key=key, **more)
+
+
+@pytest.fixture
+def origin(run: Run, authority: Authority) -> Served:
+    run.publish(0, weights())
+    return run.origin(options(authority))
 
 
 def https(served: Served) -> str:
     return f"https://127.0.0.1:{served.port}"
 
 
+def connected(served: Served) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE_S)
+
+
+def trusting(authority: Authority) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=authority.ca_file)
+
+
 def presented(served: Served, authority: Authority) -> bytes:
     """The certificate that a server shows, checked."""
-    context = ssl.create_default_context(cafile=authority.ca_file)
     with (
-        socket.create_connection(("127.0.0.1", served.port), timeout=10) as plain,
-        context.wrap_socket(plain, server_hostname="127.0.0.1") as secure,
+        connected(served) as plain,
+        trusting(authority).wrap_socket(plain, server_hostname="127.0.0.1") as secure,
     ):
-        certificate = secure.getpeercert(binary_form=True)
-        assert certificate is not None
-        return certificate
+        return secure.getpeercert(binary_form=True) or b""
 
 
 def test_publisher_to_client_over_tls_with_tokens(
@@ -55,117 +115,84 @@ def test_publisher_to_client_over_tls_with_tokens(
     tokens = tmp_path / "tokens"
     tokens.touch(mode=0o600)
     tokens.write_text(f"relay {'r' * 32}\nsampler {'s' * 32}\n")
-    cert, key = authority.issue()
-    secured = ServerOptions(tokens_file=tokens, tls_cert=cert, tls_key=key)
-    origin = run.origin(options=secured)
+    secured = options(authority, tokens_file=tokens)
+    origin = run.origin(secured)
     relay = run.relay(https(origin), options=secured, access=Access("r" * 32, authority.ca_file))
-    # when a client with a token of its own fetches from the relay
+    # when a client with a token of its own fetches from the relay, then it has the version
     client = run.client(https(relay), access=Access("s" * 32, authority.ca_file))
-    path = client.fetch(0, manifest_digest=None, deadline_s=30)
-    # then it has the version
-    assert contents(path) == weights()
+    assert fetched(client) == weights()
 
 
-def test_only_tls_from_1_2_on_is_spoken(run: Run, authority: Authority) -> None:
-    run.publish(0, weights())
-    served = run.origin(options=options(authority))
-    old = ssl.create_default_context(cafile=authority.ca_file)
+def test_only_tls_from_1_2_on_is_spoken(origin: Served, authority: Authority) -> None:
+    old = trusting(authority)
     with pytest.warns(DeprecationWarning):
-        old.minimum_version = ssl.TLSVersion.TLSv1
-        old.maximum_version = ssl.TLSVersion.TLSv1_1
-    for context in (old, None):
-        with socket.create_connection(("127.0.0.1", served.port), timeout=10) as plain:
-            if context is not None:
-                with pytest.raises(ssl.SSLError):
-                    context.wrap_socket(plain, server_hostname="127.0.0.1")
-            else:
-                plain.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
-                assert b"200" not in plain.recv(1000)
-    assert presented(served, authority)
+        old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
+    with connected(origin) as plain, pytest.raises(ssl.SSLError):
+        old.wrap_socket(plain, server_hostname="127.0.0.1")
+    with connected(origin) as plain:
+        plain.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200" not in plain.recv(1000)
 
 
 def test_a_handshake_that_does_not_come_is_not_waited_for(run: Run, authority: Authority) -> None:
-    run.publish(0, weights())
-    served = run.origin(options=options(authority, Limits(head_s=0.2)))
-    with socket.create_connection(("127.0.0.1", served.port), timeout=30) as silent:
+    with connected(run.origin(options(authority, limits=Limits(head_s=0.2)))) as silent:
         assert silent.recv(1) == b""
-    assert presented(served, authority)
 
 
-def test_a_server_does_not_wait_for_a_peers_good_bye(run: Run, authority: Authority) -> None:
-    # given peers over TLS: idle ones, one that was answered and does not close, and one that does
-    # not read what it asked for
-    run.publish(0, weights())
-    large = large_chunk(run)
-    served = run.origin(options=options(authority))
-    context = ssl.create_default_context(cafile=authority.ca_file)
-    with ExitStack() as stack:
-        peers = []
-        for _ in range(5):
-            plain = stack.enter_context(socket.create_connection(("127.0.0.1", served.port)))
-            peers.append(
-                stack.enter_context(context.wrap_socket(plain, server_hostname="127.0.0.1"))
-            )
-        request = f"GET /demo/chunks/{large.name} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
-        peers[0].sendall(request)
-        assert peers[0].recv(12) == b"HTTP/1.1 200"
-        peers[1].sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        while peers[1].recv(1000):
-            pass
-        # when the server stops, then nothing of it is left (a warning would be an error here)
-        served.stop()
-
-
-def test_a_new_certificate_is_taken_up_without_a_restart(run: Run, authority: Authority) -> None:
-    run.publish(0, weights())
-    served = run.origin(options=options(authority))
-    first = presented(served, authority)
-
-    authority.issue()
-
-    assert presented(served, authority) != first
-
-
-def test_a_certificate_that_cannot_be_used_leaves_the_old_one_in_use(
-    run: Run, authority: Authority, caplog: pytest.LogCaptureFixture
+def test_a_new_certificate_is_taken_up_and_a_bad_one_is_not(
+    origin: Served, authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run.publish(0, weights())
-    configured = options(authority)
-    assert configured.tls_cert is not None
-    served = run.origin(options=configured)
-    first = presented(served, authority)
-
-    configured.tls_cert.write_text("nothing of the kind")
-
-    assert presented(served, authority) == first
-    eventually(
-        lambda: any("stays in use" in record.getMessage() for record in caplog.records),
-        "the log says so",
-    )
-
-
-def test_files_that_are_no_pair_are_named(authority: Authority, tmp_path: Path) -> None:
-    cert, key = authority.issue("one")
-    _, other = authority.issue("two")
-    secret_cert, secret_key = authority.issue("secret", passphrase=b"unknown")
-    empty = tmp_path / "empty"
-    empty.touch()
-
-    with pytest.raises(UserError, match=r"two\.key: is not the key of .*one\.pem"):
-        server_context(cert, other, LOG)
-    with pytest.raises(UserError, match=r"gone: cannot read: No such file"):
-        server_context(cert, tmp_path / "gone", LOG)
-    with pytest.raises(UserError, match=r"gone: cannot read: No such file"):
-        server_context(tmp_path / "gone", key, LOG)
-    with pytest.raises(UserError, match=r"empty, .*one\.key: no certificate chain and key"):
-        server_context(empty, key, LOG)
-    with pytest.raises(UserError, match="without a passphrase"):  # and nobody is asked for it
-        server_context(secret_cert, secret_key, LOG)
-
-
-def test_a_certificate_without_its_key_is_refused(run: Run, authority: Authority) -> None:
+    first = presented(origin, authority)
     cert, _ = authority.issue()
-    half = ServerOptions(tls_cert=cert)
+    second = presented(origin, authority)
+    assert second != first
+    cert.write_text("nothing of the kind")
+    assert presented(origin, authority) == second
+    eventually(lambda: any("stays in use" in line for line in warnings(caplog)), "the log says so")
 
-    with pytest.raises(UserError, match="--tls-cert and --tls-key belong together"):
-        asyncio.run(run_origin(run.store, log=LOG, options=half))
+
+def test_files_that_are_no_pair_are_named(run: Run, authority: Authority, tmp_path: Path) -> None:
+    (cert, key), (_, other) = authority.issue("one"), authority.issue("two")
+    secret_cert, secret_key = authority.issue("secret", passphrase=b"unknown")
+    gone, empty = tmp_path / "gone", tmp_path / "empty"
+    empty.touch()
+    for pair, words in (
+        ((cert, other), r"two\.key: is not the key of .*one\.pem"),
+        ((cert, gone), "gone: cannot read: No such file"),
+        ((gone, key), "gone: cannot read: No such file"),
+        ((empty, key), r"empty, .*one\.key: no certificate chain and key"),
+        ((secret_cert, secret_key), "without a passphrase"),  # and nobody is asked for it
+    ):
+        with pytest.raises(UserError, match=words):
+            server_context(*pair, LOG)
+    for half in (ServerOptions(tls_cert=cert), ServerOptions(tls_key=key)):
+        with pytest.raises(UserError, match="--tls-cert and --tls-key belong together"):
+            asyncio.run(run_origin(run.store, log=LOG, options=half))
+
+
+def honest(peer: Peer) -> None:
+    while peer.read_request():
+        peer.answer(b"here")
+
+
+async def test_a_server_is_believed_by_its_authority_and_its_name(
+    authority: Authority, tmp_path: Path
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*authority.issue())
+    limits = {"max_bytes": 100, "timeout_s": PATIENCE_S}
+    known, unknown = Access(ca_file=authority.ca_file), Access()
+    with (
+        Scripted(honest, tls=context) as server,
+        Scripted(honest, host="127.0.0.2", tls=context) as elsewhere,
+    ):
+        async with new_session(known) as session, new_session(unknown) as other:
+            assert await get(session, server.url, **limits) == b"here"
+            with pytest.raises(Fault, match=r"127\.0\.0\.2"):
+                await get(session, elsewhere.url, **limits)
+            with pytest.raises(Fault, match=r"CertificateError|CERTIFICATE_VERIFY_FAILED"):
+                await get(other, server.url, **limits)
+    (tmp_path / "ca.pem").write_text("nothing")
+    for file in (tmp_path / "ca.pem", tmp_path / "none"):
+        with pytest.raises(UserError, match=str(file)):
+            _ = Access(ca_file=file).ssl_context

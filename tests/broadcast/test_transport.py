@@ -1,129 +1,107 @@
-"""Small answers, what a URL may be, and how a token and certificates are kept and used."""
+"""Requests to one server: small answers and chunks, in full or as a fault with a name."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import logging
-import ssl
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from broadcast.chunk_transfer import Transfer, fetch_chunk
 from broadcast.manifest import Chunk
-from broadcast.transport import Access, Fault, base_url, get, new_session
+from broadcast.transport import (
+    Access,
+    Busy,
+    Fault,
+    Lie,
+    NotThere,
+    TooSlow,
+    base_url,
+    get,
+    new_session,
+)
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
+from tests.waiting import eventually
 
-from .certificates import Authority
-from .scripted import Peer, Scripted
+from .conftest import PATIENCE_S
+from .scripted import Peer, Serve
 
 TOKEN = "open-sesame"
-BODY = bytes(100_000)
+BODY = bytes(range(256)) * 12_000
+"""Three megabytes: several buffers full, and more than a socket holds."""
+CHUNK = Chunk(digest_bytes(BODY), len(BODY))
+URLS = ["http://a", "https://a.b:8443", "http://127.0.0.1:80/some/prefix", "http://[::1]:9"]
+NO_URLS = [
+    *("", "a:80", "ftp://a", "http://", "http://:80", "http://a:x", "http://a:99999", "http://a:0"),
+    *("http://a/?q=1", "http://a/#f", "http://a b/", "http://a/\r\nX: y", "http://[::1"),
+    *("http://ä.example", "http://me:secret@a"),
+]
 
 
-@pytest.mark.parametrize(
-    "url",
-    ["http://a", "https://a.example:8443", "http://127.0.0.1:80/some/prefix", "http://[::1]:9"],
-)
-def test_urls_of_servers(url: str) -> None:
-    assert base_url(url) == url
-    assert base_url(f"{url}/") == url
+def test_the_url_of_a_server_names_a_host_and_no_user() -> None:
+    for url in URLS:
+        assert base_url(url) == base_url(f"{url}/") == url
+    for url in NO_URLS:
+        with pytest.raises(UserError, match=r"is not the URL of|token in a file") as no:
+            base_url(url)
+        assert "secret" not in str(no.value)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "",
-        "a:80",
-        "ftp://a",
-        "http://",
-        "http://:80",
-        "http://a:x",
-        "http://a:99999",
-        "http://a:0",
-        "http://a/?q=1",
-        "http://a/#f",
-        "http://a b/",
-        "http://a/\r\nX: y",
-        "http://[::1",
-        "http://ä.example",
-    ],
-)
-def test_what_is_no_url_of_a_server(url: str) -> None:
-    with pytest.raises(UserError, match="is not the URL of an origin or relay"):
-        base_url(url)
-
-
-def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
-    with pytest.raises(UserError, match="token in a file") as raised:
-        base_url("http://me:secret@a")
-
-    assert "secret" not in str(raised.value)
-
-
-def test_a_token_is_read_from_a_file_and_shown_nowhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"", b"two words", b"a\nb", b"\xff", b"x" * 5000, None])
+def test_a_file_without_a_token_is_named(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "token"
-    path.write_text(f"{TOKEN}\n")
-
-    access = Access.read(path, None)
-
-    assert access.headers()["Authorization"] == f"Bearer {TOKEN}"
-    assert TOKEN not in repr(access)
-    assert "Authorization" not in Access.read(None, None).headers()
-
-
-@pytest.mark.parametrize("content", [b"", b"two words", b"a\nb", b"\xff", b"x" * 5000])
-def test_what_is_no_token(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "token"
-    path.write_bytes(content)
-
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(UserError, match="holds no token") as raised:
         Access.read(path, None)
-
-    assert str(path) in str(raised.value)
-    assert "two words" not in str(raised.value)
+    assert str(path) in str(raised.value) and "two words" not in str(raised.value)
 
 
-def test_a_missing_token_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=str(tmp_path / "none")):
-        Access.read(tmp_path / "none", None)
-
-
-def test_certificates_that_are_none_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "ca.pem"
-    path.write_text("nothing")
-
-    for file in (path, tmp_path / "none"):
-        with pytest.raises(UserError, match=str(file)):
-            _ = Access(ca_file=file).ssl_context
+def test_a_token_is_read_from_a_file_and_not_shown(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text(f" {TOKEN}\n")
+    access = Access.read(path, None)
+    assert access.headers() == {"Authorization": f"Bearer {TOKEN}"}
+    assert TOKEN not in repr(access)
+    assert Access.read(None, path) == Access(None, path) and Access().headers() == {}
 
 
 class Client:
-    """Both ways to a server: small answers and chunks."""
+    """Both ways to a server: small answers, and chunks into a file."""
 
-    def __init__(self, access: Access, folder: Path) -> None:
-        self._session = new_session(access)
-        self._file = folder / "file"
-        self._file.touch()
+    def __init__(self, folder: Path) -> None:
+        self.session = new_session(Access(token=TOKEN))
+        self.file = folder / "file"
+        self.file.touch()
 
-    async def small(self, url: str, *, max_bytes: int = len(BODY), timeout_s: float = 20) -> bytes:
-        return await get(self._session, f"{url}/x", max_bytes=max_bytes, timeout_s=timeout_s)
+    async def small(self, url: str, *, max_bytes: int = len(BODY)) -> bytes:
+        return await get(self.session, f"{url}/x", max_bytes=max_bytes, timeout_s=PATIENCE_S)
 
-    async def chunk(self, url: str, *, timeout_s: float = 20) -> bytes:
-        transfer = Transfer(Chunk(digest_bytes(BODY), len(BODY)), self._file, 0)
-        await fetch_chunk(self._session, f"{url}/x", transfer, timeout_s=timeout_s)
-        return self._file.read_bytes()
-
-    async def close(self) -> None:
-        await self._session.close()
+    async def chunk(
+        self,
+        url: str,
+        offset: int = 0,
+        into: Path | None = None,
+        timeout_s: float = PATIENCE_S,
+        is_hopeless: Callable[[float], bool] = lambda elapsed_s: False,
+    ) -> bytes:
+        transfer = Transfer(CHUNK, into or self.file, offset)
+        limits = {"timeout_s": timeout_s, "is_hopeless": is_hopeless}
+        await fetch_chunk(self.session, f"{url}/x", transfer, **limits)
+        assert transfer.received == len(BODY)
+        return self.file.read_bytes()
 
 
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[Client]:
-    made = Client(Access(token=TOKEN), tmp_path)
+    made = Client(tmp_path)
     yield made
-    await made.close()
+    await made.session.close()
 
 
 def honest(peer: Peer) -> None:
@@ -131,87 +109,142 @@ def honest(peer: Peer) -> None:
         peer.answer(BODY)
 
 
-def status(line: str, *fields: str) -> Scripted:
+def silent(peer: Peer) -> None:
+    peer.wait_for_the_end()
+
+
+def saying(head: str, body: bytes = b"") -> Callable[[Peer], None]:
     def answer(peer: Peer) -> None:
         peer.read_request()
-        peer.answer(b"", line, *fields)
+        peer.send(f"HTTP/1.1 {head}\n\n".replace("\n", "\r\n").encode() + body)
+        peer.wait_for_the_end()
 
-    return Scripted(answer)
-
-
-async def test_small_answers(client: Client) -> None:
-    with Scripted(honest) as server:
-        assert await client.small(server.url) == BODY
-        with pytest.raises(Fault, match="100000 bytes, at most 99999 expected"):
-            await client.small(server.url, max_bytes=len(BODY) - 1)
+    return answer
 
 
-async def test_nobody_is_sent_elsewhere_with_our_token(client: Client) -> None:
-    with Scripted(honest) as elsewhere:
-        for line in ("302 Found", "307 Temporary", "308 Permanent"):
-            with status(line, f"Location: {elsewhere.url}/x") as server:
-                for ask in (client.small, client.chunk):
-                    with pytest.raises(Fault, match=f"status {line[:3]}"):
-                        await ask(server.url)
-        assert elsewhere.connections == 0
-
-
-async def test_the_token_goes_with_every_request_and_into_no_message(
-    client: Client, caplog: pytest.LogCaptureFixture
+async def test_an_answer_is_read_as_it_is(
+    client: Client, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads = []
+    # given a proxy in the environment, and a disk that takes a part of each write
+    proxy, server, pwrite = serve(silent), serve(honest), os.pwrite
+    monkeypatch.setenv("http_proxy", proxy.url)
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:100_000], at))
+    # when an answer is fetched, then all of it arrives, at its place and nowhere else
+    assert await client.small(server.url) == BODY
+    client.file.write_bytes(b"a" * 7 + b"?" * len(BODY) + b"z" * 5)
+    assert await client.chunk(server.url, offset=7) == b"a" * 7 + BODY + b"z" * 5
+    assert (server.connections, proxy.connections) == (1, 0)
+    with pytest.raises(Fault, match=f"{len(BODY)} bytes, at most {len(BODY) - 1} expected"):
+        await client.small(server.url, max_bytes=len(BODY) - 1)
+
+
+async def test_a_file_that_cannot_be_written_is_not_blamed_on_the_server(
+    client: Client, serve: Serve, tmp_path: Path
+) -> None:
+    server = serve(honest)
+    with pytest.raises(FileNotFoundError):
+        await client.chunk(server.url, into=tmp_path / "none")
+    with pytest.raises(OSError, match=os.strerror(28)):
+        await client.chunk(server.url, into=Path("/dev/full"))
+
+
+OK = f"200 OK\nContent-Length: {len(BODY)}"
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "said"),
+    [
+        (saying(OK, BODY[:-1] + b"?"), Lie, "bytes that are not the chunk's"),
+        (saying("200 OK\nContent-Length: 9"), Lie, "9 bytes that are not"),
+        (saying("200 OK", BODY), Fault, "no Content-Length"),
+        (saying(f"{OK}\nTransfer-Encoding: chunked"), Fault, "Transfer-Encoding can't be"),
+        (saying(OK + "".join(f"\nX-{i}: y" for i in range(5000))), Fault, "many headers"),
+        (saying("404 Not Found\nContent-Length: 0"), NotThere, "404"),
+        (saying("429 Busy\nContent-Length: 0\nRetry-After: 7"), Busy, "429"),
+        (saying("429 Busy\nContent-Length: 0\nRetry-After: Fri, 1 Jan"), Busy, "429"),
+        (saying("403 Forbidden\nContent-Length: 0"), Fault, "status 403: not for this token"),
+        (saying("500 Oh\nContent-Length: 0"), Fault, "^status 500$"),
+    ],
+)
+async def test_a_bad_answer_is_a_fault_with_a_name(
+    client: Client, serve: Serve, script: Callable[[Peer], None], kind: type[Fault], said: str
+) -> None:
+    server = serve(script)
+    with pytest.raises(Fault, match=said) as raised:
+        await client.chunk(server.url)
+    assert type(raised.value) is kind
+    if isinstance(raised.value, Busy):
+        assert raised.value.retry_after_s in (7.0, None)
+    await client.session.close()
+    eventually(lambda: server.ended == 1, "the connection ends")
+
+
+async def test_a_token_goes_to_no_other_server_and_into_no_message(
+    client: Client, serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    heads, messages, elsewhere = [], [], serve(honest)
 
     def refuse(peer: Peer) -> None:
         heads.append(peer.read_request())
-        peer.answer(b"", "401 Unauthorized")
+        peer.answer(b"", lines[0], f"Location: {elsewhere.url}/x")
 
-    messages = []
-    with caplog.at_level(logging.DEBUG), Scripted(refuse) as server:
-        for ask in (client.small, client.chunk):
-            with pytest.raises(Fault, match="status 401") as raised:
-                await ask(server.url)
-            messages.append(repr(raised.value))
-
-    assert len(heads) == 2
+    server = serve(refuse)
+    with caplog.at_level(logging.DEBUG):
+        for line in ("401 Unauthorized", "302 Found", "307 Temporary", "308 Permanent"):
+            lines = [line]
+            for ask in (client.small, client.chunk):
+                with pytest.raises(Fault, match=f"status {line[:3]}") as raised:
+                    await ask(server.url)
+                messages.append(repr(raised.value))
+    assert len(heads) == 8 and elsewhere.connections == 0
     assert all(f"Authorization: Bearer {TOKEN}\r\n".encode() in head for head in heads)
+    assert "no token, or not one of its own" in messages[0]
     assert TOKEN not in caplog.text + "".join(messages)
 
 
-def tls(authority: Authority) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*authority.issue())
-    return context
+async def test_an_attempt_that_is_given_up_writes_no_more(
+    client: Client, serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bytes of the file are another attempt's then, even where the rest was under way."""
+    started, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def slow_half(peer: Peer) -> None:
+        peer.read_request()
+        peer.send(f"HTTP/1.1 {OK}\n\n".replace("\n", "\r\n").encode() + BODY[: len(BODY) // 2])
+        loop.call_soon_threadsafe(started.set)
+        peer.wait_for_the_end()
+
+    slow, good = serve(slow_half), serve(honest)
+    first = asyncio.create_task(client.chunk(slow.url))
+    await started.wait()
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    client.file.write_bytes(b"")
+    assert client.file.read_bytes() == b""
+    assert await client.chunk(good.url) == BODY
+    eventually(lambda: slow.ended == 1, "the first connection ends")
+    assert client.file.read_bytes() == BODY
+    gc.collect()
+    assert not caplog.records  # nothing was left that nobody looked at
 
 
-async def test_https_by_the_authority_that_was_named(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    client = Client(Access(TOKEN, authority.ca_file), tmp_path)
+async def test_an_attempt_ends_at_its_deadline_or_once_it_is_hopeless(
+    client: Client, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve(silent)
+    with pytest.raises(Fault, match=f"^0 of {len(BODY)} bytes within 0.1 s$"):
+        await client.chunk(server.url, timeout_s=0.1)
+    monkeypatch.setattr("broadcast.chunk_transfer._LOOK_EVERY_S", 0.01)
+    with pytest.raises(TooSlow, match=f"^0 of {len(BODY)} bytes so far$"):
+        await client.chunk(server.url, is_hopeless=lambda elapsed_s: elapsed_s > 0.05)
 
-    with Scripted(honest, tls=tls(authority)) as server:
-        assert await client.small(server.url) == BODY
-        for _ in range(3):
-            assert await client.chunk(server.url) == BODY
-        assert server.connections == 1
+    def cancel_too(elapsed_s: float) -> bool:
+        asyncio.get_running_loop().call_soon(task.cancel)
+        return True
 
-    await client.close()
-
-
-async def test_https_by_nobody_whom_we_know_is_refused(client: Client, tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-
-    with Scripted(honest, tls=tls(authority)) as server:
-        for ask in (client.small, client.chunk):
-            with pytest.raises(Fault, match=r"CertificateError|CERTIFICATE_VERIFY_FAILED"):
-                await ask(server.url)
-
-
-async def test_https_by_another_than_was_asked_for_is_refused(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)  # speaks for 127.0.0.1
-    client = Client(Access(TOKEN, authority.ca_file), tmp_path)
-
-    with Scripted(honest, host="127.0.0.2", tls=tls(authority)) as server:
-        for ask in (client.small, client.chunk):
-            with pytest.raises(Fault, match=r"127\.0\.0\.2"):
-                await ask(server.url)
-
-    await client.close()
+    # a cancellation in that very moment is not lost
+    task = asyncio.create_task(client.chunk(server.url, is_hopeless=cancel_too))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    eventually(lambda: server.ended == 3, "the connections end")

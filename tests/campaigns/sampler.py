@@ -1,6 +1,6 @@
 """GSM8K and HumanEval, whole: right answers in every form, near misses, programs. About 20 s.
 
-`tests/sampler/tasks/rewards/test_data_sets.py` holds the same of a few rows of each.
+`tests/sampler/tasks/rewards/test_rewards.py` holds the same of a few rows of each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fixtures of whole runs: starting one is nearly all of its work, so they share what they can."""
+"""Whole runs: starting one is most of its work, so runs share what they can."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.quick import programs_kept
-
 
 @pytest.fixture(scope="module", autouse=True)
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compiled programs are kept for the whole session."""
-    with programs_kept(tmp_path_factory.getbasetemp() / ".cache" / "others"):
+    """Roles of all runs of a session keep what JAX compiles in one folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.getbasetemp() / ".cache" / "others"
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         yield
 
 
 @pytest.fixture(scope="module")
 def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder of runs; all such folders of a session share one cache beside them."""
+    """A folder of runs; all such folders of a session share one cache beside them."""
     return tmp_path_factory.mktemp("runs")

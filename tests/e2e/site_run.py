@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.quick import QuickRun
+from tests.harness import LiveRun
 from tests.site_page import ADMIN, TRUNK, Machines, command_on, commands, free_ports
 
 OTHERS = ("relay", "validator")
 """Machines with a role beside the trunk's; the page's samplers and evaluator are left out."""
 
 
-class SiteRun(QuickRun):
-    """A QuickRun that the trunk alone supervises; the run directory exists for nobody else."""
+class SiteRun(LiveRun):
+    """A LiveRun that the trunk alone supervises; the run directory exists for nobody else."""
 
     def __init__(self, machines: Machines, overrides: Mapping[str, Any]) -> None:
         base = {"placement.base_port": free_ports(4)}

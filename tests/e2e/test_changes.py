@@ -17,12 +17,11 @@ from broadcast.store import newest_version
 from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.resolved import load_resolved
 from tests.e2e.family_model import installed, write_model
-from tests.e2e.quick import QuickRun
-from tests.harness import PATIENCE_S, runspec, standing_still
+from tests.harness import PATIENCE_S, LiveRun, runspec, standing_still
 from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import RolledBack
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 STEPS = 17
 # At so small a rate few float32 bits change.
@@ -58,7 +57,7 @@ def finished(runs_dir, tmp_path_factory):
     start = START | {"model.hf": folder / "model"}
     with installed(folder / "site"):
         write_model(folder / "model")
-        with QuickRun(runs_dir, "changing", start) as run:
+        with LiveRun(runs_dir, "changing", start) as run:
             yield (run, *changed(run, start))
 
 

@@ -33,7 +33,7 @@ from tests.site_page import TRUNK, Machines, command_on, hidden
 from tests.volunteer import environment_with_wheel
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 STEPS = 12
 OVERRIDES = {

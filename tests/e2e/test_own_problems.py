@@ -13,23 +13,21 @@ import sys
 
 import pytest
 
-from tests.e2e.quick import QuickRun
 from tests.first_run_page import commands
-from tests.harness import PATIENCE_S, runspec
+from tests.harness import PATIENCE_S, LiveRun, runspec
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 STEPS = 4
 
 
-class OwnProblems(QuickRun):
+class OwnProblems(LiveRun):
     """A run of the spec that `init` wrote beside its runs."""
 
     @property
     def words(self) -> list[str]:
         spec = str(self.runs_dir / self.name / "spec.yaml")
-        cache = self.runs_dir.parent / ".cache" / "learner"
-        values = (f"steps={STEPS}", "checkpoints.every=2", f"learner.compile_cache={cache}")
+        values = (f"steps={STEPS}", "checkpoints.every=2", self.compile_cache)
         sets = [word for value in values for word in ("--set", value)]
         return [spec, "--runs-dir", str(self.runs_dir / "runs"), *sets]
 

@@ -20,7 +20,7 @@ from tests.e2e.ray_run import NAME, PATIENCE_S, RayRun
 from tests.site_page import RAY, commands
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.nightly
 
 STEPS = 4
 RESOURCES = [{"learns": 1}, {"trunk": 1}, {"samples": 1, "checks": 1}]

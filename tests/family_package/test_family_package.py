@@ -1,37 +1,44 @@
 """A family that another package brings is trained, converted and refused like our own."""
 
-from __future__ import annotations
-
-import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bridge.conversion import export_checkpoint, import_model
-from bridge.versions import differences
 from learner_jax.model import abstract_lora, abstract_params
 from runspec.core.errors import UserError
+from runspec.core.models import family as families
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import MODELS_GROUP, Family, Row, family, load_config, parse_config
 from runspec.core.models.parameters import adapter_rows, lora_parameters, parameters
 from runspec.core.spec.schema import Lora
-from tests.family_package.installed import FOLDER, add_package
+from tests.family_package.installed import FOLDER, add_package, family_paths
 from tests.learner_jax.families import saved
 from tests.learner_jax.test_families import assert_parity
 
 
+@pytest.fixture(autouse=True)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of installed packages, this one among them; more may be added."""
+    folder = tmp_path / "site"
+    for path in family_paths(folder):
+        monkeypatch.syspath_prepend(path)
+    families._offered.cache_clear()
+    yield folder
+    families._offered.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_it_is_what_transformers_computes(dtype: str) -> None:
+def test_it_is_what_transformers_computes(dtype):
     assert_parity("exaone4", dtype)
 
 
-def test_the_module_is_as_its_table_says() -> None:
+def test_the_module_is_as_its_table_says():
     config = load_config(saved("exaone4"))
     for tied in (False, True):
         config = replace(config, tie_word_embeddings=tied)
@@ -39,17 +46,7 @@ def test_the_module_is_as_its_table_says() -> None:
         assert abstract_lora(config, Lora()) == lora_parameters(config, Lora())
 
 
-def test_the_bridge_brings_every_tensor_there_and_back(tmp_path: Path) -> None:
-    # given a model as transformers saved it
-    model, checkpoint, out = saved("exaone4"), tmp_path / "checkpoint", tmp_path / "out"
-    # when it is imported and exported
-    import_model(model, checkpoint)
-    export_checkpoint(checkpoint, out, model_dir=model, dtype="float32")
-    # then every tensor has the same bits
-    assert differences(model, out) == []
-
-
-def test_its_shape_is_read_without_jax(installed: Path) -> None:
+def test_its_shape_is_read_without_jax(installed):
     # given a process that reads config and table, as linter, estimate, bridge and sampler do
     program = (
         "import sys; from pathlib import Path\n"
@@ -69,13 +66,6 @@ def test_its_shape_is_read_without_jax(installed: Path) -> None:
     assert done.stdout.split() == ["14", "False"]
 
 
-@pytest.mark.parametrize("field", [{"sliding_window": 16}, {"layer_types": ["sliding_attention"]}])
-def test_what_the_module_does_not_compute_is_refused(field: dict[str, Any]) -> None:
-    config = json.loads((saved("exaone4") / "config.json").read_text())
-    with pytest.raises(UserError, match="sliding window are not supported"):
-        parse_config(config | field, place="config.json")
-
-
 @pytest.mark.parametrize(
     ("entry_points", "message"),
     [
@@ -86,9 +76,7 @@ def test_what_the_module_does_not_compute_is_refused(field: dict[str, Any]) -> N
         ("exaone4 = exaone4_family:FAMILY", "several packages: exaone4-family, wrong-family"),
     ],
 )
-def test_a_wrong_entry_point_is_named_with_its_package(
-    installed: Path, entry_points: str, message: str
-) -> None:
+def test_a_wrong_entry_point_is_named_with_its_package(installed, entry_points, message):
     # given a package whose entry point is wrong
     add_package(installed, "wrong-family", f"[{MODELS_GROUP}]\n{entry_points}")
     # when a model of that family is read, then the package and the remedy are named
@@ -98,7 +86,7 @@ def test_a_wrong_entry_point_is_named_with_its_package(
     assert re.search(message, f"{error.value} {error.value.remedy}", re.DOTALL)
 
 
-def test_a_family_may_extend_the_config() -> None:
+def test_a_family_may_extend_the_config():
     # given a family whose config has a field of its own
     @dataclass(frozen=True)
     class WithField(ModelConfig):
@@ -113,6 +101,6 @@ def test_a_family_may_extend_the_config() -> None:
         assert (norm in extended.rows(config)) == there
 
 
-def test_a_target_that_the_family_does_not_have_is_named() -> None:
+def test_a_target_that_the_family_does_not_have_is_named():
     with pytest.raises(UserError, match="exaone4 has no matrix qkv"):
         adapter_rows(load_config(saved("exaone4")), ["q", "qkv"])

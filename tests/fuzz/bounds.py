@@ -1,73 +1,88 @@
-"""What a case may take: processor time, and memory."""
+"""A fuzz lane, and what each of its cases keeps: an end that the parser names, in little memory."""
 
 from __future__ import annotations
 
-import resource
-import sys
-import time
 import tracemalloc
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
-OPEN = ExitStack()
-"""Folders and servers that the cases of a lane share; whoever runs lanes closes it."""
-CPU_S = 5.0
-"""A thousand times what the slowest case takes, and far below what would stall a server."""
-_UNUSED = 32 << 20
-"""What an allocator may take of the system beyond what it was asked for."""
+from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import SearchStrategy
 
-
-class Watch:
-    """Of cases that are not `traced`, which costs system calls and more: of each the time by the
-    clock, of all of them since the last look the memory and, where one took long, its own time."""
-
-    def __init__(self) -> None:
-        self.traced = True
-        self._allowed = self._most = 0
-        self._cpu_s = 0.0
-
-    def look(self) -> None:
-        """Fails where a case since the last look took more memory than its bound."""
-        grown = _most() - self._most
-        assert not self._most or grown < self._allowed + _UNUSED, f"{grown} bytes"
-        self._most, self._cpu_s = _most(), time.thread_time()
-
-    @contextmanager
-    def bounded(self, memory: int) -> Iterator[None]:
-        """As `bounded`."""
-        self._allowed = max(self._allowed, memory)
-        begun = time.perf_counter()
-        yield
-        if time.perf_counter() - begun > CPU_S:  # most of it may be others' on a busy machine
-            assert time.thread_time() - self._cpu_s < CPU_S
+Parse = Callable[[Any], Any]
 
 
-WATCH = Watch()
+@dataclass(frozen=True)
+class Lane:
+    """One parser of bytes from outside, or one kind of its inputs."""
+
+    name: str
+    inputs: SearchStrategy[Any]
+    """Sound inputs with changes; the simplest one is sound."""
+    parse: Parse
+    """Returns what the input says; None where there is nothing in it to take."""
+    check: Callable[[Any, Any], None] = lambda value, given: None
+    """Asserts what holds for each value that is taken, and its input."""
+    refusals: tuple[type[Exception], ...] = ()
+    """The parser's own exceptions."""
+    refused: Callable[[Any], None] = lambda given: None
+    """Asserts what holds for each input that is refused."""
+    memory: int | None = 4 << 20
+    """Bytes that a case may take; None where tracing them would take most of the time."""
+    longest: int = 10_000
+    """Characters of a refusal."""
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Is open while cases run."""
+
+    def case(self, given: Any) -> bool:
+        """Whether an input is taken; fails where it ends in any other way than a lane may."""
+        with nullcontext() if self.memory is None else bounded(self.memory):
+            try:
+                value = self.parse(given)
+            except self.refusals as error:
+                value, words = None, str(error)
+            else:
+                words = ""
+        assert len(words) < self.longest
+        if value is None:
+            self.refused(given)
+        else:
+            self.check(value, given)
+        return value is not None
 
 
 @contextmanager
 def bounded(memory: int) -> Iterator[None]:
-    """Fails a case that takes more than CPU_S seconds of its thread or more bytes than `memory`."""
-    if not WATCH.traced:
-        with WATCH.bounded(memory):
-            yield
-        return
+    """Fails a block that takes more bytes at a time than `memory`."""
     tracemalloc.start()
-    begun = time.thread_time()
     try:
         yield
-        spent, peak = time.thread_time() - begun, tracemalloc.get_traced_memory()[1]
+        peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert spent < CPU_S
     assert peak < memory
 
 
-def _most() -> int:
-    """Bytes of memory that this process has had at most."""
-    if sys.platform != "linux":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # There `ru_maxrss` begins at what the parent had when it started the process.
-    words = Path("/proc/self/status").read_text().split()
-    return int(words[words.index("VmHWM:") + 1]) * 1024
+def run(
+    lane: Lane, options: settings, prepare: Callable[[Any], Any] = lambda test: test
+) -> Counter[bool]:
+    """Runs a lane's cases; returns how many were taken (True) and refused (False).
+
+    Args:
+        lane: the lane.
+        options: how many cases, and how they are drawn.
+        prepare: another decorator of the test, such as `hypothesis.seed`.
+    """
+    found: Counter[bool] = Counter()
+
+    @settings(options, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(lane.inputs)
+    def case(given: Any) -> None:
+        found[lane.case(given)] += 1
+
+    with lane.around():
+        prepare(case)()
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from learner_jax.compile_cache import keep_compiled
 from learner_jax.leaves import save_weights
 from learner_jax.model import init_params
 from learner_jax.step import TrainState
@@ -288,10 +290,15 @@ def write_initial_model(run: Run, *, seed: int = 0) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Many tests build the same programs anew: each is compiled once a session."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of compiled programs: many tests build the same ones anew, and each is compiled once a
+    session, whichever of its processes needs it first."""
+    session = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        session = session.parent  # of all workers
+    folder = session / "compiled"
+    keep_compiled(folder)
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -59,11 +59,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 14,
         "attention_bias": True,
     },
-    "llama 2, full heads": {
-        "model_type": "llama",
-        "num_attention_heads": 5,
-        "rope_parameters": {"rope_theta": 900.0, "rope_type": "dynamic", "factor": 2.0},
-    },
     "llama 3": {
         "model_type": "llama",
         "num_attention_heads": 6,
@@ -72,12 +67,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_theta": 5000.0, **LLAMA3},
     },
-    "llama, biases": {
+    "llama, biases, full heads": {
         "model_type": "llama",
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
+        "num_attention_heads": 5,
         "attention_bias": True,
-        "rope_parameters": {"rope_theta": 500.0, "rope_type": "linear", "factor": 3.0},
+        "rope_parameters": {"rope_theta": 900.0, "rope_type": "dynamic", "factor": 2.0},
     },
     "mistral": {
         "model_type": "mistral",

@@ -1,7 +1,8 @@
 """The policy and the loss a second time: one sample at a time, from the formulas of the docs.
 
-Nothing here is packed, scanned, chunked, blocked or sharded, and nothing comes from `learner_jax`.
-Run under `jax.enable_x64(True)` it is the truth that the learner is measured against.
+No formula here is packed, scanned, chunked, blocked or sharded, and none comes from `learner_jax`.
+Run under `jax.enable_x64(True)` it is the truth that the learner is measured against. `inputs_of`
+lays the same rollouts out for the learner's loss.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from learner_jax.loss import token_weights
+from learner_jax.packing import LossInputs, Packed
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import Clip, Grpo
 
@@ -56,6 +59,19 @@ def make_rollouts(rng: np.random.Generator, vocab: int, count: int, longest: int
             )
         )
     return rollouts
+
+
+def inputs_of(packed: Packed, rollouts: list[Rollout], algorithm: Grpo) -> LossInputs:
+    """The loss inputs of all microbatches, float64."""
+    lengths = [len(rollout.output) for rollout in rollouts]
+    weights = token_weights(lengths, algorithm.loss_normalizer, max_new_tokens=MAX_NEW_TOKENS)
+    return LossInputs(
+        weights=packed.scatter([np.full(n, w) for n, w in zip(lengths, weights, strict=True)]),
+        advantages=packed.scatter([np.full(len(r.output), r.advantage) for r in rollouts]),
+        old_logprobs=packed.scatter([r.old for r in rollouts]),
+        sampler_logprobs=packed.scatter([r.mu for r in rollouts]),
+        ref_logprobs=packed.scatter([r.ref for r in rollouts]),
+    )
 
 
 def logits_of(params: Any, config: ModelConfig, tokens: jax.Array) -> jax.Array:

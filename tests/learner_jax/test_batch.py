@@ -1,50 +1,61 @@
-"""What the learner reads of a step: all that the manifest names, checked, and nothing else."""
+"""What the learner reads of a step: all that the manifest names, checked, and nothing else.
+
+And how it waits for the manifest, and gives the batch to its other processes.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from learner_jax.agreement import alarm_limit
-from learner_jax.batch import Batch, BatchReader
+from learner_jax.batch import Batch, BatchReader, TrainingRollout
+from learner_jax.feed import decode_batch, encode_batch
+from learner_jax.manifests import RangeReader, manifest_digest
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
-from runspec.core.run_files import submission_files
-from verify.formats.batch import BatchGroup
+from runspec.core.run_files import step_folder, submission_files
+from tests.learner_jax.conftest import Run
+from tests.verify.coordinator.documents import ROWS, documents_spec
+from verify.formats.batch import BatchGroup, BatchManifest
+from verify.formats.ranges import RangeManifest, RowRange, sign_ranges
 from verify.formats.submission import (
     decode_rollouts,
     encode_rollouts,
     largest_submission_bytes,
     sign_submission,
 )
+from verify.formats.tables import MalformedTable
 from verify.formats.verdict import decode_verdicts, encode_verdicts
 
 LOG = logging.getLogger("test")
 
 
-def reader_of(run: Any) -> BatchReader:
+def reader_of(run: Run) -> BatchReader:
     return BatchReader(run.path, run.spec, run.root.public_hex)
 
 
-def read(run: Any) -> Batch:
+def read(run: Run) -> Batch:
     """Step 0, by a reader of its own."""
     reader = reader_of(run)
     return reader.read(reader.manifest(0))
 
 
-def verdicts_on(run: Any, named: list[BatchGroup]) -> bytes:
+def verdicts_on(run: Run, named: list[BatchGroup]) -> bytes:
     return submission_files(run.path, 0, named[0].submission).verdict.read_bytes()
 
 
-def test_tokens_come_from_the_submission_rewards_and_mu_from_the_verdict(run: Any) -> None:
+def test_tokens_come_from_the_submission_rewards_and_mu_from_the_verdict(run: Run) -> None:
     # given a step whose verdicts disagree with the worker's claims
     named = run.add_step(0, version=0)
     files = submission_files(run.path, 0, named[0].submission)
@@ -64,29 +75,17 @@ def test_tokens_come_from_the_submission_rewards_and_mu_from_the_verdict(run: An
     assert [r.advantage for r in group] == pytest.approx([r.reward - mean for r in group])
 
 
-def test_the_order_is_the_manifests_not_the_files(run: Any) -> None:
+def test_what_is_read_is_what_the_manifest_names_in_its_order(run: Run) -> None:
+    # given a manifest of two groups, and beside their files a submission and a verdict of garbage
     named = run.add_step(0, version=0)
     run.add_batch(0, [named[3], named[1]])
-    assert [group[0].problem_id for group in read(run).groups] == ["p3", "p1"]
-
-
-def test_a_submission_that_no_manifest_names_is_not_opened(run: Any) -> None:
-    # given a step, and beside its files a submission and a verdict of garbage
-    run.add_step(0, version=0)
-    alone = read(run)
     stranger = submission_files(run.path, 0, "ab" * 32)
     for path in (stranger.submission, stranger.submission_envelope, stranger.verdict):
         path.write_bytes(b"not a submission")
-    # when the step is read, then it is what it was without them
-    batch = read(run)
-    assert [len(group) for group in batch.groups] == [4, 4, 4, 4]
-    for found, expected in zip(batch.rollouts, alone.rollouts, strict=True):
-        np.testing.assert_array_equal(found.output_tokens, expected.output_tokens)
-        np.testing.assert_array_equal(found.mu, expected.mu)
-        assert (found.reward, found.advantage) == (expected.reward, expected.advantage)
+    assert [group[0].problem_id for group in read(run).groups] == ["p3", "p1"]
 
 
-def test_rollouts_that_were_not_prefilled_carry_the_workers_mu(run: Any) -> None:
+def test_rollouts_that_were_not_prefilled_carry_the_workers_mu(run: Run) -> None:
     named = run.add_step(0, version=0)
     verdicts = decode_verdicts(verdicts_on(run, named))
     without = [replace(verdict, logprobs=None, logprob_diff=None) for verdict in verdicts]
@@ -97,7 +96,7 @@ def test_rollouts_that_were_not_prefilled_carry_the_workers_mu(run: Any) -> None
     assert batch.agreement is None
 
 
-def test_falsified_log_probs_show_as_the_distance_from_those_recomputed(run: Any) -> None:
+def test_falsified_log_probs_show_as_the_distance_from_those_recomputed(run: Run) -> None:
     # given a step whose workers claim -3.5 for every token
     named = run.add_step(0, version=0)
     verdicts = decode_verdicts(verdicts_on(run, named))
@@ -112,7 +111,7 @@ def test_falsified_log_probs_show_as_the_distance_from_those_recomputed(run: Any
     assert found.mean > alarm_limit(run.spec)
 
 
-def test_whatever_a_pool_may_hand_in_is_read(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_a_pool_may_hand_in_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     # given a pool whose submissions may be larger than the learner takes of any run
     (pool,) = run.spec.samplers
     large = pool.model_copy(update={"groups_per_submission": 4})
@@ -131,7 +130,7 @@ def test_whatever_a_pool_may_hand_in_is_read(run: Any, monkeypatch: pytest.Monke
     assert len(read(run).rollouts) == 16
 
 
-def refile_verdict(run: Any, named: list[BatchGroup], table: bytes, **how: Any) -> None:
+def refile_verdict(run: Run, named: list[BatchGroup], table: bytes, **how: Any) -> None:
     """Files another verdict on the same submission and signs a manifest that names it."""
     run.file_verdict(0, named[0].submission, table, **how)
     run.add_batch(0, [replace(group, verdict=digest_bytes(table)) for group in named])
@@ -143,50 +142,50 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
-def edited_submission(run: Any, named: list[BatchGroup]) -> None:
+def edited_submission(run: Run, named: list[BatchGroup]) -> None:
     flip_a_byte(submission_files(run.path, 0, named[0].submission).submission)
 
 
-def edited_verdict(run: Any, named: list[BatchGroup]) -> None:
+def edited_verdict(run: Run, named: list[BatchGroup]) -> None:
     flip_a_byte(submission_files(run.path, 0, named[0].submission).verdict)
 
 
-def rejected(run: Any, named: list[BatchGroup]) -> None:
+def rejected(run: Run, named: list[BatchGroup]) -> None:
     refile_verdict(run, named, verdicts_on(run, named), accepted=False)
 
 
-def signed_by_a_worker(run: Any, named: list[BatchGroup]) -> None:
+def signed_by_a_worker(run: Run, named: list[BatchGroup]) -> None:
     refile_verdict(run, named, verdicts_on(run, named), key=run.worker)
 
 
-def verdict_on_another(run: Any, named: list[BatchGroup]) -> None:
+def verdict_on_another(run: Run, named: list[BatchGroup]) -> None:
     other, _ = run.add_submission(0, other_rollouts(run, named))
     files, others = (submission_files(run.path, 0, d) for d in (named[0].submission, other))
     files.verdict.write_bytes(others.verdict.read_bytes())
     files.verdict_envelope.write_bytes(others.verdict_envelope.read_bytes())
 
 
-def other_rollouts(run: Any, named: list[BatchGroup]) -> list[Any]:
+def other_rollouts(run: Run, named: list[BatchGroup]) -> list[Any]:
     files = submission_files(run.path, 0, named[0].submission)
     rows = decode_rollouts(files.submission.read_bytes(), max_rows=99, max_bytes=10**6)
     return [replace(row, problem_id="another") for row in rows]
 
 
-def half_a_group(run: Any, named: list[BatchGroup]) -> None:
+def half_a_group(run: Run, named: list[BatchGroup]) -> None:
     refile_verdict(run, named, encode_verdicts(decode_verdicts(verdicts_on(run, named))[1:]))
 
 
-def sample_twice(run: Any, named: list[BatchGroup]) -> None:
+def sample_twice(run: Run, named: list[BatchGroup]) -> None:
     first, _, *rest = decode_verdicts(verdicts_on(run, named))
     refile_verdict(run, named, encode_verdicts([first, first, *rest]))
 
 
-def no_number(run: Any, named: list[BatchGroup]) -> None:
+def no_number(run: Run, named: list[BatchGroup]) -> None:
     first, *rest = decode_verdicts(verdicts_on(run, named))
     refile_verdict(run, named, encode_verdicts([replace(first, length_penalty=np.nan), *rest]))
 
 
-def envelope_of_another_run(run: Any, named: list[BatchGroup]) -> None:
+def envelope_of_another_run(run: Run, named: list[BatchGroup]) -> None:
     files = submission_files(run.path, 0, named[0].submission)
     files.submission_envelope.write_bytes(
         sign_submission(
@@ -196,7 +195,7 @@ def envelope_of_another_run(run: Any, named: list[BatchGroup]) -> None:
     )  # fmt: skip
 
 
-def missing(run: Any, named: list[BatchGroup]) -> None:
+def missing(run: Run, named: list[BatchGroup]) -> None:
     submission_files(run.path, 0, named[0].submission).submission.unlink()
 
 
@@ -216,7 +215,7 @@ def missing(run: Any, named: list[BatchGroup]) -> None:
     ],
 )
 def test_files_that_are_not_what_the_manifest_names_are_refused(
-    run: Any, damage: Callable[[Any, list[BatchGroup]], None], word: str
+    run: Run, damage: Callable[[Any, list[BatchGroup]], None], word: str
 ) -> None:
     # given a good step, one thing of it damaged
     damage(run, run.add_step(0, version=0))
@@ -226,47 +225,138 @@ def test_files_that_are_not_what_the_manifest_names_are_refused(
     assert "rollouts/step_0/" in caught.value.place
 
 
-def test_a_validator_that_was_named_after_the_learner_began_counts(run: Any) -> None:
-    # given a learner that is at work
+def test_the_roles_of_now_say_who_may_judge_and_sign(run: Run) -> None:
+    # given a learner that is at work, and a step that was judged
     named, reader = run.add_step(0, version=0), reader_of(run)
-    # when the root names another validator, and that one judges
+    judged = verdicts_on(run, named)
+    # when the root names another validator instead
     run.validator = SigningKey.generate()
     run.sign_roles()
-    refile_verdict(run, named, verdicts_on(run, named))
-    # then what it judged is trained
-    assert len(reader.read(reader.manifest(0)).rollouts) == 16
-
-
-def test_a_verdict_whose_validator_is_named_no_more_says_so(run: Any) -> None:
-    run.add_step(0, version=0)
-    run.validator = SigningKey.generate()
-    run.sign_roles()
+    # then what the one before judged is trained no more
     with pytest.raises(UserError, match="may not sign") as caught:
         read(run)
     assert caught.value.place.endswith(".verdict.json")
     assert "keys/roles.json" in caught.value.remedy
-
-
-def test_a_manifest_counts_only_with_the_coordinators_signature(run: Any) -> None:
-    run.add_batch(0, run.add_step(0, version=0), key=SigningKey.generate())
+    # and what the new one judges is, though the learner began before
+    refile_verdict(run, named, judged)
+    assert len(reader.read(reader.manifest(0)).rollouts) == 16
+    # and a manifest of a stranger is not believed
+    run.add_batch(0, named, key=SigningKey.generate())
     with pytest.raises(UserError, match="may not sign"):
-        reader_of(run).manifest(0)
+        reader.manifest(0)
 
 
-@pytest.mark.parametrize("version", [0, 5])
-def test_lag_beyond_the_async_level_or_below_zero_is_refused(run: Any, version: int) -> None:
+@pytest.mark.parametrize(("version", "refused"), [(1, True), (2, False), (4, False), (5, True)])
+def test_lag_beyond_the_async_level_or_below_zero_is_refused(
+    run: Run, version: int, refused: bool
+) -> None:
     run.add_batch(4, [replace(group, version=version) for group in run.add_step(4, version=4)])
-    with pytest.raises(UserError, match="lag"):
-        reader_of(run).manifest(4)
+    if refused:
+        with pytest.raises(UserError, match="lag"):
+            reader_of(run).manifest(4)
+    else:
+        assert reader_of(run).manifest(4).step == 4
 
 
-def test_waiting_ends_when_the_manifest_appears_or_the_role_is_told_to_stop(run: Any) -> None:
-    stop, reader = threading.Event(), reader_of(run)
-    timer = threading.Timer(0.1, run.add_step, args=(0,), kwargs={"version": 0})
-    timer.start()
+class Meanwhile(threading.Event):
+    """While somebody waits, something happens."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        super().__init__()
+        self._action = action
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._action()
+        return self.is_set()
+
+
+def test_waiting_ends_when_the_manifest_appears_or_the_role_is_told_to_stop(run: Run) -> None:
+    reader = reader_of(run)
+    stop = Meanwhile(lambda: run.add_step(0, version=0))
     manifest = reader.wait(0, stop, LOG)
-    timer.join()
     assert manifest is not None and manifest.step == 0
-    stop.set()
-    assert reader.wait(0, stop, LOG) is None
+    # given that it is told to stop while it waits, or was before
+    stop = Meanwhile(lambda: stop.set())
     assert reader.wait(1, stop, LOG) is None
+    assert reader.wait(0, stop, LOG) is None
+
+
+def test_a_run_on_documents_waits_for_rows_and_believes_the_coordinator_alone(
+    tmp_path: Path,
+) -> None:
+    run = Run(tmp_path / "run", documents_spec())
+    reader = RangeReader(run.path, run.spec, run.root.public_hex)
+
+    def sign(step: int, *, rows: int = ROWS, key: SigningKey = run.coordinator) -> None:
+        made = RangeManifest(run.spec.name, step, RowRange.of_step(step, rows), 7, "ab" * 32)
+        folder = step_folder(run.path, step)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "batch.json").write_bytes(sign_ranges(made, key))
+
+    found = reader.wait(2, Meanwhile(lambda: sign(2)), LOG)
+    assert found is not None and found.rows == RowRange(12, 18)
+    assert manifest_digest(found) == manifest_digest(reader.manifest(2, signed=False))
+    # given what is a stranger's, of other rows, or nothing of that kind
+    sign(0, key=SigningKey.generate())
+    with pytest.raises(UserError, match=r"step_0.*batch\.json"):
+        reader.manifest(0)
+    assert reader.manifest(0, signed=False).step == 0  # as after a rollback
+    sign(0, rows=ROWS + 1)
+    with pytest.raises(UserError, match="rows 0 to 7 in step 0, which has 0 to 6"):
+        reader.manifest(0)
+    (step_folder(run.path, 0) / "batch.json").write_bytes(b"{}")
+    with pytest.raises(UserError, match="ranges"):
+        reader.manifest(0)
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+single = st.floats(allow_nan=False, allow_infinity=False, width=32)
+tokens = st.lists(st.integers(0, 2**31 - 1), min_size=0, max_size=5)
+
+
+@st.composite
+def rollouts(draw: Any) -> TrainingRollout:
+    output = draw(tokens)
+    mu = draw(st.lists(single, min_size=len(output), max_size=len(output)))
+    return TrainingRollout(
+        problem_id=draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=5)),
+        prompt_tokens=np.asarray(draw(tokens), np.int32),
+        output_tokens=np.asarray(output, np.int32),
+        mu=np.asarray(mu, np.float32),
+        advantage=draw(finite),
+        task_reward=draw(finite),
+        reward=draw(finite),
+        target=draw(st.none() | st.integers(0, 2**31 - 1)),
+        version=draw(st.integers(0, 99)),
+    )
+
+
+@st.composite
+def batches(draw: Any) -> Batch:
+    groups = draw(st.lists(st.lists(rollouts(), min_size=1, max_size=3), min_size=1, max_size=3))
+    named = [BatchGroup(f"{i:064x}", "b" * 64, i, 5, 4) for i in range(len(groups))]
+    stats = {"task_reward_mean": draw(finite), "by_target": {"8": 1.5}}
+    return Batch(BatchManifest("run", 5, named, True, stats, 1, "0" * 64), groups)
+
+
+def same(a: TrainingRollout, b: TrainingRollout) -> bool:
+    return all(
+        x.tobytes() == y.tobytes() and x.dtype == y.dtype if isinstance(x, np.ndarray) else x == y
+        for x, y in zip(astuple(a), astuple(b), strict=True)
+    )
+
+
+@settings(derandomize=True, max_examples=50, deadline=None)
+@given(batches(), st.data())
+def test_a_batch_goes_to_other_processes_bit_for_bit_and_nothing_else_passes_for_one(
+    batch: Batch, data: Any
+) -> None:
+    whole = encode_batch(batch)
+    back = decode_batch(whole)
+    assert back.manifest == batch.manifest and back.digest == batch.digest
+    assert [len(group) for group in back.groups] == [len(group) for group in batch.groups]
+    assert all(same(a, b) for a, b in zip(back.rollouts, batch.rollouts, strict=True))
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    for damaged in (whole[:cut], whole + b"\0"):
+        with pytest.raises(MalformedTable):
+            decode_batch(damaged)

@@ -8,7 +8,9 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
+from jax._src import compilation_cache
 
 from learner_jax.compile_cache import UNUSED_DAYS, ProgramCache, cache_folder, keep_compiled
 from runspec.core.errors import UserError
@@ -28,17 +30,13 @@ print(jax.jit(lambda x: jnp.sin(x @ x).sum())(jnp.eye(3)), counter)
 
 def start(folder: Path) -> subprocess.Popen[str]:
     """Runs the program in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command, pipe = [sys.executable, "-c", PROGRAM, str(folder)], subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
 
 
 def end(process: subprocess.Popen[str]) -> tuple[str, str]:
     """(what it printed, what it logged)."""
-    printed, logged = process.communicate(timeout=120)
+    printed, logged = process.communicate()
     assert process.returncode == 0, logged
     return printed, logged
 
@@ -63,18 +61,15 @@ def test_two_runs_at_once_share_what_they_compile_and_damage_is_compiled_again(
     count = int(rest.split(" programs")[0].split()[-1])
     assert count > 0 and both[1][0].startswith(value + " compiled")
     assert not any("damaged" in logged for _, logged in both)
-    # when it starts again, then every program comes from there
-    assert f"{count} of {count} programs" in end(start(folder))[0]
-    # and when entries are damaged, it says so and compiles them
+    # when entries are damaged, then it says so and compiles those, and takes the others from there
     entries = list(folder.glob("*.program"))
-    assert len(entries) == count
+    assert len(entries) == count > 3
     for damage, entry in zip((flip, cut_off, lambda data: b""), entries, strict=False):
         entry.write_bytes(damage(entry.read_bytes()))
-    damaged = min(3, count)
     printed, logged = end(start(folder))
     assert printed.startswith(value + " compiled")
-    assert f"{count - damaged} of {count} programs" in printed
-    assert logged.count("damaged, compiling it again") == damaged
+    assert f"{count - 3} of {count} programs" in printed
+    assert logged.count("damaged, compiling it again") == 3
     # and the start after that takes all of them from there again
     assert f"{count} of {count} programs" in end(start(folder))[0]
 
@@ -95,9 +90,6 @@ def test_an_entry_is_whole_or_not_there(tmp_path: Path) -> None:
 @pytest.fixture
 def own_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves this process's JAX as it is."""
-    import jax
-    from jax._src import compilation_cache
-
     monkeypatch.setattr(jax.config, "update", lambda *setting: None)
     monkeypatch.setattr(compilation_cache, "_cache", None)
 
@@ -133,6 +125,7 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "shared"
     keep_compiled(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
-    folder.chmod(0o770)
-    with pytest.raises(UserError, match="others may write compiled programs here"):
-        keep_compiled(folder)
+    for mode in (0o770, 0o707):
+        folder.chmod(mode)
+        with pytest.raises(UserError, match="others may write compiled programs here"):
+            keep_compiled(folder)

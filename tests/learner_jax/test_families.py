@@ -1,26 +1,45 @@
-"""One decoder for all families: what transformers computes of each, packed or alone."""
+"""One decoder for all families: what transformers computes of each, packed, alone, by `score`."""
 
 from __future__ import annotations
 
+import json
+import re
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from bridge.weight_map import weight_map
-from learner_jax.execution import Execution
+from learner_jax import score
+from learner_jax.__main__ import main
+from learner_jax.decoder import rotation
+from learner_jax.execution import Execution, full_float32
 from learner_jax.leaves import leaf_at, load_params
 from learner_jax.logprobs import token_logprobs
 from learner_jax.model import bind
 from learner_jax.packing import Packed, Sample, TokenBatch, pack
 from learner_jax.sharding import make_mesh
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.family import load_config
+from runspec.core.models.family import load_config, parse_config
 from runspec.core.spec import schema
-from tests.learner_jax.families import FAMILIES, lines, saved, theirs, token_weights
+from tests.learner_jax.families import (
+    FAMILIES,
+    LLAMA3,
+    VOCABULARY,
+    YARN,
+    in_double,
+    lines,
+    saved,
+    theirs,
+    token_weights,
+)
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 GRADIENT_TOLERANCE = {"float32": 3e-5, "float64": 1e-10}
@@ -64,19 +83,9 @@ def tensors_of(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
     return found
 
 
-QUICK = [("qwen2, tied", "float32"), ("qwen2, tied", "float64"), ("llama 3", "float32")]
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        *QUICK,
-        *(
-            pytest.param(name, "float64", marks=pytest.mark.slow)
-            for name in FAMILIES
-            if (name, "float64") not in QUICK
-        ),
-    ],
+    ("name", "dtype"), [("qwen2, tied", "float32"), *((name, "float64") for name in FAMILIES)]
 )
 def test_a_family_is_what_transformers_computes(name: str, dtype: str) -> None:
     assert_parity(name, dtype)
@@ -100,13 +109,161 @@ def assert_parity(name: str, dtype: str) -> None:
             Execution(jnp.dtype(dtype), mesh=mesh),
         )
     # then logits, log-probs and the gradient of every tensor are the same
-    tolerance = TOLERANCE[dtype]
     for number, place in enumerate(packed().placements):
         row = np.s_[place.row, place.start : place.stop]
         logits, logprobs = expected.logits[number][:-1], expected.logprobs[number]
-        assert relative(np.asarray(found_logits)[row], logits) < tolerance
-        assert relative(np.asarray(found_logprobs)[row], logprobs) < tolerance
+        assert relative(np.asarray(found_logits)[row], logits) < TOLERANCE[dtype]
+        assert relative(np.asarray(found_logprobs)[row], logprobs) < TOLERANCE[dtype]
     found = tensors_of(grads, config)
     assert found.keys() == expected.gradients.keys()
     errors = {key: relative(found[key], expected.gradients[key]) for key in found}
     assert max(errors.values()) < GRADIENT_TOLERANCE[dtype], errors
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": YARN,
+    "yarn, its length is the model's": {"rope_type": "yarn", "factor": 3.0},
+    "yarn, factor of the lengths": {**YARN, "factor": None},
+    "yarn, attention factor": {**YARN, "attention_factor": 1.7},
+    "yarn, ramp": {**YARN, "beta_fast": 5.0, "beta_slow": 0.5},
+    "yarn, ramp between dimensions": {**YARN, "truncate": False},
+    "yarn, mscale": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+    "yarn, mscale alone": {**YARN, "mscale": 0.7},
+    "yarn that shrinks": {**YARN, "factor": 0.5},
+    "llama3": LLAMA3,
+    "llama3, narrow": {**LLAMA3, "low_freq_factor": 0.7, "high_freq_factor": 1.1},
+}
+
+
+def rope_fields(head_dim: int, rope: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "vocab_size": 11,
+        "hidden_size": 12,
+        "intermediate_size": 13,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": head_dim,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        **rope,
+    }
+
+
+@pytest.mark.parametrize("head_dim", [6, 20])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_of_rope_turns_as_transformers_turns(variant: str, head_dim: int) -> None:
+    # given the parameters of a variant, in the spelling of transformers 5 and in the older one
+    parameters = VARIANTS[variant]
+    older = {("type" if key == "rope_type" else key): value for key, value in parameters.items()}
+    spellings = [
+        {"rope_parameters": {**parameters, "rope_theta": 500.0}},
+        {"rope_scaling": older, "rope_theta": 500.0},
+    ]
+    positions = np.array([[0, 1, 2, 3, 15, 16, 17, 31, 62, 63]])
+    # when transformers computes cosine and sine in double
+    with in_double():
+        module = LlamaRotaryEmbedding(LlamaConfig(**rope_fields(head_dim, spellings[0])))
+        expected = module(torch.zeros(1, dtype=torch.float64), torch.tensor(positions))
+    # then both spellings give the same, of which transformers keeps two copies
+    for spelling in spellings:
+        config = parse_config(rope_fields(head_dim, spelling), place="config.json")
+        with jax.enable_x64(True):
+            for found, values in zip(rotation(positions, config), expected, strict=True):
+                both = np.concatenate([found, found], axis=-1)[:, :, 0]
+                np.testing.assert_allclose(both, values.numpy(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("compute", "asked"), [("float32", True), ("bfloat16", False)])
+def test_float32_products_are_asked_for_in_full_where_that_is_the_type(
+    compute: str, asked: bool
+) -> None:
+    # given a process that computes in a type, when a product is lowered
+    full_float32(compute)
+    text = jax.jit(lambda x: x @ x).lower(jnp.zeros((2, 2), compute)).as_text()
+    # then an accelerator is not left to round its operands
+    assert ("HIGHEST" in text) == asked
+
+
+SCORED = "llama 3"
+
+
+def scored(tokens: Path, *options: str) -> int:
+    """Exit code of the command."""
+    return main(["score", str(saved(SCORED)), "--tokens", str(tokens), *options])
+
+
+def write(path: Path, rows: list[list[int]]) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.mark.slow
+def test_log_probs_are_those_of_transformers_in_the_files_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given many lines of few kinds, and room for a part of them at a time
+    monkeypatch.setattr(score, "WINDOW_TOKENS", 1000)
+    kinds = np.random.default_rng(0).integers(0, len(lines()), 200)
+    tokens = write(tmp_path / "tokens.jsonl", [lines()[kind].tolist() for kind in kinds])
+    # when they are scored on one device and on four
+    assert scored(tokens, "--mesh", "fsdp=1") == 0
+    one = capsys.readouterr().out
+    assert scored(tokens, "--mesh", "fsdp=2,tensor=2", "--out", str(tmp_path / "out.jsonl")) == 0
+    # then both say of each line what transformers says of its kind
+    expected = theirs(SCORED, "float32").logprobs
+    for text in (one, (tmp_path / "out.jsonl").read_text()):
+        for kind, line in zip(kinds, text.splitlines(), strict=True):
+            np.testing.assert_allclose(json.loads(line), expected[kind], rtol=1e-4, atol=1e-4)
+    # and in bfloat16 one is off by that type's rounding
+    one_line = write(tmp_path / "one.jsonl", [lines()[3].tolist()])
+    assert scored(one_line, "--mesh", "fsdp=1", "--dtype", "bfloat16") == 0
+    found = np.array(json.loads(capsys.readouterr().out))
+    assert 1e-4 < np.abs(found - expected[3]).mean() / np.abs(expected[3]).mean() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2]\n[1, 2", r":2: not JSON"),
+        ("[1, 2]\n\n[1, 2]\n", r":2: not JSON"),
+        ("[1]\n", r":1: 1 tokens: the first has no log-prob"),
+        ("[1, 2.0]\n", r":1: not a JSON list of whole numbers"),
+        ("[1, true]\n", r":1: not a JSON list of whole numbers"),
+        ('{"a": 1}\n', r":1: not a JSON list of whole numbers"),
+        (f"[1, {VOCABULARY}]\n", rf":1: token {VOCABULARY} of a vocabulary of"),
+        ("[-1, 1]\n", r":1: token -1 of a vocabulary"),
+        ("[" * 100_000 + "\n", r":1: not JSON"),
+        (f"[1, {'9' * 5000}]\n", r":1: (not JSON|token 9)"),
+        ("\xff\xfe\n", r":1: not JSON"),
+        ("", r": no lines"),
+        (f"[1, 2]\n[{'1,' * 300_000}2]\n", r":2: longer than 500000 bytes"),
+    ],
+)
+def test_a_line_that_cannot_be_scored_is_named(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    message: str,
+) -> None:
+    # given a file with a fault in one line, when it is scored
+    monkeypatch.setattr(score, "MAX_LINE_BYTES", 500_000)
+    path = tmp_path / "tokens.jsonl"
+    path.write_bytes(text.encode("latin-1"))
+    code = scored(path)
+    # then the command fails before it computes anything, and names file and line
+    captured = capfd.readouterr()
+    assert (code, captured.out) == (1, "")
+    assert re.search(rf"tokens\.jsonl{message}", captured.err), captured.err
+
+
+@pytest.mark.parametrize("mesh", ["fsdp", "fsdp=x", "rows=2", "fsdp=0", ""])
+def test_a_mesh_that_is_none_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], mesh: str
+) -> None:
+    assert scored(write(tmp_path / "tokens.jsonl", [[1, 2]]), "--mesh", mesh) == 1
+    assert f"--mesh: {mesh!r} is not a mesh" in capfd.readouterr().err

@@ -1,125 +1,61 @@
-"""The gradient of an optimizer batch: right for every switch, the same however it is computed."""
+"""The gradient of an optimizer batch: the formula's, the same however it is computed.
+
+And meshes: what they cut and send, and what cannot be built on them.
+"""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from learner_jax.decoder import embed
 from learner_jax.execution import Execution
-from learner_jax.loss import grpo_loss
-from learner_jax.model import abstract_params, bind
-from learner_jax.packing import Sample, TokenBatch, pack
+from learner_jax.model import abstract_params, bind, init_params
+from learner_jax.packing import Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
-from learner_jax.step import build_programs, policy_logprobs
+from learner_jax.step import build_programs
+from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
+from runspec.core.spec import schema
 from runspec.core.spec.schema import Grpo, Mesh, Packing, RunSpec
 from tests.learner_jax.conftest import changed, tiny_spec
-from tests.learner_jax.packed_inputs import inputs_of
 from tests.learner_jax.reference import (
     MAX_NEW_TOKENS,
     Rollout,
+    inputs_of,
     loss_of,
     make_rollouts,
     relative_errors,
 )
 
-pytestmark = pytest.mark.slow  # many programs to compile
-
 CONFIG = ModelConfig("qwen2", 24, 16, 24, 2, 4, 2, 8, 64, 10000.0, 1e-6, False, True)
 TEMPERATURE = 0.7
-SWITCHES = {  # the rest of them in test_switches
-    "clip": {"kl": {"coef": 0.1}, "entropy_coef": 0.3, "importance": {"cap": 1.5}},
-    "sequence ratio": {"ratio": "sequence", "clip": {"delta": None}},
-    "cispo": {"surrogate": "cispo", "clip": {"delta": None}, "loss_normalizer": "token"},
-}
+ALGORITHM = Grpo(kl={"coef": 0.1}, entropy_coef=0.3, importance={"cap": 1.5})
+"""What the other switches change is in test_loss."""
 
 
-def rollouts_of(seed: int = 0, count: int = 10) -> list[Rollout]:
-    return make_rollouts(np.random.default_rng(seed), CONFIG.vocab_size, count, longest=30)
+@cache
+def rollouts() -> list[Rollout]:
+    return make_rollouts(np.random.default_rng(0), CONFIG.vocab_size, 10, longest=30)
 
 
-def params_of(dtype: Any) -> Any:
+def params_of(dtype: Any, config: ModelConfig = CONFIG) -> Any:
     """Parameters with biases and norms that matter; the same in every type."""
     rng = np.random.default_rng(1)
     return jax.tree.map(
         lambda s: jnp.asarray(
             s.initial.mean + rng.normal(size=s.shape) * (s.initial.std or 0.1), dtype
         ),
-        abstract_params(CONFIG),
+        abstract_params(config),
     )
-
-
-@partial(jax.jit, static_argnames="mesh")
-def logprobs64(params: Any, batch: TokenBatch, mesh: jax.sharding.Mesh | None) -> Any:
-    return policy_logprobs(
-        bind(CONFIG, params),
-        batch,
-        temperature=TEMPERATURE,
-        execution=Execution(jnp.float64, "full", mesh=mesh),
-    )
-
-
-def packed_gradient64(
-    rollouts: list[Rollout],
-    algorithm: Grpo,
-    *,
-    tokens: int,
-    rows: int = 1,
-    mesh: jax.sharding.Mesh | None = None,
-) -> Any:
-    """The learner's pure functions in float64, a microbatch at a time."""
-    packed = pack([Sample(r.prompt, r.output) for r in rollouts], tokens=tokens, rows=rows)
-    inputs, params = inputs_of(packed, rollouts, algorithm), params_of(jnp.float64)
-    if mesh is not None:
-        params = shard_params(params, abstract_params(CONFIG), mesh)
-
-    def objective(params: Any) -> jax.Array:
-        total = jnp.zeros(())
-        for i in range(packed.microbatches):
-            part = jax.tree.map(lambda x, i=i: x[i], inputs)
-            batch = packed.token_batch(i)
-            if mesh is not None:
-                batch, part = shard_batch((batch, part), mesh)
-            outputs = logprobs64(params, batch, mesh)
-            total = total + grpo_loss(*outputs, batch.segment_ids, part, algorithm)[0]
-        return total
-
-    return jax.grad(objective)(params)
-
-
-def true_gradient(rollouts: list[Rollout], algorithm: Grpo) -> Any:
-    return jax.grad(loss_of)(
-        params_of(jnp.float64),
-        CONFIG,
-        rollouts,
-        algorithm,
-        temperature=TEMPERATURE,
-        max_new_tokens=MAX_NEW_TOKENS,
-    )
-
-
-@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES.keys())
-def test_gradient_is_that_of_the_formula(switches: dict[str, Any]) -> None:
-    # given one optimizer batch and an algorithm
-    rollouts, algorithm = rollouts_of(count=5), Grpo.model_validate(switches)
-    with jax.enable_x64(True):
-        # when the gradient is computed packed, over microbatches, and by the plain formula
-        found = packed_gradient64(rollouts, algorithm, tokens=48)
-        expected = true_gradient(rollouts, algorithm)
-    # then every tensor agrees
-    assert max(relative_errors(found, expected).values()) < 1e-10
-
-
-def test_gradient_does_not_depend_on_the_packing_in_float64() -> None:
-    rollouts, algorithm = rollouts_of(), Grpo()
-    with jax.enable_x64(True):
-        short, long = (packed_gradient64(rollouts, algorithm, tokens=t) for t in (32, 100))
-    assert max(relative_errors(short, long).values()) < 1e-10
 
 
 def spec_of(mesh: dict[str, int], tokens: int, rows: int, remat: str = "full") -> RunSpec:
@@ -128,19 +64,19 @@ def spec_of(mesh: dict[str, int], tokens: int, rows: int, remat: str = "full") -
     spec = changed(tiny_spec(), learner=learner)
     sampling = spec.samplers[0].sampling.model_copy(update={"temperature": TEMPERATURE})
     pool = spec.samplers[0].model_copy(update={"sampling": sampling})
-    return spec.model_copy(update={"samplers": [pool], "algorithm": Grpo(kl={"coef": 0.1})})
+    return spec.model_copy(update={"samplers": [pool], "algorithm": ALGORITHM})
 
 
-def program_gradient(spec: RunSpec, rollouts: list[Rollout]) -> tuple[Any, dict[str, float]]:
+def program_gradient(spec: RunSpec) -> tuple[Any, dict[str, float]]:
     """The gradient and metrics by the jitted programs, in float32."""
     mesh, packing = make_mesh(spec.learner.mesh), spec.learner.packing
     programs = build_programs(spec, CONFIG, mesh)
     params = shard_params(params_of(jnp.float32), abstract_params(CONFIG), mesh)
-    samples = [Sample(r.prompt, r.output) for r in rollouts]
+    samples = [Sample(r.prompt, r.output) for r in rollouts()]
     shards = mesh.shape["data"] * mesh.shape["fsdp"]
     packed = pack(samples, tokens=packing.tokens, rows=packing.rows, shards=shards)
     inputs = jax.tree.map(
-        lambda x: x.astype(np.float32), inputs_of(packed, rollouts, spec.algorithm)
+        lambda x: x.astype(np.float32), inputs_of(packed, rollouts(), spec.algorithm)
     )
     total = programs.accumulate(
         params, shard_batch(packed.batch, mesh), shard_batch(inputs, mesh), packed.microbatches
@@ -151,50 +87,239 @@ def program_gradient(spec: RunSpec, rollouts: list[Rollout]) -> tuple[Any, dict[
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[Any, dict[str, float]]:
-    return program_gradient(spec_of({}, tokens=64, rows=4), rollouts_of())
+    return program_gradient(spec_of({}, tokens=64, rows=4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "tokens", "rows", "remat"),
     [
         ({}, 200, 1, "none"),
-        ({"fsdp": 2}, 64, 4, "dots"),
-        ({"data": 2}, 64, 2, "attention"),
-        ({"tensor": 2}, 64, 4, "offload"),
-        ({"context": 2, "tensor": 2}, 64, 4, "none"),
-        ({"data": 2, "fsdp": 2, "slices": 2}, 48, 4, "full"),
-        ({"fsdp": 2, "context": 2, "tensor": 2}, 64, 4, "full"),
+        ({"data": 2, "fsdp": 2, "slices": 2}, 48, 4, "dots"),
+        ({"fsdp": 2, "context": 2, "tensor": 2}, 64, 4, "attention"),
         ({"data": 2, "context": 4}, 64, 2, "offload"),
     ],
+    ids=str,
 )
 def test_gradient_is_the_same_on_every_mesh_and_packing(
     mesh: dict[str, int], tokens: int, rows: int, remat: str, expected: tuple[Any, dict[str, float]]
 ) -> None:
     # given one optimizer batch, when it is packed and sharded another way
-    grads, metrics = program_gradient(spec_of(mesh, tokens, rows, remat), rollouts_of())
+    grads, metrics = program_gradient(spec_of(mesh, tokens, rows, remat))
     # then gradients and metrics are those of one device
     assert max(relative_errors(grads, expected[0]).values()) <= 1e-5
     assert metrics == pytest.approx(expected[1], rel=1e-5)
 
 
-def test_gradient_in_float32_is_near_the_truth(expected: tuple[Any, dict[str, float]]) -> None:
+@pytest.mark.slow
+def test_gradient_is_that_of_the_formula(expected: tuple[Any, dict[str, float]]) -> None:
+    # given the gradient by the plain formula in float64, one sample at a time
     with jax.enable_x64(True):
-        truth = true_gradient(rollouts_of(), Grpo(kl={"coef": 0.1}))
+        truth = jax.grad(loss_of)(
+            params_of(jnp.float64),
+            CONFIG,
+            rollouts(),
+            ALGORITHM,
+            temperature=TEMPERATURE,
+            max_new_tokens=MAX_NEW_TOKENS,
+        )
+    # then the programs' is that but for float32's rounding
     assert max(relative_errors(expected[0], truth).values()) < 1e-4
 
 
+DEEP = ModelConfig("qwen2", 32, 32, 96, 6, 2, 1, 16, 2048, 1e4, 1e-6, False, True)
+ROWS, TOKENS = 2, 512  # long enough that attention goes by blocks
+KEPT_INPUTS = 6 * ROWS * TOKENS * 32 * 4
+"""Bytes of the inputs of all layers."""
+
+
+@pytest.mark.slow
+def test_each_remat_policy_keeps_less_than_the_one_before_and_gives_the_same_gradient() -> None:
+    # given the gradient of a model of six layers, compiled under each policy
+    weights = np.linspace(0.0, 1.0, 32, dtype=np.float32)
+
+    def compiled(remat: schema.Remat) -> jax.stages.Compiled:
+        def objective(params: Any, tokens: jax.Array) -> jax.Array:
+            ids, positions = jnp.ones_like(tokens), jnp.cumsum(jnp.ones_like(tokens), axis=1)
+            execution = Execution(jnp.float32, remat=remat)
+            return jnp.sum(bind(DEEP, params)(tokens, ids, positions, execution) * weights)
+
+        return jax.jit(jax.grad(objective)).lower(params, tokens).compile()
+
+    params = params_of(jnp.float32, DEEP)
+    tokens = np.random.default_rng(0).integers(0, 32, (ROWS, TOKENS)).astype(np.int32)
+    programs = {remat: compiled(remat) for remat in get_args(schema.Remat)}
+    # then what it needs beside arguments and results shrinks
+    kept = {name: p.memory_analysis().temp_size_in_bytes for name, p in programs.items()}
+    assert kept["none"] > kept["dots"] > kept["attention"] > kept["full"] > KEPT_INPUTS
+    # and `attention` keeps of each layer, beside its input, an output of that size and little more
+    assert KEPT_INPUTS <= kept["attention"] - kept["full"] < 1.5 * KEPT_INPUTS
+    # and the gradient is that of keeping everything
+    expected = programs["none"](params, tokens)
+    for remat, program in programs.items():
+        assert max(relative_errors(program(params, tokens), expected).values()) <= 1e-5, remat
+
+
+SMALL = ModelConfig("qwen2", 32, 16, 24, 2, 2, 1, 8, 64, 1e4, 1e-6, False, True)
+
+
 @pytest.mark.parametrize(
-    "mesh",
-    [{"fsdp": 2, "context": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}],
-    ids=lambda mesh: " ".join(mesh),
+    ("packing", "mesh", "message"),
+    [
+        ({"tokens": 32, "rows": 3}, {"data": 2}, r"learner\.packing\.rows: 3"),
+        ({"tokens": 31, "rows": 2}, {"context": 2}, r"learner\.packing\.tokens: 31"),
+        ({"tokens": 32, "rows": 2}, {"fsdp": 8, "tensor": 2}, r"16 devices, here are"),
+    ],
 )
-def test_gradient_in_float64_is_the_same_on_every_mesh(mesh: dict[str, int]) -> None:
-    # given one optimizer batch, when its rows, their columns and the weights are cut in two
-    rollouts, algorithm = rollouts_of(count=6), Grpo(kl={"coef": 0.1})
-    with jax.enable_x64(True):
-        one = packed_gradient64(rollouts, algorithm, tokens=48)
-        many = packed_gradient64(
-            rollouts, algorithm, tokens=48, rows=4, mesh=make_mesh(Mesh(**mesh))
-        )
-    # then only the order of sums differs
-    assert max(relative_errors(many, one).values()) < 1e-10
+def test_packing_and_meshes_that_do_not_fit_are_refused(
+    packing: dict[str, int], mesh: dict[str, int], message: str
+) -> None:
+    spec = changed(tiny_spec(), learner={"mesh": Mesh(**mesh), "packing": Packing(**packing)})
+    with pytest.raises(UserError, match=message):
+        build_programs(spec, SMALL, make_mesh(spec.learner.mesh))
+
+
+def test_pools_of_different_temperatures_are_refused() -> None:
+    spec = tiny_spec()
+    pool = spec.samplers[0]
+    warm = pool.sampling.model_copy(update={"temperature": 1.5})
+    other = pool.model_copy(update={"name": "warm", "sampling": warm})
+    spec = spec.model_copy(update={"samplers": [pool, other]})
+    with pytest.raises(UserError, match="different temperatures"):
+        build_programs(spec, SMALL, make_mesh(spec.learner.mesh))
+
+
+@pytest.mark.parametrize(("asked", "chunk"), [(4, 4), (4096, 128)])
+def test_logits_exist_of_as_many_positions_as_the_spec_says(asked: int, chunk: int) -> None:
+    # given two shards of 128 positions, and a vocabulary of 32
+    spec = changed(tiny_spec(), learner={"logits_chunk": asked})
+    programs = build_programs(spec, SMALL, make_mesh(spec.learner.mesh))
+    # when log-probs and gradients are lowered
+    params, (tokens, inputs) = programs.abstract_state.params, programs.abstract_batch
+    for lowered in (
+        programs.score.lower(params, tokens, 1),
+        programs.accumulate.lower(params, tokens, inputs, 1),
+    ):
+        # then the largest logits [shards, positions, vocabulary] are of so many positions
+        sizes = {int(n) for n in re.findall(r"tensor<2x(\d+)x32xf32>", lowered.as_text())}
+        assert max(sizes - {SMALL.hidden_size}) == chunk  # less the gradient of the head
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a mesh asks of a device; there are no slices to be had here."""
+
+    id: int
+    slice_index: int
+    platform: str = "gpu"
+    device_kind: str = ""
+    process_index: int = 0
+
+
+def ids(mesh: jax.sharding.Mesh) -> list[Any]:
+    return np.vectorize(lambda device: device.id)(mesh.devices).reshape(-1, 2).tolist()
+
+
+def test_only_the_slice_axis_crosses_slices() -> None:
+    # given eight devices in two slices, the first four and the last
+    # then data runs from slice to slice, and fsdp stays inside one
+    assert ids(make_mesh(Mesh(data=4, fsdp=2, slices=2))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    mesh = make_mesh(Mesh(fsdp=4, tensor=2, slices=2, slice_axis="fsdp"))
+    assert mesh.shape == {"data": 1, "fsdp": 4, "context": 1, "tensor": 2}
+    assert ids(mesh) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    # given devices of two slices that are listed in turn, then data's outer part crosses them
+    devices = [Device(i, slice_index=i % 2) for i in range(4)]
+    assert ids(make_mesh(Mesh(data=2, fsdp=2, slices=2), devices)) == [[0, 2], [1, 3]]
+    # and a mesh that needs more of a slice than there is, or that slices do not divide, is refused
+    uneven = [Device(i, slice_index=int(i == 3)) for i in range(4)]
+    with pytest.raises(UserError, match=r"slices of \[3, 1\] devices, the mesh needs 2 of each"):
+        make_mesh(Mesh(data=2, fsdp=2, slices=2), uneven)
+    with pytest.raises(UserError, match=r"learner\.mesh\.slices: 2 slices do not divide data = 3"):
+        make_mesh(Mesh(data=3, fsdp=2, slices=2))
+
+
+def test_a_dimension_that_the_mesh_does_not_divide_is_whole() -> None:
+    # given one key/value head on two tensor devices
+    mesh = make_mesh(Mesh(tensor=2))
+    params = shard_params(init_params(SMALL, jax.random.key(0)), abstract_params(SMALL), mesh)
+    # then it is on both, and what divides is cut
+    assert params["layers"]["attention"]["k"]["weight"].sharding.is_fully_replicated
+    assert params["layers"]["mlp"]["gate"]["weight"].addressable_shards[0].data.shape == (2, 16, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"fsdp": 2, "tensor": 2}, {"data": 2, "context": 2}], ids=str)
+def test_embedding_is_a_look_up_and_its_gradient_a_sum_in_float32(mesh: dict[str, int]) -> None:
+    # given a token that comes a thousand times, and activations in bfloat16
+    made = make_mesh(Mesh(**mesh))
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(12, 8)).astype(np.float32)
+    tokens = np.where(rng.random((4, 512)) < 0.5, 3, rng.integers(0, 12, (4, 512)))
+    tokens = tokens.astype(np.int32)
+    weights = rng.random((4, 512, 8)).astype(np.float32)
+    execution = Execution(jnp.bfloat16, mesh=made)
+
+    def objective(table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x = embed(table, tokens, execution)
+        return jnp.sum(x.astype(jnp.float32) * weights), x
+
+    # when looked up and differentiated
+    gradient, x = jax.jit(jax.grad(objective, has_aux=True))(table, shard_batch(tokens, made))
+    # then the rows are the table's, rounded, and the gradient is the sum to float32's exactness
+    np.testing.assert_array_equal(x, table.astype(jnp.bfloat16)[tokens])
+    expected = np.zeros((12, 8))
+    np.add.at(expected, tokens, weights.astype(jnp.bfloat16).astype(np.float64))
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5)
+
+
+# Every size its own, so that a shape tells what an array is.
+VOCABULARY, HIDDEN, MLP, HEAD_DIM, B, T = 320, 64, 192, 16, 8, 48
+WIDE = ModelConfig("qwen2", VOCABULARY, HIDDEN, MLP, 3, 4, 2, HEAD_DIM, 64, 1e4, 1e-6, False, True)
+COLLECTIVE = re.compile(
+    r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+
+
+def collectives(mesh: Mesh) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(kind, operation, shape) of what `accumulate` sends between devices."""
+    packing = Packing(tokens=T, rows=B)
+    spec = changed(tiny_spec(), learner={"mesh": mesh, "packing": packing})
+    programs = build_programs(spec, WIDE, make_mesh(mesh))
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    arguments = programs.abstract_state.params, *programs.abstract_batch, count
+    lowered = programs.accumulate.lower(*arguments)  # type: ignore[attr-defined]
+    found = []
+    for line in lowered.compile().as_text().splitlines():
+        match = COLLECTIVE.search(line)
+        # Groups of one device, which other platforms than the CPU's leave out, send nothing.
+        if match is None or "replica_groups={{0},{1}" in line:
+            continue
+        operation = re.search(r'op_name="([^"]*)"', line)
+        for shape in re.findall(r"\w+\[([\d,]*)\]", match.group(1)):
+            sizes = tuple(int(size) for size in shape.split(",") if size)
+            found.append((match.group(2), operation.group(1) if operation else "", sizes))
+    return found
+
+
+@pytest.mark.slow
+def test_only_weights_are_gathered_and_no_activations_of_other_rows() -> None:
+    # given an update on a mesh
+    mesh = Mesh(fsdp=2, context=2, tensor=2)
+    sent = collectives(mesh)
+    rows, columns = B // (mesh.data * mesh.fsdp), T // mesh.context
+    # then what is gathered is one matrix at a time of a layer, the embedding or the head, cut over
+    # tensor still, or keys and values of the device's own rows
+    layer, keys = HIDDEN * MLP // mesh.tensor, 2 * rows * T * HEAD_DIM
+    table = VOCABULARY * HIDDEN // mesh.tensor
+    assert {"all-gather", "all-reduce"} <= {kind for kind, *_ in sent}
+    for kind, operation, shape in sent:
+        if kind == "all-gather":
+            assert math.prod(shape) <= max(layer, keys) or math.prod(shape) == table, operation
+            assert "gather" not in operation.rsplit("/", 1)[-1] or "shard_map" in operation
+    # and nothing goes from all to all, or has the vocabulary beside positions
+    assert not [each for each in sent if each[0] == "all-to-all"]
+    part = VOCABULARY // mesh.tensor
+    assert not [shape for *_, shape in sent if shape[-1:] == (part,) and HIDDEN not in shape]
+    # and activations are summed over tensor alone: a device's own rows and columns
+    activations = [shape for *_, shape in sent if shape[-1:] == (HIDDEN,) and len(shape) == 3]
+    assert all(math.prod(shape) <= rows * columns * HIDDEN for shape in activations)

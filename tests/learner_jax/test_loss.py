@@ -1,21 +1,94 @@
-"""The loss token by token: each clip, the KL, the weights, the sums."""
+"""The policy's loss: advantages, weights, clips, KL and sums, by formula and by paper."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+import re
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner_jax.loss import clip_surrogate, grpo_loss, k3, token_weights
+from learner_jax.advantage import group_advantages
+from learner_jax.loss import clip_surrogate, grpo_loss, k3, segment_sums, token_weights
 from learner_jax.loss_metrics import LossMetrics, log_ratio_counts, log_ratio_quantile
-from learner_jax.packing import LossInputs
-from runspec.core.spec.schema import Clip, Grpo
+from learner_jax.packing import LossInputs, Sample, pack
+from learner_jax.sharding import make_mesh, shard_batch
+from runspec.core.spec.schema import Clip, Grpo, Mesh
+from tests.learner_jax.reference import (
+    MAX_NEW_TOKENS,
+    Rollout,
+    clipped_gain,
+    inputs_of,
+    loss_of_logprobs,
+    make_rollouts,
+    relative_errors,
+)
+from tests.runspec.core.spec.spec_files import load, small_spec
 
-CLIP = Clip()
+TASK = np.array([1.0, 0.0, 0.0, 1.0])
+PENALTY = np.array([-0.2, -0.1, 0.0, -0.4])
+REWARD = TASK + PENALTY
+
+
+@pytest.mark.parametrize(
+    ("normalize", "expected"),
+    [
+        ("none", REWARD - statistics.fmean(REWARD)),
+        ("std", (REWARD - statistics.fmean(REWARD)) / (statistics.stdev(REWARD) + 1e-6)),
+        ("task", (TASK - 0.5) / (statistics.stdev(TASK) + 1e-6) + PENALTY + 0.175),
+    ],
+)
+def test_advantages_are_those_of_their_formula(
+    normalize: Literal["std", "task", "none"], expected: np.ndarray
+) -> None:
+    # given one group, then its advantages are the formula's
+    arrays = TASK, PENALTY, REWARD
+    np.testing.assert_allclose(group_advantages(*arrays, normalize=normalize), expected, rtol=1e-12)
+    # and those of several groups at once are those of each alone
+    both = group_advantages(*(np.array([x, x[::-1]]) for x in arrays), normalize=normalize)
+    np.testing.assert_allclose(both, [expected, expected[::-1]], rtol=1e-12)
+    # and equal rewards have none
+    assert not group_advantages(np.ones(3), np.zeros(3), np.ones(3), normalize=normalize).any()
+    # and a group of one is refused
+    with pytest.raises(ValueError, match="at least two"):
+        group_advantages(*(x[:1] for x in arrays), normalize=normalize)
+    assert group_advantages(*(x[:2] for x in arrays), normalize=normalize).any()
+
+
+def test_length_noise_becomes_no_unit_advantage_under_task() -> None:
+    # given a group whose task rewards are equal, and lengths off by a hair
+    penalty = np.array([-0.001, -0.002, -0.001, -0.003])
+    largest = {
+        normalize: abs(
+            group_advantages(np.ones(4), penalty, 1 + penalty, normalize=normalize)
+        ).max()
+        for normalize in ("std", "task", "none")
+    }
+    # then `std` blows the hair up, `task` and `none` do not
+    assert largest["std"] > 1
+    assert max(largest["task"], largest["none"]) < 0.002
+
+
+def test_task_advantages_need_rewards_that_are_a_sum_but_for_the_rounding_of_verdict_files() -> (
+    None
+):
+    # given `max` rewards: task times a factor of the length
+    with pytest.raises(ValueError, match="task reward"):
+        group_advantages(TASK, PENALTY, np.array([0.5, 0.0, 0.0, 0.7]), normalize="task")
+    # given rewards in the hundreds, each rounded to float32 by itself: by more than 1e-5
+    task = np.array([0.3, 0.05, 1.0, 0.0])
+    penalty = -0.02 * np.array([15_999.0, 9_001.0, 40.0, 15_000.0])
+    rounded = (np.float32(x) for x in (task, penalty, task + penalty))
+    exact = group_advantages(task, penalty, task + penalty, normalize="task")
+    np.testing.assert_allclose(group_advantages(*rounded, normalize="task"), exact, atol=1e-4)
+    with pytest.raises(ValueError, match="task reward"):
+        group_advantages(task, penalty, task + penalty + 1e-3, normalize="task")
 
 
 @pytest.mark.parametrize(
@@ -27,29 +100,47 @@ CLIP = Clip()
         (0.5, -2.0, -1.6, 0.0),  # punished and far below: stopped at 1 - eps_low
         (3.0, -2.0, -6.0, -2.0),  # punished and above: pushed down
         (9.0, -2.0, -8.0, 0.0),  # punished and huge: stopped at delta, the second side
-        (math.exp(20), -2.0, -8.0, 0.0),
     ],
 )
 def test_surrogate_has_two_sides(
     ratio: float, advantage: float, value: float, slope: float
 ) -> None:
-    found, found_slope = jax.value_and_grad(clip_surrogate)(ratio, advantage, CLIP)
-    assert float(found) == pytest.approx(value)
-    assert float(found_slope) == pytest.approx(slope)
+    found, found_slope = jax.value_and_grad(clip_surrogate)(ratio, advantage, Clip())
+    assert (float(found), float(found_slope)) == pytest.approx((value, slope))
+
+
+@pytest.mark.parametrize("advantage", [1.5, -1.5])
+@pytest.mark.parametrize("delta", [None, 4.0])
+def test_ties_are_split_as_in_the_formula(advantage: float, delta: float | None) -> None:
+    # given ratios exactly at 1, where recomputed log-probs begin, and exactly at each bound
+    clip, bounds = Clip(eps_low=0.25, eps_high=0.25, delta=delta), np.array([1.0, 0.75, 1.25, 4.0])
+    found, expected = (
+        jax.grad(lambda ratios, gain=gain: gain(ratios, advantage, clip).sum())(bounds).tolist()
+        for gain in (clip_surrogate, clipped_gain)
+    )
+    # then the gradients are the formula's, and at 1 that of the plain policy gradient
+    assert found == expected and found[0] == advantage
 
 
 @pytest.mark.parametrize("difference", [-25.0, -1.0, 0.0, 0.5, 3.0])
 def test_k3_is_its_formula_and_has_a_gradient(difference: float) -> None:
     # given ref - cur, then the value and d/dcur = 1 - exp(ref - cur)
-    current, reference = -2.0, difference - 2.0
-    value, slope = jax.value_and_grad(k3)(current, reference)
+    value, slope = jax.value_and_grad(k3)(-2.0, difference - 2.0)
     assert float(value) == pytest.approx(math.exp(difference) - difference - 1, abs=1e-6)
     assert float(slope) == pytest.approx(1 - math.exp(difference), abs=1e-6)
 
 
-def test_k3_stays_finite_where_the_reference_is_far_above() -> None:
+def test_exponents_are_held_at_20() -> None:
+    # given a reference far above, then only the linear part of the KL moves
     value, slope = jax.value_and_grad(k3)(-500.0, -1.0)
-    assert math.isfinite(value) and math.isfinite(slope)
+    assert (float(value), float(slope)) == pytest.approx((math.exp(20) - 500, 1.0), rel=1e-6)
+    # given a ratio of e^25 and one of e^-25, then they count as e^20 and e^-20
+    inputs = LossInputs(*np.ones((2, 1, 2)), np.array([[-25.0, 0.0]]), np.zeros((1, 2)), None)
+    algorithm = Grpo(kl={"coef": 0.0}, entropy_coef=0.0, clip={"eps_high": 1e9, "delta": None})
+    logprobs = jnp.array([[0.0, -25.0]])
+    loss, metrics = grpo_loss(logprobs, jnp.zeros((1, 2)), np.ones((1, 2)), inputs, algorithm)
+    assert float(loss) == pytest.approx(-math.exp(20), rel=1e-6)
+    assert metrics.means()["ratio_max"] == pytest.approx(math.exp(20), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -64,12 +155,34 @@ def test_weights_of_the_normalisers(normalizer: Any, expected: list[float]) -> N
     assert token_weights([3, 5], normalizer, max_new_tokens=10) == pytest.approx(expected)
 
 
+def test_sums_over_samples_are_those_of_a_loop_and_what_is_not_finite_stays_in_its_sample() -> None:
+    # given rows of samples of these lengths, and one that is all padding
+    rows = [[5], [1], [3, 1, 1, 7], [2] * 5, [16], [1, 18, 1], [6, 9, 5], [21], []]
+    ids = np.zeros((len(rows), 21), int)
+    for row, lengths in zip(ids, rows, strict=True):
+        row[: sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    values = np.random.default_rng(0).normal(size=ids.shape)
+    # when summed, and half the sum of their squares differentiated
+    with jax.enable_x64(True):
+        found, back = jax.jit(partial(jax.vjp, partial(segment_sums, segment_ids=ids)))(values)
+        (slope,) = back(found)
+    # then both are those of a loop over the samples
+    for r, sample in {(r, sample) for (r, _), sample in np.ndenumerate(ids)}:
+        mine = ids[r] == sample
+        total = values[r, mine].sum()
+        np.testing.assert_allclose(found[r, mine], total, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(slope[r, mine], total * mine.sum(), rtol=1e-12, atol=1e-11)
+    broken = jnp.array([[1.0, 2.0, jnp.nan, jnp.inf, 4.0, 5.0]])
+    sums = np.asarray(segment_sums(broken, np.array([[1, 1, 2, 2, 3, 0]])))[0]
+    np.testing.assert_array_equal(sums, [3.0, 3.0, np.nan, np.nan, 4.0, 5.0])
+
+
 SEGMENTS = np.ones((2, 6), np.int32)
 
 
-def batch_of(seed: int = 0) -> tuple[dict[str, Any], jax.Array, jax.Array]:
+def batch_of() -> tuple[dict[str, Any], jax.Array, jax.Array]:
     """Two rows of six positions, a third of them no output tokens, filled with nonsense."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     on = np.arange(12).reshape(2, 6) % 3 > 0
     fields = {
         "weights": np.where(on, 0.125, 0.0),
@@ -112,15 +225,13 @@ def test_truncated_weights_scale_the_surrogate_alone() -> None:
     logprobs, entropy = jnp.array([[-1.0, -2.0]]), jnp.array([[0.4, 0.6]])
     algorithm = Grpo(importance={"cap": 3.0}, kl={"coef": 0.1}, entropy_coef=0.01)
     # when, then
-    loss, metrics = grpo_loss(logprobs, entropy, SEGMENTS, inputs, algorithm)
+    loss, metrics = grpo_loss(logprobs, entropy, SEGMENTS[:1, :2], inputs, algorithm)
     kl = math.exp(0.5) - 0.5 - 1
     policy_loss = -0.5 * (3.0 + math.exp(-1))
     assert float(metrics.policy_loss) == pytest.approx(policy_loss)
     assert float(loss) == pytest.approx(policy_loss + 0.1 * 0.5 * kl - 0.01 * 0.5)
     means = metrics.means()
-    assert means["kl"] == pytest.approx(kl / 2)
-    assert means["entropy"] == pytest.approx(0.5)
-    assert means["policy_drift"] == pytest.approx(1.5)
+    assert (means["kl"], means["entropy"]) == pytest.approx((kl / 2, 0.5))
 
 
 def test_clip_fractions_count_where_the_gradient_stops() -> None:
@@ -129,30 +240,38 @@ def test_clip_fractions_count_where_the_gradient_stops() -> None:
     signs = np.array([[-1.0, 1.0, 1.0, 1.0, -1.0, -1.0, 1.0, -1.0]])
     zeros = np.zeros_like(ratios)
     inputs = LossInputs(np.full_like(ratios, 1 / 8), signs, zeros, zeros, zeros)
-    # when, then
-    metrics = grpo_loss(jnp.log(ratios), jnp.zeros((1, 8)), SEGMENTS, inputs, Grpo())[1].means()
-    assert metrics["clip_fraction_low"] == 1 / 8  # A < 0, r = 0.5
-    assert metrics["clip_fraction_high"] == 2 / 8  # A > 0, r = 1.5 and 9
-    assert metrics["clip_fraction_delta"] == 1 / 8  # A < 0, r = 9
-    assert metrics["ratio_max"] == pytest.approx(9.0)
+
+    def sides(**algorithm: Any) -> list[float]:
+        segments = np.ones_like(ratios, int)
+        metrics = grpo_loss(jnp.log(ratios), zeros, segments, inputs, Grpo(**algorithm))[1].means()
+        assert metrics["ratio_max"] == pytest.approx(9.0)
+        return [8 * metrics[f"clip_fraction_{side}"] for side in ("low", "high", "delta")]
+
+    # then low counts A < 0, r = 0.5; high A > 0, r = 1.5 and 9; delta A < 0, r = 9
+    assert sides() == [1, 2, 1]
+    assert sides(clip={"delta": None}) == [1, 2, 0]
+    # and a clipped weight is clipped whatever the sign
+    assert sides(surrogate="cispo", clip={"delta": None}) == [2, 4, 0]
 
 
 @pytest.mark.parametrize("spread", [1e-5, 1e-3, 0.05, 1.0, 12.0])
 def test_ratio_quantiles_are_known_to_a_bin(spread: float) -> None:
     # given log ratios around a mean that is not 0, where half of the positions count
     rng = np.random.default_rng(0)
-    log_ratio = np.clip(rng.normal(0.3 * spread, spread, (3, 700)), -20, 20)
+    log_ratio = np.clip(rng.normal(0.3 * spread, spread, (4, 700)), -20, 20)
     on = rng.integers(0, 2, log_ratio.shape) > 0
+    log_ratio[~on] = np.nan
     # when counted in two microbatches, and asked for
     counts = sum(
-        np.asarray(log_ratio_counts(jnp.asarray(part), jnp.asarray(mask)))
-        for part, mask in ((log_ratio[:1], on[:1]), (log_ratio[1:], on[1:]))
+        np.asarray(log_ratio_counts(jnp.asarray(log_ratio[part]), jnp.asarray(on[part])))
+        for part in (slice(0, 2), slice(2, 4))
     )
     # then each quantile is right to within the resolution that is stated
     assert counts.sum() == on.sum()
     for share in (0.01, 0.3, 0.5, 0.99):
         truth = np.quantile(log_ratio[on], share, method="inverted_cdf")
         assert abs(log_ratio_quantile(counts, share) - truth) <= max(2e-5, 0.12 * abs(truth))
+    assert log_ratio_quantile(0 * counts, 0.5) == 0.0
 
 
 def test_tokens_whose_loss_is_not_finite_are_counted() -> None:
@@ -166,8 +285,7 @@ def test_tokens_whose_loss_is_not_finite_are_counted() -> None:
     # when, then
     broken = logprobs.at[tuple(on[2])].set(jnp.nan)
     metrics = grpo_loss(broken, entropy, segments, LossInputs(**fields), algorithm)[1]
-    assert int(metrics.nonfinite) == 3
-    assert metrics.means()["nonfinite_tokens"] == 3.0
+    assert metrics.means()["nonfinite_tokens"] == int(metrics.nonfinite) == 3
     assert not math.isfinite(metrics.means()["loss"])
 
 
@@ -179,9 +297,7 @@ def test_distances_to_the_sampler_are_those_of_their_formulas() -> None:
     ones = np.ones((1, 3))
     inputs = LossInputs(ones / 3, ones, old, mu, old)
     # when
-    numbers = grpo_loss(jnp.asarray(current), jnp.asarray(ones), SEGMENTS, inputs, Grpo())[
-        1
-    ].means()
+    numbers = grpo_loss(jnp.asarray(current), ones, ones, inputs, Grpo())[1].means()
     # then KL(mu || .) is estimated on mu's tokens, without bias: E_mu[x / mu - 1 - log(x / mu)]
     for name, policy in (("kl_sampler", current), ("kl_sampler_old", old)):
         expected = np.mean(np.exp(policy - mu) - 1 - (policy - mu))
@@ -192,11 +308,10 @@ def test_distances_to_the_sampler_are_those_of_their_formulas() -> None:
 
 def test_metrics_of_microbatches_merge_to_those_of_the_batch() -> None:
     fields, logprobs, entropy = batch_of()
-    algorithm = Grpo()
 
     def metrics_of(rows: slice) -> LossMetrics:
         inputs = LossInputs(**{name: value[rows] for name, value in fields.items()})
-        return grpo_loss(logprobs[rows], entropy[rows], SEGMENTS[rows], inputs, algorithm)[1]
+        return grpo_loss(logprobs[rows], entropy[rows], SEGMENTS[rows], inputs, Grpo())[1]
 
     merged = LossMetrics.zeros().merge(metrics_of(slice(0, 1))).merge(metrics_of(slice(1, 2)))
     assert merged.means() == pytest.approx(metrics_of(slice(0, 2)).means(), rel=1e-5)
@@ -209,3 +324,145 @@ def test_a_kl_term_without_a_reference_is_refused() -> None:
         grpo_loss(logprobs, entropy, SEGMENTS, inputs, Grpo())
     # and without the term none is needed
     assert grpo_loss(logprobs, entropy, SEGMENTS, inputs, Grpo(kl={"coef": 0.0}))[1].kl == 0
+
+
+SEQUENCE = {"ratio": "sequence", "clip": {"eps_low": 0.05, "eps_high": 0.1, "delta": None}}
+CISPO = {"surrogate": "cispo", "clip": {"eps_low": 0.3, "eps_high": 0.6, "delta": None}}
+SWITCHES: dict[str, dict[str, Any]] = {
+    "the defaults": {},
+    "uneven clip with a low delta, token": {
+        "clip": {"eps_low": 0.05, "eps_high": 0.6, "delta": 1.7},
+        "loss_normalizer": "token",
+    },
+    "no delta, no KL, constant": {
+        "clip": {"delta": None},
+        "kl": {"coef": 0.0},
+        "loss_normalizer": "constant",
+    },
+    "strong KL and entropy": {"kl": {"coef": 0.5}, "entropy_coef": 0.3},
+    "importance weights": {"importance": {"cap": 1.5}},
+    "sequence ratio, strong KL and entropy": {**SEQUENCE, "kl": {"coef": 0.5}, "entropy_coef": 0.3},
+    "sequence ratio, second side, token, importance weights": {
+        "ratio": "sequence",
+        "clip": {"eps_low": 0.01, "eps_high": 0.02, "delta": 1.1},
+        "loss_normalizer": "token",
+        "importance": {"cap": 1.5},
+    },
+    "cispo, strong KL and entropy": {**CISPO, "kl": {"coef": 0.5}, "entropy_coef": 0.3},
+    "cispo, token, importance weights": {
+        **CISPO,
+        "loss_normalizer": "token",
+        "importance": {"cap": 1.5},
+    },
+}
+Arrays = list[Any]
+
+
+def batch_and_policy() -> tuple[list[Rollout], Arrays, Arrays]:
+    """Rollouts with log pi_theta and entropies, an array a sample, float64: far enough from old to
+    be clipped, near enough for sequence ratios around 1."""
+    rollouts, rng = make_rollouts(np.random.default_rng(3), 24, 9, 26), np.random.default_rng(4)
+    logprobs = [r.old + rng.normal(scale=0.5, size=r.old.shape) for r in rollouts]
+    return rollouts, logprobs, [rng.uniform(0.5, 3.0, size=r.old.shape) for r in rollouts]
+
+
+def packed_loss(
+    rollouts: list[Rollout],
+    algorithm: Grpo,
+    logprobs: Arrays,
+    entropies: Arrays,
+    dtype: Any = jnp.float64,
+    mesh: Mesh | None = None,
+) -> tuple[Any, dict[str, float], list[Arrays]]:
+    """Our loss and metrics, and the gradients by log-probs and by entropies of each sample; no
+    other position has one."""
+    packed = pack([Sample(r.prompt, r.output) for r in rollouts], tokens=72, rows=4)
+    assert packed.microbatches == 1
+    inputs, *policy = jax.tree.map(
+        lambda values: jnp.asarray(values[0], dtype),
+        (
+            inputs_of(packed, rollouts, algorithm),
+            packed.scatter(logprobs),
+            packed.scatter(entropies),
+        ),
+    )
+    batch = (*policy, packed.token_batch(0).segment_ids, inputs)
+    if mesh is not None:
+        batch = shard_batch(batch, make_mesh(mesh))
+
+    def loss(logprobs: jax.Array, entropy: jax.Array) -> tuple[jax.Array, LossMetrics]:
+        return grpo_loss(logprobs, entropy, *batch[2:], algorithm)
+
+    (value, metrics), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(*batch[:2])
+    found = [packed.gather(np.asarray(grad)[None]) for grad in grads]
+    for grad, parts in zip(grads, found, strict=True):
+        assert np.count_nonzero(grad) == sum(map(np.count_nonzero, parts))
+    return value, metrics.means(), found
+
+
+@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES.keys())
+def test_gradient_is_that_of_the_formula(switches: dict[str, Any]) -> None:
+    # given one optimizer batch and an algorithm
+    algorithm, batch = Grpo.model_validate(switches), batch_and_policy()
+    with jax.enable_x64(True):
+        # when differentiated by the plain formula, one sample at a time
+        truth, expected = jax.value_and_grad(loss_of_logprobs, (0, 1))(
+            batch[1], batch[2], batch[0], algorithm, max_new_tokens=MAX_NEW_TOKENS
+        )
+        # and packed, in either type
+        for dtype, limit in ((jnp.float64, 1e-10), (jnp.float32, 1e-5)):
+            value, metrics, found = packed_loss(batch[0], algorithm, *batch[1:], dtype=dtype)
+            # then loss and every sample's gradient agree
+            assert max(relative_errors(found, list(expected)).values()) <= limit
+            assert float(value) == pytest.approx(float(truth), abs=limit)
+    # and each bound acts on some token and spares another
+    if "clip" in switches and algorithm.kl.coef:
+        for side in ["low", "high"] + ["delta"] * (algorithm.clip.delta is not None):
+            assert 0 < metrics[f"clip_fraction_{side}"] < 1, side
+
+
+@pytest.mark.slow
+def test_the_sequence_ratio_is_the_same_where_a_mesh_cuts_samples() -> None:
+    algorithm, batch = Grpo.model_validate(SEQUENCE), batch_and_policy()
+    with jax.enable_x64(True):
+        (whole, _, ours), (cut, _, found) = (
+            packed_loss(batch[0], algorithm, *batch[1:], mesh=mesh)
+            for mesh in (None, Mesh(data=2, fsdp=2, context=2))
+        )
+    assert max(relative_errors([cut, found], [whole, ours]).values()) <= 1e-12
+
+
+@pytest.mark.slow
+def test_the_sequence_ratio_needs_no_scatter_and_memory_of_its_rows_alone() -> None:
+    # given long rows
+    rows, tokens = 2, 4096
+    one = jax.ShapeDtypeStruct((rows, tokens), jnp.float32)
+    ids = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
+    loss = jax.grad(partial(grpo_loss, algorithm=Grpo(ratio="sequence")), (0, 1), has_aux=True)
+    # when the gradient and all metrics are compiled
+    lowered = jax.jit(loss).lower(one, one, ids, LossInputs(one, one, one, one, one))
+    # then there is neither scatter nor gather, and 100 numbers a token are enough
+    assert "scatter" not in lowered.as_text() and "gather" not in lowered.as_text()
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 100 * 4 * rows * tokens
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "learner_jax.md").read_text(encoding="utf-8")
+CONFIGURATIONS = dict(re.findall(r"^\| ([\w. -]+) \(\d{4}\.\d{5}\) \| `(\{.*\})` \|$", PAGE, re.M))
+PAPERS: dict[str, tuple[Any, ...]] = {
+    "INTELLECT-2": ("std", "token", "clip", 0.2, 0.2, 4.0, 1e-3, 1e-4, "sequence"),  # section 4.1
+    "GRPO": ("std", "token", "clip", 0.2, 0.2, None, 0.04, 0.0, "sequence"),  # equations 3 and 4
+    "DAPO": ("std", "token", "clip", 0.2, 0.28, None, 0.0, 0.0, "token"),  # equation 8
+    "Dr. GRPO": ("none", "token", "clip", 0.2, 0.2, None, 0.0, 0.0, "constant"),  # figure 1
+    "GSPO": ("std", "sequence", "clip", 3e-4, 4e-4, None, 0.0, 0.0, "sequence"),  # equations 5, 7
+    "CISPO": ("std", "token", "cispo", 1.0, 2.0, None, 0.0, 0.0, "token"),  # equations 4 and 5
+}
+"""Normalisation, ratio, surrogate, bounds of the clip, KL, entropy, normaliser."""
+
+
+@pytest.mark.parametrize("paper", sorted(PAPERS.keys() | CONFIGURATIONS.keys()))
+def test_a_configuration_of_the_page_is_its_papers(paper: str, tmp_path: Path) -> None:
+    loaded = load(small_spec(tmp_path), f"algorithm={CONFIGURATIONS[paper]}")
+    assert loaded.findings == []
+    it = loaded.require().grpo
+    found = it.advantage.normalize, it.ratio, it.surrogate, *vars(it.clip).values(), it.kl.coef
+    assert (*found, it.entropy_coef, it.loss_normalizer) == PAPERS[paper]

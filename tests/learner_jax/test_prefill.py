@@ -1,4 +1,4 @@
-"""The prefill engine against the plain formula on each rollout alone; engines over real HTTP."""
+"""The prefill engine against the plain formula on each rollout alone, prompts computed once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bridge.publisher import Publisher
 from learner_jax.checkpoint import save_params
@@ -22,6 +25,16 @@ from learner_jax.execution import Execution
 from learner_jax.model import abstract_params, bind, init_params
 from learner_jax.prefill import JaxPrefill, Policy, prefill
 from learner_jax.sharding import make_mesh, shard_params
+from learner_jax.shared_prompts import (
+    MOST_REPEATS,
+    PrefillBatch,
+    Shape,
+    divide,
+    halved,
+    lay_out,
+    predicting,
+    shape_for,
+)
 from learner_jax.warm_start import model_config
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
@@ -56,29 +69,21 @@ def rollouts(count: int, *, seeded: bool = True) -> list[PrefillInput]:
     ]
 
 
-def policy(devices: int, dtype: str = "float32") -> Policy:
-    spec = tiny_spec()
+@cache
+def policy(devices: int = 1, version: int = 0) -> Policy:
+    spec, mesh = tiny_spec(), make_mesh(schema.Mesh(fsdp=devices))
     config = model_config(spec)
-    mesh = make_mesh(schema.Mesh(fsdp=devices))
-    params = init_params(config, jax.random.key(0))
-    learner = spec.learner.model_copy(update={"compute_dtype": dtype})
-    return Policy(shard_params(params, abstract_params(config), mesh), config, learner, mesh)
+    params = init_params(config, jax.random.key(version))
+    return Policy(shard_params(params, abstract_params(config), mesh), config, spec.learner, mesh)
 
 
-@partial(jax.jit, static_argnames=("config", "dtype"))
-def hidden_of(
-    params: Any, tokens: jax.Array, length: jax.Array, *, config: ModelConfig, dtype: str
-) -> tuple[jax.Array, jax.Array]:
+@partial(jax.jit, static_argnames="config")
+def hidden_of(params: Any, tokens: jax.Array, length: jax.Array, config: ModelConfig) -> Any:
     """Hidden states and logits of the first `length` of [1, ROW] tokens."""
     positions = jnp.arange(tokens.shape[1])[None]
-    bound = bind(config, params)
-    hidden = bound(
-        tokens,
-        (positions < length).astype(jnp.int32),
-        positions,
-        Execution(jnp.dtype(dtype)),
-    )[0]
-    return hidden, (hidden @ bound.head_weight().astype(hidden.dtype)).astype(jnp.float32)
+    bound, filled = bind(config, params), (positions < length).astype(jnp.int32)
+    hidden = bound(tokens, filled, positions, Execution(jnp.float32))[0]
+    return hidden, hidden @ bound.head_weight()
 
 
 def states_alone(policy: Policy, rollout: PrefillInput) -> tuple[np.ndarray, np.ndarray]:
@@ -86,13 +91,7 @@ def states_alone(policy: Policy, rollout: PrefillInput) -> tuple[np.ndarray, np.
     text = np.concatenate([rollout.prompt_tokens, rollout.output_tokens])
     tokens = np.zeros((1, ROW), np.int32)
     tokens[0, : len(text)] = text
-    hidden, all_logits = hidden_of(
-        jax.device_get(policy.params),
-        tokens,
-        len(text),
-        config=policy.config,
-        dtype=policy.learner.compute_dtype,
-    )
+    hidden, all_logits = hidden_of(jax.device_get(policy.params), tokens, len(text), policy.config)
     n, p = len(rollout.output_tokens), len(rollout.prompt_tokens)
     producing = slice(p - 1, p - 1 + n)  # the positions that produced the output tokens
     bits = np.asarray(hidden[producing].astype(jnp.bfloat16)).view(np.uint16)
@@ -142,10 +141,13 @@ def assert_alone(output: PrefillOutput, policy: Policy, rollout: PrefillInput) -
     assert output.hidden.dtype == np.uint16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_every_rollout_gets_what_it_would_get_alone(devices: int) -> None:
-    # given more rollouts than one microbatch holds, of all lengths
-    subject, given = policy(devices), rollouts(40)
+    # given more rollouts than one microbatch holds, of all lengths, and groups that share prompts,
+    # among them outputs of one token and a prompt of one
+    groups = [(17, [9, 1, 30, 12]), (1, [1, 1, 5]), (30, [20, 20, 3]), (8, [25] * 6)]
+    subject, given = policy(devices), rollouts(20) + grouped(groups)
     # when they are prefilled together
     outputs = prefill(subject, given, temperature=TEMPERATURE)
     # then each has the log-probs, hidden states and gaps of the definition
@@ -153,9 +155,10 @@ def test_every_rollout_gets_what_it_would_get_alone(devices: int) -> None:
         assert_alone(output, subject, rollout)
 
 
+@pytest.mark.slow
 def test_the_seeded_token_has_gap_zero_and_no_other_has() -> None:
     # given a prefix, and a rollout that continues it with each token of the vocabulary
-    subject, (start,) = policy(1), rollouts(1)
+    subject, (start,) = policy(), rollouts(1)
     candidates = [
         PrefillInput(
             start.prompt_tokens, np.append(start.output_tokens, token).astype(np.int32),
@@ -171,12 +174,11 @@ def test_the_seeded_token_has_gap_zero_and_no_other_has() -> None:
     assert np.exp([output.logprobs[-1] for output in outputs]).sum() == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "rule", [Truncation(0.9, -1, 1e-3), Truncation(1.0, 5, 1e-3), Truncation(0.8, 10, 0.1)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [Truncation(0.9, -1, 1e-3), Truncation(0.8, 10, 0.1)], ids=str)
 def test_a_truncated_distribution_is_judged_by_its_definition(rule: Truncation) -> None:
     # given rollouts of any tokens, most of which top-k and top-p would not have kept
-    subject, given = policy(1), rollouts(12)
+    subject, given = policy(), rollouts(12)
     # when they are prefilled under the rule
     outputs = prefill(subject, given, temperature=TEMPERATURE, truncation=rule)
     # then log-probs and gaps are those of the rule on all logits of each rollout alone
@@ -191,10 +193,11 @@ def test_a_truncated_distribution_is_judged_by_its_definition(rule: Truncation) 
     assert outside > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [None, Truncation(0.8, 10, 0.1)], ids=str)
 def test_unseeded_tokens_come_with_what_the_distributions_say(rule: Truncation | None) -> None:
     # given rollouts without noise, the first of which asks for nothing
-    subject, (first, *given) = policy(1), rollouts(12, seeded=False)
+    subject, (first, *given) = policy(), rollouts(12, seeded=False)
     asking = [replace(each, end_token=3) for each in given]
     # when they are prefilled
     (plain, *outputs) = prefill(subject, [first, *asking], temperature=TEMPERATURE, truncation=rule)
@@ -213,40 +216,18 @@ def test_unseeded_tokens_come_with_what_the_distributions_say(rule: Truncation |
         np.testing.assert_array_equal(output.logprobs, output.choices.logprobs)
 
 
-def test_a_rule_that_cuts_nothing_changes_nothing() -> None:
-    subject, given = policy(1), rollouts(3)
-    plain = prefill(subject, given, temperature=TEMPERATURE)
-    ruled = prefill(subject, given, temperature=TEMPERATURE, truncation=Truncation(margin=0.1))
-    for one, two in zip(plain, ruled, strict=True):
-        assert np.array_equal(one.logprobs, two.logprobs)
-        assert one.seeded_gap is not None and np.array_equal(one.seeded_gap, two.seeded_gap)
-
-
-def test_unseeded_rollouts_have_no_gap_and_none_is_no_work() -> None:
-    subject = policy(1)
-    outputs = prefill(subject, rollouts(3, seeded=False), temperature=1.0)
-    assert [output.seeded_gap for output in outputs] == [None, None, None]
-    assert prefill(subject, [], temperature=1.0) == []
-
-
-def test_a_rollout_longer_than_a_row_is_an_error_that_says_so() -> None:
-    long = PrefillInput(np.zeros(40, np.int32), np.zeros(40, np.int32), None)
-    with pytest.raises(UserError, match="80 tokens"):
-        prefill(policy(1), [long], temperature=1.0)
-
-
 class _QuietHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         logging.getLogger("test").debug(format, *args)
 
 
-@pytest.fixture
-def published(run: Run) -> Iterator[tuple[Run, str]]:
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, str]]:
     """A run with versions 0 to 3 published, its store served by a plain HTTP server."""
+    run = Run(tmp_path_factory.mktemp("published") / "run", tiny_spec())
     write_initial_model(run)
-    config = model_config(run.spec)
     for version in range(4):
-        params = init_params(config, jax.random.key(version))
+        params = policy(version=version).params
         save_params(params_folder(run.path, run.spec), version, params, {"sequences": []})()
         Publisher(run.path, run.spec, logging.getLogger("test")).publish_new()
     handler = partial(_QuietHandler, directory=str(run.path / "store" / "origin"))
@@ -264,27 +245,7 @@ def digest_of(run: Run, version: int) -> str:
     return digest_bytes((folder / "manifest.json").read_bytes())
 
 
-def test_a_run_with_adapters_is_prefilled(
-    published: tuple[Run, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    # given the engine of a run that trains adapters, whose versions are merged weights
-    run, url = published
-    where = WeightsLocation(run.spec.name, [url], run.root.public_hex, tmp_path / "cache")
-    engine = JaxPrefill(changed(run.spec, learner={"lora": schema.Lora(rank=2)}), where)
-    # when rollouts are prefilled
-    engine.ensure_version(1, digest_of(run, 1), deadline_s=20)
-    given = rollouts(3)
-    outputs = engine.prefill(1, given, temperature=TEMPERATURE)
-    engine.close()
-    # then each has the log-probs of the published weights
-    params = init_params(model_config(run.spec), jax.random.key(1))
-    mesh = make_mesh(schema.Mesh(fsdp=1))
-    expected = Policy(params, model_config(run.spec), run.spec.learner, mesh)
-    for output, rollout in zip(outputs, given, strict=True):
-        np.testing.assert_allclose(output.logprobs, alone(expected, rollout).logprobs, atol=2e-6)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [("jax", JaxPrefill), ("torch", TorchPrefill)])
 def test_versions_are_fetched_checked_and_kept_apart(
     name: str,
@@ -293,27 +254,143 @@ def test_versions_are_fetched_checked_and_kept_apart(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    # given an engine, loaded by its name, that knows the run's root key and a URL
+    # given an engine, loaded by its name, that knows the run's root key and a URL, of a run that
+    # trains adapters, whose versions are merged weights
+    monkeypatch.setattr("learner_jax.prefill.keep_compiled", lambda folder: None)
     run, url = published
     where = WeightsLocation(run.spec.name, [url], run.root.public_hex, tmp_path / "cache")
-    engine = load_prefill_engine(changed(run.spec, verify={"engine": name}), where)
+    spec = changed(run.spec, verify={"engine": name}, learner={"lora": schema.Lora(rank=2)})
+    engine = load_prefill_engine(spec, where)
     assert isinstance(engine, kind)
     given = rollouts(3)
     # when versions are asked for in turn, as leases of different lag do
     for version in (3, 1, 2, 3, 1):
-        path = engine.ensure_version(version, digest_of(run, version), deadline_s=20)
+        path = engine.ensure_version(version, digest_of(run, version), deadline_s=600)
         outputs = engine.prefill(version, given, temperature=TEMPERATURE)
         # then each is the model of that version
-        params = init_params(model_config(run.spec), jax.random.key(version))
-        mesh = make_mesh(schema.Mesh(fsdp=1))
-        expected = Policy(params, model_config(run.spec), run.spec.learner, mesh)
         for output, rollout in zip(outputs, given, strict=True):
-            np.testing.assert_allclose(
-                output.logprobs, alone(expected, rollout).logprobs, atol=2e-6
-            )
+            expected = alone(policy(version=version), rollout)
+            np.testing.assert_allclose(output.logprobs, expected.logprobs, atol=2e-6)
         assert (path / "model.safetensors").exists()
     # and a manifest other than the lease's is refused
     with pytest.raises(UserError):
         engine.ensure_version(2, "00" * 32, deadline_s=1)
     engine.close()
+
+
+T = 32
+
+
+def grouped(groups: list[tuple[int, list[int]]]) -> list[PrefillInput]:
+    """Of each group the prompt's length and the outputs' lengths, in mixed order."""
+    rng = np.random.default_rng(0)
+    made = []
+    for length, counts in groups:
+        prompt = rng.integers(0, VOCABULARY, length).astype(np.int32)
+        made += [
+            PrefillInput(prompt, rng.integers(0, VOCABULARY, n).astype(np.int32), (n, 7))
+            for n in counts
+        ]
+    return [made[i] for i in rng.permutation(len(made))]
+
+
+def read_back(batch: PrefillBatch, shard: int, rows: int) -> dict[tuple[int, int], list[int]]:
+    """The tokens of each segment of a shard's rows, by row and number."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for row in range(shard * rows, (shard + 1) * rows):
+        for source, segment in zip(batch.rows.sources[row], batch.segment_ids[row], strict=True):
+            if segment:
+                found.setdefault((row, int(segment)), []).append(int(source))
+    return found
+
+
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 12), st.lists(st.integers(1, 20), min_size=1, max_size=6)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(groups=GROUPS, rows=st.integers(1, 4), shards=st.integers(1, 2))
+def test_every_rollout_stands_in_a_row_whole_and_its_prompt_is_there_once(
+    groups: list[tuple[int, list[int]]], rows: int, shards: int
+) -> None:
+    # given rollouts of any lengths, and their parts
+    inputs = grouped(groups)
+    shape = shape_for(inputs, tokens=T, rows=rows)
+    assert shape.rows <= MOST_REPEATS * rows
+    parts = divide(inputs, shape)
+    assert sorted(place.member for part in parts for place in part) == list(range(len(inputs)))
+    for start in range(0, len(parts), shards):
+        together = parts[start : start + shards]
+        fit = halved(shape, together, inputs)
+        # when they are laid out
+        batch = lay_out(together, inputs, fit, shards)
+        for shard, part in enumerate(together):
+            segments = read_back(batch, shard, fit.rows)
+            assert len(segments) == len(part)
+            for number, place in enumerate(part, start=1):
+                each = inputs[place.member]
+                sources = segments[shard * fit.rows + place.row, number]
+                # then its row holds prompt and output but for the last token, in order
+                text = np.concatenate([each.prompt_tokens, each.output_tokens[:-1]])
+                np.testing.assert_array_equal(batch.tokens[shard, sources], text)
+                np.testing.assert_array_equal(batch.positions[shard, sources], np.arange(len(text)))
+                # and what predicts the output are the prompt's last position and the output's own
+                expected = sources[len(each.prompt_tokens) - 1 :]
+                np.testing.assert_array_equal(predicting(place, each), expected)
+                # and each position is read back from a place where it stands
+                flat = batch.rows.sources[shard * fit.rows : (shard + 1) * fit.rows].reshape(-1)
+                np.testing.assert_array_equal(flat[batch.rows.places[shard, sources]], sources)
+            # and a prompt of the part is there once
+            prompts = {p.prompt: inputs[p.member].prompt_tokens.tobytes() for p in part}
+            assert len(set(prompts.values())) == len(prompts) == sum(p.first for p in part)
+
+
+def test_shared_prompts_take_fewer_positions() -> None:
+    inputs = grouped([(16, [8] * 8)])
+    shape = shape_for(inputs, tokens=T, rows=4)
+    assert len(divide(inputs, shape)) == 1
+    assert shape == Shape(4 * T, 10, T)  # 184 tokens in rows, 72 positions: 2.6 times, so 2.5
+
+
+def test_a_little_sharing_takes_no_more_rows_than_none() -> None:
+    # given 16 long outputs of a short prompt: 0.9 % fewer positions than tokens in rows
+    prompts = [np.full(40, 0, np.int32)] * 16, [np.full(40, n, np.int32) for n in range(16)]
+    output = np.arange(4000, dtype=np.int32)
+    shared, apart = ([PrefillInput(each, output, None) for each in some] for some in prompts)
+    # when their parts are shaped
+    shape = shape_for(shared, tokens=4096, rows=8)
+    # then they have the rows that no sharing has, and are full of rollouts, one a row
+    assert shape == shape_for(apart, tokens=4096, rows=8) == Shape(8 * 4096, 8, 4096)
+    assert [len(part) for part in divide(shared, shape)] == [8, 8]
+
+
+def test_parts_that_are_half_empty_are_halved() -> None:
+    shape = Shape(4 * T, 4, T)
+    inputs = grouped([(10, [10]), (9, [20])])
+    (part,) = divide(inputs, shape)
+    assert halved(shape, [part], inputs) == Shape(2 * T, 2, T)
+    inputs = grouped([(10, [20] * 3)])
+    assert halved(shape, divide(inputs, shape), inputs) == shape  # a row each
+
+
+def test_prompts_are_parted_from_one_another() -> None:
+    # given the same tokens, divided between prompt and output in two ways
+    text = np.arange(9, dtype=np.int32)
+    inputs = [PrefillInput(text[:n], text[n:], None) for n in (3, 5)]
+    (part,) = divide(inputs, shape_for(inputs, tokens=T, rows=2))
+    assert [place.first for place in part] == [True, True]
+    for one, two in pairwise(sorted(part, key=lambda place: place.prompt)):
+        assert one.output + len(inputs[one.member].output_tokens) - 1 == two.prompt
+
+
+def test_what_cannot_be_laid_out_is_refused_and_nothing_is_no_work() -> None:
+    assert prefill(policy(), [], temperature=1.0) == []
+    empty = PrefillInput(np.zeros(0, np.int32), np.zeros(3, np.int32), None)
+    with pytest.raises(ValueError, match="prompt token"):
+        shape_for([empty], tokens=T, rows=1)
+    long = PrefillInput(np.zeros(20, np.int32), np.zeros(13, np.int32), None)
+    with pytest.raises(UserError, match="33 tokens"):
+        shape_for([long], tokens=T, rows=1)

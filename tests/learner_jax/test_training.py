@@ -1,4 +1,7 @@
-"""One rollout step: what pi_old is, who trains in which update, and when the run must stop."""
+"""One rollout step: what pi_old is, who trains in which update, when the run must stop.
+
+And the chain of optax's transformations: kinds, schedules, skipped updates, moments, masters.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,30 @@ from functools import cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from learner_jax.batch import Batch, TrainingRollout
 from learner_jax.leaves import HostLeaves, leaf_at
 from learner_jax.model import abstract_params, init_lora, init_params
-from learner_jax.sharding import make_mesh, shard_params
-from learner_jax.step import Accumulated, Programs, build_programs
+from learner_jax.optimizer import (
+    HOST_MEMORY,
+    abstract_state,
+    apply_gradients,
+    build_optimizer,
+    init_state,
+    learning_rate,
+)
+from learner_jax.sharding import logical_sharding, make_mesh, shard_params
+from learner_jax.step import Accumulated, Programs, TrainState, build_programs
 from learner_jax.training import RolloutName, StepResult, train_step
 from learner_jax.warm_start import model_config
 from runspec.core.models.config import ModelConfig
+from runspec.core.models.parameters import Parameter
 from runspec.core.process import RunStopped
-from runspec.core.spec.schema import Lora, RunSpec
+from runspec.core.spec.schema import Lora, Mesh, Optimizer, RunSpec
 from tests.learner_jax.conftest import VOCABULARY, changed, tiny_spec, updates_made
 from verify.formats.batch import BatchGroup, BatchManifest
 
@@ -62,19 +76,35 @@ def built(spec_json: str) -> tuple[ModelConfig, jax.sharding.Mesh, Programs]:
     return config, mesh, build_programs(spec, config, mesh)
 
 
-def trained(spec: RunSpec, *batches: Batch) -> StepResult:
-    """The result of the last batch, trained after the others."""
+def begun(spec: RunSpec) -> tuple[jax.sharding.Mesh, Programs, TrainState, Any]:
+    """Mesh and programs of a run, its first state, and version 0's bits."""
     config, mesh, programs = built(spec.model_dump_json(by_alias=True))
     params = shard_params(init_params(config, jax.random.key(0)), abstract_params(config), mesh)
-    state = programs.init_state(params)
-    base = programs.freeze(params)
+    return mesh, programs, programs.init_state(params), programs.freeze(params)
+
+
+def trained(
+    spec: RunSpec,
+    *batches: Batch,
+    wrap: Callable[[Programs], Programs] = lambda programs: programs,
+    read: Callable[[TrainState, Any], Any] = lambda state, base: base,
+) -> StepResult:
+    """The result of the last batch, trained after the others.
+
+    Args:
+        spec: of the run.
+        batches: one a step.
+        wrap: of the programs.
+        read: gives the bits under which pi_old is computed, from state and version 0.
+    """
+    mesh, programs, state, base = begun(spec)
     for batch in batches:
         result = train_step(
             spec,
             mesh,
-            programs,
+            wrap(programs),
             state,
-            published=base,
+            published=read(state, base),
             reference=base,
             batch=batch,
             base=base if spec.learner.lora else None,
@@ -83,92 +113,133 @@ def trained(spec: RunSpec, *batches: Batch) -> StepResult:
     return result
 
 
-def spoiled(
-    batch: Batch, change: Callable[[TrainingRollout], Any], *which: tuple[int, int]
-) -> Batch:
-    """The batch with the rollouts (group, sample) changed."""
-    groups = [
-        [
-            replace(rollout, **change(rollout)) if (g, i) in which else rollout
-            for i, rollout in enumerate(group)
-        ]
-        for g, group in enumerate(batch.groups)
-    ]
+def spoiled(batch: Batch, group: int, sample: int, **change: Any) -> Batch:
+    """The batch with fields of a rollout replaced."""
+    groups = [list(rollouts) for rollouts in batch.groups]
+    groups[group][sample] = replace(groups[group][sample], **change)
     return replace(batch, groups=groups)
 
 
-def no_mu(rollout: TrainingRollout) -> Any:
-    return {"mu": np.full_like(rollout.mu, np.nan)}
+def without_mu(batch: Batch, group: int, sample: int) -> Batch:
+    mu = np.full_like(batch.groups[group][sample].mu, np.nan)
+    return spoiled(batch, group, sample, mu=mu)
 
 
 def flat(result: StepResult) -> np.ndarray:
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(result.state.params)])
 
 
-def test_recomputed_pi_old_makes_the_first_ratio_one_and_the_drift_visible() -> None:
-    # given rollouts whose mu is far from what the policy says of them
-    numbers = trained(spec_with(), batch_of(4, mu=-9.0)).numbers
-    # then the ratio hides it, KL to the reference is 0, and the drift tells
+def types(result: StepResult) -> dict[str, set[str]]:
+    moments = [leaf for leaf in jax.tree.leaves(result.state.optimizer) if leaf.ndim]
+    trees = {"params": result.state.params, "moments": moments}
+    return {name: {str(x.dtype) for x in jax.tree.leaves(tree)} for name, tree in trees.items()}
+
+
+RECOMPUTED, SAMPLERS = spec_with(updates_per_step=2), spec_with(old_logprobs="sampler")
+
+
+def narrow(published: str, compute: str) -> RunSpec:
+    return changed(RECOMPUTED, broadcast={"dtype": published}, learner={"compute_dtype": compute})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_ratio_before_the_first_update_is_one(dtype: str) -> None:
+    # given one group, so one update, whose mu is far from what the policy says of it
+    numbers = trained(narrow(dtype, dtype), batch_of(1, mu=-9.0)).numbers
+    # then recomputing pi_old hides it, KL to the reference is 0, and the drift tells
     assert numbers["ratio_max"] == pytest.approx(1.0, abs=1e-5)
     assert numbers["clip_fraction_low"] == numbers["clip_fraction_high"] == 0.0
     assert numbers["kl"] == pytest.approx(0.0, abs=1e-6)
     assert numbers["policy_drift"] > 4.0
 
 
+@pytest.mark.slow
+def test_a_policy_version_is_its_published_bits() -> None:
+    # given a policy that is published in bfloat16 and computed in float32
+    def numbers(read: Callable[[TrainState, Any], Any]) -> dict[str, float]:
+        return trained(narrow("bfloat16", "float32"), batch_of(1), read=read).numbers
+
+    def widened(state: TrainState, base: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype("float32"), base)
+
+    # when pi_old is that of its bits, of the same bits widened by hand, and of the masters
+    bits, wide, masters = (
+        numbers(read)
+        for read in (lambda state, base: base, widened, lambda state, base: state.params)
+    )
+    # then it is the bits', which the masters differ from
+    assert bits == wide
+    assert bits["ratio_max"] > 1 + 1e-5 > masters["ratio_max"]
+
+
+@pytest.mark.slow
+def test_a_state_is_what_a_restore_is_told_and_cut_over_fsdp() -> None:
+    # given masters on two devices, their moments in the host's memory
+    _, programs, state, published = begun(changed(RECOMPUTED, optimizer={"offload": True}))
+    for leaf, like in zip(
+        jax.tree.leaves(state), jax.tree.leaves(programs.abstract_state), strict=True
+    ):
+        assert (leaf.shape, leaf.dtype) == (like.shape, like.dtype)
+        assert leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
+        assert leaf.sharding.memory_kind == like.sharding.memory_kind
+    # then each matrix has half of its elements on each, and so have its moments
+    for tree in (state.params, optax.tree.get(state.optimizer, "mu"), published):
+        for leaf in (tree["embed"], tree["layers"]["mlp"]["down"]["weight"]):
+            assert leaf.addressable_shards[0].data.size == leaf.size // 2
+
+
+@pytest.mark.slow
 def test_pi_old_of_the_sampler_puts_the_distance_into_the_ratio() -> None:
-    numbers = trained(spec_with(old_logprobs="sampler"), batch_of(4, mu=-9.0)).numbers
+    numbers = trained(SAMPLERS, batch_of(4, mu=-9.0)).numbers
     assert numbers["ratio_max"] > 50.0 and numbers["clip_fraction_high"] > 0.4
 
 
+@pytest.mark.slow
 def test_updates_take_contiguous_shares_with_pi_old_from_before_the_first() -> None:
     # given a step of two updates
     batch = batch_of(4)
-    both = trained(spec_with(updates_per_step=2), batch)
+    both = trained(RECOMPUTED, batch)
     # then it made two, and in the second pi_theta had moved from the pi_old of the step
     assert updates_made(both.state) == 2
     assert both.numbers["ratio_max"] > 1.0 + 1e-5
     # and the order of the groups decides who is trained in which
     swapped = Batch(batch.manifest, [*batch.groups[2:], *batch.groups[:2]])
-    again = trained(spec_with(updates_per_step=2), batch)
-    np.testing.assert_array_equal(flat(again), flat(both))
-    assert (flat(trained(spec_with(updates_per_step=2), swapped)) != flat(both)).any()
+    np.testing.assert_array_equal(flat(trained(RECOMPUTED, batch)), flat(both))
+    assert (flat(trained(RECOMPUTED, swapped)) != flat(both)).any()
+    # and with fewer groups than updates it makes fewer
+    assert updates_made(trained(RECOMPUTED, batch_of(1)).state) == 1
 
 
-def test_a_step_with_fewer_groups_than_updates_makes_fewer_updates() -> None:
-    result = trained(spec_with(updates_per_step=4), batch_of(3))
-    assert updates_made(result.state) == 3
-
-
-def test_one_gradient_lies_in_memory_at_a_time() -> None:
+@pytest.mark.slow
+def test_one_gradient_lies_in_memory_at_a_time_and_its_norm_is_told() -> None:
     # given programs that look at the gradients of the updates before
-    spec = spec_with(updates_per_step=3)
-    config, mesh, programs = built(spec.model_dump_json(by_alias=True))
     gradients: list[weakref.ref[jax.Array]] = []
+    norms = []
 
-    def accumulate(*arguments: Any) -> Accumulated:
-        assert [each() for each in gradients] == [None] * len(gradients)
-        total = programs.accumulate(*arguments)
-        gradients.extend(map(weakref.ref, jax.tree.leaves(total.grads)))
-        return total
+    def looking(programs: Programs) -> Programs:
+        def accumulate(*arguments: Any) -> Accumulated:
+            assert [each() for each in gradients] == [None] * len(gradients)
+            total = programs.accumulate(*arguments)
+            norms.append(float(optax.tree.norm(total.grads)))
+            gradients.extend(map(weakref.ref, jax.tree.leaves(total.grads)))
+            return total
 
-    params = shard_params(init_params(config, jax.random.key(0)), abstract_params(config), mesh)
-    # when a step makes three, then they are gone when the next is begun
-    train_step(
-        spec,
-        mesh,
-        replace(programs, accumulate=accumulate),
-        programs.init_state(params),
-        published=params,
-        reference=params,
-        batch=batch_of(6),
-    )
-    assert len(gradients) == 3 * len(jax.tree.leaves(params))
+        return replace(programs, accumulate=accumulate)
+
+    # when a step makes two, then the first's are gone when the second is begun
+    result = trained(RECOMPUTED, batch_of(4), wrap=looking)
+    assert len(gradients) == 2 * len(jax.tree.leaves(result.state.params))
+    # and the norm is that before clipping
+    assert min(norms) > RECOMPUTED.optimizer.clip_norm
+    assert result.numbers["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_finite_is_skipped_and_its_rollouts_named() -> None:
     # given a step of two updates, a rollout of the second with a log-prob that is not finite
-    spec, batch = spec_with(updates_per_step=2, old_logprobs="sampler"), batch_of(4)
-    result = trained(spec, spoiled(batch, no_mu, (2, 1)))
+    spec = spec_with(updates_per_step=2, old_logprobs="sampler")
+    result = trained(spec, without_mu(batch_of(4), 2, 1))
     # then the first was made, the second was not, and the rollout is named
     assert (updates_made(result.state), int(result.state.skipped)) == (1, 1)
     assert result.numbers["skipped_updates"] == 1 and np.isfinite(result.numbers["loss"])
@@ -176,23 +247,25 @@ def test_an_update_that_is_not_finite_is_skipped_and_its_rollouts_named() -> Non
     assert (skipped.update, skipped.identified) == (1, True)
     assert skipped.rollouts == (RolloutName(SUBMISSION, 2, 1),)
     # and the state is that of the first update alone
-    first = trained(spec_with(updates_per_step=1, old_logprobs="sampler"), batch_of(2))
-    np.testing.assert_array_equal(flat(result), flat(first))
+    first = replace(batch_of(4), groups=batch_of(4).groups[:2])
+    np.testing.assert_array_equal(flat(result), flat(trained(SAMPLERS, first)))
 
 
+@pytest.mark.slow
 def test_all_rollouts_are_named_where_no_number_tells() -> None:
     # given advantages whose gradient overflows, though every number of the tokens is finite
-    batch = spoiled(batch_of(2), lambda _: {"advantage": 1e30}, (0, 0))
-    result = trained(spec_with(), batch)
+    result = trained(SAMPLERS, spoiled(batch_of(3), 0, 0, advantage=1e30))
     (skipped,) = result.skipped
-    assert not skipped.identified and len(skipped.rollouts) == 8
+    assert not skipped.identified and len(skipped.rollouts) == 12
+    assert "sample 3; " in str(skipped) and str(skipped).endswith("sample 3 and 4 more")
     assert np.isnan(result.numbers["loss"]) and np.isnan(result.numbers["grad_norm"])
 
 
+@pytest.mark.slow
 def test_too_many_skipped_updates_in_a_row_stop_the_run() -> None:
     # given two steps, in which no update is finite, and one may be skipped
-    spec = changed(spec_with(old_logprobs="sampler"), optimizer={"max_skipped": 1})
-    bad = spoiled(batch_of(2), no_mu, (1, 3))
+    spec = changed(SAMPLERS, optimizer={"max_skipped": 1})
+    bad = without_mu(batch_of(2), 1, 3)
     # then the first is skipped and the second stops the run, whoever was in between restarted
     assert int(trained(spec, bad).state.skipped) == 1
     with pytest.raises(RunStopped, match=r"2 updates in a row were not finite.*group 1 sample 3"):
@@ -201,17 +274,259 @@ def test_too_many_skipped_updates_in_a_row_stop_the_run() -> None:
     assert int(trained(spec, bad, batch_of(2), bad).state.skipped) == 1
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_and_the_base_is_not() -> None:
-    # given a run that trains adapters on two matrices
+    # given a run that trains bfloat16 adapters on two matrices
     lora = Lora(rank=2, alpha=4.0, targets=["q", "down"])
-    spec = changed(spec_with(), learner={"lora": lora})
+    spec = changed(spec_with(), learner={"lora": lora, "master_dtype": "bfloat16"})
     result = trained(spec, batch_of(4))
     # then the ratio before the first update is 1: B starts at zero
     assert result.numbers["ratio_max"] == pytest.approx(1.0, abs=1e-5)
     # and of the adapters, all that there is to train, B has moved and A, which B = 0 stops, has not
-    draw = jax.jit(partial(init_lora, model_config(spec), lora))
-    drawn = draw(jax.random.key(spec.seed))
-    trained_leaves = HostLeaves(result.state.params)
-    assert len(trained_leaves) == 4
-    for path, leaf in trained_leaves.items():
-        assert (leaf == leaf_at(drawn, path)).all() == (path[-1] == "a")
+    drawn = jax.jit(partial(init_lora, model_config(spec), lora))(jax.random.key(spec.seed))
+    leaves = HostLeaves(result.state.params)
+    assert len(leaves) == 4
+    for path, leaf in leaves.items():
+        assert (leaf == leaf_at(drawn, path).astype(leaf.dtype)).all() == (path[-1] == "a")
+    assert types(result)["params"] == {"bfloat16"}
+    # and what is published is the base, in those matrices merged
+    _, programs, _, base = begun(spec)
+    merged = HostLeaves(programs.publish(result.state.params, base))
+    moved = {path[2] for path, leaf in merged.items() if np.any(leaf != leaf_at(base, path))}
+    assert moved == {"q", "down"}
+
+
+@pytest.mark.slow
+def test_a_step_trains_bfloat16_masters_with_float32_moments() -> None:
+    # given the same rollouts
+    narrowed = changed(RECOMPUTED, learner={"master_dtype": "bfloat16"})
+    wide, narrow = (trained(spec, batch_of(4)) for spec in (RECOMPUTED, narrowed))
+    # then only the masters are narrow
+    assert types(narrow) == {"params": {"bfloat16"}, "moments": {"float32"}}
+    # and the step was that of float32 masters but for rounding
+    np.testing.assert_allclose(flat(narrow).astype(np.float32), flat(wide), rtol=2**-7, atol=4e-3)
+    assert narrow.numbers["grad_norm"] == pytest.approx(wide.numbers["grad_norm"], rel=0.05)
+
+
+SETTINGS: dict[str, Any] = {
+    "lr": 0.1,
+    "betas": (0.8, 0.9),
+    "eps": 1e-3,
+    "momentum": 0.7,
+    "weight_decay": 0.2,
+    "clip_norm": 1.0,
+    "warmup_updates": 2,
+}
+SHAPES: dict[str, Any] = {
+    "embed": ("vocab", "embed"),
+    "layers": {
+        "gate": ("layers", "embed", "mlp"),
+        "o": ("layers", "heads", "head_dim", "embed"),
+        "mlp_norm": ("layers", "norm"),
+    },
+    "final_norm": ("norm",),
+}
+INPUTS = {"gate": 1, "o": 2}
+"""Contracted dimensions of the matrices."""
+KINDS = ["adamw", "sgd", "muon"]
+SIZES = {"vocab": 12, "embed": 8, "layers": 6, "mlp": 10, "norm": 7, "heads": 2, "head_dim": 4}
+
+
+def settings_of(kind: str, **changes: Any) -> Optimizer:
+    return Optimizer.model_validate({**SETTINGS, "kind": kind, **changes})
+
+
+def described(shapes: dict[str, Any] = SHAPES) -> dict[str, Any]:
+    """The tree of `Parameter`."""
+    return {
+        name: described(axes)
+        if isinstance(axes, dict)
+        else Parameter(tuple(SIZES[axis] for axis in axes), axes, inputs=INPUTS.get(name))
+        for name, axes in shapes.items()
+    }
+
+
+FUSED = {"xla_cpu_use_fusion_emitters": True}
+"""As users compile, unlike other tests: muon's iterations enlarge differences in rounding."""
+
+
+def updated(spec: Optimizer, params: Any, gradients: list[Any], state: Any = None) -> Any:
+    """(parameters, state) after an update with each of the gradients."""
+    optimizer = build_optimizer(spec, 10, described())
+    state = init_state(optimizer, params) if state is None else state
+
+    @partial(jax.jit, compiler_options=FUSED)
+    def one(params: Any, state: Any, grads: Any) -> Any:
+        made = jnp.isfinite(optax.tree.norm(grads))
+        return apply_gradients(optimizer, params, state, grads, made=made)
+
+    for grads in gradients:
+        params, state = one(params, state, grads)
+    return params, state
+
+
+def random_trees(count: int) -> list[Any]:
+    rng = np.random.default_rng(0)
+
+    def draw(axes: tuple[str, ...]) -> jax.Array:
+        return jnp.asarray(rng.normal(size=[SIZES[axis] for axis in axes]), jnp.float32)
+
+    return [
+        jax.tree.map(draw, SHAPES, is_leaf=lambda node: isinstance(node, tuple))
+        for _ in range(count)
+    ]
+
+
+def on_mesh(tree: Any, shape: Mesh) -> Any:
+    mesh = make_mesh(shape)
+    return jax.tree.map(
+        lambda x, axes: jax.device_put(x, logical_sharding(mesh, x.shape, axes)), tree, SHAPES
+    )
+
+
+def rate(n: jax.Array) -> jax.Array:
+    """The learning rate of `SETTINGS`."""
+    return 0.1 * jnp.minimum(1.0, (n + 1) / 2)
+
+
+PLAIN = {
+    "adamw": optax.adamw(rate, 0.8, 0.9, eps=1e-3, weight_decay=0.2),
+    "sgd": optax.chain(
+        optax.trace(0.7, nesterov=True),
+        optax.add_decayed_weights(0.2),
+        optax.scale_by_learning_rate(rate),
+    ),
+    "muon": optax.contrib.muon(rate, beta=0.7, eps=1e-3, weight_decay=0.2, consistent_rms=0.2),
+}
+"""The same settings, written with optax alone."""
+
+
+def after(kind: str, params: Any, gradients: list[Any]) -> Any:
+    """What optax makes of the parameters."""
+    expected, state = params, PLAIN[kind].init(params)
+    for grads in gradients:
+        changes, state = PLAIN[kind].update(grads, state, expected)
+        expected = optax.apply_updates(expected, changes)
+    return expected
+
+
+def assert_near(found: Any, expected: Any, rtol: float, atol: float) -> None:
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), found, expected
+    )
+
+
+def clipped(grads: Any) -> Any:
+    return optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())[0]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_updates_are_those_of_plain_optax(kind: str) -> None:
+    # given gradients above and below the clip
+    params, *gradients = random_trees(4)
+    gradients[1] = jax.tree.map(lambda g: 0.01 * g, gradients[1])
+    expected = after(kind, params, [clipped(grads) for grads in gradients])
+    assert_near(updated(settings_of(kind), params, gradients)[0], expected, 2e-6, 1e-8)
+
+
+@pytest.mark.slow
+def test_muon_is_that_of_optax_on_each_layers_matrix() -> None:
+    # given optax's own on matrices that are not stacked, gradients clipped by the norm of all
+    params, *gradients = random_trees(3)
+    gradients = [clipped(grads) for grads in gradients]
+
+    def unstacked(tree: Any) -> Any:
+        layers = range(SIZES["layers"])
+        gates = {f"gate{i}": tree["layers"]["gate"][i] for i in layers}
+        outputs = {f"o{i}": tree["layers"]["o"][i].reshape(8, 8) for i in layers}
+        return gates | outputs
+
+    expected = after("muon", unstacked(params), [unstacked(grads) for grads in gradients])
+    # when ours updates the stacked tree, cut over a mesh
+    mesh = Mesh(fsdp=4, tensor=2)
+    placed = on_mesh(params, mesh)
+    found, _ = updated(settings_of("muon"), placed, [on_mesh(grads, mesh) for grads in gradients])
+    # then matrices are equal, and all else is as with adamw
+    assert_near(unstacked(found), expected, 1e-5, 1e-6)
+    plainly = after("adamw", params, gradients)
+    for tree in (found, plainly):
+        tree["mlp_norm"] = tree.pop("layers")["mlp_norm"]
+    assert_near(found, plainly, 1e-5, 1e-7)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [1, 2, 3, 4, 4, 4, 4, 4, 4, 4]),
+        ("linear", [1, 2, 3, 4, 4, 3, 2, 2, 2, 2]),
+        ("cosine", [1, 2, 3, 4, 4, 3, 2, 2, 2, 2]),
+        ("wsd", [1, 2, 3, 4, 4, 4, 4, 4, 4, 3]),
+    ],
+)
+def test_the_learning_rate_warms_up_then_follows_its_schedule(
+    schedule: str, expected: list[float]
+) -> None:
+    decay = {} if schedule == "constant" else {"decay_updates": 2, "final_lr": 2.0}
+    spec = Optimizer.model_validate({"lr": 4.0, "warmup_updates": 4, "schedule": schedule, **decay})
+    found = learning_rate(spec, 10)
+    assert [float(found(jnp.int32(n))) for n in range(10)] == pytest.approx(expected)
+
+
+def test_without_a_warm_up_the_first_update_has_the_whole_rate() -> None:
+    assert float(learning_rate(Optimizer(lr=4.0), 10)(jnp.int32(0))) == 4.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_that_is_not_made_changes_no_bit(kind: str) -> None:
+    params, good, bad = random_trees(3)
+    params["embed"] = params["embed"].at[0, 0].set(-0.0)
+    good["embed"] = good["embed"].at[0, 0].set(0.0)
+    bad["embed"] = bad["embed"].at[0, 1].set(jnp.nan)
+    once = updated(settings_of(kind), params, [good])
+    twice = updated(settings_of(kind), once[0], [bad], once[1])
+    for a, b in zip(jax.tree.leaves(once), jax.tree.leaves(twice), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_moments_on_the_host_make_the_same_updates(kind: str) -> None:
+    # given parameters on a mesh, and moments in the host's memory
+    params, *gradients = random_trees(3)
+    expected = updated(settings_of(kind), params, gradients)
+    params = on_mesh(params, Mesh(fsdp=2, tensor=2))
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+    )
+    spec = settings_of(kind, offload=True)
+    optimizer = build_optimizer(spec, 10, described())
+    abstract = abstract_state(optimizer, like, offload=True)
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    state = jax.jit(partial(init_state, optimizer), out_shardings=shardings)(params)
+    # when updated, then parameters and moments are those of moments on the device
+    found = updated(spec, params, gradients, state)
+    assert_near(found, expected, 1e-6, 1e-7)
+    # and they are still on the host
+    like, found = jax.tree.leaves(abstract), jax.tree.leaves(found[1])
+    assert [x.sharding.memory_kind for x in found] == [x.sharding.memory_kind for x in like]
+    assert {x.sharding.memory_kind for x in found if x.ndim > 1} == {HOST_MEMORY}
+
+
+def test_bfloat16_masters_are_updated_in_float32_and_rounded_once() -> None:
+    # given the same weights of the usual size in both types, and a gradient for each
+    key = jax.random.key(0)
+    narrow = (0.005 + 0.05 * jax.random.uniform(key, (4096,))).astype(jnp.bfloat16)
+    wide, gradient = narrow.astype(jnp.float32), jax.random.normal(key, (4096,))
+
+    def one(weights: jax.Array, lr: float) -> jax.Array:
+        """Jitted, as compilers may widen what they do not store."""
+        optimizer = build_optimizer(Optimizer(lr=lr), 1)
+        state = init_state(optimizer, weights)
+        return jax.jit(partial(apply_gradients, optimizer))(weights, state, gradient)[0]
+
+    # when updated, then one is the other, rounded
+    np.testing.assert_array_equal(one(narrow, 1e-2), one(wide, 1e-2).astype(jnp.bfloat16))
+    # and at the learning rate of the INTELLECT-2 recipe all float32 weights move, and no bfloat16
+    assert (one(wide, 3e-7) != wide).all()
+    assert (one(narrow, 3e-7) == narrow).all()

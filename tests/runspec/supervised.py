@@ -1,10 +1,14 @@
-"""Small specs of runs that train on documents."""
+"""Specs of runs: small ones that train on documents, and the shipped fleet with changes."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.spec_model import model_config
+from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.schema import RunSpec
+from tests.runspec.core.spec.spec_files import SPECS
 
 SPEC: dict[str, Any] = {
     "version": "runspec/v1",
@@ -48,3 +52,13 @@ def supervised_spec(**blocks: dict[str, Any] | int) -> RunSpec:
         for name, value in blocks.items()
     }
     return RunSpec.model_validate(merged)
+
+
+def shipped(*overrides: str, profile: str | None = None) -> tuple[RunSpec, ModelConfig]:
+    """`specs/target_long.yaml` and its shape, without the linter's word on them."""
+    spec = load_layers(
+        SpecFiles(SPECS / "target_long.yaml", profile, overrides=overrides)
+    ).require()
+    config = model_config(spec)
+    assert config is not None
+    return spec, config

@@ -7,6 +7,7 @@ from typing import Any
 
 from runspec.core.keys import SigningKey
 from runspec.core.signed import sign_document
+from runspec.core.spec.schema import CalibrationProfile, RunSpec
 from tests.verify.small_model import fixed_key
 from verify import profile as form
 from verify.calibration.derive import as_table
@@ -60,3 +61,11 @@ def document(profile: form.Profile, key: SigningKey = ROOT) -> str:
 def tampered(profile: form.Profile, key: SigningKey = ROOT, **payload: Any) -> bytes:
     """Signed, with other values in the payload than a profile may have."""
     return sign_document(form.KIND, {**profile.model_dump(mode="json"), **payload}, key)
+
+
+def with_profile(spec: RunSpec, text: str) -> RunSpec:
+    """A spec that names a profile, and pins the root that signs profiles here."""
+    item = CalibrationProfile(name="measured", document=text)
+    verify = spec.verify.model_copy(update={"profiles": [item]})
+    identity = spec.identity.model_copy(update={"root_public_key": ROOT.public_hex})
+    return spec.model_copy(update={"verify": verify, "identity": identity})

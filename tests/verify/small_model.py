@@ -22,14 +22,7 @@ from verify.choices import describe
 from verify.formats.lease import Assignment, Lease, assignments, lease_digest
 from verify.formats.submission import Rollout
 from verify.noise import gumbel, noise_key
-from verify.plugins import (
-    Graded,
-    GradeItem,
-    GraderFault,
-    PrefillInput,
-    PrefillOutput,
-    Problem,
-)
+from verify.plugins import Graded, GradeItem, GraderFault, PrefillInput, PrefillOutput, Problem
 from verify.toploc.codec import build_proofs
 from verify.truncation import Truncation, judged, thresholds
 
@@ -207,10 +200,7 @@ class NumpyEngine:
 
 
 def recomputed(
-    model: SmallModel,
-    item: PrefillInput,
-    temperature: float,
-    truncation: Truncation | None = None,
+    model: SmallModel, item: PrefillInput, temperature: float, truncation: Truncation | None = None
 ) -> PrefillOutput:
     """Claims of every output token. States follow one another, all the rest is done at once."""
     state = model.read(item.prompt_tokens)

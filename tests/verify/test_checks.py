@@ -1,4 +1,4 @@
-"""Every check passes honest rollouts, and refuses what it is for with the deciding number."""
+"""The contract of the checks: honest rollouts pass every one, and each lie fails the one for it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,24 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Thresholds
 from tests.verify.bench import MODEL, Bench
-from tests.verify.small_model import NumpyEngine
+from tests.verify.small_model import NumpyEngine, ParityTask
+from verify.checks.base import few_exceptions
+from verify.checks.duplicates import OUTPUT_NATS, fingerprints
 from verify.examiner import Verdict
 from verify.formats.lease import assignments
 from verify.formats.submission import Rollout
-from verify.plugins import PrefillInput, PrefillOutput
+from verify.formats.verdict import MAX_FINGERPRINTS
+from verify.plugins import Graded, GradeItem, GraderFault, PrefillOutput
 from verify.thresholds import BFLOAT16, FLOAT32, limits_for
-from verify.truncation import Truncation
 
 Edit = Callable[[list[Rollout]], list[Rollout]]
+ROWS = ["assignment", "bounds", "versions", "termination", "proof_format", "reward"]
+LOGPROBS = ["logprobs_submission", "logprobs"]
+SEEDED = ["seeded_sampling", "seeded_sampling_submission"]
+ENDS = ["ends_submission", "ends"]
+UNSEEDED = ["kept_tokens", *ENDS, "chosen_tokens_submission", "chosen_tokens"]
+IN_FLIGHT = {"trust": "trusted", "in_flight_updates": True}
+FREE = {"trust": "trusted", "sampling": {"temperature": 0.8, "seeded": False}}
 
 
 @pytest.fixture
@@ -28,162 +37,8 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
-def names(verdict: Verdict) -> list[str]:
-    return [check.name for check in verdict.rows[0].checks]
-
-
-# --- honest -------------------------------------------------------------------------------------
-
-
-def test_an_honest_submission_passes_every_check(bench: Bench) -> None:
-    rollouts = bench.honest()
-
-    verdict = bench.verdict(rollouts)
-
-    assert (verdict.accepted, verdict.reason, verdict.dropped_groups) == (True, "", [])
-    assert names(verdict) == [
-        "assignment",
-        "bounds",
-        "versions",
-        "termination",
-        "proof_format",
-        "reward",
-        "logprobs_submission",
-        "logprobs",
-        "seeded_sampling",
-        "seeded_sampling_submission",
-        "toploc",
-        "duplicates",
-    ]
-    for rollout, row in zip(rollouts, verdict.rows, strict=True):
-        assert row.reward == pytest.approx(rollout.task_reward + rollout.length_penalty)
-        assert row.length == len(rollout.output_tokens)
-        np.testing.assert_allclose(row.logprobs, rollout.logprobs, atol=1e-5)
-        assert row.logprob_diff is not None and row.logprob_diff < 1e-5
-
-
-def test_an_honest_bf16_sampler_passes_the_bf16_limits(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, dtype="bfloat16")
-    bench.worker.model = MODEL.in_bfloat16()
-
-    verdict = bench.verdict(bench.honest())
-
-    assert verdict.accepted, verdict.reason
-    assert max(row.logprob_diff or 0 for row in verdict.rows) > 1e-3  # the precisions do differ
-
-
-def test_a_verdict_says_where_proofs_are_too_short_to_tell_from_a_guess(bench: Bench) -> None:
-    rollouts = bench.honest()
-    short = [len(rollout.output_tokens) < 3 for rollout in rollouts]
-    assert any(short)
-
-    verdict = bench.verdict(rollouts)
-
-    found = [next(c for c in row.checks if c.name == "toploc") for row in verdict.rows]
-    said = ["too short or too predictable" in each.reason for each in found]
-    assert all(each.passed for each in found)
-    assert all(told for told, is_short in zip(said, short, strict=True) if is_short)
-    assert not all(said)
-
-
-def test_without_prefill_the_cheap_checks_decide(bench: Bench) -> None:
-    bench.prefill = False
-    verdict = bench.verdict(bench.honest())
-    assert verdict.accepted and bench.engine.prefills == []
-    assert verdict.rows[0].logprobs is None and verdict.rows[0].logprob_diff is None
-    assert names(verdict)[-2:] == ["reward", "duplicates"]
-
-
-def test_strict_limits_need_float32_on_both_sides() -> None:
-    assert limits_for("float32", "float32") == FLOAT32
-    assert limits_for("bfloat16", "float32") == BFLOAT16 == limits_for("float32", "bfloat16")
-
-
-# What one of fp8 measured, had it: looser than bfloat16 in the log-probs, else as bfloat16 is.
-FP8 = {
-    "name": "fp8",
-    "logprob_submission": 0.06,
-    "logprob_rollout": 0.2,
-    "gap": 0.2,
-    "gap_share": 0.02,
-    "gap_max": 4.0,
-    "gap_mean": 2e-3,
-    "mismatch_share": 0.4,
-    "mantissa_mean": 20.0,
-    "mantissa_median": 16.0,
-}
-
-
-def test_thresholds_of_the_pools_precision_take_the_place_of_calibrated_limits() -> None:
-    thresholds = [Thresholds.model_validate(FP8)]
-
-    limits = limits_for("fp8", "bfloat16", thresholds)
-
-    assert {name: getattr(limits, name) for name in FP8 if name != "name"} == {
-        name: value for name, value in FP8.items() if name != "name"
-    }
-    assert limits.constant_ratio == BFLOAT16.constant_ratio
-    assert limits.miss_share == FP8["mismatch_share"]
-    assert limits_for("bfloat16", "bfloat16", thresholds) == BFLOAT16  # of another precision
-
-
-def test_verdicts_judge_by_the_specs_thresholds(tmp_path: Path) -> None:
-    strict = {**FP8, "name": "bfloat16", "logprob_submission": 1e-6}
-    bench = Bench(tmp_path, dtype="bfloat16")
-    bench.worker.model = MODEL.in_bfloat16()
-    verify = bench.spec.verify.model_copy(
-        update={"thresholds": [Thresholds.model_validate(strict)]}
-    )
-    bench.spec = bench.spec.model_copy(update={"verify": verify})
-
-    verdict = bench.verdict(bench.honest())
-
-    assert not verdict.accepted
-    assert "logprobs_submission" in verdict.reason and "limit 1e-06" in verdict.reason
-
-
-class DamagedEngine(NumpyEngine):
-    """Honest but for one number of the last rollout, as a faulty device would be."""
-
-    damage: Callable[[PrefillOutput], PrefillOutput]
-
-    def prefill(
-        self,
-        version: int,
-        inputs: Sequence[PrefillInput],
-        *,
-        temperature: float,
-        truncation: Truncation | None = None,
-    ) -> list[PrefillOutput]:
-        *whole, last = super().prefill(version, inputs, temperature=temperature)
-        return [*whole, self.damage(last)]
-
-
-def with_first(values: np.ndarray | None, value: float) -> np.ndarray:
-    assert values is not None
-    changed = values.copy()
-    changed.flat[0] = value
-    return changed
-
-
-DAMAGE: dict[str, Callable[[PrefillOutput], PrefillOutput]] = {
-    "log-prob": lambda out: replace(out, logprobs=with_first(out.logprobs, np.nan)),
-    "seeded gap": lambda out: replace(out, seeded_gap=with_first(out.seeded_gap, np.inf)),
-    "hidden state": lambda out: replace(out, hidden=with_first(out.hidden, 0xFFC0)),
-}
-
-
-@pytest.mark.parametrize("what", DAMAGE)
-def test_a_prefill_that_is_not_finite_is_our_fault_and_no_rejection(
-    bench: Bench, tmp_path: Path, what: str
-) -> None:
-    bench.engine = engine = DamagedEngine({0: MODEL}, tmp_path)
-    engine.damage = DAMAGE[what]
-    with pytest.raises(UserError, match=f"own prefill of version 0 gave a {what}"):
-        bench.verdict(bench.honest())
-
-
-# --- what is not as leased ----------------------------------------------------------------------
+def names(verdict: Verdict, row: int = 0) -> list[str]:
+    return [check.name for check in verdict.rows[row].checks]
 
 
 def every(**changes: object) -> Edit:
@@ -198,7 +53,112 @@ def i32(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-EDITS: dict[str, tuple[Edit, str]] = {
+def f32(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def of_tokens(*tokens: int, **changes: object) -> Edit:
+    """The last row with these output tokens."""
+    return last(output_tokens=i32(*tokens), logprobs=np.full(len(tokens), -1.0, "f4"), **changes)
+
+
+def stamped(*versions: int) -> Edit:
+    """The first tokens under one version each, the rest under the last."""
+
+    def edit(rollouts: list[Rollout]) -> list[Rollout]:
+        rows = []
+        for row in rollouts:
+            stamps = np.full(len(row.output_tokens), versions[-1], np.int32)
+            stamps[: len(versions)] = versions[: len(stamps)]
+            rows.append(replace(row, versions=stamps))
+        return rows
+
+    return edit
+
+
+# --- the honest ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pool", "edit", "checks"),
+    [
+        ({}, every(), [*ROWS, *LOGPROBS, *SEEDED, "toploc", "duplicates"]),
+        (FREE, every(), [*ROWS, *LOGPROBS, *UNSEEDED, "toploc", "duplicates"]),
+        (IN_FLIGHT, stamped(0), [*ROWS, *LOGPROBS, *SEEDED, "toploc", "duplicates"]),
+        (IN_FLIGHT, stamped(1), [*ROWS, "prefill", "duplicates"]),
+    ],
+    ids=["seeded", "unseeded", "in flight, of the lease's version", "in flight, of another"],
+)
+def test_an_honest_submission_passes_every_check(
+    tmp_path: Path, pool: dict[str, object], edit: Edit, checks: list[str]
+) -> None:
+    bench = Bench(tmp_path, **pool)
+    rollouts = edit(bench.honest())
+    verdict = bench.verdict(rollouts)
+    assert (verdict.accepted, verdict.reason, verdict.dropped_groups) == (True, "", [])
+    assert bench.engine.prefills == ([8] if "toploc" in checks else [])
+    for number, (rollout, row) in enumerate(zip(rollouts, verdict.rows, strict=True)):
+        assert names(verdict, number) == checks
+        assert row.reward == pytest.approx(rollout.task_reward + rollout.length_penalty)
+        assert (row.row, row.length) == (number, len(rollout.output_tokens))
+        if "toploc" in checks:
+            np.testing.assert_allclose(row.logprobs, rollout.logprobs, atol=1e-5)
+            assert row.logprob_diff is not None and row.logprob_diff < 1e-5
+        else:
+            assert row.logprobs is None and row.logprob_diff is None
+
+
+def test_an_honest_bf16_sampler_passes_its_limits_and_not_stricter_ones(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, dtype="bfloat16")
+    bench.worker.model = MODEL.in_bfloat16()
+    verdict = bench.verdict(bench.honest())
+    assert verdict.accepted, verdict.reason
+    assert max(row.logprob_diff or 0 for row in verdict.rows) > 1e-3  # the precisions do differ
+    # when the spec has thresholds of its own
+    strict = Thresholds.model_validate({**FP8, "name": "bfloat16", "logprob_submission": 1e-6})
+    verify = bench.spec.verify.model_copy(update={"thresholds": [strict]})
+    bench.spec = bench.spec.model_copy(update={"verify": verify})
+    # then they decide
+    reason = bench.verdict(bench.honest()).reason
+    assert reason.startswith("logprobs_submission: row 0: ") and "limit 1e-06" in reason
+
+
+def test_a_verdict_says_where_proofs_are_too_short_to_tell_from_a_guess(bench: Bench) -> None:
+    rollouts = bench.honest()
+    found = [row.checks[-2] for row in bench.verdict(rollouts).rows]
+    said = ["too short or too predictable" in each.reason for each in found]
+    short = [len(rollout.output_tokens) < 3 for rollout in rollouts]
+    assert {each.name for each in found} == {"toploc"} and all(each.passed for each in found)
+    assert any(short) and not all(said)
+    assert all(told for told, is_short in zip(said, short, strict=True) if is_short)
+
+
+def test_without_prefill_the_cheap_checks_decide(bench: Bench) -> None:
+    bench.prefill = False
+    verdict = bench.verdict(bench.honest())
+    assert verdict.accepted and bench.engine.prefills == []
+    assert names(verdict) == [*ROWS, "duplicates"]
+
+
+def test_submissions_of_one_version_share_a_prefill_and_keep_their_own_verdict(
+    bench: Bench,
+) -> None:
+    rollouts = bench.honest()
+    good, bad = bench.packed(rollouts), bench.packed(every(task_reward=1.0)(rollouts))
+    files = [
+        replace(bench.file(*pair), submission=f"{number:064x}")
+        for number, pair in enumerate([good, bad, (good[0], b"junk"), good])
+    ]
+    verdicts = bench.examiner().examine(files)
+    assert [v.submission for v in verdicts] == [f.submission for f in files]
+    assert [v.accepted for v in verdicts] == [True, False, False, True]
+    assert verdicts[2].reason == "signature: the file is not the one that was signed"
+    assert bench.engine.prefills == [16]
+
+
+# --- each way of lying --------------------------------------------------------------------------
+
+LIES: dict[str, tuple[Edit, str]] = {
     "another run": (every(run="other"), "assignment: row 0: run is 'other'"),
     "another step": (every(step=1), "assignment: row 0: step is '1', assigned '0'"),
     "another worker": (every(worker="ee" * 32), "assignment: row 0: worker is"),
@@ -217,21 +177,48 @@ EDITS: dict[str, tuple[Edit, str]] = {
         "assignment: row 0: group 0 sample 0 appears 2 times",
     ),
     "a group too many": (last(group=2), "assignment: row 7: group 2 sample 3 is not of the lease"),
+    "a negative group": (last(group=-1), "assignment: row 7: group -1 sample 3 is not"),
+    "a sample too many": (last(sample=4), "assignment: row 7: group 1 sample 4 is not"),
     "a negative sample": (last(sample=-1), "assignment: row 7: group 1 sample -1 is not"),
     "one row too many": (lambda rows: [*rows, rows[0]], "format: 9 rows, more than the 8 allowed"),
     "no rows": (lambda rows: [], "format: no rows"),
-    "no output": (
-        last(output_tokens=i32(), logprobs=np.zeros(0, np.float32), proofs=[]),
-        "bounds: row 7: 0 output tokens, outside [1, 40]",
+    "no output": (of_tokens(proofs=[]), "bounds: row 7: 0 output tokens, outside [1, 40]"),
+    "too long an output": (of_tokens(*[5] * 41), "bounds: row 7: 41 output tokens"),
+    "a token beyond": (of_tokens(5, 48), "bounds: row 7: token 48 outside the vocabulary of 48"),
+    "a negative token": (of_tokens(-1), "bounds: row 7: token -1 outside"),
+    "log-probs missing": (last(logprobs=f32(0)), "bounds: row 7: 1 log-probs for"),
+    "a log-prob above 0": (
+        last(output_tokens=i32(5, 0), logprobs=f32(-1, 2e-4)),
+        "bounds: row 7: log-prob 0.000199",
     ),
-    "too long an output": (
-        last(output_tokens=np.full(41, 5, np.int32), logprobs=np.full(41, -1.0, np.float32)),
-        "bounds: row 7: 41 output tokens",
+    "a log-prob of nothing": (
+        last(output_tokens=i32(5, 0), logprobs=f32(-1, -10_001)),
+        "bounds: row 7: log-prob -10001",
     ),
-    "log-probs missing": (last(logprobs=np.zeros(1, np.float32)), "bounds: row 7: 1 log-probs for"),
+    "a log-prob that is none": (
+        last(output_tokens=i32(5, 0), logprobs=f32(-1, np.nan)),
+        "bounds: row 7: log-prob nan",
+    ),
     "infinite reward": (last(task_reward=float("inf")), "bounds: row 7: task_reward inf"),
     "NaN penalty": (last(length_penalty=float("nan")), "bounds: row 7: length_penalty nan"),
+    "versions": (stamped(0, 1), "versions: row 0: versions of tokens, from a pool that does not"),
     "an unknown finish": (last(finish_reason="tired"), "termination: row 7: finish reason 'tired'"),
+    "stopped without an end": (
+        of_tokens(5, 5, finish_reason="stop"),
+        "termination: row 7: stopped, with end tokens at [] of 2",
+    ),
+    "on after the end": (
+        of_tokens(5, 0, 5, 0, finish_reason="stop"),
+        "termination: row 7: stopped, with end tokens at [1, 3] of 4",
+    ),
+    "cut after the end": (
+        of_tokens(*[5] * 38, 0, 5, finish_reason="length"),
+        "termination: row 7: went on after the end token at 38",
+    ),
+    "cut short": (
+        of_tokens(*[5] * 39, finish_reason="length"),
+        "termination: row 7: cut at 39 tokens, not at 40",
+    ),
     "proofs missing": (last(proofs=[]), "proof_format: row 7: 0 proofs for"),
     "a malformed proof": (
         lambda rows: last(proofs=[b"\xff" * 258] * len(rows[-1].proofs))(rows),
@@ -242,69 +229,259 @@ EDITS: dict[str, tuple[Edit, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", EDITS)
-def test_an_edited_row_is_rejected_and_the_model_is_not_asked(bench: Bench, name: str) -> None:
-    edit, reason = EDITS[name]
-
+@pytest.mark.parametrize("name", LIES)
+def test_a_lie_in_the_rows_is_named_and_the_model_is_not_asked(bench: Bench, name: str) -> None:
+    edit, reason = LIES[name]
     verdict = bench.verdict(edit(bench.honest()))
-
-    assert not verdict.accepted
-    assert verdict.reason.startswith(reason)
-    assert bench.engine.prefills == []  # cheap checks come first
+    assert not verdict.accepted and verdict.reason.startswith(reason)
+    assert bench.engine.prefills == []
 
 
-# --- the grader's faults ------------------------------------------------------------------------
+def off(by: float) -> Edit:
+    return lambda rows: [replace(r, logprobs=r.logprobs + np.float32(by)) for r in rows]
 
 
-def test_a_fault_of_the_grader_drops_its_group_without_blame(tmp_path: Path) -> None:
+def proofs_of_another(rows: list[Rollout]) -> list[Rollout]:
+    return [*rows[:5], replace(rows[5], proofs=rows[0].proofs[:1] * len(rows[5].proofs)), *rows[6:]]
+
+
+LATER_LIES: dict[str, tuple[dict[str, object], Edit, str]] = {
+    "log-probs of others": ({}, off(-0.01), "logprobs_submission: row 0: mean over the submission"),
+    "the proof of another row": ({}, proofs_of_another, "toploc: row 5: "),
+    "the proof beside versions": (
+        IN_FLIGHT,
+        lambda rows: [*stamped(0, 1)(rows[:3]), *proofs_of_another(stamped(0)(rows))[3:]],
+        "toploc: row 5: ",
+    ),
+    "an older version after": (IN_FLIGHT, stamped(1, 0), "versions: row 0: a token of an older"),
+    "a version before": (IN_FLIGHT, stamped(-1, 0), "versions: row 0: a token of version -1, outs"),
+    "a version to come": (IN_FLIGHT, stamped(0, 5), "versions: row 0: a token of version 5, outsi"),
+    "versions kept back": (IN_FLIGHT, every(), "versions: row 0: no versions of tokens"),
+    "versions of some": (
+        IN_FLIGHT,
+        lambda rows: last(versions=i32(0))(stamped(0)(rows)),
+        "versions: row 7: 1 versions for",
+    ),
+    "versions of a trusted pool": (
+        {"trust": "trusted"},
+        stamped(0, 1),
+        "versions: row 0: versions",
+    ),
+    "versions of an untrusted pool": (
+        {**IN_FLIGHT, "trust": "untrusted"},
+        stamped(0, 1),
+        "versions: row 0: versions of tokens, from a pool that does not update in flight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATER_LIES)
+def test_a_lie_of_a_pool_or_against_the_prefill_is_named(tmp_path: Path, name: str) -> None:
+    pool, edit, reason = LATER_LIES[name]
+    bench = Bench(tmp_path, **pool)
+    verdict = bench.verdict(edit(bench.honest()))
+    assert not verdict.accepted and verdict.reason.startswith(reason)
+
+
+def test_a_rollout_of_several_versions_is_not_recomputed_and_the_verdict_says_so(
+    tmp_path: Path,
+) -> None:
+    # given log-probs of two versions, which no prefill gives
+    bench = Bench(tmp_path, **IN_FLIGHT)
+    rollouts = bench.honest()
+    mixed = [*off(-1.0)(stamped(0, 0, 1)(rollouts[:1])), *stamped(0)(rollouts[1:])]
+    verdict = bench.verdict(mixed)
+    assert verdict.accepted, verdict.reason
+    found = verdict.rows[0].checks[-2]
+    assert (found.name, found.passed, found.value) == ("prefill", True, 2.0)
+    assert "versions 0 to 1" in found.reason and verdict.rows[0].logprobs is None
+    assert all(names(verdict, row)[-2:] == ["toploc", "duplicates"] for row in range(1, 8))
+    assert bench.engine.prefills == [7]
+
+
+# --- rewards ------------------------------------------------------------------------------------
+
+
+def test_a_fault_of_the_grader_drops_its_group_without_blame(bench: Bench) -> None:
     # given a grader that fails on the problem of group 1
-    bench = Bench(tmp_path)
     problems = assignments(bench.lease, n_problems=30, targets=bench.task_set.targets)
-    assert problems[0].problem != problems[1].problem
     rollouts = bench.honest()
     bench.task_set.faulty = frozenset({problems[1].problem})
-
-    # when the worker claims whatever it likes there
-    verdict = bench.verdict([*rollouts[:4], *(replace(r, task_reward=1.0) for r in rollouts[4:])])
-
-    # then that group alone is lost
+    # when the worker claims whatever it likes there, then that group alone is lost
+    verdict = bench.verdict([*rollouts[:4], *every(task_reward=1.0)(rollouts[4:])])
     assert verdict.accepted and verdict.dropped_groups == [1]
     assert verdict.fault == f"the grader of problem {problems[1].problem} hung"
     assert [row.reward for row in verdict.rows[4:]] == [0.0] * 4
 
 
-def test_a_claim_on_what_cannot_be_graded_again_alike_is_not_compared(tmp_path: Path) -> None:
-    # given a term in which time has a say, and a worker whose programs ran out of it
-    bench = Bench(tmp_path)
-    rollouts = [replace(r, task_reward=0.0) for r in bench.honest()]
-    refused = bench.verdict(rollouts)
+def test_a_claim_on_what_cannot_be_graded_again_alike_is_not_compared(bench: Bench) -> None:
+    rollouts = every(task_reward=0.0)(bench.honest())
+    assert bench.verdict(rollouts).reason.startswith("reward: row 0")
+    # when time has a say in the term, then what trains is the validator's own reward
     bench.task_set.repeatable = False
-
-    # when the validator finds other task rewards
     verdict = bench.verdict(rollouts)
-
-    # then nobody is blamed, and what trains is the validator's own; a repeatable term rejects
-    assert verdict.accepted
-    assert any(row.task_reward > 0 for row in verdict.rows)
-    assert not refused.accepted and refused.reason.startswith("reward: row 0")
+    assert verdict.accepted and any(row.task_reward > 0 for row in verdict.rows)
 
 
-# --- several at once ----------------------------------------------------------------------------
+class LongPenalty(ParityTask):
+    """Penalties in the thousands, where float32 is further off than the tolerance."""
+
+    def grade_all(self, items: Sequence[GradeItem]) -> list[Graded | GraderFault]:
+        penalties = [-4000.00012 - len(item.output_tokens) for item in items]
+        return [Graded(0.5, penalty, 0.5 + penalty) for penalty in penalties]
 
 
-def test_submissions_of_one_version_share_a_prefill_and_keep_their_own_verdict(
-    bench: Bench,
+def test_an_honest_claim_of_any_size_is_accepted_and_its_neighbour_is_not(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, LongPenalty())
+    first, *rest = bench.honest()
+    assert bench.verdict([first, *rest]).reason == ""
+    beside = float(np.nextafter(np.float32(first.length_penalty), np.float32(0)))
+    edited = [replace(first, length_penalty=beside), *rest]
+    assert bench.verdict(edited).reason.startswith("reward: row 0")
+
+
+# --- a prefill that is not finite ---------------------------------------------------------------
+
+
+class DamagedEngine(NumpyEngine):
+    """Honest but for the last rollout, as a faulty device would be."""
+
+    damage: Callable[[PrefillOutput], PrefillOutput]
+
+    def prefill(self, *arguments: object, **options: object) -> list[PrefillOutput]:
+        *whole, last = super().prefill(*arguments, **options)
+        return [*whole, self.damage(last)]
+
+
+def with_first(values: np.ndarray | None, value: float) -> np.ndarray:
+    assert values is not None
+    changed = values.copy()
+    changed.flat[0] = value
+    return changed
+
+
+def choice(field: str, value: float) -> Callable[[PrefillOutput], PrefillOutput]:
+    def damage(out: PrefillOutput) -> PrefillOutput:
+        assert out.choices is not None
+        changed = {field: with_first(getattr(out.choices, field), value)}
+        return replace(out, choices=out.choices._replace(**changed))
+
+    return damage
+
+
+DAMAGE: dict[str, tuple[dict[str, object], Callable[[PrefillOutput], PrefillOutput]]] = {
+    "gave a log-prob": ({}, lambda o: replace(o, logprobs=with_first(o.logprobs, np.nan))),
+    "gave a seeded gap": ({}, lambda o: replace(o, seeded_gap=with_first(o.seeded_gap, np.inf))),
+    "gave a hidden state": ({}, lambda o: replace(o, hidden=with_first(o.hidden, 0xFFC0))),
+    r"a distribution \(log_powers\) that": (FREE, choice("log_powers", np.nan)),
+    r"a distribution \(below_top\) that": (FREE, choice("below_top", np.inf)),
+    r"a distribution \(end_most\) that": (FREE, choice("end_most", np.nan)),
+    r"a distribution \(end_least\) that": (FREE, choice("end_least", np.inf)),
+    "does not compute the distributions": (FREE, lambda o: replace(o, choices=None)),
+}
+
+
+@pytest.mark.parametrize("words", DAMAGE)
+def test_a_prefill_at_fault_is_our_own_and_rejects_nobody(tmp_path: Path, words: str) -> None:
+    pool, damage = DAMAGE[words]
+    bench = Bench(tmp_path, **pool)
+    bench.engine = engine = DamagedEngine({0: MODEL}, tmp_path)
+    engine.damage = damage
+    with pytest.raises(UserError, match=words):
+        bench.verdict(bench.honest())
+
+
+# --- limits -------------------------------------------------------------------------------------
+
+# What one of fp8 measured, had it: looser than bfloat16 in the log-probs, else as bfloat16 is.
+FP8 = {
+    "name": "fp8",
+    "logprob_submission": 0.06,
+    "logprob_rollout": 0.2,
+    "gap": 0.2,
+    "gap_share": 0.02,
+    "gap_max": 4.0,
+    "gap_mean": 2e-3,
+    "mismatch_share": 0.4,
+    "mantissa_mean": 20.0,
+    "mantissa_median": 16.0,
+}
+
+
+def test_limits_are_of_both_precisions_unless_the_spec_has_its_own() -> None:
+    assert limits_for("float32", "float32") == FLOAT32
+    assert limits_for("bfloat16", "float32") == BFLOAT16 == limits_for("float32", "bfloat16")
+    given = [Thresholds.model_validate(FP8)]
+    own = {name: value for name, value in FP8.items() if name != "name"}
+    assert limits_for("fp8", "bfloat16", given) == replace(BFLOAT16, miss_share=0.4, **own)
+    assert limits_for("bfloat16", "bfloat16", given) == BFLOAT16  # of another precision
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gaps", "passes"),
+    [
+        (50, (0.09,), True),
+        (50, (0.299,), True),  # one, in too short a rollout for a share
+        (50, (0.25, 0.11), False),
+        (50, (0.31,), False),
+        (250, (1.9, 1.9), True),  # 1 % of 250
+        (250, (1.9, 0.11, 0.11), False),
+        (250, (2.0,), True),
+        (250, (2.1,), False),
+        (250, (float("nan"),), False),
+        (50, (float("inf"),), False),
+    ],
+)
+def test_few_tokens_in_bfloat16_may_be_off_by_more_than_rounding(
+    tokens: int, gaps: tuple[float, ...], passes: bool
 ) -> None:
-    rollouts = bench.honest()
-    good = bench.packed(rollouts)
-    bad = bench.packed(every(task_reward=1.0)(rollouts))
-    files = [
-        replace(bench.file(*pair), submission=f"{number:064x}")
-        for number, pair in enumerate([good, bad, (good[0], b"junk"), good])
-    ]
+    values = np.zeros(tokens, np.float32)
+    values[: len(gaps)] = gaps
+    found = few_exceptions("gaps", values, BFLOAT16, largest="token {token}", over="above")
+    assert found.passed == passes
 
-    verdicts = bench.examiner().examine(files)
 
-    assert [v.submission for v in verdicts] == [f.submission for f in files]
-    assert [v.accepted for v in verdicts] == [True, False, False, True]
-    assert bench.engine.prefills == [16]
+# --- duplicates ---------------------------------------------------------------------------------
+
+
+def sampled(n: int, seed: int, nats: float = 0.7) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, and log-probs of about so much information each."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 50, n).astype(np.int32), -rng.exponential(nats, n).astype(np.float32)
+
+
+def shared(one: list[int], two: list[int]) -> int:
+    return len(set(one) & set(two))
+
+
+def test_a_copy_shares_everything_and_other_rollouts_nothing() -> None:
+    prints = [fingerprints(*sampled(600, seed)) for seed in range(100)]
+    assert all(len(each) == MAX_FINGERPRINTS for each in prints)
+    assert len({p for row in prints for p in row}) == 100 * MAX_FINGERPRINTS
+    assert fingerprints(*sampled(600, 0)) == prints[0]
+
+
+@pytest.mark.parametrize(("edits", "noise", "least"), [(1, 0.0, 1), (3, 0.0, 1), (0, 0.01, 6)])
+def test_neither_edits_nor_rounding_hide_a_copy(edits: int, noise: float, least: int) -> None:
+    for seed in range(30):
+        tokens, logprobs = sampled(1000, seed)
+        rng, copy = np.random.default_rng(seed), tokens.copy()
+        places = rng.integers(0, len(copy), edits)
+        copy[places] = (copy[places] + 1) % 50
+        theirs = logprobs + noise * rng.normal(size=1000).astype(np.float32)
+        assert shared(fingerprints(tokens, logprobs), fingerprints(copy, theirs)) >= least
+
+
+def test_what_carries_little_information_may_be_alike() -> None:
+    tokens, logprobs = sampled(600, 1)
+    total = -logprobs.sum(dtype=np.float64)
+    little, enough = (logprobs * np.float32(OUTPUT_NATS / total * f) for f in (0.99, 1.01))
+    assert fingerprints(tokens, little) == []
+    assert fingerprints(tokens, enough) != []
+    # as is a text that the policy writes anyway, before two rollouts go on differently
+    certain = np.full(600, -0.01, np.float32)
+    one, two = (
+        fingerprints(np.append(tokens, more), np.append(certain, nats))
+        for more, nats in (sampled(400, 2), sampled(400, 3))
+    )
+    assert shared(one, two) == 0

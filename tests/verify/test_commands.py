@@ -1,87 +1,248 @@
-"""Commands that look once: what keeps them from a verdict is said, and is no verdict."""
+"""Commands of `python -m verify` that look once: verdicts, exit codes, and files from outside."""
 
 from __future__ import annotations
 
-import signal
+import base64
+import json
+import math
+import os
 import subprocess
 import sys
-import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
+from runspec.core.keys import SigningKey
+from tests.fuzz.files import SUBMISSION, VERDICT
+from tests.verify.profiles import ROOT, document, made_profile
+from tests.verify.small_model import bf16_bits
+from verify import proof_commands
 from verify.__main__ import main
+from verify.thresholds import BFLOAT16
+from verify.toploc.codec import build_proofs
+from verify.toploc.field import PRIME
 
-UNREADABLE, INTERNAL, INTERRUPTED, NOBODY_READS = 2, 3, 130, 141
+ACCEPTED, REJECTED, UNREADABLE, INTERNAL, INTERRUPTED, NOBODY_READS = 0, 1, 2, 3, 130, 141
+Printed = pytest.CaptureFixture[str]
+
+
+def hidden_states(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(70, 64)).astype(np.float32)
+
+
+def saved(path: Path, array: np.ndarray) -> str:
+    np.save(path, array)
+    return str(path)
+
+
+def lines_of(proofs: list[bytes]) -> bytes:
+    return b"".join(base64.b64encode(proof) + b"\n" for proof in proofs)
+
+
+GOOD = build_proofs(bf16_bits(hidden_states()))
+CONSTANT = np.array([PRIME, 0x4030] + [0] * 127, ">u2").tobytes()
 
 
 @pytest.fixture
-def activations(tmp_path: Path) -> Path:
-    path = tmp_path / "activations.npy"
-    np.save(path, np.random.default_rng(0).normal(size=(70, 64)).astype(np.float32))
-    return path
+def activations(tmp_path: Path) -> str:
+    return saved(tmp_path / "activations.npy", hidden_states())
 
 
-def shell(words: str, *arguments: object) -> tuple[int, str]:
-    """The exit code of a shell's words, $0 the command, and what it said to standard error."""
-    done = subprocess.run(
-        ["bash", "-c", words, f"{sys.executable} -m verify", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    return done.returncode, done.stderr
+@pytest.fixture
+def proofs(tmp_path: Path) -> str:
+    path = tmp_path / "proofs.txt"
+    path.write_bytes(lines_of(GOOD))
+    return str(path)
+
+
+# --- verdicts -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("words", "place"),
+    "array",
     [
-        ("$0 prove $1 > /dev/full", "standard output: cannot be written: No space left"),
-        ("$0 check $1 - < /dev/null > /dev/full", "standard output: cannot be written"),
+        *(hidden_states(), hidden_states().astype(">f4"), bf16_bits(hidden_states())),
+        np.asfortranarray(hidden_states()),
+    ],
+    ids=["float32", "big-endian", "uint16", "Fortran order"],
+)
+def test_prove_prints_a_proof_of_each_chunk(
+    array: np.ndarray, tmp_path: Path, capsys: Printed
+) -> None:
+    assert main(["prove", saved(tmp_path / "a.npy", array)]) == 0
+    assert capsys.readouterr().out.encode() == lines_of(GOOD)
+
+
+def test_proofs_of_the_same_activations_are_accepted(
+    activations: str, proofs: str, capsys: Printed
+) -> None:
+    assert main(["check", activations, proofs, "--profile", "float32"]) == ACCEPTED
+    printed = capsys.readouterr().out.splitlines()
+    assert [line[:9] for line in printed[:3]] == ["chunk 0: ", "chunk 1: ", "chunk 2: "]
+    assert "exponent mismatches 0, mantissa error mean 0," in printed[2]
+    assert printed[3].startswith("accepted: nearest to its limit: ")
+
+
+HOSTILE = {
+    "none": (b"", "0 proofs for 3 chunks"),
+    "fewer": (lines_of(GOOD[:2]), "2 proofs for 3 chunks"),
+    "more": (lines_of([*GOOD, GOOD[0]]), "more proofs than the 3 chunks"),
+    "endless": (lines_of(GOOD) + b"\n" * 10**6, "more proofs than the 3 chunks"),
+    "a line without end": (b"A" * 10**6, "proof of chunk 0: a line of more than 400 characters"),
+    "not base64": (b"?" + lines_of(GOOD), "proof of chunk 0: not base64"),
+    "blanks within": (lines_of(GOOD).replace(b"A", b"A ", 1), "not base64"),
+    "an empty line": (b"\n" + lines_of(GOOD[:2]), "proof of chunk 0: 0 bytes"),
+    "short": (lines_of([*GOOD[:2], GOOD[2][:-1]]), "proof of chunk 2: 257 bytes"),
+    "beyond the field": (lines_of([b"\xff" * 258] * 3), "modulus 65535"),
+    "of others": (lines_of(build_proofs(bf16_bits(hidden_states(5)))), "of chunk"),
+    "one replayed": (lines_of([GOOD[0], GOOD[0], GOOD[2]]), "of chunk 1"),
+    "constant": (lines_of([CONSTANT] * 3), "of chunk"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_whatever_else_is_sent_as_proofs_is_rejected_with_the_reason(
+    name: str, activations: str, tmp_path: Path, capsys: Printed
+) -> None:
+    data, reason = HOSTILE[name]
+    (tmp_path / "proofs").write_bytes(data)
+    assert main(["check", activations, str(tmp_path / "proofs")]) == REJECTED
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("rejected: ") and reason in last
+
+
+def test_numbers_that_are_not_finite_are_null_in_json(
+    activations: str, tmp_path: Path, capsys: Printed
+) -> None:
+    (tmp_path / "zeros").write_bytes(lines_of([np.array([PRIME] + [0] * 128, ">u2").tobytes()] * 3))
+    assert main(["check", activations, str(tmp_path / "zeros"), "--json"]) == REJECTED
+    chunk = json.loads(capsys.readouterr().out)["chunks"][0]
+    assert (chunk["exponent_mismatches"], chunk["mantissa_error_mean"]) == (128, None)
+
+
+def signed_profile(path: Path, key: SigningKey = ROOT) -> str:
+    """A profile that allows no position to be off."""
+    strict = replace(BFLOAT16, mismatch_share=0.0, miss_share=0.0)
+    path.write_text(document(made_profile(strict, sampler={"precision": "bfloat16"}), key))
+    return str(path)
+
+
+def test_a_calibrated_profile_is_judged_by(
+    activations: str, tmp_path: Path, capsys: Printed
+) -> None:
+    # given proofs of activations that differ in one exponent, which the published limits allow
+    values = hidden_states()
+    values[0, np.argmax(np.abs(values[0]))] *= 2.5
+    (tmp_path / "near").write_bytes(lines_of(build_proofs(bf16_bits(values))))
+    check = ["check", activations, str(tmp_path / "near")]
+    assert main(check) == ACCEPTED
+    # when a stricter profile is named
+    named = ["--profile", signed_profile(tmp_path / "profile"), "--root-key", ROOT.public_hex]
+    capsys.readouterr()
+    assert main([*check, *named]) == REJECTED
+    assert "exponent or sign mismatches" in capsys.readouterr().out
+
+
+# --- no verdict ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "named", "words"),
+    [
+        (ROOT, [], "no profile"),
+        (SigningKey.generate(), ["--root-key", ROOT.public_hex], "may not sign it"),
     ],
 )
-def test_what_cannot_be_written_or_read_is_named(words: str, place: str, activations: Path) -> None:
-    code, said = shell(words, activations)
-    assert code == UNREADABLE
-    assert said.startswith(place) and "\n  remedy: " in said
-    assert "Traceback" not in said
+def test_a_profile_that_is_not_the_roots_is_no_verdict(
+    key: SigningKey, named: list[str], words: str, activations: str, proofs: str, capsys: Printed
+) -> None:
+    profile = signed_profile(Path(proofs).with_name("profile"), key)
+    assert main(["check", activations, proofs, "--profile", profile, *named]) == UNREADABLE
+    assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["$0 prove $1", "$0 check $1 /dev/null"])
-def test_whoever_read_the_output_may_go(words: str, activations: Path) -> None:
-    code, said = shell(f"{words} | true; exit ${{PIPESTATUS[0]}}", activations)
-    assert (code, said) == (NOBODY_READS, "")
+def with_value(value: float) -> np.ndarray:
+    values = hidden_states()
+    values[66, 3] = value
+    return values
 
 
-def test_ctrl_c_is_no_fault(activations: Path) -> None:
-    # given a check that waits for its proofs
-    process = subprocess.Popen(
-        [sys.executable, "-m", "verify", "check", str(activations), "-"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    _wait_until_it_maps(activations, process.pid)
-    # when a person ends it
-    process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)
-    # then it says so
-    assert (process.returncode, *said) == (INTERRUPTED, "", "interrupted\n")
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (with_value(math.nan), "row 66, column 3 is not finite in bf16: nan"),
+        (with_value(-math.inf), "row 66, column 3 is not finite in bf16: -inf"),
+        (with_value(3.4028235e38), "row 66, column 3 is not finite in bf16: 3.4028"),
+        *(
+            (np.zeros(shape, np.float32), f"has the shape {list(shape)}; 1 to ")
+            for shape in [(4,), (0, 64), (64, 0), (2, 2, 64), (1, 2**16 + 1)]
+        ),
+    ],
+)
+def test_activations_that_cannot_be_proved_are_named(
+    array: np.ndarray, words: str, tmp_path: Path, proofs: str, capsys: Printed
+) -> None:
+    path = saved(tmp_path / "a.npy", array)
+    for command in (["prove", path], ["check", path, proofs]):
+        assert main(command) == UNREADABLE
+        assert words in capsys.readouterr().err
 
 
-def _wait_until_it_maps(path: Path, pid: int) -> None:
-    until = time.monotonic() + 60.0
-    while str(path) not in Path(f"/proc/{pid}/maps").read_text():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+def test_what_is_no_file_is_not_waited_for(
+    activations: str, tmp_path: Path, capsys: Printed
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    absent = [str(tmp_path), str(tmp_path / "nothing"), "a\0b"]
+    commands = [["prove", path] for path in [str(tmp_path / "pipe"), *absent]]
+    for command in [*commands, *(["check", activations, path] for path in absent)]:
+        assert main(command) == UNREADABLE
+        assert "\n  remedy: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("$0 prove $1 > /dev/full", UNREADABLE, "standard output: cannot be written: No space"),
+        ("$0 prove $1 | true; exit ${PIPESTATUS[0]}", NOBODY_READS, ""),
+    ],
+)
+def test_output_that_cannot_be_written_is_named_and_whoever_read_it_may_go(
+    words: str, code: int, said: str, activations: str
+) -> None:
+    command = ["bash", "-c", words, f"{sys.executable} -m verify", activations]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code and done.stderr.startswith(said)
+    assert bool(said) == ("\n  remedy: " in done.stderr) and "Traceback" not in done.stderr
+    assert said or not done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [(KeyboardInterrupt(), INTERRUPTED, "interrupted\n"), (ValueError("x"), INTERNAL, None)],
+)
+def test_ctrl_c_and_faults_of_ours_are_no_verdict(
+    activations: str,
+    proofs: str,
+    capsys: Printed,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    code: int,
+    said: str | None,
+) -> None:
+    def broken(*arguments: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(proof_commands, "open_activations", broken)
+    assert main(["check", activations, proofs]) == code
+    assert said is None or capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("role", ["validator", "coordinator"])
-def test_what_is_no_public_key_is_bad_usage(
-    role: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_public_key_is_bad_usage(role: str, tmp_path: Path, capsys: Printed) -> None:
     """A validator would ask for a quarter of an hour before it had anything to compare it with."""
     url, key = "http://127.0.0.1:1", tmp_path / "root.pub"
     rest = {
@@ -92,3 +253,28 @@ def test_what_is_no_public_key_is_bad_usage(
         main([role, *rest[role], "--weights", url, "--public-key", str(key)])
     assert ended.value.code == 2
     assert "--public-key: 64 hex characters" in capsys.readouterr().err
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [SUBMISSION, VERDICT], ids=["submission", "verdict"])
+def test_a_file_as_parquet(tmp_path: Path, kind: Any, capsys: Printed) -> None:
+    verdict = ".verdict" * (kind is VERDICT)
+    source, out = tmp_path / f"ab{verdict}.safetensors", tmp_path / "ab.parquet"
+    source.write_bytes(kind.file)
+    assert main(["table", str(source), "-o", str(out)]) == 0
+    assert f"{len(kind.rows)} rows" in capsys.readouterr().out
+    for found, row in zip(pq.read_table(out).to_pylist(), kind.rows, strict=True):
+        for name, value in vars(row).items():
+            expected = value.tolist() if isinstance(value, np.ndarray) else value
+            assert found[name] == ([*map(vars, value)] if name == "checks" else expected)
+
+
+def test_another_file_is_no_table(tmp_path: Path, capsys: Printed) -> None:
+    source = tmp_path / "ab.parquet"
+    for data, words in ((b"PAR1" * 9, "a Parquet file of an older"), (b"x", "shorter than")):
+        source.write_bytes(data)
+        assert main(["table", str(source), "-o", str(tmp_path / "out")]) == UNREADABLE
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

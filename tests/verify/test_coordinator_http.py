@@ -1,188 +1,315 @@
-"""Requests to a coordinator: tried again while it is away, bounded, and refused in its words."""
+"""Requests to a coordinator: signed, tried again while it is away, and refused in its words."""
 
 from __future__ import annotations
 
 import http.server
-import logging
 import threading
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from runspec.core.errors import UserError
-from runspec.core.http_client import NoAnswer
-from runspec.core.keys import SigningKey
+from runspec.core.http_client import Answer, LongAnswer, NoAnswer
+from tests.verify.small_model import fixed_key
+from verify import coordinator_http
+from verify.client import CoordinatorClient
 from verify.coordinator_http import CoordinatorHttp, RunFinished, SubmissionRefused
-from verify.request_auth import ENVELOPE
+from verify.request_auth import (
+    BODY,
+    ENVELOPE,
+    NONCE,
+    RequestChecker,
+    SignedRequest,
+    Unauthorised,
+    sign_request,
+)
+
+URL, KEY, NOW = "http://coordinator:1", fixed_key(1), 1_700_000_000.0
+DEADLINE_S = 5.0
+AWAY = NoAnswer("refused")
 
 
-@contextmanager
-def server(
-    *answers: tuple[int, bytes], deadline_s: float = 5.0
-) -> Iterator[tuple[CoordinatorHttp, list[dict[str, str]]]]:
-    """Gives some answers one after the other; a client of it, and the headers of what it asked."""
-    left, asked = list(answers), []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(dict(self.headers.items()))
-            status, body = left.pop(0)
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            if status == 429:
-                self.send_header("Retry-After", body.decode())
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_POST = do_GET
-
-        def log_message(self, format: str, *arguments: object) -> None:
-            """Nothing."""
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as serving:
-        thread = threading.Thread(target=serving.serve_forever, args=(0.01,))
-        thread.start()
-        url = f"http://127.0.0.1:{serving.server_port}/"
-        client = CoordinatorHttp(url, SigningKey.generate(), run="demo", deadline_s=deadline_s)
-        yield client, asked
-        serving.shutdown()
-        thread.join()
+def answer(status: int, content: bytes = b"", retry_after: str = "") -> Answer:
+    return Answer(status, retry_after, content)
 
 
-def test_a_request_is_signed_anew_until_it_is_answered(caplog: pytest.LogCaptureFixture) -> None:
-    # Given a coordinator that starts up
-    starting = (503, b'{"error": "starting"}')
-    with (
-        server(starting, starting, (200, b"here")) as (client, asked),
-        caplog.at_level(logging.INFO),
-    ):
-        # When it is asked
-        answer = client.call("GET", "/v1/roles", envelope=b"signed")
-    # Then the last answer counts, no signature came twice, and the log tells of it once
-    assert answer.content == b"here"
-    assert len({headers["Runspec-Nonce"] for headers in asked}) == 3
-    assert {headers[ENVELOPE] for headers in asked} == {"c2lnbmVk"}
-    told = [record.getMessage() for record in caplog.records if "coordinator" in record.message]
-    assert [told[0].rpartition(": ")[2], told[1].rpartition(" ")[2]] == ["starting", "again"]
-    assert len(told) == 2
+@dataclass
+class Coordinator:
+    """Gives some answers one after the other, the last one for ever, on a clock of its own."""
+
+    answers: list[Answer | Exception | bytes] = field(default_factory=list)
+    now: float = 1000.0
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    pauses: list[float] = field(default_factory=list)
+    client: CoordinatorHttp = field(
+        default_factory=lambda: CoordinatorHttp(URL + "/", KEY, run="demo", deadline_s=DEADLINE_S)
+    )
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+    def fetch_now(self, method: str, url: str, **options: Any) -> Answer:
+        self.asked.append({"method": method, "url": url, **options})
+        found = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(found, Exception):
+            raise found
+        assert isinstance(found, Answer)
+        return found
+
+    def stream(self, url: str, *, idle_s: float, take: Any) -> Answer:
+        """Bytes are an answer that breaks off behind them, after a second."""
+        self.now += 1.0
+        self.asked.append({"url": url})
+        found = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(found, bytes):
+            take(iter([found]))
+            raise NoAnswer("the connection broke")
+        assert isinstance(found, Answer)
+        if found.is_success:
+            take(iter([found.content]))
+        return found
+
+
+@pytest.fixture
+def coordinator(monkeypatch: pytest.MonkeyPatch) -> Coordinator:
+    found = Coordinator()
+    monkeypatch.setattr(coordinator_http, "fetch_now", found.fetch_now)
+    monkeypatch.setattr(coordinator_http, "stream", found.stream)
+    monkeypatch.setattr(coordinator_http, "time", found)
+    return found
+
+
+def test_a_request_is_signed_anew_until_it_is_answered(coordinator: Coordinator) -> None:
+    coordinator.answers = [AWAY, answer(503), answer(503), answer(200, b"here")]
+    found = coordinator.client.call(
+        "POST", "/v1/leases?a=1", body=b"{}", envelope=b"signed", max_bytes=77
+    )
+    assert found.content == b"here"
+    assert coordinator.pauses == [0.05, 0.1, 0.2]
+    asked = coordinator.asked
+    assert len({each["headers"][NONCE] for each in asked}) == len(asked) == 4
+    assert {(e["method"], e["url"], e["body"], e["max_bytes"]) for e in asked} == {
+        ("POST", f"{URL}/v1/leases?a=1", b"{}", 77)
+    }
+    assert {each["headers"][ENVELOPE] for each in asked} == {"c2lnbmVk"}
+    assert [e["timeout_s"] for e in asked] == [5.0] * 4 and asked[0]["idle_s"] == 30.0
+
+
+def test_a_coordinator_may_take_the_time_that_it_was_given_besides(
+    coordinator: Coordinator,
+) -> None:
+    coordinator.answers = [AWAY]
+    with pytest.raises(UserError):
+        coordinator.client.call("GET", "/", wait_s=20.0)
+    assert coordinator.asked[0]["timeout_s"] == 25.0 and coordinator.asked[0]["idle_s"] == 50.0
+    assert 23.0 <= sum(coordinator.pauses) <= 25.0
+    assert max(coordinator.pauses) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("last", "words", "remedy"),
+    [
+        (AWAY, "cannot be reached: refused", "check that the coordinator runs and that its addr"),
+        (answer(503, b'{"error": "waits for its disk"}'), "answers 503: waits for", "its log says"),
+        (answer(507, b"x"), "answers 507: x", "its log says"),
+        (answer(429, b"busy", "30"), "answers 429: busy", "overloaded"),
+    ],
+)
+def test_whoever_waited_in_vain_is_told_for_what(
+    coordinator: Coordinator, last: Answer | Exception, words: str, remedy: str
+) -> None:
+    coordinator.answers = [last]
+    with pytest.raises(UserError, match=rf"{words}.* \(tried POST /v1/leases for 5 s\)") as out:
+        coordinator.client.call("POST", "/v1/leases")
+    assert out.value.place == f"coordinator {URL}" and remedy in (out.value.remedy or "")
+    assert sum(coordinator.pauses) <= DEADLINE_S
 
 
 @pytest.mark.parametrize(
     ("status", "error"), [(410, RunFinished), (409, SubmissionRefused), (403, UserError)]
 )
-def test_a_refusal_is_in_the_words_of_the_coordinator(status: int, error: type[Exception]) -> None:
-    with (
-        server((status, b'{"error": "not you"}')) as (client, _),
-        pytest.raises(error, match="not you") as raised,
-    ):
-        client.call("GET", "/v1/roles")
-    assert type(raised.value) is error
+def test_a_refusal_is_in_the_words_of_the_coordinator(
+    coordinator: Coordinator, status: int, error: type[Exception]
+) -> None:
+    coordinator.answers = [answer(status, b'{"error": "not you"}')]
+    with pytest.raises(error, match="not you") as raised:
+        coordinator.client.call("GET", "/v1/roles")
+    assert type(raised.value) is error and len(coordinator.asked) == 1
 
 
 @pytest.mark.parametrize(
-    "answer", [b"\x1b[2J" + b"x" * 9000, b'{"error": "\\u001b[2J' + b"x" * 9000 + b'"}']
+    "said", [b"\x1b[2J" + b"x" * 9000, b'{"error": "\\u001b[2J%b"}' % (b"x" * 9000)]
 )
-def test_words_that_are_none_of_a_coordinators_are_short_and_plain(answer: bytes) -> None:
-    """They go into a log, or onto somebody's terminal."""
-    with server((403, answer)) as (client, _), pytest.raises(UserError) as out:
-        client.call("GET", "/v1/roles")
-    assert "403, ?[2Jxxx" in str(out.value) and len(str(out.value)) < 1100
+def test_words_that_are_none_of_a_coordinators_are_short_and_plain(
+    coordinator: Coordinator, said: bytes
+) -> None:
+    coordinator.answers = [answer(403, said)]
+    with pytest.raises(UserError) as out:
+        coordinator.client.call("GET", "/v1/roles")
+    assert "GET /v1/roles: 403, " in str(out.value) and "\x1b" not in str(out.value)
+    assert len(str(out.value)) < 1100
 
 
-def test_more_bytes_than_were_asked_for_are_not_believed() -> None:
-    with server((200, b"x" * 11), (200, b"x" * 10)) as (client, _):
-        with pytest.raises(UserError, match="11 bytes, at most 10 expected"):
-            client.call("GET", "/v1/roles", max_bytes=10)
-        assert client.call("GET", "/v1/roles", max_bytes=10).content == b"x" * 10
-
-
-def test_what_is_long_comes_in_pieces_and_what_is_not_there_is_named() -> None:
-    got: list[bytes] = []
-
-    def take(pieces: Iterable[bytes]) -> None:
-        got.append(b"".join(pieces))
-
-    with server((500, b"soon"), (200, b"x" * 100_000), (404, b"")) as (client, _):
-        client.stream("/v1/data/one", take)
-        with pytest.raises(UserError, match="/v1/data/two: answers 404"):
-            client.stream("/v1/data/two", take)
-    assert got == [b"x" * 100_000]
-
-
-def breaking(client: CoordinatorHttp, *sent: int) -> list[int]:
-    """Streams from a server each of whose answers takes 0.2 s and breaks off after so many bytes,
-    the last one excepted; what came at each attempt."""
-    got: list[int] = []
-
-    def take(pieces: Iterable[bytes]) -> None:
-        time.sleep(0.2)
-        got.append(len(b"".join(pieces)))
-        if len(got) < len(sent):
-            raise NoAnswer("the connection broke")
-
-    client.stream("/v1/data/one", take)
-    return got
-
-
-def test_what_is_long_and_breaks_off_late_is_asked_for_again_while_more_comes_each_time() -> None:
-    """A slow line takes longer for a file than a coordinator may be away."""
-    sent = (10, 20, 30, 40, 50)
-    with server(*((200, b"x" * n) for n in sent), deadline_s=0.5) as (client, _):
-        assert breaking(client, *sent) == list(sent)
-    with (
-        server(*((200, b"x" * 10) for _ in range(9)), deadline_s=0.5) as (client, asked),
-        pytest.raises(UserError, match="the connection broke"),
-    ):
-        breaking(client, *[10] * 9)
-    assert 2 <= len(asked) <= 4
+def test_more_bytes_than_were_asked_for_are_not_believed(coordinator: Coordinator) -> None:
+    coordinator.answers = [LongAnswer("11 bytes, at most 10 expected")]
+    with pytest.raises(UserError, match="cannot be verified: GET /v1/roles: 11 bytes") as out:
+        coordinator.client.call("GET", "/v1/roles", max_bytes=10)
+    assert out.value.place == f"coordinator {URL}" and "--public-key" in (out.value.remedy or "")
 
 
 @pytest.mark.parametrize(
     ("said", "pause"), [("1", 1.0), ("3600", 60.0), ("0", 0.05), ("-1", 2.0), ("soon", 2.0)]
 )
 def test_a_coordinator_with_too_much_to_do_is_asked_when_it_says(
-    monkeypatch: pytest.MonkeyPatch, said: str, pause: float
+    coordinator: Coordinator, said: str, pause: float
 ) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    with server((429, said.encode()), (200, b"here"), deadline_s=100.0) as (client, _):
-        assert client.call("GET", "/v1/roles").content == b"here"
-    assert pauses == [pause]
+    coordinator.answers = [answer(429, retry_after=said), answer(200, b"here")]
+    assert coordinator.client.call("GET", "/v1/roles", backlog_s=1.0).content == b"here"
+    assert coordinator.pauses == [pause]
 
 
-def test_a_coordinator_that_has_too_much_to_do_beyond_the_deadline_is_named() -> None:
-    with (
-        server((429, b"30")) as (client, _),
-        pytest.raises(UserError, match=r"answers 429: 30 \(tried GET /v1/roles for 5 s\)"),
-    ):
-        client.call("GET", "/v1/roles")
+def test_a_backlog_counts_as_no_absence_until_it_has_lasted_too_long(
+    coordinator: Coordinator,
+) -> None:
+    coordinator.answers = [answer(429, retry_after="30")]
+    with pytest.raises(UserError, match="answers 429"):
+        coordinator.client.call("GET", "/v1/roles", backlog_s=100.0)
+    assert coordinator.pauses == [30.0] * 4
+
+
+def test_what_is_long_is_asked_for_again_while_more_comes_each_time(
+    coordinator: Coordinator,
+) -> None:
+    """A slow line takes longer for a file than a coordinator may be away."""
+    got: list[int] = []
+
+    def take(pieces: Iterable[bytes]) -> None:
+        got.append(sum(map(len, pieces)))
+
+    sizes = [10 * n for n in range(1, 20)]
+    coordinator.answers = [answer(500), *(b"x" * n for n in sizes), answer(200, b"x" * 300)]
+    coordinator.client.stream("/v1/data/one", take)
+    assert got == [*sizes, 300] and coordinator.now > 1000.0 + 4 * DEADLINE_S
+    # and no longer than the deadline while no more comes
+    coordinator.answers, coordinator.asked = [b"x" * 10], []
+    with pytest.raises(UserError, match="/v1/data/one: the connection broke"):
+        coordinator.client.stream("/v1/data/one", take)
+    assert 3 <= len(coordinator.asked) <= 5
+    # and not at all where there is no such file
+    coordinator.answers, coordinator.asked = [answer(404)], []
+    with pytest.raises(UserError, match="/v1/data/two: answers 404"):
+        coordinator.client.stream("/v1/data/two", take)
+    assert len(coordinator.asked) == 1
+
+
+def test_what_is_no_address_of_a_server_is_refused() -> None:
+    with pytest.raises(UserError, match="is no address of a coordinator"):
+        CoordinatorHttp("ftp://x", KEY, run="demo", deadline_s=1.0)
+
+
+@pytest.fixture
+def dripping() -> Iterator[str]:
+    """A server that answers a byte at a time and never ends; each read alone is quick."""
+    over = threading.Event()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "60000")
+            self.end_headers()
+            with suppress(OSError):  # the client has hung up
+                while not over.wait(0.05):
+                    self.wfile.write(b" ")
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        over.set()
+        server.shutdown()
+        thread.join()
+
+
+def test_an_answer_that_drips_ends_at_the_deadline(dripping: str) -> None:
+    client = CoordinatorClient(
+        dripping, KEY, run="demo", root_public_key=KEY.public_hex, deadline_s=0.3
+    )
+    with pytest.raises(UserError, match=r"no whole answer within 0\.3 s") as failure:
+        client.roles()
+    assert failure.value.place == f"coordinator {dripping}"
+
+
+# --- signed requests ----------------------------------------------------------------------------
+
+
+def signed(*, run: str = "run", at: float = NOW) -> dict[str, str]:
+    return sign_request(KEY, run=run, method="POST", path="/v1/leases?a=1", body=b"{}", now=at)
+
+
+def checked(
+    headers: dict[str, str], checker: RequestChecker | None = None, **asked: Any
+) -> SignedRequest:
+    sent = {"method": "POST", "path": "/v1/leases?a=1", "now": NOW, **asked}
+    return (checker or RequestChecker("run")).check(headers, **sent)
+
+
+def test_a_request_is_believed_once_for_five_minutes() -> None:
+    checker, headers = RequestChecker("run"), signed()
+    # given that it was refused for another path, which does not use it up
+    with pytest.raises(Unauthorised):
+        checked(headers, checker, path="/v1/verdicts")
+    assert checked(headers, checker) == SignedRequest(KEY.public_hex, headers[BODY])
+    with pytest.raises(Unauthorised, match="made before"):
+        checked(headers, checker, now=NOW + 300)
+    with pytest.raises(Unauthorised, match="set the clock"):
+        checked(headers, checker, now=NOW + 302)
+    checked(signed(at=NOW + 302), checker, now=NOW + 302)
+    assert len(checker._seen) == 1  # what has expired is forgotten
+
+
+@pytest.mark.parametrize("way", [-1, 1])
+def test_clocks_may_differ_by_five_minutes_and_no_more(way: int) -> None:
+    checked(signed(), now=NOW + 300 * way)
+    with pytest.raises(Unauthorised, match="behind" if way > 0 else "ahead of"):
+        checked(signed(), now=NOW + 301 * way)
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "remedy"),
+    ("headers", "asked"),
     [
-        (503, b'{"error": "the coordinator waits for its disk or its database"}', "its log says"),
-        (507, b'{"error": "cannot store the file: No space left on device"}', "its log says"),
-        (429, b"30", "overloaded"),
+        (signed(run="other"), {}),
+        (signed(), {"method": "GET"}),
+        (signed(), {"path": "/v1/leases"}),
+        (signed(), {"path": "/v1/leases?a=2"}),
     ],
 )
-def test_whoever_waited_in_vain_is_told_for_what(status: int, body: bytes, remedy: str) -> None:
-    with (
-        server(*[(status, body)] * 400, deadline_s=2.0) as (client, _),
-        pytest.raises(UserError, match=f"answers {status}: .*tried POST /v1/leases for 2 s") as out,
-    ):
-        client.call("POST", "/v1/leases")
-    assert remedy in (out.value.remedy or "")
-    assert (out.value.place or "").startswith("coordinator http://127.0.0.1:")
+def test_a_signature_is_for_one_run_method_and_path(
+    headers: dict[str, str], asked: dict[str, Any]
+) -> None:
+    with pytest.raises(Unauthorised, match="does not match"):
+        checked(headers, **asked)
 
 
-def test_a_coordinator_that_is_not_there_is_named() -> None:
-    client = CoordinatorHttp(
-        "http://127.0.0.1:9", SigningKey.generate(), run="demo", deadline_s=0.1
-    )
-    with pytest.raises(UserError, match="cannot be reached") as out:
-        client.call("GET", "/v1/roles")
-    assert out.value.place == "coordinator http://127.0.0.1:9"
-    assert out.value.remedy == "check that the coordinator runs and that its address is right"
+def test_whoever_may_not_ask_uses_up_no_nonce() -> None:
+    def refuse(key: str) -> None:
+        raise PermissionError(key)
+
+    checker, headers = RequestChecker("run"), signed()
+    with pytest.raises(PermissionError, match=KEY.public_hex):
+        checked(headers, checker, admit=refuse)
+    checked(headers, checker)
+
+
+def test_a_weak_key_signs_nothing() -> None:
+    with pytest.raises(Unauthorised, match="a weak key"):
+        checked({**signed(), "Runspec-Key": "00" * 32})

@@ -1,4 +1,4 @@
-"""A profile from outside: signed by the root, in date, in one form; and what is judged by it."""
+"""A profile of calibrated limits: signed by the root, in date, in one form; and judged by."""
 
 from __future__ import annotations
 
@@ -9,46 +9,37 @@ from typing import Any
 
 import pytest
 
+from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, sign_document
 from runspec.core.spec.resolved import MAX_PROFILE_BYTES
-from runspec.core.spec.schema import CalibrationProfile, RunSpec
 from tests.verify.bench import MODEL, Bench
-from tests.verify.profiles import DAY_S, ROOT, document, made_profile, tampered
-from tests.verify.small_model import Worker
+from tests.verify.profiles import DAY_S, ROOT, document, made_profile, tampered, with_profile
+from tests.verify.small_model import Worker, small_spec
 from verify.coordinator.machine.gap_history import excess_of
-from verify.pool_limits import (
-    gap_noise_by_pool,
-    limits_by_pool,
-)
-from verify.profile import open_profile
-from verify.thresholds import BFLOAT16, FLOAT32, ChunkLimits, GapNoise, Limits
+from verify.pool_limits import gap_noise_by_pool, limits_by_pool, require_model, require_profiles
+from verify.profile import Profile, open_profile
+from verify.thresholds import BFLOAT16, DRIFT, FLOAT32, ChunkLimits, GapNoise, Limits
 
 PROFILE = made_profile()
 TABLE = PROFILE.limits.model_dump()
 SHORT = {"mismatch_share": 0.1, "miss_share": 0.1, "mantissa_mean": None, "mantissa_median": 1.0}
+NOISE = GapNoise(cap=0.5, mean=1e-3, probability=1e-6)
 
 
-def opened(data: bytes, now: float | None = None) -> object:
+def opened(data: bytes, now: float | None = None) -> Profile:
     return open_profile(data, root_public_key=ROOT.public_hex, now=now)
 
 
-def with_profile(spec: RunSpec, text: str, root: str | None = ROOT.public_hex) -> RunSpec:
-    item = CalibrationProfile(name="measured", document=text)
-    return spec.model_copy(
-        update={
-            "verify": spec.verify.model_copy(update={"profiles": [item]}),
-            "identity": spec.identity.model_copy(update={"root_public_key": root}),
-        }
-    )
-
-
-def test_a_profile_opens_as_it_was_signed() -> None:
+def test_a_profile_opens_as_it_was_signed_and_holds_for_a_time() -> None:
     limits = replace(BFLOAT16, short=(ChunkLimits(256, 0.2, 0.1, math.inf, 4.0),))
     profile = made_profile(limits, sampler={"precision": "bfloat16"})
-    found = open_profile(document(profile).encode(), root_public_key=ROOT.public_hex)
-    assert found == profile
-    assert found.as_limits() == limits
+    data = document(profile).encode()
+    assert opened(data) == opened(data, profile.issued + DAY_S / 2) == profile
+    assert opened(data).as_limits() == limits
+    for now, words in ((profile.issued - 3600.0, "future"), (profile.expires + 3600.0, "expired")):
+        with pytest.raises(BadSignature, match=words):
+            opened(data, now)
 
 
 @pytest.mark.parametrize(
@@ -90,79 +81,99 @@ def test_other_forms_are_refused_though_the_root_signed_them(payload: dict[str, 
 def test_what_the_root_did_not_sign_is_refused(data: bytes) -> None:
     with pytest.raises(BadSignature):
         opened(data)
+    with pytest.raises(UserError, match=r"cannot be verified") as raised:
+        limits_by_pool(with_profile(small_spec(), data.decode()))
+    assert raised.value.place == "verify.profiles.measured"
 
 
-def test_a_profile_holds_for_a_time() -> None:
-    data = document(PROFILE).encode()
-    opened(data, PROFILE.issued + DAY_S / 2)
-    for now in (PROFILE.issued - 3600.0, PROFILE.expires + 3600.0):
-        with pytest.raises(BadSignature, match=r"future|expired"):
-            opened(data, now)
+def test_a_validator_starts_with_profiles_of_its_root_and_model_alone() -> None:
+    spec = with_profile(small_spec(), document(PROFILE))
+    config = PROFILE.model.model_dump()
+    require_profiles(spec, root_public_key=ROOT.public_hex)
+    require_model(spec, config)
+    require_profiles(small_spec(), root_public_key="ab" * 32)  # a run without profiles
+    with pytest.raises(UserError, match="is pinned"):
+        require_profiles(spec, root_public_key="ab" * 32)
+    for name in config:
+        with pytest.raises(UserError, match=f"measured on a model with {name} "):
+            require_model(spec, {**config, name: 1})
+    unpinned = spec.identity.model_copy(update={"root_public_key": None})
+    with pytest.raises(UserError, match="lacks identity"):
+        limits_by_pool(spec.model_copy(update={"identity": unpinned}))
 
 
-# --- in a run ------------------------------------------------------------------------------------
+# --- in a run -----------------------------------------------------------------------------------
 
 
-def judged(tmp_path: Path, limits: Limits, shift: float) -> str:
-    """Why a submission is rejected whose weights are off by a share; empty where it is not."""
-    bench = Bench(tmp_path, dtype="bfloat16")
-    profile = made_profile(limits, sampler={"precision": "bfloat16"})
+def bench_of(tmp_path: Path, profile: Profile, shift: float = 0.0, **pool: object) -> Bench:
+    """A run with a profile, and a worker whose weights are off by a share."""
+    bench = Bench(tmp_path, **pool)
     bench.spec = with_profile(bench.spec, document(profile))
     model = MODEL.perturbed(shift) if shift else MODEL
-    worker = Worker(bench.worker_key, model.in_bfloat16(), bench.spec, bench.task_set)
-    return bench.verdict(bench.rollouts_of(worker)).reason
+    if bench.spec.samplers[0].dtype == "bfloat16":
+        model = model.in_bfloat16()
+    bench.worker = Worker(bench.worker_key, model, bench.spec, bench.task_set)
+    return bench
+
+
+def in_bfloat16(limits: Limits) -> Profile:
+    return made_profile(limits, sampler={"precision": "bfloat16"})
 
 
 def test_a_validator_judges_by_the_profile(tmp_path: Path) -> None:
-    # given what `calibrate` derived of this pair (test_calibrate.py), and weights off by 1 %
+    # given what `calibrate` derived of this pair (test_calibration.py), and weights off by 1 %
     measured = replace(BFLOAT16, logprob_submission=0.0145, logprob_rollout=0.0558)
-    assert judged(tmp_path / "a", BFLOAT16, 0.01) == ""
-    assert judged(tmp_path / "b", measured, 0.0) == ""
-    assert judged(tmp_path / "c", measured, 0.01).startswith("logprobs_submission")
+    for number, (limits, shift, reason) in enumerate(
+        [(BFLOAT16, 0.01, ""), (measured, 0.0, ""), (measured, 0.01, "logprobs_submission")]
+    ):
+        folder = tmp_path / str(number)
+        bench = bench_of(folder, in_bfloat16(limits), shift, dtype="bfloat16")
+        assert bench.verdict(bench.honest()).reason.partition(":")[0] == reason
 
 
-def test_a_profile_of_another_pool_leaves_the_published_limits(tmp_path: Path) -> None:
-    spec = Bench(tmp_path).spec
-    other = made_profile(replace(FLOAT32, gap_mean=1e-6), sampler={"hardware": "h100-80g"})
-    assert limits_by_pool(with_profile(spec, document(other))) == {"home": FLOAT32}
-    same = made_profile(replace(FLOAT32, gap_mean=1e-6))
-    assert limits_by_pool(with_profile(spec, document(same)))["home"].gap_mean == 1e-6
+def test_verdicts_on_a_calibrated_pool_say_what_gaps_come_to(tmp_path: Path) -> None:
+    profile = made_profile(replace(FLOAT32, gap_noise=NOISE))
+    bench = bench_of(tmp_path / "honest", profile)
+    honest = bench.verdict(bench.honest()).rows
+    allowed = [DRIFT * NOISE.mean * row.length for row in honest]
+    assert [row.gap_excess for row in honest] == pytest.approx([-each for each in allowed])
+    # and those of perturbed weights are above what is allowed for ever
+    bench = bench_of(tmp_path / "other", profile, 0.02)
+    other = bench.verdict(bench.honest()).rows
+    excess = excess_of(other, NOISE)
+    assert excess is not None
+    assert excess > -DRIFT * NOISE.mean * sum(row.length for row in other)
+
+
+DRAWN = {"temperature": 0.8, "top_p": 1.0, "top_k": -1}
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"temperature": 0.2}, {"top_p": 0.9}, {"top_k": 20}],
-    ids=lambda each: next(iter(each)),
+    ("sampler", "pool", "covers"),
+    [
+        ({}, {}, True),
+        ({"hardware": "h100-80g"}, {}, False),
+        ({}, {"sampling": {**DRAWN, "temperature": 0.2}}, False),
+        ({}, {"sampling": {**DRAWN, "top_p": 0.9}}, False),
+        ({}, {"sampling": {**DRAWN, "top_k": 20}}, False),
+    ],
 )
-def test_a_profile_of_other_sampling_leaves_the_published_limits(
-    tmp_path: Path, change: dict[str, float]
+def test_a_profile_of_another_pool_leaves_the_published_limits(
+    sampler: dict[str, str], pool: dict[str, object], covers: bool
 ) -> None:
-    drawn = {"temperature": 0.8, "top_p": 1.0, "top_k": -1}
-    profile = document(made_profile(replace(FLOAT32, gap_mean=1e-6), sampler={"sampling": drawn}))
-    for sampling, gap_mean in ((drawn, 1e-6), ({**drawn, **change}, FLOAT32.gap_mean)):
-        spec = Bench(tmp_path, sampling=sampling).spec
-        assert limits_by_pool(with_profile(spec, profile))["home"].gap_mean == gap_mean
+    measured = replace(FLOAT32, gap_mean=1e-6)
+    spec = with_profile(small_spec(**pool), document(made_profile(measured, sampler=sampler)))
+    assert limits_by_pool(spec) == {"home": measured if covers else FLOAT32}
 
 
 def test_of_gaps_a_seeded_pools_profile_says_nothing_to_one_that_draws_freely(
     tmp_path: Path,
 ) -> None:
     # given a profile of a seeded pool, and a pool of the same machines that is not seeded
-    measured = replace(
-        BFLOAT16,
-        logprob_submission=0.0145,
-        gap=0.2,
-        gap_max=0.3,
-        gap_noise=GapNoise(cap=0.02, mean=7e-5, probability=1e-6),
-    )
+    measured = replace(BFLOAT16, logprob_submission=0.0145, gap=0.2, gap_max=0.3, gap_noise=NOISE)
     profile = made_profile(measured, sampler={"precision": "bfloat16"}, looser=["gap"])
-    bench = Bench(
-        tmp_path,
-        dtype="bfloat16",
-        trust="trusted",
-        sampling={"temperature": 0.8, "seeded": False},
-    )
-    bench.spec = with_profile(bench.spec, document(profile))
+    free = {"trust": "trusted", "sampling": {"temperature": 0.8, "seeded": False}}
+    bench = bench_of(tmp_path, profile, dtype="bfloat16", **free)
     # then its log-probs and proofs are judged by the profile, and no gap is
     assert limits_by_pool(bench.spec) == {"home": replace(BFLOAT16, logprob_submission=0.0145)}
     # and the coordinator takes its verdicts, which cannot say what gaps come to

@@ -1,17 +1,21 @@
-"""The validator: what it claims, signs and sends, and when it ends."""
+"""The validator: what it claims, signs, sends and gives back, and how its watchdog ends it."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
+from runspec.core.process import EXIT_INTERNAL, RunStopped
 from runspec.core.roles import Roles
 from tests.figures import figures_of
 from tests.verify.bench import MODEL, lease_for, packed
@@ -24,14 +28,20 @@ from tests.verify.small_model import (
     fixed_key,
     small_spec,
 )
+from verify import plugins, watchdog
 from verify.client import RunFinished, WorkItem
 from verify.formats.submission import Rollout
 from verify.formats.verdict import RolloutVerdict, VerdictEnvelope, decode_verdicts, open_verdict
+from verify.plugins import WeightsLocation, load_prefill_engine
 from verify.recompute import PrefillNotFinite
+from verify.timeouts import STAGE_DEADLINES_S
 from verify.validator import MAX_CLAIMS, MAX_FAULTS, Validator, is_drawn
+from verify.watchdog import Stages
 
 WORKER, COORDINATOR, VALIDATOR = fixed_key(1), fixed_key(2), fixed_key(3)
 LOG = logging.getLogger("validator")
+HANG_S = 1200.0
+"""After which a thread that should have ended counts as hanging."""
 
 
 @dataclass
@@ -46,6 +56,8 @@ class QueueCoordinator:
     released: list[tuple[str, str]] = field(default_factory=list)
     """Submission and fault."""
     claims: list[str] = field(default_factory=list)
+    engine: Any = None
+    """Prefill engine of its validator."""
 
     def offer(self, envelope: bytes, table: bytes, lease: bytes) -> str:
         digest = digest_bytes(table)
@@ -66,6 +78,8 @@ class QueueCoordinator:
         return None
 
     def download(self, digest: str) -> bytes:
+        if digest not in self.tables:
+            raise UserError("404: gone from the disk", place="coordinator")
         return self.tables[digest]
 
     def verdict(self, envelope: bytes, table: bytes) -> None:
@@ -84,97 +98,6 @@ class QueueCoordinator:
         return result
 
 
-@pytest.fixture
-def coordinator() -> QueueCoordinator:
-    return QueueCoordinator()
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> NumpyEngine:
-    return NumpyEngine({0: MODEL}, tmp_path)
-
-
-def serve(
-    coordinator: QueueCoordinator,
-    engine: NumpyEngine,
-    share: float = 1.0,
-    log: logging.Logger = LOG,
-) -> Validator:
-    spec = small_spec()
-    spec = spec.model_copy(
-        update={"verify": spec.verify.model_copy(update={"prefill_share": share})}
-    )
-    validator = Validator(
-        spec, VALIDATOR, coordinator, engine, task_set_of=lambda directory: ParityTask(), log=log
-    )
-    validator.serve(threading.Event())
-    return validator
-
-
-def sample(index: int) -> tuple[list[Rollout], bytes, bytes, bytes]:
-    """Honest rows for a lease, and their envelope, table and lease."""
-    signed, lease = lease_for(WORKER, COORDINATOR, index=index)
-    rollouts = Worker(WORKER, MODEL, small_spec(), ParityTask()).rollouts(signed, lease)
-    return (rollouts, *packed(rollouts, signed, lease, WORKER), signed)
-
-
-def test_each_submission_gets_one_signed_verdict(
-    coordinator: QueueCoordinator, engine: NumpyEngine
-) -> None:
-    # given an honest submission, an edited one and one that is no table
-    rollouts, *good = sample(index=0)
-    rows, _, _, lease_bytes = sample(index=1)
-    _, lease = lease_for(WORKER, COORDINATOR, index=1)
-    edited = [replace(rows[0], task_reward=1.0), *rows[1:]]
-    bad = (*packed(edited, lease_bytes, lease, WORKER), lease_bytes)
-    digests = [coordinator.offer(*files) for files in (good, bad, (good[0], b"junk", good[2]))]
-
-    # when the validator serves until the run is finished
-    validator = serve(coordinator, engine)
-
-    # then there is a verdict on each, and the accepted one carries what the learner needs
-    assert validator.checked == 3 and validator.busy_s > 0
-    (first, its_rows), (second, _), (third, none) = coordinator.opened()
-    assert [v.submission for v in (first, second, third)] == digests
-    assert (first.run, first.step, first.accepted, first.reason) == (RUN, 0, True, "")
-    assert [row.row for row in its_rows] == list(range(len(rollouts)))
-    assert all(row.logprobs is not None for row in its_rows)
-    assert not second.accepted and second.reason.startswith("reward: row 0: claimed against")
-    assert not third.accepted and none == []
-    assert third.reason == "signature: the file is not the one that was signed"
-    # and Prometheus sees what was rejected by which check
-    figures = figures_of(validator)
-    assert figures["runspec_validator_verdicts_total"] == 3.0
-    assert figures["runspec_validator_rejected_submissions_total/reward"] == 1.0
-    assert figures["runspec_validator_rejected_submissions_total/signature"] == 1.0
-    assert figures["runspec_validator_busy_seconds_total"] == validator.busy_s
-    assert figures["runspec_validator_stage_seconds_total/prefill"] > 0.0
-
-
-def test_what_is_queued_is_claimed_together_and_prefilled_at_once(
-    coordinator: QueueCoordinator, engine: NumpyEngine
-) -> None:
-    for index in range(MAX_CLAIMS + 1):
-        coordinator.offer(*sample(index)[1:])
-
-    serve(coordinator, engine)
-
-    assert engine.prefills == [8 * MAX_CLAIMS, 8]
-    assert coordinator.waits[0] > 0 and set(coordinator.waits[1:MAX_CLAIMS]) == {0.0}
-
-
-def test_a_lease_of_another_coordinator_ends_the_process(
-    coordinator: QueueCoordinator, engine: NumpyEngine
-) -> None:
-    """It is no worker's doing, so it must not look like one's."""
-    signed, lease = lease_for(WORKER, VALIDATOR)
-    rows = Worker(WORKER, MODEL, small_spec(), ParityTask()).rollouts(signed, lease)
-    coordinator.offer(*packed(rows, signed, lease, WORKER), signed)
-    with pytest.raises(UserError, match="has a bad lease"):
-        serve(coordinator, engine)
-    assert coordinator.verdicts == []
-
-
 class Breaking(NumpyEngine):
     """An engine that a rollout of these first output tokens breaks."""
 
@@ -187,84 +110,171 @@ class Breaking(NumpyEngine):
         return super().prefill(version, inputs, **options)
 
 
+@pytest.fixture
+def coordinator(tmp_path: Path) -> QueueCoordinator:
+    return QueueCoordinator(engine=Breaking({0: MODEL}, tmp_path))
+
+
+def validator_of(coordinator: QueueCoordinator, **verify: object) -> Validator:
+    """Keyword arguments replace fields of the spec's `verify`."""
+    spec = small_spec()
+    spec = spec.model_copy(update={"verify": spec.verify.model_copy(update=verify)})
+    return Validator(
+        spec,
+        VALIDATOR,
+        coordinator,
+        coordinator.engine,
+        task_set_of=lambda folder: ParityTask(),
+        log=LOG,
+    )
+
+
+def serve(coordinator: QueueCoordinator, **verify: object) -> Validator:
+    validator = validator_of(coordinator, **verify)
+    validator.serve(threading.Event())
+    return validator
+
+
+def sample(index: int) -> tuple[list[Rollout], bytes, bytes, bytes]:
+    """Honest rows for a lease, and their envelope, table and lease."""
+    signed, lease = lease_for(WORKER, COORDINATOR, index=index)
+    rollouts = Worker(WORKER, MODEL, small_spec(), ParityTask()).rollouts(signed, lease)
+    return (rollouts, *packed(rollouts, signed, lease, WORKER), signed)
+
+
+# --- verdicts -----------------------------------------------------------------------------------
+
+
+def test_each_submission_gets_one_signed_verdict(coordinator: QueueCoordinator) -> None:
+    # given an honest submission, an edited one and one that is no table
+    rollouts, *good = sample(index=0)
+    rows, _, _, lease_bytes = sample(index=1)
+    _, lease = lease_for(WORKER, COORDINATOR, index=1)
+    edited = [replace(rows[0], task_reward=1.0), *rows[1:]]
+    bad = (*packed(edited, lease_bytes, lease, WORKER), lease_bytes)
+    digests = [coordinator.offer(*files) for files in (good, bad, (good[0], b"junk", good[2]))]
+    # when the validator serves until the run is finished
+    validator = serve(coordinator)
+    # then there is a verdict on each, and the accepted one carries what the learner needs
+    assert validator.checked == 3 and validator.busy_s > 0
+    (first, its_rows), (second, _), (third, none) = coordinator.opened()
+    assert [v.submission for v in (first, second, third)] == digests
+    assert (first.run, first.step, first.accepted, first.reason) == (RUN, 0, True, "")
+    assert [row.row for row in its_rows] == list(range(len(rollouts)))
+    assert all(row.logprobs is not None for row in its_rows)
+    assert not second.accepted and second.reason.startswith("reward: row 0: claimed against")
+    assert not third.accepted and none == []
+    # and Prometheus sees what was rejected by which check
+    figures = figures_of(validator)
+    assert figures["runspec_validator_verdicts_total"] == 3.0
+    assert figures["runspec_validator_rejected_submissions_total/reward"] == 1.0
+    assert figures["runspec_validator_rejected_submissions_total/signature"] == 1.0
+    assert figures["runspec_validator_busy_seconds_total"] == validator.busy_s
+    assert figures["runspec_validator_stage_seconds_total/prefill"] > 0.0
+
+
+def test_what_is_queued_is_claimed_together_and_prefilled_at_once(
+    coordinator: QueueCoordinator,
+) -> None:
+    for index in range(MAX_CLAIMS + 1):
+        coordinator.offer(*sample(index)[1:])
+    serve(coordinator)
+    assert coordinator.engine.prefills == [8 * MAX_CLAIMS, 8]
+    assert coordinator.waits[0] > 0 and set(coordinator.waits[1:MAX_CLAIMS]) == {0.0}
+
+
+def digests(count: int) -> Sequence[str]:
+    return [digest_bytes(str(number).encode()) for number in range(count)]
+
+
+def test_the_draw_for_prefill_follows_the_share_and_the_key() -> None:
+    share = [is_drawn(VALIDATOR, digest, 0.3) for digest in digests(2000)]
+    other = [is_drawn(WORKER, digest, 0.3) for digest in digests(2000)]
+    assert 0.25 < sum(share) / 2000 < 0.35  # 5 sigma
+    assert share[:50] == [is_drawn(VALIDATOR, digest, 0.3) for digest in digests(50)]
+    agreement = sum(a == b for a, b in zip(share, other, strict=True)) / 2000
+    assert 0.52 < agreement < 0.64  # 0.58 for independent draws
+    assert all(is_drawn(VALIDATOR, digest, 1.0) for digest in digests(50))
+    assert not any(is_drawn(VALIDATOR, digest, 0.0) for digest in digests(50))
+
+
+@pytest.mark.parametrize(("asked", "floor", "drawn"), [(0.0, 1.0, 1), (1.0, 0.0, 1), (0.0, 0.0, 0)])
+def test_the_coordinators_share_counts_where_it_is_not_below_the_floor(
+    coordinator: QueueCoordinator, asked: float, floor: float, drawn: int
+) -> None:
+    coordinator.share = asked
+    coordinator.offer(*sample(index=0)[1:])
+    serve(coordinator, prefill_share=floor)
+    assert len(coordinator.engine.prefills) == drawn
+
+
+# --- faults -------------------------------------------------------------------------------------
+
+
+def test_a_lease_of_another_coordinator_ends_the_process(coordinator: QueueCoordinator) -> None:
+    """It is no worker's doing, so it must not look like one's."""
+    signed, lease = lease_for(WORKER, VALIDATOR)
+    rows = Worker(WORKER, MODEL, small_spec(), ParityTask()).rollouts(signed, lease)
+    coordinator.offer(*packed(rows, signed, lease, WORKER), signed)
+    with pytest.raises(UserError, match="has a bad lease"):
+        serve(coordinator)
+    assert coordinator.verdicts == []
+
+
 @pytest.mark.parametrize("error", [ValueError("cannot do"), PrefillNotFinite("a NaN, cannot do")])
 def test_a_file_at_which_a_check_breaks_takes_no_other_with_it(
-    coordinator: QueueCoordinator,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    error: Exception,
+    coordinator: QueueCoordinator, error: Exception
 ) -> None:
     # given three submissions, the second of which breaks what computes
-    engine = Breaking({0: MODEL}, tmp_path)
     samples = [sample(index) for index in range(3)]
-    digests = [coordinator.offer(*files) for _, *files in samples]
+    offered = [coordinator.offer(*files) for _, *files in samples]
     firsts = [{int(row.output_tokens[0]) for row in rows} for rows, *_ in samples]
-    engine.poison, engine.error = firsts[1] - firsts[0] - firsts[2], error
-    assert engine.poison
-
-    serve(coordinator, engine)
-
+    coordinator.engine.poison, coordinator.engine.error = firsts[1] - firsts[0] - firsts[2], error
+    assert coordinator.engine.poison
+    serve(coordinator)
     # then the others are judged, and it is given back with what went wrong
-    assert [signed.submission for signed, _ in coordinator.opened()] == [digests[0], digests[2]]
+    assert [signed.submission for signed, _ in coordinator.opened()] == [offered[0], offered[2]]
     ((released, fault),) = coordinator.released
-    assert (
-        released == digests[1] and fault.startswith(type(error).__name__) and "cannot do" in fault
-    )
-    assert "3 submissions are examined one by one" in caplog.text
+    assert released == offered[1]
+    assert fault.startswith(type(error).__name__) and "cannot do" in fault
 
 
-def test_a_validator_whose_checks_break_at_everything_ends(
-    coordinator: QueueCoordinator, tmp_path: Path
+@pytest.mark.parametrize(
+    ("error", "words", "faults"),
+    [
+        (ValueError("cannot reshape"), "cannot reshape", MAX_FAULTS),
+        (UserError("no weights", place="relay"), "no weights", 0),  # the validator's own fault
+    ],
+)
+def test_a_validator_whose_checks_break_at_everything_ends_and_gives_all_back(
+    coordinator: QueueCoordinator, error: Exception, words: str, faults: int
 ) -> None:
-    engine = Breaking({0: MODEL}, tmp_path)
-    engine.poison = set(range(VOCAB))
-    digests = [coordinator.offer(*sample(index)[1:]) for index in range(5)]
-    with pytest.raises(ValueError, match="cannot reshape"):
-        serve(coordinator, engine)
+    coordinator.engine.poison, coordinator.engine.error = set(range(VOCAB)), error
+    offered = [coordinator.offer(*sample(index)[1:]) for index in range(5)]
+    with pytest.raises(type(error), match=words):
+        serve(coordinator)
     assert coordinator.verdicts == []
-    faults = [bool(fault) for _, fault in coordinator.released]
-    assert ([submission for submission, _ in coordinator.released], faults) == (
-        digests,
-        [True] * MAX_FAULTS + [False] * 2,
-    )
-
-
-def test_what_a_validator_cannot_judge_for_its_own_fault_is_given_back_without_a_word(
-    coordinator: QueueCoordinator, tmp_path: Path
-) -> None:
-    engine = Breaking({0: MODEL}, tmp_path)
-    engine.poison, engine.error = set(range(VOCAB)), UserError("no weights", place="relay")
-    digest = coordinator.offer(*sample(index=0)[1:])
-    with pytest.raises(UserError, match="no weights"):
-        serve(coordinator, engine)
-    assert coordinator.released == [(digest, "")]
+    assert [submission for submission, _ in coordinator.released] == offered
+    blamed = [bool(fault) for _, fault in coordinator.released]
+    assert blamed == [True] * faults + [False] * (5 - faults)
 
 
 def test_of_files_that_cannot_be_had_the_others_are_given_back(
-    coordinator: QueueCoordinator, engine: NumpyEngine, monkeypatch: pytest.MonkeyPatch
+    coordinator: QueueCoordinator,
 ) -> None:
-    digests = [coordinator.offer(*sample(index)[1:]) for index in range(3)]
-    tables = coordinator.tables
-
-    def download(digest: str) -> bytes:
-        if digest == digests[1]:
-            raise UserError("404: gone from the disk", place="coordinator")
-        return tables[digest]
-
-    monkeypatch.setattr(coordinator, "download", download)
+    offered = [coordinator.offer(*sample(index)[1:]) for index in range(3)]
+    del coordinator.tables[offered[1]]
     with pytest.raises(UserError, match="gone from the disk"):
-        serve(coordinator, engine)
+        serve(coordinator)
     # it stays claimed: an attempt that counts, so that it is set aside after three
-    assert coordinator.released == [(digests[0], ""), (digests[2], "")]
+    assert coordinator.released == [(offered[0], ""), (offered[2], "")]
 
 
 class Fetching(NumpyEngine):
     """An engine whose weights come after some attempts, each as long as it may be."""
 
-    def __init__(self, directory: Path, attempts: int) -> None:
-        super().__init__({0: MODEL}, directory)
-        self.attempts, self.now = attempts, 0.0
-        self.validator: Validator | None = None
+    attempts, now = 0, 0.0
+    validator: Validator | None = None
 
     def ensure_version(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
         # In no stage: no watch of a check that hangs takes a slow link for one.
@@ -290,17 +300,12 @@ def test_weights_may_take_as_long_as_a_workers_lease(
             self.offer(*files)
 
     _, *files = sample(0)
-    coordinator, engine = Offering(), Fetching(tmp_path, attempts)
-    digest = coordinator.offer(*files)
+    engine = Fetching({0: MODEL}, tmp_path)
+    coordinator = Offering(engine=engine)
+    engine.attempts, digest = attempts, coordinator.offer(*files)
     monkeypatch.setattr("verify.validator.time.monotonic", lambda: engine.now)
     monkeypatch.setattr("verify.validator.WAIT_S", 0.001)
-    spec = small_spec()
-    spec = spec.model_copy(
-        update={"verify": spec.verify.model_copy(update={"lease_timeout": lease})}
-    )
-    engine.validator = Validator(
-        spec, VALIDATOR, coordinator, engine, task_set_of=lambda directory: ParityTask(), log=LOG
-    )
+    engine.validator = validator_of(coordinator, lease_timeout=lease)
     if attempts == tries:
         engine.validator.serve(threading.Event())
     else:
@@ -311,27 +316,139 @@ def test_weights_may_take_as_long_as_a_workers_lease(
     assert len(coordinator.verdicts) == (attempts == tries)
 
 
-def digests(count: int) -> Sequence[str]:
-    return [digest_bytes(str(number).encode()) for number in range(count)]
-
-
-def test_the_draw_for_prefill_follows_the_share_and_the_key() -> None:
-    share = [is_drawn(VALIDATOR, digest, 0.3) for digest in digests(2000)]
-    other = [is_drawn(WORKER, digest, 0.3) for digest in digests(2000)]
-
-    assert 0.25 < sum(share) / 2000 < 0.35  # 5 sigma
-    assert share == [is_drawn(VALIDATOR, digest, 0.3) for digest in digests(2000)]
-    agreement = sum(a == b for a, b in zip(share, other, strict=True)) / 2000
-    assert 0.52 < agreement < 0.64  # 0.58 for independent draws
-    assert all(is_drawn(VALIDATOR, digest, 1.0) for digest in digests(50))
-    assert not any(is_drawn(VALIDATOR, digest, 0.0) for digest in digests(50))
-
-
-@pytest.mark.parametrize(("asked", "floor"), [(0.0, 1.0), (1.0, 0.0)])
-def test_the_coordinators_share_counts_where_it_is_not_below_the_floor(
-    coordinator: QueueCoordinator, engine: NumpyEngine, asked: float, floor: float
+def test_an_engine_whose_libraries_are_not_here_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coordinator.share = asked
-    coordinator.offer(*sample(index=0)[1:])
-    serve(coordinator, engine, share=floor)
-    assert len(engine.prefills) == 1
+    """Every engine of ours is offered wherever `runspec` is, whichever extras came with it."""
+    spec = small_spec()
+    (tmp_path / "an_engine.py").write_text("import no_such_library")
+    monkeypatch.syspath_prepend(tmp_path)
+    offered = EntryPoint(spec.verify.engine, "an_engine:Engine", "runspec.prefill")
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [offered])
+    # the message names what lacks, whose it is, and what to do
+    with pytest.raises(RunStopped, match="no_such_library") as caught:
+        load_prefill_engine(spec, WeightsLocation("run", ["http://x"], "0" * 64, tmp_path))
+    assert spec.verify.engine in caught.value.place and "[learner]" in caught.value.remedy
+
+
+# --- the watchdog -------------------------------------------------------------------------------
+
+
+def test_a_stage_is_overdue_after_its_deadline_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
+    watched = Stages()
+    assert watched.overdue() is None
+    with watched.of("rows", "ab", "cd"):
+        clock[0] += STAGE_DEADLINES_S["rows"] - 1
+        assert watched.overdue() is None
+        clock[0] += 1
+        found = watched.overdue()
+        assert found is not None and (found.name, found.submissions) == ("rows", ("ab", "cd"))
+    assert watched.overdue() is None
+    assert watched.spent_s == {"rows": STAGE_DEADLINES_S["rows"]}
+
+
+@dataclass
+class Ending:
+    """Exit codes of a process that goes on all the same."""
+
+    codes: list[int] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def leave(self, code: int) -> None:
+        self.codes.append(code)
+        self.over.set()
+
+
+@pytest.fixture
+def ending(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ending]:
+    found = Ending()
+    monkeypatch.setattr(watchdog, "os", SimpleNamespace(_exit=found.leave))
+    monkeypatch.setattr(watchdog.logging, "shutdown", lambda: None)
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.01)
+    monkeypatch.setattr(watchdog, "RELEASE_S", HANG_S)
+    yield found
+    for thread in threading.enumerate():
+        if thread.name in ("leave", "heartbeat"):
+            thread.join(HANG_S)
+            assert not thread.is_alive()
+
+
+class Client(QueueCoordinator):
+    """One that has claimed two submissions, and whose run may be finished."""
+
+    finished = False
+    beats = 0
+
+    def heartbeat(self, state: dict[str, object]) -> None:
+        assert state == {"busy_s": 0.0, "checked": 0}
+        self.beats += 1
+        if self.finished:
+            raise RunFinished
+
+
+def test_one_that_computes_for_long_gives_back_what_it_has_claimed(ending: Ending) -> None:
+    client, stop = Client(claims=["ab", "cd"]), threading.Event()
+    with watchdog.leaving(stop, client, LOG):
+        stop.set()
+        assert ending.over.wait(HANG_S)
+    assert ending.codes == [0] and client.released == [("ab", ""), ("cd", "")]
+
+
+def test_one_that_cannot_give_back_ends_all_the_same(
+    ending: Ending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, away = threading.Event(), threading.Event()
+
+    class Away(Client):
+        def release_claims(self, submissions: Sequence[str], fault: str = "") -> None:
+            away.wait(HANG_S)
+
+    monkeypatch.setattr(watchdog, "RELEASE_S", 0.01)
+    with watchdog.leaving(stop, Away(claims=["ab"]), LOG):
+        stop.set()
+        assert ending.over.wait(HANG_S)
+    away.set()
+    assert ending.codes == [0]
+
+
+def test_one_that_is_soon_done_hands_in_what_it_has_judged(
+    ending: Ending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "GRACE_S", HANG_S)
+    client, stop = Client(claims=["ab"]), threading.Event()
+    with watchdog.leaving(stop, client, LOG):
+        stop.set()
+    for thread in threading.enumerate():
+        if thread.name == "leave":
+            thread.join(HANG_S)
+    assert ending.codes == [] and client.released == []
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_validator_whose_check_hangs_names_the_submission_and_ends(
+    ending: Ending,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    finished: bool,
+) -> None:
+    """Also where the run is finished meanwhile."""
+    clock = [100.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(watchdog, "HEARTBEAT_S", 0.001)
+    client, checking = Client(), SimpleNamespace(busy_s=0.0, checked=0, stages=Stages())
+    client.finished = finished
+    with (
+        watchdog.heartbeats(client, checking, LOG),
+        checking.stages.of("prefill checks", "ab" * 32),
+    ):
+        while not client.beats:
+            ending.over.wait(0.001)
+        clock[0] += STAGE_DEADLINES_S["prefill checks"]
+        assert ending.over.wait(HANG_S)
+    assert set(ending.codes) == {EXIT_INTERNAL}
+    assert set(client.released) == {("ab" * 32, "prefill checks did not end after 300 s")}
+    assert "at submission abababababab: this process ends" in caplog.text

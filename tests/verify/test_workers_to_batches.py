@@ -2,28 +2,66 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shlex
+import signal
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from runspec.core.run_files import submission_files
-from runspec.core.spec.schema import RunSpec
+import numpy as np
+import pytest
+
+from runspec.core.errors import describe_error, one_line
+from runspec.core.files import write_atomic
+from runspec.core.hashing import digest_bytes
+from runspec.core.keys import SigningKey
+from runspec.core.process import EXIT_FINAL, RunStopped
+from runspec.core.roles import sign_roles
+from runspec.core.run_files import evaluation_files, submission_files
+from runspec.core.spec.resolved import dump_resolved
+from runspec.core.spec.schema import Evaluation, RunSpec
+from runspec.core.spec.source_files import source_files
+from sampler.__main__ import main as sampler
+from sampler.tasks.grading.graders import Graders
+from tests.runspec.cli.in_process import runspec
+from tests.runspec.local.fake_run import small_spec as laptop_spec
+from tests.sampler.tasks.grading.plugin import TERM, answers, install_term, reward
 from tests.verify.bench import MODEL, packed
-from tests.verify.coordinator.deployment import Site
+from tests.verify.coordinator.deployment import Site, tiny_spec
+from tests.verify.coordinator.filled import started
+from tests.verify.coordinator.over_http import check, granted, sample, status
+from tests.verify.profiles import document, made_profile, with_profile
 from tests.verify.small_model import NumpyEngine, ParityTask, Worker, fixed_key, small_spec
+from tests.waiting import eventually
+from verify import validator
+from verify.__main__ import main as verify
+from verify.audit.replay import audit
 from verify.client import RunFinished, SubmissionRefused
+from verify.coordinator.machine.filling import decide_close
+from verify.coordinator.machine.stalls import RUN_DIR, Stalled
+from verify.formats.evaluation import Evaluated, Figure, sign_evaluation
 from verify.formats.lease import open_lease
 from verify.formats.submission import decode_rollouts
 from verify.formats.verdict import decode_verdicts
+from verify.plugins import GradeItem, GraderFault
+from verify.problem_files import problem_files
 from verify.validator import Validator
 
-HONEST, DISHONEST = fixed_key(5), fixed_key(6)
-DEADLINE_S = 60.0
+HONEST, DISHONEST, EVALUATOR = fixed_key(5), fixed_key(6), fixed_key(7)
+DEADLINE_S = 600.0
 STEPS = 3
 SPEC = small_spec().model_copy(update={"steps": STEPS})
+LOG = logging.getLogger("validator")
 
 
 @contextmanager
@@ -54,16 +92,26 @@ def work(site: Site, worker: Worker) -> int:
         return answered
 
 
-def validate(site: Site, directory: Path, spec: RunSpec = SPEC) -> int:
-    """Judges until the run is finished; returns how many. All versions have the same weights."""
-    validator = Validator(
-        *(spec, site.validator, site.client(site.validator, deadline_s=DEADLINE_S)),
+def validator_of(
+    site: Site, directory: Path, spec: RunSpec, task: ParityTask | None = None, **options: float
+) -> Validator:
+    """All versions have the same weights."""
+    return Validator(
+        *(spec, site.validator, site.client(site.validator, **options)),
         NumpyEngine(dict.fromkeys(range(STEPS), MODEL), directory),
-        task_set_of=lambda weights: ParityTask(),
-        log=logging.getLogger("validator"),
+        task_set_of=lambda weights: task or ParityTask(),
+        log=LOG,
     )
-    validator.serve(threading.Event())
-    return validator.checked
+
+
+def validate(site: Site, directory: Path, spec: RunSpec = SPEC) -> int:
+    """Judges until the run is finished; returns how many."""
+    judge = validator_of(site, directory, spec, deadline_s=DEADLINE_S)
+    judge.serve(threading.Event())
+    return judge.checked
+
+
+# --- batches ------------------------------------------------------------------------------------
 
 
 def test_honest_rollouts_reach_the_batches_and_no_others(tmp_path: Path) -> None:
@@ -73,14 +121,12 @@ def test_honest_rollouts_reach_the_batches_and_no_others(tmp_path: Path) -> None
         Worker(HONEST, MODEL, SPEC, ParityTask()),
         Worker(DISHONEST, MODEL.perturbed(0.05), SPEC, ParityTask()),
     ]
-
     # when it runs to its last step
     with at_work(site), ThreadPoolExecutor(3) as pool:
         checked = pool.submit(validate, site, tmp_path / "weights")
         answers = [pool.submit(work, site, worker) for worker in workers]
-        answered = [answer.result(DEADLINE_S) for answer in answers]
-        assert checked.result(DEADLINE_S) > 0
-
+        answered = [answer.result() for answer in answers]
+        assert checked.result() > 0
     # then both took part, and every batch is whole, made of the honest worker's groups alone
     assert all(answered)
     manifests = [site.batch(step) for step in range(STEPS)]
@@ -93,3 +139,299 @@ def test_honest_rollouts_reach_the_batches_and_no_others(tmp_path: Path) -> None
             assert {row.worker for row in rows} == {HONEST.public_hex}
             assert all(v.logprob_diff is not None and v.logprob_diff < 1e-5 for v in verdicts)
     assert sum(m.stats["rejected_submissions"] for m in manifests) > 0
+
+
+def trained(folder: Path, patch: pytest.MonkeyPatch, *, evaluated: bool) -> list[dict[str, Any]]:
+    """The rollouts of all steps of a synchronous run, in the order in which they train."""
+    drawn = iter(range(1000))
+    known = SimpleNamespace(token_hex=lambda size: digest_bytes(str(next(drawn)).encode()))
+    patch.setattr("verify.coordinator.services.leasing.secrets", known)
+    algorithm = SPEC.algorithm.model_copy(update={"async_level": 0})
+    evaluations = [Evaluation(name="held-out", source="parity")] if evaluated else []
+    spec = SPEC.model_copy(update={"algorithm": algorithm, "evaluations": evaluations})
+    folder.mkdir()
+    site = Site(folder, spec)
+    keys = {"publisher": site.publisher, "coordinator": site.coordinator}
+    keys |= {"validator": site.validator, "evaluator": EVALUATOR}
+    named = {role: [key.public_hex] for role, key in keys.items()}
+    roles = sign_roles(spec.name, named, site.root, valid_s=3600.0)
+    write_atomic(site.run_dir / "keys" / "roles.json", roles)
+    rows = []
+    with at_work(site), ThreadPoolExecutor(2) as pool:
+        judging = pool.submit(validate, site, folder / "weights", spec)
+        working = pool.submit(work, site, Worker(HONEST, MODEL, spec, ParityTask()))
+        for step in range(STEPS):
+            if evaluated:  # the evaluator sends its result while the step is sampled
+                figures = {"mean": Figure(0.25, 0.2, 0.3)}
+                result = Evaluated(spec.name, "held-out", step, None, figures, 0, [], 9.0, 1.0, 1.0)
+                site.client(EVALUATOR, deadline_s=DEADLINE_S).evaluated(
+                    sign_evaluation(result, EVALUATOR)
+                )
+            for group in site.batch(step).groups:
+                files = submission_files(site.run_dir, group.step, group.submission)
+                data = files.submission.read_bytes()
+                found = decode_rollouts(data, max_rows=64, max_bytes=1 << 20)
+                rows += [vars(row) for row in found if row.group == group.group]
+            site.publish(step + 1)
+        assert working.result() and judging.result()
+    assert len(evaluation_files(site.run_dir)) == (STEPS if evaluated else 0)
+    return rows
+
+
+def test_evaluations_change_no_bit_of_what_a_synchronous_run_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given two runs with the same keys and nonces, which are random elsewhere
+    without = trained(tmp_path / "without", monkeypatch, evaluated=False)
+    evaluated = trained(tmp_path / "with", monkeypatch, evaluated=True)
+    # then both train the same tokens, log-probs, rewards and proofs in the same order
+    assert len(without) == len(evaluated) > 0
+    for ours, theirs in zip(evaluated, without, strict=True):
+        for name in ours.keys() - {"lease"}:  # which follows from the time
+            assert np.array_equal(ours[name], theirs[name]), name
+
+
+# --- a grader that raises -----------------------------------------------------------------------
+
+LINE = 1 + TERM.splitlines().index('            raise RuntimeError("no idea")')
+
+
+@dataclass
+class PluginTask(ParityTask):
+    """The task, graded by a reward of an installed package, which raises."""
+
+    graders: Graders | None = None
+
+    def grade_all(self, items: Sequence[GradeItem]) -> list[GraderFault]:
+        assert self.graders is not None
+        found = self.graders.score(answers("chess", ["raise"] * len(items)))
+        return [result for result in found if isinstance(result, GraderFault)]
+
+
+def test_what_a_reward_raises_is_in_the_validators_log_in_the_stall_and_in_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # given a run whose reward raises, and that may lease no more groups than one step needs
+    kind, module = install_term(tmp_path, monkeypatch)
+    fill = SPEC.algorithm.fill.model_copy(update={"max_groups": 1.0})
+    algorithm = SPEC.algorithm.model_copy(update={"fill": fill})
+    spec = SPEC.model_copy(update={"algorithm": algorithm, "steps": 1})
+    site = Site(tmp_path, spec)
+    site.publish(0)
+    with (
+        closing(Graders([reward(kind)], processes=1)) as graders,
+        site.origin(),
+        site.serving() as coordinator,
+    ):
+        # when a worker answers its leases, and a validator judges what comes
+        client = site.client(HONEST, deadline_s=DEADLINE_S)
+        client.register("home", {}, invite=site.invite)
+        for _ in range(2):
+            signed, lease = granted(site, client)
+            rollouts = Worker(HONEST, MODEL, spec, ParityTask()).rollouts(signed, lease)
+            client.submit(*packed(rollouts, signed, lease, HONEST))
+        task = PluginTask(graders=graders)
+        judge = validator_of(site, tmp_path / "weights", spec, task, deadline_s=DEADLINE_S)
+        judge.serve(SimpleNamespace(is_set=lambda: judge.checked == 2))
+        eventually(coordinator.done, "the coordinator's end")
+        stalled = coordinator.exception()
+    # then the run stops with the exception, its text and its line, and with what to do
+    found = f"RuntimeError: no idea at {tmp_path.name}/{module}.py:{LINE}"
+    assert isinstance(stalled, RunStopped)
+    said = str(stalled)
+    assert "step 0 stalled: 0 of 4 groups" in said
+    assert "4 groups dropped by the grader, the newest: p" in said and found in said
+    assert "remedy: repair the grader" in said and "python -m sampler grade" in said
+    # and so do the validator's log and the run's status, and an audit finds the ledger sound
+    assert found in caplog.text
+    printed = runspec("status", site.run_dir, "--json").stdout
+    assert found in " ".join(printed.split())
+    conditions = json.loads(printed)["conditions"]
+    (faults,) = (each for each in conditions if each["type"] == "GraderFaults")
+    assert faults["message"].startswith("4 groups dropped by the grader, the newest: ")
+    assert audit(site.run_dir, root_key=site.root.public_hex).findings == []
+
+
+def test_the_command_that_a_stall_names_reads_the_spec_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # given a step whose problems the model never solves, of a run that has its spec
+    run, spec = started(max_groups=2), laptop_spec()
+    record = run.lease("x")
+    assert record is not None
+    run.submit(record)
+    run.judge(record, ["filtered"] * 2, task_reward=0.0)
+    stalled = decide_close(run.state, run.now)
+    assert isinstance(stalled, Stalled)
+    write_atomic(tmp_path / "spec.json", dump_resolved(spec))
+    # when its command is given, with the name of a source
+    command = stalled.remedy.split("`")[1].replace(RUN_DIR, str(tmp_path))
+    words = shlex.split(command.replace("NAME", spec.data.sources[0].name))
+    assert words[:3] == ["python", "-m", "sampler"] and sampler(words[3:]) != 0
+    # then all that it lacks is the model, which this test does not make
+    lacks = f"{tmp_path}/initial/tokenizer_config.json: cannot read the tokenizer's"
+    assert lacks in capsys.readouterr().err
+
+
+def test_a_coordinator_that_starts_again_still_knows_the_fault(tmp_path: Path) -> None:
+    site = Site(tmp_path, tiny_spec())
+    site.publish(0)
+    told = {"groups": 1, "newest": "p7: KeyError: 'gold' at mine/grading.py:17"}
+    with site.origin():
+        with site.serving():
+            assert status(site)["dropped_by_grader"] == {"groups": 0, "newest": ""}
+            key, client = site.worker()
+            sample(site, key, client)
+            check(site, site.client(site.validator), dropped=(1,), fault=told["newest"])
+            assert status(site)["dropped_by_grader"] == told
+        with site.serving():
+            eventually(lambda: status(site)["dropped_by_grader"] == told, "the fault")
+
+
+def test_an_error_is_put_into_one_line_with_the_line_of_its_package() -> None:
+    try:
+        json.loads("{")
+    except ValueError as error:
+        assert describe_error(error, "tests").startswith("JSONDecodeError: Expecting property")
+        assert " at verify/test_workers_to_batches.py:" in describe_error(error, "tests")
+        assert " at json/decoder.py:" in describe_error(error)
+    assert describe_error(KeyError("a\n\x1b[2J" * 99)).isprintable()
+    assert len(describe_error(KeyError("a" * 10_000))) < 250
+    assert one_line(" a\n\tb\x1b[0m ", 100) == "a b?[0m"
+    assert one_line("a" * 100, 10) == "a" * 10
+
+
+# --- what a role needs --------------------------------------------------------------------------
+
+ROWS = b"rows" * 1000
+
+
+def with_source(**changes: object) -> RunSpec:
+    spec = tiny_spec()
+    source = spec.data.sources[0].model_copy(update=changes)
+    return spec.model_copy(update={"data": spec.data.model_copy(update={"sources": [source]})})
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """A coordinator beside the file of its problems."""
+    (tmp_path / "rows.parquet").write_bytes(ROWS)
+    site = Site(tmp_path, with_source(uri=str(tmp_path / "rows.parquet")))
+    with site.origin(), site.serving():
+        yield site
+
+
+def test_equal_files_of_problems_are_used_where_they_are(site: Site, tmp_path: Path) -> None:
+    _, client = site.worker()
+    spec = with_source(uri=str(tmp_path / "rows.parquet"))
+    assert problem_files(client, spec, tmp_path / "own", LOG) is None
+    assert not (tmp_path / "own").exists()
+
+
+@pytest.mark.parametrize("here", [None, b"other rows"])
+def test_others_are_fetched_once_and_again_where_they_changed(
+    site: Site, tmp_path: Path, here: bytes | None
+) -> None:
+    # given a machine that has no file at the spec's path, or another one
+    if here is not None:
+        (tmp_path / "there").write_bytes(here)
+    spec, (_, client) = with_source(uri=str(tmp_path / "there")), site.worker()
+    # when it asks for the problems' files, twice, then it has the coordinator's, and they stay
+    folder = problem_files(client, spec, tmp_path / "own", LOG)
+    (copy,) = source_files(spec.data.sources[0], folder).values()
+    first = copy.stat().st_ino, copy.stat().st_mtime_ns
+    assert problem_files(client, spec, tmp_path / "own", LOG) == folder == tmp_path / "own"
+    assert copy.read_bytes() == ROWS
+    assert (copy.stat().st_ino, copy.stat().st_mtime_ns) == first
+    # but where a copy changed
+    copy.write_bytes(b"damaged")
+    problem_files(client, spec, tmp_path / "own", LOG)
+    assert copy.read_bytes() == ROWS
+
+
+def test_a_generator_of_another_version_ends_the_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a coordinator whose problems are generated
+    spec = with_source(uri=None, kind="reasoning_gym")
+    site = Site(tmp_path, spec)
+    with site.origin(), site.serving():
+        _, client = site.worker()
+        assert problem_files(client, spec, tmp_path / "own", LOG) is None
+        # when the generator's package here is another
+        monkeypatch.setattr("runspec.core.spec.source_files.version", lambda name: "0.0.1")
+        # then the role says what to do, and does not try again
+        with pytest.raises(RunStopped, match="the coordinator are made from other data") as caught:
+            problem_files(client, spec, tmp_path / "own", LOG)
+    assert "the same version of every generator's package" in (caught.value.remedy or "")
+
+
+def with_engine(name: str) -> RunSpec:
+    verify = tiny_spec().verify.model_copy(update={"engine": name})
+    return tiny_spec().model_copy(update={"verify": verify})
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (with_engine("no_such_engine"), "no plug-in 'no_such_engine'"),
+        (with_profile(tiny_spec(), document(made_profile())), "is pinned"),
+    ],
+    ids=["an engine that is not installed", "profiles of another root"],
+)
+def test_a_validator_that_every_try_would_end_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: RunSpec, words: str
+) -> None:
+    monkeypatch.setattr(validator, "require_graders", lambda spec: None)
+    site = Site(tmp_path, spec)
+    site.validator.save(tmp_path / "validator.key")
+    with site.origin(), site.serving(), pytest.raises(RunStopped, match=words):
+        validator.run(
+            run=site.run,
+            coordinator=site.url,
+            weights=[site.weights],
+            public_key=site.root.public_hex,
+            key_file=tmp_path / "validator.key",
+            directory=tmp_path / "validator",
+            stop=threading.Event(),
+            log=LOG,
+        )
+
+
+def test_a_coordinator_that_cannot_read_its_spec_ends_with_the_code_that_stops_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = Site(tmp_path, tiny_spec())
+    (site.run_dir / "spec.json").write_text("{")
+    words = ["--weights", "http://127.0.0.1:9", "--public-key", site.root.public_hex]
+    assert (
+        verify(["coordinator", str(site.run_dir), "--listen", "127.0.0.1:0", *words]) == EXIT_FINAL
+    )
+    assert "spec.json" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "after"),
+    [((), "waiting for the coordinator"), (("-X", "importtime"), "verify.examiner")],
+    ids=["it waits for a quarter of an hour", "it is still importing"],
+)
+def test_a_validator_that_finds_no_coordinator_ends_when_it_is_told_to(
+    tmp_path: Path, options: tuple[str, ...], after: str
+) -> None:
+    SigningKey.generate().save(tmp_path / "key")
+    with socket.socket() as nobody:  # bound and not listening: whoever connects is refused
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        words = ["--run", "tiny", "--coordinator", url, "--weights", url, "--public-key", "ab" * 32]
+        words += ["--key", str(tmp_path / "key"), "--dir", str(tmp_path / "validator")]
+        process = subprocess.Popen(
+            [sys.executable, *options, "-m", "verify", "validator", *words],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stderr is not None
+        assert any(after in line for line in process.stderr)
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate()
+    assert process.returncode == 0 and "Traceback" not in rest

@@ -1,7 +1,5 @@
 """Deltas as nobody writes them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache

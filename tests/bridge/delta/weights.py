@@ -1,7 +1,5 @@
 """Small versions of weights, and what a delta must make of them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

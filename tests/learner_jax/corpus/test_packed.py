@@ -1,4 +1,4 @@
-"""The corpus of a run: what its rows hold, that they are read alone, and what is refused."""
+"""The corpus of a run: what its rows hold, how they are laid out and read, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gzip
 import json
 import logging
 from collections import Counter
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from learner_jax.corpus import encoding
+from learner_jax.corpus.generated import GeneratedReads
+from learner_jax.corpus.layout import epoch_order, pack_documents, split_documents
 from learner_jax.corpus.packed import Corpus
 from learner_jax.corpus.rows import CorpusRows
+from learner_jax.corpus.tokenizer import train_tokenizer
 from runspec.core.errors import UserError
 from runspec.core.files import temporary_name
+from runspec.core.spec.load import SpecFiles
+from runspec.lint.check import check_spec
+from tests.harness import ROOT
 from tests.learner_jax.corpus.corpora import (
-    LOG,
     ROW,
     SPECIAL,
     document_spec,
@@ -214,13 +219,6 @@ def test_a_whole_file_is_one_document(name: str, model: Path, tmp_path: Path) ->
     assert [tuple(tokens)] == ids_of(model, ["the sun\nand the moon"])
 
 
-def test_text_of_a_json_line_may_hold_any_brackets(model: Path, tmp_path: Path) -> None:
-    text = "[0, 1) " * 100
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text, "x": float("nan")}) + "\n")
-    source = {"name": "a", "kind": "jsonl", "uri": str(tmp_path / "a.jsonl")}
-    assert opened(tmp_path, document_spec([source]), model).documents == 1
-
-
 def test_documents_are_made_a_few_at_a_time_and_come_out_the_same(
     model: Path, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,33 +290,15 @@ def test_a_damaged_corpus_is_named(name: str, model: Path, files: Path, tmp_path
 JSONL, TEXT = {"kind": "jsonl"}, {"kind": "text"}
 TOKENS = {**JSONL, "params": {"tokens": "ids"}}
 CASES = {
-    "empty file": (TEXT, b"", "a: holds no document"),
-    "empty lines": ({**TEXT, "params": {"whole": True}}, b"\n", "a: holds no document"),
-    "not UTF-8": (TEXT, b"fine\nbad \xff\n", "a:2: not UTF-8"),
-    "not UTF-8 in a whole file": (
-        {**TEXT, "params": {"whole": True}},
-        b"fine\nbad \xff\n",
-        "a:2: not UTF-8",
-    ),
-    "cut gzip": (
-        TEXT,
-        gzip.compress(b"one two\n" * 50_000)[:-20],
-        "a: damaged gzip after document ",
-    ),
     "cut gzip of a whole file": (
         {**TEXT, "params": {"whole": True}},
         gzip.compress(b"one two\n" * 50_000)[:-20],
         "a: damaged gzip",
     ),
-    "not JSON": (JSONL, b'{"text": "x"}\n{"text"\n', "a:2: not a JSON object"),
-    "half of a pair": (JSONL, b'{"text": "\\ud83d"}\n', "a:1: not a JSON object"),
     "deep": (JSONL, b'{"text": ' + b"[" * 100_000 + b"\n", "a:1: not a JSON object"),
     "no object": (JSONL, b'["text"]\n', "a:1: not a JSON object: it is of type list"),
-    "no text": (JSONL, b'{"text": 1}\n', "a:1: 'text' holds int"),
-    "no ids": (TOKENS, b'{"ids": [1, 2.5]}\n', "a:1: 'ids' holds no list of token ids"),
     "ids of two lengths": (TOKENS, b'{"ids": [[1], [2, 3]]}\n', "a:1: 'ids' holds no list"),
     "no list": (TOKENS, b'{"ids": 3}\n', "a:1: 'ids' holds no list of token ids"),
-    "huge id": (TOKENS, b'{"ids": [1, 99999999999999999999]}\n', "a:1: 'ids' holds no list"),
     "id beyond": (
         TOKENS,
         b'{"ids": [1, 2]}\n{"ids": [300, 5]}\n',
@@ -330,7 +310,6 @@ CASES = {
         "a:2: token id -1, the model has 300",
     ),
     "no bases": ({"kind": "fasta"}, b">a\nAC-T\n", "a:2: '-' at column 3"),
-    "no Parquet": ({"kind": "parquet"}, b"PAR1", "a: not readable as Parquet"),
     "all of one token": (TOKENS, b'{"ids": [1]}\n', "data.sources: no document can be trained on"),
 }
 
@@ -364,10 +343,89 @@ def test_nothing_left_to_train_on_is_an_error(model: Path, files: Path, tmp_path
     assert "add documents, or lower it" in str(caught.value)
 
 
-def test_generated_reads_need_no_file(model: Path, tmp_path: Path) -> None:
-    params = {"organisms": 2, "reads": 50, "length": 12, "seed": 1}
-    source = {"name": "reads", "kind": "generated_reads", "params": params}
-    corpus = opened(tmp_path, document_spec([source]), model)
-    assert corpus.documents == 50
-    assert corpus.bytes_per_token < 1.0  # the end token stands for no base
-    assert LOG.name == "corpus"
+def test_an_epoch_is_a_permutation_of_its_own() -> None:
+    orders = [epoch_order(1000, seed, epoch) for seed, epoch in ((1, 0), (1, 1), (2, 0), (2, 1))]
+    for order in orders:
+        assert sorted(order) == list(range(1000))
+    assert len({order.tobytes() for order in orders}) == 4
+    np.testing.assert_array_equal(orders[0], epoch_order(1000, 1, 0))
+
+
+def test_the_order_is_the_same_on_every_machine() -> None:
+    # a change of these numbers changes what every run with a corpus trains on
+    assert epoch_order(8, 7, 0).tolist() == [1, 3, 2, 7, 4, 5, 0, 6]
+    assert split_documents(np.full(8, 3), 4, 7)[1].tolist() == [6, 3]
+
+
+@pytest.mark.parametrize("asked", [0, 1, 400, 10**6])
+def test_the_fewest_documents_with_enough_tokens_are_held_out(asked: int) -> None:
+    lengths = np.random.default_rng(0).integers(2, 30, 100)
+    trained, held_out = split_documents(lengths, asked, 3)
+    assert sorted([*trained, *held_out]) == list(range(100))
+    total = lengths[held_out].sum()
+    assert total >= min(asked, lengths.sum())
+    assert total - (lengths[held_out[-1]] if len(held_out) else 0) < max(asked, 1)
+
+
+@pytest.mark.parametrize("tokens", [2, 7, 64])
+def test_rows_hold_each_document_whole_or_cut_into_pieces_that_overlap_by_one(tokens: int) -> None:
+    lengths = np.random.default_rng(1).integers(2, 100, 300)
+    ends = np.cumsum(lengths)
+    documents = np.random.default_rng(2).permutation(300)[:250]
+    rows = pack_documents(documents, ends, tokens)
+    # no row holds more than it has room for
+    sums = np.add.reduceat(rows.length, rows.first[:-1])
+    assert sums.max() <= tokens and rows.first[-1] == len(rows.start)
+    # the pieces of a document follow one another and overlap by one token
+    for document in documents:
+        of = np.flatnonzero(rows.document == document)
+        of = of[np.argsort(rows.start[of])]
+        starts, stops = rows.start[of], rows.start[of] + rows.length[of]
+        assert (starts[0], stops[-1]) == (ends[document] - lengths[document], ends[document])
+        assert (starts[1:] == stops[:-1] - 1).all() and rows.length[of].min() > 1
+        assert len(of) == 1 or lengths[document] > tokens
+    # few tokens are padding
+    assert tokens < 64 or 1 - rows.length.sum() / (rows.count * tokens) < 0.03
+
+
+def test_a_read_follows_from_the_seed_and_its_number_alone() -> None:
+    # given many reads, fewer of them, and reads of another seed
+    many = list(GeneratedReads(organisms=3, reads=5000, length=20, seed=4).documents())
+    few = list(GeneratedReads(organisms=3, reads=4500, length=20, seed=4).documents())
+    other = next(GeneratedReads(organisms=3, reads=10, length=20, seed=5).documents())
+    # then the first reads are the same, and all have the length
+    assert few == many[:4500]
+    assert other != many[0]
+    assert {len(read.text) for read in many} == {20}
+    assert len({read.name for read in many}) == 5000
+
+
+def test_bases_follow_the_table_of_their_organism() -> None:
+    # given reads of one organism
+    reads = GeneratedReads(organisms=1, reads=4000, length=100, seed=0)
+    texts = [read.text for read in reads.documents()]
+    codes = np.array([[b"ACGT".index(base) for base in text.encode()] for text in texts])
+    context = 16 * codes[:, :-3] + 4 * codes[:, 1:-2] + codes[:, 2:-1]
+    # when the bases after each context are counted
+    counts = np.zeros((64, 4))
+    np.add.at(counts, (context, codes[:, 3:]), 1)
+    # then their shares are the table's, to four standard errors
+    total = counts.sum(axis=-1, keepdims=True)
+    table = reads.tables()[0]
+    error = np.sqrt(table * (1 - table) / np.maximum(total, 1))
+    assert (np.abs(counts / np.maximum(total, 1) - table) <= 4 * error + 1e-9)[
+        total[:, 0] > 0
+    ].all()
+    assert (total > 0).sum() > 32
+
+
+def test_the_shipped_tokenizer_is_that_of_the_first_reads_of_the_laptop_profile() -> None:
+    # given the reads of the laptop's source
+    spec = check_spec(SpecFiles(ROOT / "specs" / "metagene.yaml", "laptop"), environ={}).require()
+    (source,) = spec.data.sources
+    texts = [read.text for read in islice(GeneratedReads.of(source.params).documents(), 4096)]
+    # when a tokenizer is trained on them
+    tokenizer = train_tokenizer(texts, 1024, "nucleotides")
+    # then it is the shipped one
+    shipped = ROOT / "specs" / "tokenizers" / "metagene" / "tokenizer.json"
+    assert shipped.read_text(encoding="utf-8") == tokenizer.to_str() + "\n"

@@ -1,4 +1,4 @@
-"""Documents of a spec's sources, and what is said of files that cannot be read."""
+"""Documents of text, JSON lines, Parquet, FASTA and FASTQ, and what is said of bad files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,114 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from learner_jax.corpus.documents import Counts
+from learner_jax.corpus import documents
+from learner_jax.corpus.check import check_documents
+from learner_jax.corpus.documents import Counts, kind_of, read_documents
 from learner_jax.corpus.sources import Row, read_rows
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import Source
+from runspec.core.spec.schema import RunSpec, Source
+from tests.runspec.core.spec.spec_files import DOCUMENTS, load
+
+
+def texts(path: Path, counts: Counts | None = None) -> list[str]:
+    """What `read_documents` finds."""
+    return [document.text for document in read_documents(path, counts or Counts())]
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize(
+    ("name", "data", "expected"),
+    [
+        ("a.txt", "one\r\ntw\u00f6\nthree".encode(), ["one", "tw\u00f6", "three"]),
+        ("a.jsonl", b'{"text": "one"}\n{"text": "a\\nb", "more": 1}\n', ["one", "a\nb"]),
+        ("a.fa", b">one of them\nACGT\nNN\n>two\nTTT\n", ["ACGTNN", "TTT"]),
+        ("a.fastq", b"@one\nACGT\n+\n!!!!\n@two\nGG\n+two\n@+\n", ["ACGT", "GG"]),
+    ],
+)
+def test_documents_come_in_order_plain_or_gzip(
+    tmp_path: Path, name: str, suffix: str, data: bytes, expected: list[str]
+) -> None:
+    assert texts(write(tmp_path / (name + suffix), data)) == expected
+
+
+def test_a_document_has_the_name_of_its_record_or_its_line(tmp_path: Path) -> None:
+    fasta = write(tmp_path / "a.fa", b">one of them\nACGT\n>two\tx\nA\n")
+    text = write(tmp_path / "a.txt", b"one\n\nthree\n")
+    names = [[d.name for d in read_documents(path, Counts())] for path in (fasta, text)]
+    assert names == [["one", "two"], ["1", "3"]]
+
+
+def test_a_name_says_its_kind() -> None:
+    names = ["a.fna.gz", "a.FQ", "a.jsonl.gz", "a.parquet", "a.txt", "a"]
+    kinds = ["fasta", "fastq", "jsonl", "parquet", "text", "text"]
+    assert [kind_of(Path(name)) for name in names] == kinds
+
+
+def test_bases_are_normalised_and_what_was_changed_is_counted(tmp_path: Path) -> None:
+    # given lower case, RNA and ambiguous codes, and a record without bases
+    path = write(tmp_path / "a.fa", b">one\nacGU\nRyN\n>empty\n>two\nAC\n")
+    counts = Counts()
+    # when it is read
+    found = texts(path, counts)
+    # then there are upper-case bases of DNA, and the changes are counted
+    assert found == ["ACGTNNN", "AC"]
+    assert (counts.lower_case, counts.uracil, counts.ambiguous, counts.empty) == (3, 1, 2, 1)
+    assert str(counts) == (
+        "2 documents of 9 characters, 1 empty ones left out, 3 bases raised from lower case, "
+        "1 U read as T, 2 ambiguous bases read as N"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.txt", b"\n\n", "a.txt: holds no document"),
+        ("a.txt", b"fine\nbad \xff\n", "a.txt:2: not UTF-8: byte 0xff at column 5"),
+        ("a.jsonl", b'{"body": "x"}\n', "a.jsonl:1: 'text' holds NoneType"),
+        ("a.parquet", b"no such thing", "a.parquet: not readable as Parquet"),
+        ("a.fa", b"ACGT\n", "a.fa:1: not FASTA"),
+        ("a.fa", b">one\nAC-GT\n", "a.fa:2: '-' at column 3 is no code of a nucleotide"),
+        ("a.fq", b"@one\nACGT\n+\n!!!\n", "a.fq:1: not FASTQ"),
+        ("a.fq", b"@one\nAC\n+\n!!\n@two\nAC\n", "a.fq:5: not FASTQ"),
+        ("a.fq", b"@one\nAXC\n+\n!!!\n", "a.fq:2: 'X' at column 2"),
+    ],
+)
+def test_a_bad_file_is_named_with_the_line(
+    tmp_path: Path, name: str, data: bytes, message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        texts(write(tmp_path / name, data))
+    assert f"{tmp_path}/{message}" in str(caught.value)
+    assert "remedy: " in str(caught.value)
+
+
+def test_a_gzip_that_is_cut_off_is_named_after_its_last_document(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(gzip.compress(b"one\n" * 100_000)[:-20])
+    with pytest.raises(UserError, match=r"a\.txt\.gz: damaged gzip after document \d+"):
+        texts(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.txt: cannot read: No such file"):
+        texts(tmp_path / "none.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "data"), [("a.txt", b"x" * 33), ("a.fa", b">a\n" + b"ACG\n" * 11)]
+)
+def test_a_document_over_the_limit_is_refused_before_it_is_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, data: bytes
+) -> None:
+    monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 32)
+    with pytest.raises(UserError, match="a document of more than"):
+        texts(write(tmp_path / name, data))
+
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 
@@ -77,9 +181,7 @@ LINE = b'{"messages": [{"role": "user", "content": "hi"}]}\n'
 @pytest.mark.parametrize(
     ("name", "content", "params", "place", "said"),
     [
-        ("a.txt", b"", {}, "a.txt", "holds no document"),
         ("a.txt", b"\n", {"whole": True}, "a.txt", "holds no document"),
-        ("a.jsonl", b"", {"messages": "messages"}, "a.jsonl", "holds no document"),
         ("a.jsonl", b'{"messages": []}\n', {"messages": "messages"}, "a.jsonl", "no document"),
         ("a.txt", b"one\ncaf\xe9\n", {}, "a.txt:2", "not UTF-8: byte 0xe9 at column 4"),
         ("a.txt", b"one\ncaf\xe9\n", {"whole": True}, "a.txt:2", "not UTF-8"),
@@ -104,21 +206,6 @@ def test_a_file_that_cannot_be_read_is_named(
     assert (error.value.place, bool(error.value.remedy)) == (str(tmp_path / place), True)
 
 
-@pytest.mark.parametrize("params", [{}, {"messages": "messages"}], ids=["text", "messages"])
-def test_a_gzip_that_ends_too_early_is_damaged(tmp_path: Path, params: dict[str, str]) -> None:
-    draw = np.random.default_rng(1)
-    lines = (
-        json.dumps({"text": text, "messages": [{"role": "user", "content": text}]})
-        for text in draw.bytes(40_000).hex(" ", 20).split()
-    )
-    whole = gzip.compress("\n".join(lines).encode())
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=r"damaged gzip after document \d\d+") as error:
-        read(path, "jsonl", **params)
-    assert error.value.place == str(path)
-
-
 @pytest.mark.parametrize("column", ["text", "messages"])
 def test_a_parquet_file_of_invalid_text_or_without_the_column(tmp_path: Path, column: str) -> None:
     # given text that is not UTF-8, which Arrow does not check
@@ -130,3 +217,45 @@ def test_a_parquet_file_of_invalid_text_or_without_the_column(tmp_path: Path, co
     with pytest.raises(UserError, match=said) as error:
         read(path, "parquet", **{column: column})
     assert error.value.place == str(path)
+
+
+def spec_of(source: str) -> RunSpec:
+    """The example's run with another source."""
+    checked = load(DOCUMENTS, f"data.sources={{reads: null, mine: {source}}}")
+    return checked.require()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("odd.fa", b">a\nAC\n>b\nACXT\n", ""),
+        ("odd.fastq", b"@a\nACXT\n+\nIIII\n", "'X' at column 3"),
+        ("cut.txt.gz", gzip.compress(b"one\ntwo\n" * 9000, mtime=0)[:12], "damaged gzip"),
+        ("ids.jsonl", b'{"ids": [1, "2"]}\n', "'ids' holds no list of token ids"),
+    ],
+)
+def test_a_file_whose_first_document_cannot_be_read_is_named(
+    tmp_path: Path, name: str, content: bytes, said: str
+) -> None:
+    # given one file
+    (tmp_path / name).write_bytes(content)
+    kind = {".fa": "fasta", ".fastq": "fastq", ".jsonl": "jsonl"}.get(Path(name).suffix, "text")
+    # when the source is opened
+    params = "{tokens: ids}" if name == "ids.jsonl" else "{}"
+    source = f"{{kind: {kind}, uri: {tmp_path / name}, params: {params}}}"
+    faults, notes = check_documents(spec_of(source))
+    # then the fault has the source, the file and the reason; what comes later is not read
+    if not said:
+        assert (faults, len(notes)) == ([], 1)
+        return
+    (fault,) = faults
+    assert fault.place == "data.sources.mine"
+    assert name in fault.thing and said in fault.thing
+    assert notes == []
+
+
+def test_a_missing_file_and_generated_reads(tmp_path: Path) -> None:
+    gone = spec_of("{kind: text, uri: https://example.org/a.txt}")
+    assert [fault.place for fault in check_documents(gone)[0]] == ["data.sources.mine.uri"]
+    faults, notes = check_documents(load(DOCUMENTS).require())
+    assert (faults, notes) == ([], ["source reads: 4,000 generated reads of 100 bases"])

@@ -1,4 +1,4 @@
-"""What an island may follow, where it joins, and what it does while it waits."""
+"""What an island offers, follows and joins, and what it does while it waits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,17 @@ from learner_jax.islands.outer import OuterState, outer_update
 from learner_jax.islands.share_fetcher import Silent
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
+from runspec.core.spec.schema import Islands
 from tests.waiting import eventually
-from verify.formats.islands import CommitRecord, Contribution, Dropped, OuterStates, StoredOuter
-from verify.island_client import Committed, Waiting
+from verify.formats.islands import (
+    CommitRecord,
+    Contribution,
+    Dropped,
+    OuterStates,
+    ShareOffered,
+    StoredOuter,
+)
+from verify.island_client import Committed, IslandRefused, Waiting
 
 EVERY, N = 4, 8
 OUTER = OuterState.initial(np.arange(N, dtype=np.float32))
@@ -247,3 +255,67 @@ def test_a_record_of_another_outer_state_is_refused() -> None:
     exchange = exchange_of(FakeOthers(committed=5, announced={"a": 4}))
     with exchange, pytest.raises(UserError, match="was trained from the outer state"):
         exchange.settled(4, other)
+
+
+WAIT_S = 600.0
+NOTHING = OuterState.initial(np.zeros(1, np.float32))
+
+
+class FakeCoordinator:
+    """Answers an offer once it was asked for the record, with a refusal if it has one."""
+
+    def __init__(self, refusal: IslandRefused | None = None) -> None:
+        self.asked, self.heard = threading.Event(), list[int]()
+        self._refusal = refusal
+
+    def offer(self, offer: ShareOffered) -> bool:
+        assert self.asked.wait(WAIT_S), "nobody asks for the record"
+        if self._refusal is not None:
+            raise self._refusal
+        self.heard.append(offer.step)
+        return True
+
+    def record(self, step: int, wait_s: float) -> Waiting:
+        self.asked.set()
+        return Waiting({}, [])
+
+
+class FakeStore:
+    def put_share(self, step: int, data: bytes) -> str:
+        return "ab" * 32
+
+
+class FakeFetcher:
+    def cancel(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def exchange_with(coordinator: FakeCoordinator) -> Exchange:
+    fakes: tuple[Any, ...] = coordinator, FakeStore(), FakeFetcher()
+    connection = Connection(
+        *("a", "http://127.0.0.1:1", 1, *fakes),
+        *(threading.Event(), logging.getLogger("test")),
+    )
+    outer = Islands.model_validate({"members": [{"name": "a"}, {"name": "b"}]}).outer
+    joining = Joining(connection, 1)
+    return Exchange(connection, joining, "run", "", codec("float32"), None, 5.0, outer)
+
+
+def test_the_record_is_asked_for_while_the_offer_is_under_way() -> None:
+    # given a coordinator that answers an offer only after a question for the record
+    coordinator = FakeCoordinator()
+    with exchange_with(coordinator) as exchange:
+        # when a share is offered, then `offered` ends, and the coordinator has heard of it
+        exchange.offer(3, NOTHING, b"1234", 1.0, 2.0)
+        exchange.offered()
+        assert coordinator.heard == [3]
+
+
+def test_a_refused_offer_ends_the_wait_for_its_record() -> None:
+    coordinator = FakeCoordinator(IslandRefused("other documents", remedy="compare them"))
+    with exchange_with(coordinator) as exchange:
+        exchange.offer(3, NOTHING, b"1234", 1.0, 2.0)
+        with pytest.raises(IslandRefused, match="other documents"):
+            exchange.offered()
+        with pytest.raises(IslandRefused, match="other documents"):
+            exchange.settled(3, NOTHING)

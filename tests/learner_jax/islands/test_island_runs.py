@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from bridge.flat import FlatLayout
 from bridge.load import LeafReader
+from learner_jax.distributed import Peers
+from learner_jax.island_link import IslandLink
+from learner_jax.learner_run import LearnerRun
 from runspec.core.models.config import read_config
 from runspec.core.models.family import parse_config
+from runspec.core.run_files import corpus_cache, island_folder
 from runspec.local.identity import make_identity
 from runspec.local.rollback import roll_back
 from tests.learner_jax.islands.island_runs import DEADLINE_S, IslandRun, spec_of
 from tests.learner_jax.test_document_runs import files
+from tests.runspec.supervised import supervised_spec
 
 __all__ = ["files"]
 STEPS = 4
@@ -35,7 +41,7 @@ def assert_same_end(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def straight(files: Path, tmp_path_factory: pytest.TempPathFactory) -> IslandRun:
-    """A run that nothing disturbed; tests/e2e/test_islands.py has one that overlaps."""
+    """A run that nothing disturbed; tests/e2e/test_documents.py has one that overlaps."""
     spec = spec_of(files, steps=STEPS, updates=2, every=2, codec={"kind": "int8"})
     run = IslandRun(tmp_path_factory.mktemp("straight") / "runs" / "run", spec, files / "tokenizer")
     with run:
@@ -43,6 +49,7 @@ def straight(files: Path, tmp_path_factory: pytest.TempPathFactory) -> IslandRun
     return run
 
 
+@pytest.mark.nightly
 def test_islands_end_with_the_same_outer_parameters_which_are_the_version(
     straight: IslandRun,
 ) -> None:
@@ -69,6 +76,7 @@ def test_islands_end_with_the_same_outer_parameters_which_are_the_version(
     assert straight.lines("a")[-1]["loss"] < straight.lines("a")[0]["loss"]
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_killed_ends_with_the_same_bits(
     straight: IslandRun, files: Path, tmp_path: Path
 ) -> None:
@@ -88,6 +96,7 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(
     assert_same_end(ended(straight), ended(again))
 
 
+@pytest.mark.nightly
 def test_after_a_rollback_every_island_goes_on_from_the_version(
     straight: IslandRun, files: Path, tmp_path: Path
 ) -> None:
@@ -112,3 +121,30 @@ def test_after_a_rollback_every_island_goes_on_from_the_version(
     for name in ("theta", "momentum"):
         np.testing.assert_array_equal(a[name], b[name])
     assert [line["step"] for line in run.lines("a")] == [*range(STEPS)]
+
+
+RUN = Path("/runs/reads")
+
+
+def as_seen_by(island: str, **checkpoints: str) -> LearnerRun:
+    islands = {"members": [{"name": "a"}, {"name": "b"}]}
+    spec = supervised_spec(learner={"islands": islands}, checkpoints=checkpoints)
+    folder = RUN if island == "a" else island_folder(RUN, f"island-{island}")
+    unused = cast(Any, None)
+    log, link = logging.getLogger("test"), IslandLink(island)
+    return LearnerRun(folder, spec, unused, unused, {}, Peers(), log, link)
+
+
+@pytest.mark.parametrize("where", ["/disk", "s3://bucket/folder"])
+def test_islands_share_no_folder_of_checkpoints(where: str) -> None:
+    first, second = as_seen_by("a", dir=where), as_seen_by("b", dir=where)
+    assert str(first.states) == f"{where}/reads/state"
+    assert str(second.states) == f"{where}/reads/islands/b/state"
+    assert str(second.params) == f"{where}/reads/islands/b/params"
+    # and without such a folder each has its own
+    assert as_seen_by("a").states == RUN / "checkpoints" / "state"
+    assert as_seen_by("b").states == RUN / "work" / "island-b" / "checkpoints" / "state"
+
+
+def test_islands_of_one_machine_share_the_cache_of_documents() -> None:
+    assert as_seen_by("b").corpus_cache == as_seen_by("a").corpus_cache == corpus_cache(RUN)

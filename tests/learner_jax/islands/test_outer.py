@@ -1,23 +1,51 @@
-"""The outer optimizer against optax's, the weighted mean, and error feedback."""
+"""The outer update: optax's, OpenDiLoCo's, and that of one data-parallel learner."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
+from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import optax
 import pytest
+import torch
 from blake3 import blake3
+from jax.sharding import Mesh
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bridge.codecs import SEGMENT, Kind, codec
+from bridge.flat import FlatLayout
+from learner_jax.batch import Batch
+from learner_jax.corpus.rows import CorpusRows
 from learner_jax.islands.outer import OuterState, encode_share, outer_update, weighted_mean
+from learner_jax.leaves import HostLeaves, leaf_path, load_params
+from learner_jax.model import abstract_params, init_params
+from learner_jax.packing import Sample, pack
+from learner_jax.sharding import make_mesh, shard_batch, shard_params
+from learner_jax.step import Programs, build_programs, microbatch_bound
+from learner_jax.supervised import supervised_step
+from learner_jax.warm_start import model_config
+from runspec.core.models.family import load_config
+from runspec.core.spec.schema import RunSpec
+from tests.learner_jax.conftest import changed
+from tests.learner_jax.document_rows import PACKING, joined, rows_of, supervised_spec
+from tests.learner_jax.reference import Rollout, inputs_of, make_rollouts
+from tests.learner_jax.test_gradients import CONFIG as DOCUMENT_CONFIG
+from tests.learner_jax.test_gradients import params_of
+from tests.learner_jax.test_supervised import documents_of, stepped
+from tests.learner_jax.test_training import batch_of, spec_with, trained
 
 N = 1000
 
 
 @dataclass(frozen=True)
-class Outer:
+class OuterRule:
     lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
@@ -40,18 +68,10 @@ def test_the_outer_update_is_optax_sgd(lr: float, momentum: float, nesterov: boo
         # when both make their updates
         updates, moments = rule.update(gradient, moments, params)
         params = optax.apply_updates(params, updates)
-        state = outer_update(state, gradient, Outer(lr, momentum, nesterov))
+        state = outer_update(state, gradient, OuterRule(lr, momentum, nesterov))
         # then the parameters are the same
         assert state.theta.dtype == state.momentum.dtype == np.float32
         np.testing.assert_allclose(state.theta, params, rtol=1e-6, atol=1e-6 * np.abs(params).max())
-
-
-def test_an_update_leaves_the_state_before_it_as_it_was() -> None:
-    theta, gradient = vectors(2)
-    state = OuterState.initial(theta.copy())
-    outer_update(state, gradient, Outer())
-    np.testing.assert_array_equal(state.theta, theta)
-    assert not state.momentum.any()
 
 
 def test_segments_do_not_show() -> None:
@@ -60,8 +80,8 @@ def test_segments_do_not_show() -> None:
 
     def step(part: slice) -> OuterState:
         mean = weighted_mean((share[part] for share in shares), [1.0, 2.0])
-        state = outer_update(OuterState.initial(theta[part]), mean, Outer())
-        return outer_update(state, mean, Outer())
+        state = outer_update(OuterState.initial(theta[part]), mean, OuterRule())
+        return outer_update(state, mean, OuterRule())
 
     # then the second segment is as it is alone
     whole, alone = step(slice(None)), step(slice(SEGMENT, None))
@@ -85,15 +105,6 @@ def test_the_mean_is_weighted_in_float32_and_in_the_order_given() -> None:
     np.testing.assert_allclose(mean, expected, atol=1e-6)
     parts = [share * np.float32(weight / 9) for share, weight in zip(shares, weights, strict=True)]
     np.testing.assert_array_equal(mean, (parts[0] + parts[1]) + parts[2])
-
-
-def test_the_mean_of_one_is_itself_and_the_shares_stay_as_they_are() -> None:
-    (share,) = vectors(1)
-    kept = share.copy()
-    mean = weighted_mean([share], [7.3])
-    np.testing.assert_array_equal(mean, share)
-    mean += 1
-    np.testing.assert_array_equal(share, kept)
 
 
 @pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, float("nan")], [1.0], [1.0] * 3])
@@ -138,3 +149,275 @@ def test_with_feedback_the_shares_add_up_to_the_deltas(kind: Kind) -> None:
     # then their mean comes near it; of a sparse share a part of what it leaves out decays
     error = np.linalg.norm(total / steps - delta) / np.linalg.norm(delta)
     assert error < {"int8": 1e-4, "int4": 1e-3, "sparse": 0.6}[kind]
+
+
+TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
+NORMALIZERS = ["sequence", "token", "constant"]
+PLAIN = {"kind": "sgd", "momentum": 0.0, "clip_norm": 1e9}
+"""An inner update that is linear in the gradient."""
+
+
+MEAN = OuterRule(1.0, 0.0)
+"""Takes the mean of the islands' parameters."""
+
+
+def averaged(
+    theta: np.ndarray, islands: Sequence[np.ndarray], weights: Sequence[float]
+) -> np.ndarray:
+    """The outer parameters after a step that began at theta; the islands' own are [n] each."""
+    gradient = weighted_mean((theta - own for own in islands), weights)
+    return outer_update(OuterState.initial(theta), gradient, MEAN).theta
+
+
+def assert_equal_updates(
+    theta: np.ndarray, found: np.ndarray, expected: np.ndarray, dtype: str
+) -> None:
+    moved = np.linalg.norm(expected - theta)
+    assert moved > 0.1 * np.linalg.norm(theta)
+    assert np.linalg.norm(found - expected) < TOLERANCE[dtype] * moved
+
+
+def rollout_spec(normalizer: str, **optimizer: Any) -> RunSpec:
+    spec = spec_with(loss_normalizer=normalizer)
+    return changed(spec, optimizer={**PLAIN, "lr": 20.0, **optimizer})
+
+
+def groups_of(batch: Batch, part: slice) -> Batch:
+    manifest = replace(batch.manifest, groups=batch.manifest.groups[part])
+    return replace(batch, manifest=manifest, groups=batch.groups[part])
+
+
+def weight_of(batch: Batch, normalizer: str) -> float:
+    """The denominator of the loss."""
+    lengths = [len(rollout.output_tokens) for rollout in batch.rollouts]
+    return float(sum(lengths) if normalizer == "token" else len(lengths))
+
+
+def stepped_rollouts(spec: RunSpec, batch: Batch) -> np.ndarray:
+    """The parameters after a step from the initial ones, [n]."""
+    params = trained(spec, batch).state.params
+    return FlatLayout(model_config(spec)).flatten(HostLeaves(params))
+
+
+def initial(spec: RunSpec) -> np.ndarray:
+    config = model_config(spec)
+    return FlatLayout(config).flatten(HostLeaves(init_params(config, jax.random.key(0))))
+
+
+def test_islands_of_rollouts_are_one_data_parallel_learner(normalizer: str = "token") -> None:
+    # given a step of four groups, of which one island has one and another has three
+    spec, whole = rollout_spec(normalizer), batch_of(4)
+    parts = [groups_of(whole, part) for part in (slice(0, 1), slice(1, 4))]
+    # when each makes a step, and one learner makes it with all groups
+    theta, expected = initial(spec), stepped_rollouts(spec, whole)
+    islands = [stepped_rollouts(spec, part) for part in parts]
+    found = averaged(theta, islands, [weight_of(part, normalizer) for part in parts])
+    # then both make the same update, and with another weighting they would not
+    assert_equal_updates(theta, found, expected, "float32")
+    with pytest.raises(AssertionError):
+        assert_equal_updates(theta, averaged(theta, islands, [1, 1]), expected, "float32")
+
+
+@cache
+def programs64() -> tuple[RunSpec, Mesh, Programs]:
+    """Those of every normaliser: it is in the weights alone."""
+    spec = changed(
+        rollout_spec("sequence", lr=5.0),
+        learner={"compute_dtype": "float64", "master_dtype": "float64"},
+        broadcast={"dtype": "float64"},
+    )
+    mesh = make_mesh(spec.learner.mesh)
+    return spec, mesh, build_programs(spec, DOCUMENT_CONFIG, mesh)
+
+
+def updated64(rollouts: list[Rollout], normalizer: str) -> np.ndarray:
+    """The parameters after one update in float64, by the jitted programs, [n]."""
+    spec, mesh, programs = programs64()
+    params = shard_params(params_of("float64"), abstract_params(DOCUMENT_CONFIG), mesh)
+    state = programs.init_state(params)
+    packed = pack(
+        [Sample(rollout.prompt, rollout.output) for rollout in rollouts],
+        tokens=spec.learner.packing.tokens,
+        rows=spec.learner.packing.rows,
+        shards=2,
+        microbatches=microbatch_bound(spec),
+    )
+    inputs = inputs_of(packed, rollouts, rollout_spec(normalizer).grpo)
+    tokens, inputs = shard_batch((packed.batch, inputs), mesh)
+    total = programs.accumulate(state.params, tokens, inputs, packed.microbatches)
+    state, _ = programs.apply(state, total)
+    return FlatLayout(DOCUMENT_CONFIG).flatten(HostLeaves(state.params), np.float64)
+
+
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+def test_islands_of_rollouts_are_one_data_parallel_learner_in_float64(normalizer: str) -> None:
+    # given ten rollouts, of which one island has three
+    rollouts = make_rollouts(np.random.default_rng(0), DOCUMENT_CONFIG.vocab_size, 10, longest=30)
+    parts = [rollouts[:3], rollouts[3:]]
+    weights = [
+        float(sum(len(r.output) for r in part) if normalizer == "token" else len(part))
+        for part in parts
+    ]
+    # when they make an update together, and one learner makes it
+    with jax.enable_x64(True):
+        theta = FlatLayout(DOCUMENT_CONFIG).flatten(HostLeaves(params_of("float64")), np.float64)
+        expected = updated64(rollouts, normalizer)
+        found = averaged(theta, [updated64(part, normalizer) for part in parts], weights)
+    # then it is the same
+    assert_equal_updates(theta, found, expected, "float64")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_islands_of_documents_are_one_data_parallel_learner(dtype: str) -> None:
+    # given two islands' documents, unequally many, some of which weigh four times as much
+    spec = supervised_spec(dtype=dtype, optimizer={**PLAIN, "lr": 2.0})
+    documents, weights = documents_of(), [4.0 if number % 5 == 0 else 1.0 for number in range(12)]
+    whole, *parts = (
+        rows_of(spec, documents[part], weights[part])
+        for part in (slice(None), slice(0, 3), slice(3, None))
+    )
+    layout = FlatLayout(DOCUMENT_CONFIG)
+    with jax.enable_x64(dtype == "float64"):
+        params = params_of(dtype)
+
+        def stepped_rows(rows: CorpusRows) -> np.ndarray:
+            state = stepped(spec, rows, params=params).state
+            return layout.flatten(HostLeaves(state.params), dtype)
+
+        # when each makes a step, and one learner makes it with all documents
+        theta = layout.flatten(HostLeaves(params), dtype)
+        expected = stepped_rows(whole)
+        islands = [stepped_rows(part) for part in parts]
+    found = averaged(theta, islands, [float(part.weights.sum()) for part in parts])
+    # then both make the same update
+    assert_equal_updates(theta, found, expected, dtype)
+
+
+def test_one_island_is_no_island_to_one_ulp() -> None:
+    # given a step by AdamW with clipping
+    spec = changed(spec_with(), optimizer={"lr": 1e-2})
+    theta, expected = initial(spec), stepped_rollouts(spec, batch_of(4))
+    assert (theta != expected).mean() > 0.9
+    # when its share is encoded as float32 and averaged with no other
+    data, _, _ = encode_share(codec("float32"), theta - expected, None)
+    share = codec("float32").decode(data, len(theta))
+    gradient = weighted_mean([share], [16.0])
+    found = outer_update(OuterState.initial(theta), gradient, MEAN).theta
+    # then each parameter is at most one ulp away, of the larger of its values
+    ulp = np.spacing(np.maximum(np.abs(theta), np.abs(expected)))
+    assert (np.abs(found - expected) <= ulp).all()
+
+
+def opendiloco(model: torch.nn.Module, batches: torch.Tensor, lr: float) -> list[float]:
+    """Train by OpenDiLoCo (arXiv 2407.07852) in plain torch, a worker for each part of the data.
+
+    Args:
+        model: a causal model of transformers; it becomes the outer one.
+        batches: int64 [outer steps, workers, inner steps, rows, tokens].
+        lr: of the inner AdamW.
+
+    Returns:
+        The mean loss of the inner steps of each outer step.
+    """
+    workers = [copy.deepcopy(model) for _ in batches[0]]
+    inner = [
+        torch.optim.AdamW(worker.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.1)
+        for worker in workers
+    ]
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    means = []
+    for step in batches:
+        losses = []
+        for worker, optimizer, local in zip(workers, inner, step, strict=True):
+            worker.load_state_dict(model.state_dict())
+            for rows in local:
+                loss = worker(input_ids=rows, labels=rows).loss
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(worker.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        for outer_one, *own in zip(
+            model.parameters(), *(worker.parameters() for worker in workers), strict=True
+        ):
+            outer_one.grad = torch.stack([outer_one.data - each.data for each in own]).mean(dim=0)
+        outer.step()
+        means.append(sum(losses) / len(losses))
+    return means
+
+
+STEPS, ISLANDS, UPDATES, LR = 20, 2, 3, 3e-3
+ROWS = 2 * PACKING.rows
+
+
+def saved_model(folder: Path) -> Path:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads))
+    model.to(torch.float32).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text('{"model": {}}')
+    return folder
+
+
+def sequences() -> np.ndarray:
+    """Counting by one, two or three, modulo 16: int64 [steps, islands, updates, rows, tokens]."""
+    rng = np.random.default_rng(0)
+    shape = (STEPS, ISLANDS, UPDATES, ROWS, 1)
+    return (rng.integers(16, size=shape) + rng.integers(1, 4, shape) * np.arange(30)) % 16
+
+
+def masters_of(layout: FlatLayout, theta: np.ndarray, programs: Programs) -> Any:
+    """Outer parameters as the masters of an island."""
+    leaves = dict(layout.leaves(theta))
+    return jax.tree.map_with_path(
+        lambda path, like: jax.device_put(leaves[leaf_path(path)], like.sharding),
+        programs.abstract_state.params,
+    )
+
+
+def island_losses(directory: Path, data: np.ndarray) -> list[float]:
+    """The mean loss of each step, by the learner's programs and the outer optimizer."""
+    spec = supervised_spec(
+        optimizer={"lr": LR, "betas": (0.9, 0.95), "weight_decay": 0.1, "clip_norm": 1.0},
+        updates_per_step=UPDATES,
+        steps=STEPS,
+    )
+    config, mesh = load_config(directory), make_mesh(spec.learner.mesh)
+    programs, layout, each = (
+        build_programs(spec, config, mesh),
+        FlatLayout(config),
+        codec("float32"),
+    )
+    params = load_params(directory, config, mesh)
+    outer = OuterState.initial(layout.flatten(HostLeaves(params)))
+    states = [programs.init_state(params) for _ in range(ISLANDS)]
+    means = []
+    for step in data:
+        shares, losses = [], []
+        for island, local in enumerate(step):
+            masters = masters_of(layout, outer.theta, programs)
+            rows = joined(*(rows_of(spec, list(update.astype(np.int32))) for update in local))
+            state = replace(states[island], params=masters)
+            result = supervised_step(spec, mesh, programs, state, rows)
+            states[island] = result.state
+            delta = outer.theta - layout.flatten(HostLeaves(result.state.params))
+            shares.append(encode_share(each, delta, None)[0])
+            losses.append(result.numbers["loss"])
+        decoded = (each.decode(share, layout.size) for share in shares)
+        outer = outer_update(outer, weighted_mean(decoded, [1.0] * ISLANDS), OuterRule())
+        means.append(sum(losses) / len(losses))
+    return means
+
+
+def test_losses_are_those_of_opendiloco_over_twenty_outer_steps(tmp_path: Path) -> None:
+    # given a model and three islands' data
+    directory, data = saved_model(tmp_path / "model"), sequences()
+    # when both train it
+    expected = opendiloco(
+        AutoModelForCausalLM.from_pretrained(directory), torch.from_numpy(data), LR
+    )
+    found = island_losses(directory, data)
+    # then it learns, and the losses are the same
+    assert found[-1] < 0.5 * found[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)

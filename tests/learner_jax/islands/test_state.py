@@ -36,7 +36,7 @@ from runspec.core.spec.schema import RunSpec
 from tests.learner_jax.test_document_runs import document_spec
 from verify.formats.islands import CommitRecord, Contribution, Dropped
 
-NAMES, STEPS, DEADLINE_S = ("a", "b", "c"), 8, 30.0
+NAMES, STEPS, DEADLINE_S = ("a", "b", "c"), 8, 600.0
 WEIGHTS = {"a": 3.0, "b": 1.0, "c": 2.0}
 N = 700
 Plan = Mapping[tuple[str, int], str]

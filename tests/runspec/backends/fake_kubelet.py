@@ -68,15 +68,10 @@ class FakeKubelet:
     Args:
         objects: all that is applied; the JobSet is the last.
         folder: for volumes, roots and logs.
-        env: added to what the images have.
     """
 
-    def __init__(
-        self, objects: Sequence[Object], folder: Path, env: Mapping[str, str] | None = None
-    ) -> None:
-        self._objects, self._folder = objects, folder
-        self._env = {**IMAGE_ENV, **(env or {})}
-        self._jobset = objects[-1]
+    def __init__(self, objects: Sequence[Object], folder: Path) -> None:
+        self._objects, self._folder, self._jobset = objects, folder, objects[-1]
         self._net = f"fk{os.getpid()}"
         self.pods = list(self._make_pods())
         self._hosts = self._names()
@@ -100,17 +95,14 @@ class FakeKubelet:
     def pod(self, group: str, index: int = 0) -> Pod:
         return next(pod for pod in self.pods if (pod.group, pod.index) == (group, index))
 
-    def run(self, timeout_s: float) -> None:
-        """Drives the jobs until the job that the success policy names is done.
+    def steps(self, timeout_s: float) -> Iterator[None]:
+        """Drives the jobs until the one that the success policy names is done.
+
+        Between two looks, the caller has its turn.
 
         Raises:
             AssertionError: it took too long, or a job failed.
         """
-        for _ in self.steps(timeout_s):
-            pass
-
-    def steps(self, timeout_s: float) -> Iterator[None]:
-        """As `run`; between two looks, the caller has its turn."""
         deadline = time.monotonic() + timeout_s
         started: set[str] = set()
         [decisive] = self._jobset["spec"]["successPolicy"]["targetReplicatedJobs"]
@@ -142,12 +134,8 @@ class FakeKubelet:
         """Runs a command in a pod's container, as `kubectl exec` does."""
         target = ("--target", str(pod.process_1()), "--all", "--root", "--wd=/")
         env = [f"{name}={value}" for name, value in self._environment(pod).items()]
-        return subprocess.run(
-            ["nsenter", *target, "env", "-i", *env, *command],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        words = ["nsenter", *target, "env", "-i", *env, *command]
+        return subprocess.run(words, capture_output=True, text=True)
 
     def logs(self) -> str:
         tails = {pod.host: pod.log.read_text()[-1500:] for pod in self.pods if pod.log.exists()}
@@ -287,7 +275,7 @@ class FakeKubelet:
 
     def _environment(self, pod: Pod) -> dict[str, str]:
         env = {each["name"]: each["value"] for each in pod.container["env"]}
-        return {**self._env, "JOB_COMPLETION_INDEX": str(pod.index), **env}
+        return {**IMAGE_ENV, "JOB_COMPLETION_INDEX": str(pod.index), **env}
 
     def _make_network(self) -> None:
         net = self._net

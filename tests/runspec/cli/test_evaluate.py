@@ -1,80 +1,247 @@
-"""`runspec evaluate`: suites over a directory of weights and over a run's version."""
+"""`runspec evaluate`: suites of one's own, shipped suites, and other projects' tools (`--with`).
+
+A suite is asked of a model in test_serving.py; real tools are in a campaign.
+"""
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from sampler.tasks.traces import build_warm_start_data
+from runspec.cli.evaluate import bare_spec, suite_spec
+from runspec.cli.evaluate_with import LOG_NAME, run_tool
+from runspec.cli.shipped_suites import named_suite, shipped_names
+from runspec.core.errors import BadUsage, UserError
+from runspec.core.evaluation_tools import Asked, Measured
+from runspec.core.models.spec_model import named_model
+from runspec.core.spec.schema import RunSpec, Source
+from runspec.local.children import StopSignals
+from sampler.tasks.grading.answers import Answer
+from sampler.tasks.grading.graders import Graders
+from sampler.tasks.interfaces import ProblemSource, make_source
 from tests.runspec.cli.in_process import runspec
-from tests.runspec.local.fake_run import small_spec
-from tests.sampler.engine.models import save_version
+from tests.sampler.tasks.grading.plugin import reward
+from tests.sampler.tasks.row_files import KeepAll, write_jsonl
 
-SUITE = """\
-data:
-  sources:
-    - {name: words, kind: jsonl, uri: words.jsonl, train: false}
-    - {name: trained, kind: jsonl, uri: trained.jsonl}
-reward: [{name: math, kind: math}]
-evaluations: [{name: words, source: words, samples: 2, max_new_tokens: 8}]
-"""
-
-
-def write_rows(path: Path, *prompts: str) -> None:
-    info = json.dumps({"ground_truth": "4"})
-    rows = [
-        {"problem_id": f"{path.stem}-{i}", "task_type": "math", "prompt": prompt}
-        | {"verification_info": info}
-        for i, prompt in enumerate(prompts)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-@pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    folder = save_version(tmp_path / "model")
-    build_warm_start_data(small_spec()).write_tokenizer(folder)
-    (folder / "probe.json").unlink()  # as of a model from elsewhere
-    return folder
+ROWS = Path(__file__).parent / "suite_rows"
+PROGRAM = "```python\n{}\n```"
+SUM = PROGRAM.format("print(sum(map(int, input().split())))")
+TOP = PROGRAM.format(
+    "class Solution:\n    def top(self, nums: List[int], k: int) -> int:\n"
+    "        return max(nums) + k"
+)
+RIGHT: dict[str, list[str]] = {
+    "gsm8k": ["10 are left.", "The answer is $1200."],
+    "math": [r"\boxed{\frac12}", r"\boxed{3}"],
+    "aime": [r"\boxed{204}", r"It is \boxed{25}."],
+    "humaneval": ["    return x + x"],
+    "livecodebench": [SUM, TOP, PROGRAM.format("print('hello')")],
+}
+WRONG: dict[str, list[str]] = {
+    "gsm8k": ["12", "600"],
+    "math": [r"\boxed{\frac14}", r"\boxed{-3}"],
+    "aime": [r"\boxed{203}", r"\boxed{52}"],
+    "humaneval": ["    return 4"],
+    # The public test alone would pass the first two.
+    "livecodebench": [PROGRAM.format("print(3)"), TOP.replace("max(nums)", "3"), SUM],
+}
 
 
-@pytest.fixture
-def suite(tmp_path: Path) -> Path:
-    write_rows(tmp_path / "words.jsonl", "one and one", "two and two", "three and one")
-    write_rows(tmp_path / "trained.jsonl", "Two and two!", "four and none")
-    path = tmp_path / "suite.yaml"
-    path.write_text(SUITE)
-    return path
+def spec_of(suite: str, data: Path, folder: Path) -> RunSpec:
+    file, overrides = named_suite(suite, data, folder)
+    return suite_spec(bare_spec(folder, 512), file, overrides, folder)
 
 
-@pytest.mark.slow
-def test_a_suite_is_asked_of_any_model(weights: Path, suite: Path) -> None:
-    # when a directory that no run made is evaluated
-    done = runspec("evaluate", weights, "--suite", suite, "--overlap", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["words"]
-    # then every problem has its answers, within the length that was asked for
-    assert [each["problem_id"] for each in found["problems"]] == ["words-0", "words-1", "words-2"]
-    assert all(0 < n <= 8 for each in found["problems"] for n in each["lengths"])
-    assert set(found["figures"]) == {"mean", "pass-2", "majority", "length"}
-    # and what is trained on is named
-    assert found["overlap"] == [{"problem_id": "words-1", "exact": True, "trained": "trained-0"}]
+def problems_of(spec: RunSpec, suite: str) -> ProblemSource:
+    source = next(each for each in spec.data.sources if each.name == f"suite-{suite}")
+    return make_source(source, 1, KeepAll())
 
 
-def test_what_is_wrong_is_named_before_anything_starts(
-    weights: Path, suite: Path, tmp_path: Path
-) -> None:
-    for words, message in (
-        (("--suite", suite, "--set", "evaluations.words.source=none"), "no source none"),
-        (("--suite", suite, "--set", "evaluations.words.smaples=2"), "unknown key"),
-        ((), "no evaluation"),
+@pytest.fixture(scope="module")
+def graders():
+    with closing(Graders([reward("math"), reward("code")])) as made:
+        yield made
+
+
+def test_every_suite_is_here():
+    assert shipped_names() == sorted(RIGHT)
+
+
+@pytest.mark.parametrize("suite", sorted(RIGHT))
+def test_published_rows_load_and_are_graded(suite, tmp_path, graders):
+    # given rows with the columns of the public data set, of which some are not read
+    spec = spec_of(suite, ROWS / f"{suite}.jsonl", tmp_path)
+    problems = problems_of(spec, suite)
+    # then the suite's evaluation asks them, and a term grades each
+    assert [each.name for each in spec.evaluations] == [f"suite-{suite}"]
+    assert problems.task_types <= {term.kind for term in spec.reward}
+    assert len(problems) == len(RIGHT[suite])
+    for answers, wanted in ((RIGHT[suite], 1.0), (WRONG[suite], 0.0)):
+        asked = [Answer(problems.problem(i), text) for i, text in enumerate(answers)]
+        assert [getattr(r, "value", r) for r in graders.score(asked)] == [wanted] * len(asked)
+    # and prompts say what is asked for
+    prompts = [problems.problem(i).prompt for i in range(len(problems))]
+    if suite == "humaneval":
+        assert problems.problem(0).problem_id == "HumanEval/0"
+        assert prompts[0].startswith("Complete this Python function.\ndef twice")
+    if suite == "livecodebench":
+        assert "standard input" in prompts[0] and "class Solution" in prompts[1]
+
+
+@pytest.mark.parametrize("name", ["test.parquet", "test.jsonl.gz"])
+def test_problems_may_be_parquet_or_packed(name, tmp_path):
+    text = (ROWS / "math.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    if name == "test.parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    else:
+        (tmp_path / name).write_bytes(gzip.compress(text.encode()))
+    (made := tmp_path / "made").mkdir()
+    problems = problems_of(spec_of("math", tmp_path / name, made), "math")
+    found = [problems.problem(i).verification for i in range(len(problems))]
+    assert found == [{"ground_truth": row["answer"]} for row in rows]
+
+
+def packed(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data)).decode()
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "message"),
+    [
+        # A pickle that would call os.system is read as data, and refused.
+        ("private_test_cases", packed(b"cos\nsystem\n(S'true'\ntR."), "more than a text"),
+        ("private_test_cases", packed(b"\x80\x04"), "cannot be unpacked"),
+        ("private_test_cases", packed(b"\x8c\x02[]\x94.")[:-4], "cut off|cannot be unpacked"),
+        ("private_test_cases", "no base64!", "cannot be unpacked"),
+        ("public_test_cases", '{"input": ""}', "is no list of tests"),
+        ("public_test_cases", '[{"input": 1, "output": ""}]', "input is 1, not a text"),
+        ("question_content", None, "question_content is None"),
+    ],
+)
+def test_a_malformed_row_of_livecodebench_is_named(tmp_path, column, value, message):
+    row = json.loads((ROWS / "livecodebench.jsonl").read_text().splitlines()[0])
+    path = write_jsonl(tmp_path / "rows.jsonl", [row | {column: value}])
+    with pytest.raises(UserError, match=message) as caught:
+        make_source(Source(name="own", kind="livecodebench", uri=str(path)), 1, KeepAll())
+    assert caught.value.place == "rows.jsonl:1"
+
+
+def test_a_suite_whose_problems_are_missing_is_named(tmp_path):
+    for suite, data, message in (
+        ("gsm8k", None, "its problems are not here"),
+        ("gsm8k", tmp_path / "none.jsonl", "there is no"),
+        ("gsm9k", None, "no shipped suite"),
+        (str(ROWS / "gsm8k.jsonl"), ROWS / "gsm8k.jsonl", "--data is of a shipped suite"),
     ):
-        done = runspec("evaluate", weights, *words)
-        assert done.returncode == 1 or done.returncode == 2
-        assert message in done.stderr and "Traceback" not in done.stderr
-    done = runspec("evaluate", "nothing@1", "--suite", suite, "--runs-dir", tmp_path)
-    assert done.returncode == 1 and "no run 'nothing'" in done.stderr
-    done = runspec("evaluate", "nothing@new", "--suite", suite, "--runs-dir", tmp_path)
-    assert done.returncode == 2 and "no version: 'new'" in done.stderr
+        with pytest.raises(BadUsage, match=message):
+            named_suite(suite, data, tmp_path)
+    (broken := tmp_path / "broken.jsonl.gz").write_bytes(b"no gzip")
+    with pytest.raises(UserError, match="cannot be unpacked"):
+        named_suite("gsm8k", broken, tmp_path)
+
+
+WITH = ("nothing", "--with", "lm-eval")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("MODEL", "--suite", "SUITE", "--set", "evaluations.all.source=x"), 1, "no source x"),
+        (("MODEL", "--suite", "SUITE", "--set", "evaluations.all.smaples=2"), 1, "unknown key"),
+        (("MODEL",), 1, "no evaluation"),
+        (("nothing@1", "--suite", "SUITE"), 1, "no run 'nothing'"),
+        (("nothing@new", "--suite", "SUITE"), 2, "no version: 'new'"),
+        (("nothing", "--with", "nothing"), 2, "no adapter 'nothing'"),
+        ((*WITH, "--task", "t"), 2, "its environment is not named"),
+        ((*WITH, "--python", "/none"), 2, "there is no /none"),
+        ((*WITH, "--python", sys.executable), 2, "no task"),
+        ((*WITH, "--suite", "math"), 2, "--suite beside --with"),
+        (("nothing", "--task", "t"), 2, "--task without --with"),
+        (("nothing", "--", "-T", "a=b"), 2, "options after -- without --with"),
+    ],
+)
+def test_what_is_wrong_is_named_before_anything_starts(tmp_path, words, code, message):
+    suite = "data: {sources: [{name: rows, kind: jsonl, uri: rows.jsonl, train: false}]}\n"
+    suite += "reward: [{name: math, kind: math}]\nevaluations: [{name: all, source: rows}]\n"
+    (tmp_path / "suite.yaml").write_text(suite)
+    (tmp_path / "config.json").write_text(json.dumps(named_model("Qwen/Qwen3-4B")))
+    places = {"MODEL": str(tmp_path), "SUITE": str(tmp_path / "suite.yaml")}
+    runs_dir = () if "--" in words else ("--runs-dir", tmp_path)
+    done = runspec("evaluate", *(places.get(word, word) for word in words), *runs_dir)
+    assert message in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == code, done.stderr
+
+
+class FakeTool:
+    """An adapter to a Python program."""
+
+    def __init__(self, program: str) -> None:
+        self._program = program
+
+    def command(self, asked: Asked) -> list[str]:
+        return [str(asked.python), "-c", self._program, *asked.more]
+
+    def measured(self, out: Path) -> Mapping[str, Measured]:
+        raise NotImplementedError
+
+
+@dataclass
+class Beside:
+    """A folder for what a tool makes, and what stands for the server: a process that goes on."""
+
+    out: Path
+    server: subprocess.Popen[bytes]
+
+    def run(self, program: str, *more: str) -> bool:
+        python = Path(sys.executable)
+        asked = Asked(python, "", "m", self.out, 64, "task", self.out, more)
+        with StopSignals() as stops:
+            return run_tool(FakeTool(program), asked, self.server, self.out / "server.log", stops)
+
+
+@pytest.fixture
+def beside(tmp_path):
+    (tmp_path / "server.log").write_text("out of memory\n")
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
+        yield Beside(tmp_path, process)
+
+
+def test_what_a_tool_prints_goes_to_its_log_and_into_the_error_if_it_fails(beside):
+    program = "import os, sys; print(os.environ['RUNSPEC_API_KEY'], sys.argv[1:])"
+    assert beside.run(program, "-T", "a=b")
+    assert (beside.out / LOG_NAME).read_text() == "none ['-T', 'a=b']\n"
+    with pytest.raises(UserError, match="exit code 3\nno such task"):
+        beside.run("import sys; print('no such task'); sys.exit(3)")
+
+
+@pytest.mark.parametrize("ending", ["server", "signal"])
+def test_a_tool_ends_with_the_server_or_on_a_signal(beside, ending):
+    # given a tool that asks for ever, once it runs
+    program = (
+        "import os, pathlib, signal, sys\n"
+        "pathlib.Path(sys.argv[1], 'pid').write_text(str(os.getpid()))\n"
+        "os.kill(int(sys.argv[2]), int(sys.argv[3]))\n"
+        "signal.pause()\n"
+    )
+    # when the server dies, or the user presses Ctrl-C
+    if ending == "server":
+        with pytest.raises(UserError, match="the server ended with exit code -9\nout of memory"):
+            beside.run(program, str(beside.out), str(beside.server.pid), "9")
+    else:
+        assert not beside.run(program, str(beside.out), str(os.getpid()), "15")
+    # then the tool is gone
+    assert not Path("/proc", (beside.out / "pid").read_text()).exists()

@@ -7,16 +7,18 @@ import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
 
 import jsonschema
 import pytest
 
-from runspec.cli.init import MODELINES, TEMPLATES, initial_files
+from runspec.cli.init import MODELINES, TEMPLATES
 from runspec.cli.spec_files import sound_spec
 from runspec.core.models.spec_model import named_model
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.role_names import validator_names, worker_names
-from runspec.core.spec.schema_fields import schema_fields
+from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.validate import to_python
 from runspec.core.spec.yaml_nodes import parse_yaml
 from runspec.lint.check import check_spec
@@ -24,30 +26,35 @@ from runspec.local.preflight import look, missing
 from sampler.tasks.traces import build_tokenizer, tokenizer_config
 from tests.harness import ROOT
 from tests.runspec.cli.in_process import runspec
-from tests.runspec.core.spec.spec_files import SPECS
 from tests.runspec.lock.repository import COMMIT, cache, write_model
 
-FILES = [
-    ".github/workflows/runspec.yaml",
-    ".pre-commit-config.yaml",
-    "runspec.schema.json",
-    "spec.yaml",
-]
+WORKFLOW, HOOK = ".github/workflows/runspec.yaml", ".pre-commit-config.yaml"
+FILES = [WORKFLOW, HOOK, "runspec.schema.json", "spec.yaml"]
+ANYWHERE = ("laptop", "problems", "sums", "model", "pretrain", "sft")
+"""Templates of runs that this machine can start."""
 
 
 def written(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def yaml(path: Path) -> object:
+def yaml(path: Path) -> Any:
     document = parse_yaml(path.read_text(), str(path))
-    assert document.findings == []
-    assert document.root is not None
+    assert document.findings == [] and document.root is not None
     return to_python(document.root)
 
 
+def init(folder: Path, template: str, model: Path | str | None = None) -> CompletedProcess[str]:
+    named = [] if model is None else ["--model", model]
+    return runspec("init", folder, "--template", template, *named)
+
+
+def spec_of(folder: Path) -> RunSpec:
+    return check_spec(SpecFiles(folder / "spec.yaml")).require()
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     """A small model's directory, whose chat template opens the thinking."""
     folder = write_model(tmp_path_factory.mktemp("models") / "mine")
     template = "{% for each in messages %}{{ each['content'] }}\n{% endfor %}<think>"
@@ -61,63 +68,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def arguments(template: str, model: Path) -> list[str | Path]:
-    return ["--template", template, *(["--model", model] if template in ("model", "sft") else [])]
-
-
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_what_it_writes_is_clean_fits_its_schema_and_has_a_plan(
-    tmp_path: Path, template: str, model: Path
-) -> None:
+def test_what_it_writes_is_clean_has_a_plan_and_starts_here(tmp_path, template, model):
     # given a new project
-    folder = tmp_path / "my-run"
-    done = runspec("init", folder, *arguments(template, model))
-    rows = {
-        **{name: ["problems.jsonl"] for name in ("problems", "model", "node-8gpu")},
-        "pretrain": ["tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"],
-        "sft": ["conversations.jsonl"],
-        "sums": [
-            *("rl.yaml", "sft.jsonl", "problems.jsonl", "held_out.jsonl"),
-            *(f"tokenizer/{name}" for name in ("tokenizer.json", "tokenizer_config.json")),
-            "tokenizer/chat_template.jinja",
-        ],
-    }.get(template, [])
-    assert (done.returncode, written(folder)) == (0, sorted([*FILES, *rows])), done.stderr
+    folder, spec = tmp_path / "my-run", tmp_path / "my-run" / "spec.yaml"
+    done = init(folder, template, model if template in ("model", "sft") else None)
+    assert done.returncode == 0 and set(FILES) <= set(written(folder)), done.stderr
     # then its spec has no finding, and is what editors expect by the schema that it names
-    spec = folder / "spec.yaml"
-    checked = check_spec(SpecFiles(spec))
-    assert checked.findings == []
-    assert checked.require().name == "my-run"
+    assert spec_of(folder).name == "my-run"
+    assert f"runspec lint {spec}" in done.stderr and runspec("lint", spec).stdout == ""
     assert spec.read_text().startswith(MODELINES)
     for line in MODELINES.splitlines():
         assert (folder / line.rpartition("./")[2]).name == "runspec.schema.json"
     schema = json.loads((folder / "runspec.schema.json").read_text())
     jsonschema.Draft7Validator(schema).validate(yaml(spec))
-    # and the commands that it names next take it
-    assert f"runspec lint {spec}" in done.stderr
-    assert runspec("lint", spec).returncode == 0
+    # and it has a plan, and what is for this machine lacks nothing here
     assert runspec("plan", spec, "--runs-dir", tmp_path).returncode == 0
+    found = missing(sound_spec(SpecFiles(spec)), tmp_path / "runs", look())
+    assert (found == []) == (template in ANYWHERE), found
 
 
-@pytest.mark.parametrize("template", ["laptop", "problems", "sums", "model", "pretrain", "sft"])
-def test_what_is_for_this_machine_starts_on_it(tmp_path: Path, template: str, model: Path) -> None:
-    folder = tmp_path / "here"
-    assert runspec("init", folder, *arguments(template, model)).returncode == 0
-    # when it is asked what `apply` would say is missing here
-    done = runspec("doctor", folder / "spec.yaml", "--runs-dir", tmp_path / "runs")
-    # then nothing is
-    assert "this machine has everything that it needs" in done.stdout
-
-
-def test_eight_gpus_are_divided_among_the_roles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path
-) -> None:
+def test_eight_gpus_are_divided_among_the_roles(tmp_path, monkeypatch, model):
     # given a node with 8 GPUs that the driver names
     gpus = ["NVIDIA H200"] * 8
     monkeypatch.setattr("runspec.cli.init.gpu_names", lambda: gpus)
-    folder = tmp_path / "node"
-    assert runspec("init", folder, "-t", "node-8gpu", "--model", model).returncode == 0
-    spec = sound_spec(SpecFiles(folder / "spec.yaml"))
+    assert init(tmp_path / "node", "node-8gpu", model).returncode == 0
+    spec = sound_spec(SpecFiles(tmp_path / "node" / "spec.yaml"))
     # then the spec asks for GPUs of that kind, every role has its own, and it can start there
     devices = spec.placement.devices
     assert spec.learner.hardware.kind == "h200-141g"
@@ -126,61 +102,42 @@ def test_eight_gpus_are_divided_among_the_roles(
     assert missing(spec, tmp_path / "runs", replace(look(), gpus=gpus)) == []
 
 
-def test_lengths_follow_from_the_model(tmp_path: Path, model: Path) -> None:
+def test_lengths_follow_from_the_model(tmp_path, model):
     # given a model whose positions cover few tokens, and whose template opens no thinking
     small = write_model(tmp_path / "small", template="{{ messages }}")
     shape = {**json.loads((model / "config.json").read_text()), "max_position_embeddings": 128}
     (small / "config.json").write_text(json.dumps(shape))
-    for folder, each in (("a", model), ("b", small)):
-        assert runspec("init", tmp_path / folder, "-t", "model", "--model", each).returncode == 0
-    found = [check_spec(SpecFiles(tmp_path / name / "spec.yaml")).require() for name in "ab"]
-    assert [spec.model.hf for spec in found] == [str(model), str(small)]
-    assert [spec.model.max_context for spec in found] == [40960, 128]
-    assert [spec.samplers[0].max_model_len for spec in found] == [512, 128]
-    assert [spec.data.think_prefill for spec in found] == [False, True]
+    for each, context, length, prefill in ((model, 40960, 512, False), (small, 128, 128, True)):
+        assert init(tmp_path / f"{context}", "model", each).returncode == 0
+        spec = spec_of(tmp_path / f"{context}")
+        assert (spec.model.hf, spec.model.max_context) == (str(each), context)
+        assert (spec.samplers[0].max_model_len, spec.data.think_prefill) == (length, prefill)
 
 
-def test_a_model_of_the_hub_is_pinned_where_it_is_in_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path
-) -> None:
+def test_a_model_of_the_hub_is_pinned_where_it_is_in_the_cache(tmp_path, monkeypatch, model):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     shutil.copytree(model, cache(tmp_path), dirs_exist_ok=True)
-    for name in ("some/model", "other/model"):
-        folder = tmp_path / name.replace("/", "-")
-        assert runspec("init", folder, "-t", "model", "--model", name).returncode == 0
-        spec = check_spec(SpecFiles(folder / "spec.yaml")).require()
-        assert (spec.model.hf, spec.model.revision) == (
-            name,
-            COMMIT if name == "some/model" else None,
-        )
+    for name, commit in (("some/model", COMMIT), ("other/model", None)):
+        assert init(tmp_path / name, "model", name).returncode == 0
+        found = spec_of(tmp_path / name).model
+        assert (found.hf, found.revision) == (name, commit)
 
 
-def test_problems_that_are_there_stay(tmp_path: Path) -> None:
+def test_problems_that_are_there_stay(tmp_path):
     # given a person's own file
     (tmp_path / "problems.jsonl").write_text("mine\n")
-    done = runspec("init", tmp_path, "-t", "problems")
-    assert done.returncode == 0 and "problems.jsonl" not in done.stdout
-    assert runspec("init", tmp_path, "-t", "problems", "--force").returncode == 0
+    assert init(tmp_path, "problems").returncode == 0
     assert (tmp_path / "problems.jsonl").read_text() == "mine\n"
     # and without one there are 500 that the task set can read
-    runspec("init", tmp_path / "new", "-t", "problems")
+    init(tmp_path / "new", "problems")
     lines = (tmp_path / "new" / "problems.jsonl").read_text().splitlines()
     assert len({json.loads(line)["problem_id"] for line in lines}) == 500
 
 
 @pytest.mark.parametrize("name", ["2026", "1e5", "null", "on", "a-b_c"])
-def test_a_name_stays_text(tmp_path: Path, name: str) -> None:
+def test_a_name_stays_text(tmp_path, name):
     assert runspec("init", tmp_path, "--name", name).returncode == 0
-    assert check_spec(SpecFiles(tmp_path / "spec.yaml")).require().name == name
-
-
-def test_a_model_that_the_learner_cannot_compute_is_said(tmp_path: Path, model: Path) -> None:
-    other = Path(shutil.copytree(model, tmp_path / "other"))
-    (other / "config.json").write_text('{"model_type": "mamba"}')
-    done = runspec("init", tmp_path / "x", "-t", "model", "--model", other)
-    assert done.returncode == 2
-    assert "mamba" in done.stderr and str(other / "config.json") in done.stderr
-    assert not (tmp_path / "x").exists()
+    assert spec_of(tmp_path).name == name
 
 
 @pytest.mark.parametrize(
@@ -193,87 +150,49 @@ def test_a_model_that_the_learner_cannot_compute_is_said(tmp_path: Path, model: 
         (["x", "-t", "model", "--model", "./m"], ["no directory", "/m'", "ORG/NAME"]),
         (["x", "-t", "model", "--model", "m"], ["no directory", "/m'", "ORG/NAME"]),
         (["x", "-t", "model", "--model", "."], ["no directory", "config.json"]),
+        (["x", "-t", "model", "--model", "other"], ["mamba", "other/config.json"]),
         (["x", "-t", "modle"], ["modle", "node-8gpu"]),
         (["file/x"], ["cannot write", "file/x", "choose a folder"]),
     ],
 )
-def test_what_cannot_be_written_is_said_and_nothing_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: list[str]
-) -> None:
+def test_what_cannot_be_written_is_said_and_nothing_is(tmp_path, monkeypatch, model, words, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
+    shutil.copytree(model, tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "mamba"}')
     done = runspec("init", *words)
     assert done.returncode == 2
-    for each in said:
-        assert each in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert [each for each in said if each not in done.stderr] == []
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "other"}
 
 
-@pytest.mark.parametrize(
-    ("template", "shipped", "profile"),
-    [("laptop", "target_short", "laptop"), ("tpu-and-volunteers", "target_long", None)],
-)
-def test_it_learns_what_the_shipped_spec_learns(
-    template: str, shipped: str, profile: str | None, tmp_path: Path
-) -> None:
-    # given what init writes, and the shipped spec that it is made after
-    runspec("init", tmp_path / "run", "--template", template)
-    ours = check_spec(SpecFiles(tmp_path / "run" / "spec.yaml")).require()
-    theirs = check_spec(SpecFiles(SPECS / f"{shipped}.yaml", profile)).require()
-    # then every field that another run would be needed for is the same
-    for path, field in schema_fields().items():
-        if field.change == "newrun" and "." not in path and path != "name":
-            assert getattr(ours, path) == getattr(theirs, path), path
-
-
-def test_files_that_are_there_stay_unless_forced(tmp_path: Path) -> None:
+def test_files_that_are_there_stay_unless_forced(tmp_path):
     # given one file of the four
     (tmp_path / "spec.yaml").write_text("mine\n")
     done = runspec("init", tmp_path)
     assert done.returncode == 2
-    assert "already there: spec.yaml" in done.stderr
-    assert "--force" in done.stderr
+    assert "already there: spec.yaml" in done.stderr and "--force" in done.stderr
     assert (written(tmp_path), (tmp_path / "spec.yaml").read_text()) == (["spec.yaml"], "mine\n")
     # when it is forced, then all are written
     assert runspec("init", tmp_path, "--force").returncode == 0
     assert written(tmp_path) == FILES
 
 
-def test_the_workflow_runs_the_command_on_the_spec(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workflow_and_hooks_run_the_command_on_the_spec(tmp_path, monkeypatch):
+    # given the step of CI, the hook that init writes, and the one that the repository offers
     runspec("init", tmp_path)
-    workflow = yaml(tmp_path / ".github/workflows/runspec.yaml")
-    steps = workflow["jobs"]["lint"]["steps"]  # type: ignore[index]
-    command = shlex.split(steps[-1]["run"])
-    assert command[0] == "runspec"
+    steps = yaml(tmp_path / WORKFLOW)["jobs"]["lint"]["steps"]
+    [local] = yaml(tmp_path / HOOK)["repos"][0]["hooks"]
+    [offered] = yaml(ROOT / ".pre-commit-hooks.yaml")
+    assert local["id"] == offered["id"] == "runspec-lint"
+    step = shlex.split(steps[-1]["run"])
+    hooks = [[*shlex.split(hook["entry"]), "spec.yaml"] for hook in (local, offered)]
     monkeypatch.chdir(tmp_path)
-    assert runspec(*command[1:]).returncode == 0
-
-
-def hooks() -> list[tuple[str, dict[str, str]]]:
-    """The hook that the repository offers to others, and the one that init writes."""
-    [offered] = yaml(ROOT / ".pre-commit-hooks.yaml")  # type: ignore[misc]
-    content = parse_yaml(
-        initial_files("laptop", "laptop")[".pre-commit-config.yaml"], "config"
-    ).root
-    assert content is not None
-    [local] = to_python(content)["repos"][0]["hooks"]
-    return [("offered", offered), ("local", local)]
-
-
-@pytest.mark.parametrize(("name", "hook"), hooks(), ids=[name for name, _ in hooks()])
-def test_the_hook_runs_as_pre_commit_runs_it(
-    tmp_path: Path, name: str, hook: dict[str, str]
-) -> None:
-    # given the entry of a hook, with the files of a commit as arguments
-    runspec("init", tmp_path)
-    program, *arguments = shlex.split(hook["entry"])
-    assert (program, hook["id"]) == ("runspec", "runspec-lint")
-    # when the spec is right it passes, and when it is not it fails and says where
+    # when the spec is right they pass, and when it is not they fail and say where
     for text, code in (("", 0), ("stepz: 3\n", 1)):
         with (tmp_path / "spec.yaml").open("a") as spec:
             spec.write(text)
-        done = runspec(*arguments, tmp_path / "spec.yaml")
-        assert done.returncode == code, done.stderr
-        assert ("unknown-key" in done.stdout) == bool(code)
+        for program, *arguments in (step, *hooks):
+            done = runspec(*arguments)
+            assert (program, done.returncode) == ("runspec", code), done.stderr
+            assert ("unknown-key" in done.stdout) == bool(code)

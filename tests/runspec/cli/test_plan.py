@@ -1,4 +1,4 @@
-"""`runspec plan` and `apply PLAN`: what they say, what they refuse, and by which exit code."""
+"""`runspec plan`, `apply PLAN` and `diff`: what they say and refuse, and by which exit code."""
 
 from __future__ import annotations
 
@@ -11,36 +11,35 @@ from typing import Any
 import pytest
 
 from runspec.cli.apply import apply_command
+from runspec.cli.diff import diff_command
 from runspec.cli.plan import plan_command
+from runspec.cli.spec_files import sound_spec
 from runspec.core.errors import BadUsage, UserError
+from runspec.core.hashing import digest_bytes
 from runspec.core.models.config import ModelConfig
-from runspec.core.spec.load import SpecFiles
-from runspec.core.spec.resolved import spec_digest
+from runspec.core.spec.load import SpecFiles, load_layers
+from runspec.core.spec.resolved import spec_digest, with_profiles
 from runspec.core.spec.schema import RunSpec
 from runspec.local.planning import StalePlan
 from runspec.local.state import RunState
 from runspec.plan.aot import AotReport, compile_step
 from runspec.plan.saved import BadPlan
 from tests.harness import TARGET_SHORT
-from tests.runspec.local.fake_run import drive_roles, prepared, small_spec, usual_roles
-from tests.runspec.local.test_supervise import Watch
+from tests.runspec.core.spec.spec_files import small_spec as spec_in
+from tests.runspec.local.fake_run import prepared, small_spec
+from tests.verify.profiles import document, made_profile
 
-Says = Callable[[], tuple[str, str]]
-
-
-@pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Says:
-    """What was printed since the last call: (out, err)."""
-
-    def read() -> tuple[str, str]:
-        captured = capsys.readouterr()
-        return captured.out, captured.err
-
-    return read
+Prints = Callable[[], str]
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Path:
+def out(capsys):
+    """What was printed since the last call."""
+    return lambda: capsys.readouterr().out
+
+
+@pytest.fixture
+def runs(tmp_path):
     """The folder of a run `small` of five steps, opened once and let go."""
     with prepared(small_spec(), tmp_path):
         pass
@@ -51,37 +50,36 @@ def files(*overrides: str) -> SpecFiles:
     return SpecFiles(TARGET_SHORT, "laptop", None, ["name=small", "steps=5", *overrides])
 
 
-def plan(
-    runs_dir: Path,
-    *overrides: str,
-    out: Path | None = None,
-    as_json: bool = False,
-    exit_code: bool = False,
-) -> int:
-    return plan_command(files(*overrides), out, as_json, exit_code, False, runs_dir)
+def plan(runs_dir: Path, *overrides: str, exit_code: bool = False) -> int:
+    return plan_command(files(*overrides), None, False, exit_code, False, runs_dir)
 
 
-def planned_json(runs_dir: Path, said: Says, *overrides: str) -> dict[str, Any]:
-    assert plan(runs_dir, *overrides, as_json=True) == 0
-    return json.loads(said()[0])
+def planned_json(runs_dir: Path, out: Prints, *overrides: str) -> dict[str, Any]:
+    assert plan_command(files(*overrides), None, True, False, False, runs_dir) == 0
+    found: dict[str, Any] = json.loads(out())
+    return found
 
 
-def test_a_new_run_is_shown_short_and_makes_nothing(tmp_path: Path, said: Says) -> None:
+def saved(runs_dir: Path, *overrides: str) -> SpecFiles:
+    path = runs_dir / "small.plan"
+    assert plan_command(files(*overrides), path, False, False, False, runs_dir) == 0
+    return SpecFiles(path)
+
+
+def test_a_new_run_is_shown_short_and_makes_nothing(tmp_path, out):
     runs_dir = tmp_path / "runs"
     assert plan(runs_dir, exit_code=True) == 6
-    out, _ = said()
-    assert f"small is new: 5 steps, to lie in {runs_dir / 'small'}" in out
-    assert "optimizer.lr" not in out
-    assert not runs_dir.exists()
+    text = out()
+    assert f"small is new: 5 steps, to lie in {runs_dir / 'small'}" in text
+    assert "optimizer.lr" not in text and not runs_dir.exists()
 
 
-def test_changes_are_grouped_by_what_they_do(runs: Path, said: Says) -> None:
-    # given a change of every class
+def test_changes_are_grouped_by_what_they_do(runs, out):
+    # given a change of every class, against a run that is not alive
     changes = "budget.max_hours=2.0", "verify.prefill_share=0.5", "checkpoints.every=3", "seed=7"
-    # when it is planned against a run that is not alive
     assert plan(runs, *changes) == 0
     # then each stands under its class
-    lines = [line.strip() for line in said()[0].splitlines()]
+    lines = [line.strip() for line in out().splitlines()]
     assert "small: 4 changes against the run at serial 1, which is interrupted" in lines
     for change_class, line in (
         ("hot: taken over when the run goes on", "~ budget.max_hours: 1.0 -> 2.0"),
@@ -93,86 +91,90 @@ def test_changes_are_grouped_by_what_they_do(runs: Path, said: Says) -> None:
         assert lines[at + 1].startswith(line)
 
 
-def test_json_has_stable_keys(runs: Path, said: Says) -> None:
-    report = planned_json(runs, said, "budget.max_hours=2.0")
-    assert list(report) == [
-        *("version", "run", "spec_digest", "serial", "change_class"),
-        *("changes", "estimate", "groups", "lacking"),
-    ]
+def test_json_has_stable_keys(runs, out):
+    report = planned_json(runs, out, "budget.max_hours=2.0")
+    keys = "version run spec_digest serial change_class changes estimate groups lacking"
+    assert list(report) == keys.split()
     spec = small_spec("small", 5, "budget.max_hours=2.0")
     assert (report["run"], report["serial"]) == ("small", 1)
-    assert report["spec_digest"] == spec_digest(spec)
-    assert report["change_class"] == "hot"
-    assert report["changes"] == [
-        {
-            "path": "budget.max_hours",
-            "before": 1.0,
-            "after": 2.0,
-            "kind": "change",
-            "change_class": "hot",
-            "reason": "",
-        }
-    ]
-    assert planned_json(runs, said)["change_class"] is None
-    assert planned_json(runs / "elsewhere", said)["change_class"] == "new"
+    assert (report["spec_digest"], report["change_class"]) == (spec_digest(spec), "hot")
+    change = {"path": "budget.max_hours", "before": 1.0, "after": 2.0, "kind": "change"}
+    assert report["changes"] == [{**change, "change_class": "hot", "reason": ""}]
+    assert planned_json(runs, out)["change_class"] is None
+    assert planned_json(runs / "elsewhere", out)["change_class"] == "new"
 
 
-def test_it_says_where_each_role_group_runs_and_by_which_command(runs: Path, said: Says) -> None:
+def test_it_says_where_each_role_group_runs_and_by_which_command(runs, out):
     # given a run of which this machine starts all
-    apply = (
-        f"runspec apply {TARGET_SHORT} --profile laptop --set name=small --set steps=5 "
-        f"--runs-dir {runs}"
-    )
-    groups = planned_json(runs, said)["groups"]
-    assert [group["name"] for group in groups] == [
-        "trunk",
-        "relay-local",
-        "validators",
-        "evaluator",
-        "volunteers",
-    ]
+    words = f"{TARGET_SHORT} --profile laptop --set name=small"
+    apply = f"runspec apply {words} --set steps=5 --runs-dir {runs}"
+    groups = planned_json(runs, out)["groups"]
+    names = ["trunk", "relay-local", "validators", "evaluator", "volunteers"]
+    assert [group["name"] for group in groups] == names
     assert all(group["here"] and group["commands"] == [apply] for group in groups)
-    assert plan(runs) == 0
-    lines = said()[0].splitlines()
-    at = lines.index("Where it runs")
-    everyone = "trunk, relay-local, validators, evaluator, volunteers"
-    assert lines[at + 1] == f"  this machine, by `apply`: {everyone}"
-    assert lines[at + 2] == f"    {apply}"
-    # when it leaves the pool's two replicas to others
+    plan(runs)
+    here = f"  this machine, by `apply`: {', '.join(names)}"
+    assert f"\nWhere it runs\n{here}\n    {apply}\n" in out()
+    # when it leaves the pool's two replicas to others, then each has a command of its own
     away = "placement.roles=[validators, evaluator, relay-local]", "samplers.volunteers.replicas=2"
-    groups = planned_json(runs, said, *away)["groups"]
+    groups = planned_json(runs, out, *away)["groups"]
     assert [group["here"] for group in groups] == [True, True, True, True, False]
-    # then each has a command of its own
-    commands = [
-        f"runspec role {name} --bundle SITE/bundles/{name}.json"
-        for name in ("volunteers-0", "volunteers-1")
-    ]
-    assert groups[-1] == {
-        "name": "volunteers",
-        "processes": ["volunteers-0", "volunteers-1"],
-        "machine": "any machine",
-        "here": False,
-        "commands": commands,
-    }
-    assert plan(runs, *away) == 0
-    out = said()[0]
-    assert f"  others: volunteers\n    {commands[0]}, and 1 more\n" in out
-    assert f"runspec prepare {TARGET_SHORT} --profile laptop --set name=small" in out
+    processes = ["volunteers-0", "volunteers-1"]
+    commands = [f"runspec role {name} --bundle SITE/bundles/{name}.json" for name in processes]
+    group = {"name": "volunteers", "processes": processes, "machine": "any machine"}
+    assert groups[-1] == {**group, "here": False, "commands": commands}
+    plan(runs, *away)
+    text = out()
+    assert f"  others: volunteers\n    {commands[0]}, and 1 more\n" in text
+    assert f"runspec prepare {words}" in text
 
 
-def test_a_broken_spec_exits_1_with_findings_and_a_missing_one_2(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"optimizer\.lr"):
-        plan(tmp_path, "optimizer.lr=fast")
-    missing = SpecFiles(tmp_path / "none.yaml")
-    with pytest.raises(BadUsage, match=r"none\.yaml") as error:
-        plan_command(missing, None, False, False, False, tmp_path)
-    assert error.value.exit_code == 2
+def test_a_stale_plan_exits_4_with_what_changed(runs):
+    # given a plan, after which the run was changed
+    path = saved(runs, "budget.max_hours=2.0")
+    with prepared(small_spec("small", 5, "placement.restarts=3"), runs):
+        pass
+    # when it is applied, then it is refused, and says by what it was overtaken
+    with pytest.raises(StalePlan) as refused:
+        apply_command(path, False, runs)
+    assert refused.value.exit_code == 4
+    assert "it saw serial 1" in str(refused.value)
+    assert "serial 2: placement.restarts: 5 there, 3 now" in str(refused.value)
+
+
+def test_an_edited_plan_and_options_beside_a_plan_exit_2(runs):
+    path = saved(runs, "budget.max_hours=2.0").path
+    with pytest.raises(BadPlan, match="a plan is applied as it is"):
+        apply_command(SpecFiles(path, "laptop"), False, runs)
+    # and it is no spec
+    with pytest.raises(BadUsage, match="a saved plan") as error:
+        sound_spec(SpecFiles(path))
+    assert error.value.remedy == f"`runspec apply {path}`"
+    path.write_bytes(path.read_bytes().replace(b'"max_hours":2.0', b'"max_hours":9.0'))
+    with pytest.raises(BadPlan, match="was edited") as edited:
+        apply_command(SpecFiles(path), False, runs)
+    assert edited.value.exit_code == 2
+
+
+def test_a_plan_of_a_finished_run_says_that_it_is_finished(finished, out):
+    assert apply_command(saved(finished), False, finished) == 0
+    assert "small is finished: all 5 steps are trained." in out()
+    # and when it has changes, that they are not taken
+    assert apply_command(saved(finished, "budget.max_hours=2.0"), False, finished) == 0
+    assert "nothing is left to do: budget.max_hours: 1.0 there, 2.0 now" in out()
+
+
+def test_an_unchanged_spec_keeps_the_serial_and_a_changed_one_raises_it(runs):
+    for spec in (small_spec(), small_spec(steps=6), small_spec(steps=6)):
+        with prepared(spec, runs):
+            pass
+    with closing(RunState(runs / "small")) as state:
+        applied = [(row.serial, list(row.what)) for row in state.applied()]
+    assert applied == [(1, []), (2, ["steps: 5 there, 6 now"])]
 
 
 @pytest.mark.slow  # compiles the step
-def test_aot_is_the_compilers_word_under_its_key_and_what_does_not_fit_an_error(
-    tmp_path: Path, said: Says, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_aot_is_the_compilers_word_and_what_does_not_fit_an_error(tmp_path, out, monkeypatch):
     # given devices of a few bytes, at which no rule has looked
     def compiled(spec: RunSpec, config: ModelConfig) -> AotReport:
         hardware = spec.learner.hardware.model_copy(update={"memory": 1e3})
@@ -182,64 +184,82 @@ def test_aot_is_the_compilers_word_under_its_key_and_what_does_not_fit_an_error(
     monkeypatch.setattr("runspec.cli.plan.compile_step", compiled)
     with pytest.raises(UserError, match=r"the step does not fit: it needs .* a device has 1"):
         plan_command(files(), None, True, False, True, tmp_path)
-    aot = json.loads(said()[0])["aot"]
+    aot = json.loads(out())["aot"]
     assert (aot["devices"], aot["where"], aot["fits"], aot["memory"]) == (2, "cpu", False, 1000)
     assert set(aot["programs"]) == {"publish", "score", "accumulate", "apply"}
     assert aot["argument_bytes"] > 0 and aot["flops"] > 0 and aot["compile_s"] > 0
     # the worst of the programs needs what stays, what it makes and what it needs meanwhile
     held = sum(aot["resident"].values())
-    if aot["worst"] != "apply":
-        held -= aot["resident"]["gradients"]
+    held -= 0 if aot["worst"] == "apply" else aot["resident"]["gradients"]
     assert aot["hbm_bytes"] == held + aot["output_bytes"] + aot["temp_bytes"]
 
 
-def saved(runs_dir: Path, *overrides: str) -> SpecFiles:
-    assert plan(runs_dir, *overrides, out=runs_dir / "small.plan") == 0
-    return SpecFiles(runs_dir / "small.plan")
+def diff(runs_dir: Path, *overrides: str) -> int:
+    return diff_command(files(*overrides), runs_dir)
 
 
-def test_a_stale_plan_exits_4_with_what_changed(runs: Path) -> None:
-    # given a plan, after which the run was changed
-    path = saved(runs, "budget.max_hours=2.0")
-    with prepared(small_spec("small", 5, "placement.restarts=3"), runs):
+def test_a_difference_is_shown_as_lines_and_none_not_at_all(runs, out):
+    assert (diff(runs), out()) == (0, "")
+    assert diff(runs, "seed=7", "samplers.volunteers.replicas=2") == 1
+    lines = out().splitlines()
+    assert lines[:2] == [f"--- {runs / 'small' / 'spec.json'}", f"+++ {TARGET_SHORT}"]
+    changed = [line for line in lines[2:] if line[0] in "+-"]
+    assert changed == ["-seed: 42", "+seed: 7", "-  replicas: 1", "+  replicas: 2"]
+    # and without a run everything is new
+    assert diff(runs / "none") == 1
+    lines = out().splitlines()
+    assert lines[0] == "--- /dev/null"
+    assert all(line.startswith("+") for line in lines[3:])
+    # and what cannot be read is no difference
+    with pytest.raises(BadUsage, match="steps"):
+        diff(runs, "steps=many")
+    with pytest.raises(BadUsage):
+        diff_command(SpecFiles(runs / "none.yaml"), runs)
+
+
+def test_a_profile_is_shown_by_what_it_is_and_not_by_its_tables(tmp_path, out):
+    # given a run that is judged by one profile, and a spec whose file is another
+    file, issued = tmp_path / "profile.json", 1_767_225_600.0  # 2026-01-01
+    old, new = (
+        document(made_profile(issued=issued, expires=issued + days * 86400.0, rate=rate))
+        for days, rate in ((30, 1e-6), (31, 1e-5))
+    )
+    file.write_text(old)
+    entry = f"verify.profiles=[{{name: measured, file: {file}}}]"
+    with prepared(with_profiles(load_layers(files(entry)).require(), tmp_path), tmp_path):
         pass
-    # when it is applied
-    with pytest.raises(StalePlan) as refused:
-        apply_command(path, False, runs)
-    # then it is refused, and says by what it was overtaken
-    assert refused.value.exit_code == 4
-    assert "it saw serial 1" in str(refused.value)
-    assert "serial 2: placement.restarts: 5 there, 3 now" in str(refused.value)
+    assert (diff(tmp_path, entry), out()) == (0, "")
+    file.write_text(new)
+    # when they are compared
+    assert diff(tmp_path, entry) == 1
+    # then the lines say who was measured, how long it holds and how strict it is
+    text = out()
+    assert [line.strip() for line in text.splitlines()[2:] if line[0] in "+-"] == [
+        f"-      digest: {digest_bytes(old.encode())}",
+        f"+      digest: {digest_bytes(new.encode())}",
+        "-      expires: '2026-01-31'",
+        "-      rate: 1.0e-06",
+        "+      expires: '2026-02-01'",
+        "+      rate: 1.0e-05",
+    ]
+    assert "      pool: vllm, float32, cpu\n" in text
+    assert "mismatch_share" not in text and "signature" not in text
 
 
-def test_an_edited_plan_and_options_beside_a_plan_exit_2(runs: Path) -> None:
-    path = saved(runs, "budget.max_hours=2.0").path
-    with pytest.raises(BadPlan, match="a plan is applied as it is"):
-        apply_command(SpecFiles(path, "laptop"), False, runs)
-    path.write_bytes(path.read_bytes().replace(b'"max_hours":2.0', b'"max_hours":9.0'))
-    with pytest.raises(BadPlan, match="was edited") as error:
-        apply_command(SpecFiles(path), False, runs)
-    assert error.value.exit_code == 2
-
-
-def test_a_plan_of_a_finished_run_says_that_it_is_finished(tmp_path: Path, said: Says) -> None:
-    # given a run that is finished
-    with prepared(small_spec(), tmp_path) as run:
-        drive_roles(run, usual_roles(run), Watch())
-    # when a plan without changes is applied
-    assert apply_command(saved(tmp_path), False, tmp_path) == 0
-    assert "small is finished: all 5 steps are trained." in said()[0]
-    # and when changes are, then it says that they are not taken
-    assert apply_command(saved(tmp_path, "budget.max_hours=2.0"), False, tmp_path) == 0
-    assert "nothing is left to do: budget.max_hours: 1.0 there, 2.0 now" in said()[0]
-
-
-def test_an_unchanged_spec_keeps_the_serial_and_a_changed_one_raises_it(runs: Path) -> None:
-    for spec in (small_spec(), small_spec(steps=6), small_spec(steps=6)):
-        with prepared(spec, runs):
-            pass
-    with closing(RunState(runs / "small")) as state:
-        assert [(row.serial, list(row.what)) for row in state.applied()] == [
-            (1, []),
-            (2, ["steps: 5 there, 6 now"]),
-        ]
+def test_what_stands_beside_the_spec_is_found_from_anywhere(tmp_path, monkeypatch):
+    # given a spec that names a directory beside it, and a process that runs elsewhere
+    mine, project = tmp_path / "project" / "models" / "mine", tmp_path / "project"
+    mine.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    spec = sound_spec(SpecFiles(spec_in(project, "model: {hf: models/mine}")))
+    # then the run has the whole path, and a name that is no directory stays a name
+    assert spec.model.hf == str(mine)
+    pinned = spec_in(project, f"model: {{hf: some/model, revision: {'a' * 40}}}")
+    assert sound_spec(SpecFiles(pinned)).model.hf == "some/model"
+    # and a file beside the spec goes before one where the command runs
+    source = "data: {sources: {x: {kind: jsonl, uri: problems.jsonl}}}"
+    path = spec_in(project, source)
+    for folder in (tmp_path, project):
+        (folder / "problems.jsonl").write_text("")
+        sources = {each.name: each.uri for each in sound_spec(SpecFiles(path)).data.sources}
+        assert sources["x"] == str(folder / "problems.jsonl")

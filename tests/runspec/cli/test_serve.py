@@ -1,72 +1,204 @@
-"""What `runspec serve` and `chat` do before vLLM's server starts, and how answers are shown."""
+"""`runspec serve`, `--follow` and `chat` without an engine: what is served, checked and shown."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from broadcast.layout import manifest_name
+from broadcast.manifest import WeightsManifest, sign_manifest
+from runspec.cli import follow
 from runspec.cli.chat import messages, print_reply
-from runspec.cli.serve import link_files, served
+from runspec.cli.follow import Follower, Versions
+from runspec.cli.serve import await_end, served
 from runspec.core.errors import UserError
+from runspec.core.follow_protocol import Move, Reply, encode
+from runspec.core.keys import SigningKey
 from runspec.core.run_files import weights_folder
-from runspec.core.spec.schema import RunSpec
+from runspec.core.spec.resolved import load_resolved
+from runspec.local.export import published_version
 from sampler.tasks.prompts import PromptForm
 from tests.runspec.cli.in_process import runspec
-from tests.runspec.cli.published import flip_bit, publish_run
+from tests.runspec.cli.published import RUN, first_versions, flip_bit, publish_again, publish_run
 from tests.runspec.local.fake_run import small_spec
+from tests.waiting import eventually
 
-QUESTION = "stop"
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory):
+    """A run whose versions 0 to 3 are published."""
+    return publish_run(tmp_path_factory.mktemp("published"), 4)
 
 
 @pytest.fixture
-def runs_dir(tmp_path: Path) -> Path:
-    """The folder of a run `small` whose versions 0 and 1 are published."""
-    return publish_run(tmp_path, 2).parent
+def run_dir(complete, tmp_path):
+    """A copy in which versions 0 and 1 are."""
+    return first_versions(complete, tmp_path, 2)
 
 
-def test_names_say_whether_it_is_the_newest(runs_dir: Path) -> None:
-    assert served("small", runs_dir).names == ("small", "small@v1")
-    assert served("small@0", runs_dir).names == ("small@v0",)
-    folder = weights_folder(runs_dir / "small") / "v0"
-    assert served(str(folder), runs_dir).names == ("v0",)
+def manifest_of(run_dir: Path, version: int) -> WeightsManifest:
+    return published_version(run_dir, load_resolved(run_dir), version).manifest
 
 
-def test_tampered_files_are_refused_before_anything_starts(runs_dir: Path) -> None:
-    flip_bit(weights_folder(runs_dir / "small") / "v1")
-    done = runspec("serve", "small", "--runs-dir", runs_dir)
+@pytest.fixture
+def versions(run_dir, tmp_path):
+    """What finds the version after version 1."""
+    (tmp_path / "own").mkdir()
+    spec = load_resolved(run_dir)
+    return Versions(run_dir, spec, manifest_of(run_dir, 1), tmp_path / "own")
+
+
+def found(versions: Versions) -> int | None:
+    checked = versions.next()
+    return None if checked is None else checked.manifest.version
+
+
+def test_names_say_whether_it_is_the_newest_and_only_that_is_followed(run_dir):
+    runs, one = run_dir.parent, weights_folder(run_dir) / "v0"
+    assert served(RUN, runs).names == (RUN, f"{RUN}@v1")
+    assert served(f"{RUN}@0", runs).names == (f"{RUN}@v0",)
+    assert served(str(one), runs).names == ("v0",)
+    with pytest.raises(UserError, match="version 7 is not here"):
+        served(f"{RUN}@7", runs)
+    for what in (f"{RUN}@1", one):
+        done = runspec("serve", what, "--follow", "--runs-dir", runs)
+        assert done.returncode == 2
+        assert "only the newest version of a run can be followed" in done.stderr
+
+
+def test_tampered_files_are_refused_before_anything_starts(run_dir):
+    flip_bit(weights_folder(run_dir) / "v1")
+    done = runspec("serve", RUN, "--runs-dir", run_dir.parent)
     assert done.returncode == 1
     assert "not version 1 of small" in done.stderr and "Traceback" not in done.stderr
-    with pytest.raises(UserError, match="version 7 is not here"):
-        served("small@7", runs_dir)
 
 
-def test_what_is_removed_meanwhile_is_still_served(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "config.json").write_text("{}")
-    (source / "other.txt").write_text("x")
-    link_files(source, tmp_path / "all")
-    link_files(source, tmp_path / "some", only=("config.json",))
-    (source / "config.json").unlink()
-    assert (tmp_path / "all" / "config.json").read_text() == "{}"
-    assert [path.name for path in (tmp_path / "some").iterdir()] == ["config.json"]
+def test_a_command_ends_with_its_server_a_failure_or_a_stop():
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as server:
+        assert await_end(server, lambda: 1) == 0
+        with pytest.raises(UserError, match="no more"):
+            await_end(server, lambda: 0, lambda: UserError("no more"))
+    with pytest.raises(UserError, match="the server ended with exit code 0"):
+        await_end(server, lambda: 0)
+
+
+def test_the_newest_version_is_next_once_its_manifest_is_here(complete, run_dir, versions):
+    assert versions.next() is None
+    shutil.copytree(weights_folder(complete) / "v2", weights_folder(run_dir) / "v2")
+    assert versions.next() is None
+    publish_again(complete, run_dir, 3)
+    checked = versions.next()
+    assert checked is not None and checked.manifest == manifest_of(complete, 3)
+    # and its files stay where the publisher removes them
+    shutil.rmtree(weights_folder(run_dir) / "v3")
+    assert (checked.folder / "model.safetensors").is_file()
+
+
+def test_a_tampered_version_is_refused_and_the_one_before_it_is_next(
+    complete, run_dir, versions, capsys
+):
+    publish_again(complete, run_dir, 3, tampered=True)
+    assert (versions.next(), versions.next()) == (None, None)
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("version 3 is refused, version 1 stays: ")
+    assert "not version 3 of small" in line
+    publish_again(complete, run_dir, 2)
+    assert found(versions) == 2
+    # when its files come as they were published, then it is taken after all
+    flip_bit(weights_folder(run_dir) / "v3")
+    assert found(versions) == 3
+    assert capsys.readouterr().out == ""
+
+
+def test_a_stranger_and_another_tokenizer_are_refused(complete, run_dir, versions, capsys):
+    publish_again(complete, run_dir, 2)
+    signed = sign_manifest(manifest_of(complete, 2), SigningKey.generate())
+    (run_dir / "store" / "origin" / manifest_name(RUN, 2)).write_bytes(signed)
+    assert versions.next() is None
+    assert "version 2 cannot be believed" in capsys.readouterr().out
+    objects = dict(versions.manifest.objects)
+    objects["tokenizer.json"] = replace(objects["tokenizer.json"], blake3="0" * 64)
+    versions.manifest = replace(versions.manifest, objects=objects)
+    publish_again(complete, run_dir, 3)
+    assert versions.next() is None
+    assert "its config or tokenizer differs" in capsys.readouterr().out
+
+
+def test_after_a_rollback_an_older_version_is_next(complete, run_dir, versions):
+    publish_again(complete, run_dir, 2)
+    versions.manifest = manifest_of(complete, 2)
+    assert versions.next() is None
+    shutil.rmtree(weights_folder(run_dir) / "v2")
+    shutil.rmtree((run_dir / "store" / "origin" / manifest_name(RUN, 2)).parent)
+    assert found(versions) == 1
+
+
+@contextmanager
+def following(versions: Versions) -> Iterator[tuple[Follower, Any]]:
+    """A follower, and the server's end of its socket as a file."""
+    ours, servers = socket.socketpair()
+    with closing(ours), closing(servers), servers.makefile("rwb", buffering=0) as file:
+        follower = Follower(versions, ours, 0.01)
+        follower.start()
+        try:
+            yield follower, file
+        finally:
+            follower.end()
+            follower.join()
+            follower._lines.close()
+
+
+def test_a_server_that_is_busy_is_asked_again(
+    complete, run_dir, versions, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(follow, "POLL_S", 0.01)
+    publish_again(complete, run_dir, 2)
+    with following(versions) as (follower, server):
+        server.write(encode(Reply(1)))
+        move = Move(**json.loads(server.readline()))
+        server.write(encode(Reply(1, running=3)))
+        again = Move(**json.loads(server.readline()))
+        assert move == again == Move(2, str(run_dir.parent / "own" / "v2"))
+        server.write(encode(Reply(2)))
+        eventually(lambda: versions.manifest.version == 2, "it knows what is served")
+        # then only what is served has files
+        publish_again(complete, run_dir, 3)
+        assert Move(**json.loads(server.readline())).version == 3
+        server.write(encode(Reply(3)))
+        eventually(lambda: versions.manifest.version == 3, "it knows what is served")
+        assert [path.name for path in (run_dir.parent / "own").iterdir()] == ["v3"]
+        assert follower.error is None
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("version 2 waits: 3 requests did not end within 0.01 s")
+    assert printed[1:] == ["version 2 is served", "version 3 is served"]
+
+
+def test_a_server_that_holds_no_version_ends_the_command(versions):
+    with following(versions) as (follower, server):
+        server.write(encode(Reply(1, error="RuntimeError: out of memory")))
+        eventually(lambda: follower.error is not None, "the error is here")
+        assert "a version cannot be loaded: RuntimeError: out of memory" in str(follower.error)
 
 
 @pytest.mark.parametrize("role", ["user", "system"])
 @pytest.mark.parametrize("target", [None, 24])
-def test_a_chat_asks_as_the_run_does(role: str, target: int | None) -> None:
-    spec: RunSpec = small_spec("small", 5, f"data.length_prompt_role={role}")
-    data = spec.data.model_copy(update={"system_prompt": "Be brief."})
-    expected = PromptForm.of(data).messages(QUESTION, target)
-    assert messages(data, QUESTION, target) == expected
-    assert messages(None, QUESTION, target) == [{"role": "user", "content": QUESTION}]
+def test_a_chat_asks_as_the_run_does(role, target):
+    data = small_spec("small", 5, f"data.length_prompt_role={role}").data
+    data = data.model_copy(update={"system_prompt": "Be brief."})
+    assert messages(data, "stop", target) == PromptForm.of(data).messages("stop", target)
+    assert messages(None, "stop", target) == [{"role": "user", "content": "stop"}]
 
 
-def test_thinking_is_dim_and_what_cannot_be_printed_is_not(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_thinking_is_dim_and_what_cannot_be_printed_is_not(capsys):
     pieces = [("so \x1b[31m", 1), ("long</th", 2), ("ink>pots", 3), ("\n", 4)]
     reply = print_reply(iter(pieces), dim=True)
     assert (reply.text, reply.tokens) == ("so \x1b[31mlong</think>pots\n", 4)
@@ -74,4 +206,3 @@ def test_thinking_is_dim_and_what_cannot_be_printed_is_not(
     assert shown == "\033[2mso ?[31mlong</think>\033[0mpots\n\033[0m"
     print_reply(iter(pieces), dim=False)
     assert capsys.readouterr().out == "so ?[31mlong</think>pots\n"
-    assert json.dumps(reply.text)

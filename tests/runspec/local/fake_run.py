@@ -10,6 +10,9 @@ from pathlib import Path
 
 from runspec.cli.view import PlainView
 from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
+from runspec.core.keys import SigningKey
+from runspec.core.run_files import evaluation_file
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.check import check_spec
@@ -23,6 +26,8 @@ from runspec.local.run_dir import run_directory
 from runspec.local.state import RunState
 from runspec.local.supervisor import Watcher
 from runspec.plan.saved import Seen
+from tests.runspec.supervised import supervised_spec
+from verify.formats.evaluation import Evaluated, Figure, sign_evaluation
 
 ROOT = Path(__file__).resolve().parents[3]
 TARGET_SHORT = ROOT / "specs" / "target_short.yaml"
@@ -32,6 +37,27 @@ SCRIPT = Path(__file__).with_name("role.py")
 def small_spec(name: str = "small", steps: int = 5, *overrides: str) -> RunSpec:
     sets = [f"name={name}", f"steps={steps}", *overrides]
     return check_spec(SpecFiles(TARGET_SHORT, profile="laptop", overrides=sets)).require()
+
+
+def island_run(*members: dict[str, object], **placement: object) -> RunSpec:
+    """A run on documents with islands a and b, or with those that are named."""
+    listed = list(members or ({"name": "a"}, {"name": "b"}))
+    return supervised_spec(learner={"islands": {"members": listed}}, placement=placement)
+
+
+FIGURES = {"mean": Figure(0.25, 0.2, 0.3), "length": Figure(20.0, None, None)}
+FIGURES |= {"pass-4": Figure(0.5, 0.4, 0.6), "pass-2": Figure(0.4, 0.3, 0.5)}
+ZERO = Evaluated("small", "held-out", 0, "a" * 64, FIGURES, 0, [], 1.7e9, 2.0, cpu_s=1.5)
+"""A result of the evaluator."""
+
+
+def store(run_dir: Path, *results: Evaluated) -> None:
+    """Puts results where the evaluator does."""
+    key = SigningKey.generate()
+    for result in results:
+        path = evaluation_file(run_dir, result.evaluation, result.version)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, sign_evaluation(result, key))
 
 
 def prepared(

@@ -1,17 +1,22 @@
-"""The supervisor's rules, transition by transition, with no process and no clock."""
+"""The supervisor's rules, with no process and no clock: as a property, and at their boundaries."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from runspec.core.process import EXIT_FINAL
 from runspec.local.fleet import (
     BACKOFF_MAX_S,
     ONLOOKER_PAUSE_S,
+    Action,
     Changed,
     Fleet,
     Outcome,
@@ -26,14 +31,178 @@ RULES = Rules(
     restarts=2,
     ends_run=frozenset({"learner"}),
     ends_when_sampled=frozenset({"worker"}),
+    may_fail=frozenset({"evaluator", "island", "monitor"}),
+    onlookers=frozenset({"monitor"}),
+    late_s={"evaluator": 60.0, "monitor": 60.0},
+    servers=frozenset({"origin"}),
+    budget_ends_at=5000.0,
     drain_s=30.0,
     publish_s=100.0,
     stop_s=20.0,
 )
+ROLES = ("evaluator", "island", "learner", "monitor", "origin", "worker")
+LATE = frozenset(RULES.late_s)
 
 
-def waiting(rules: Rules = RULES) -> Fleet:
-    return Fleet({name: RoleState() for name in ("learner", "origin", "worker")}, rules)
+class AnyRun(RuleBasedStateMachine):
+    """A run whose roles die, and which is looked at, changed and stopped, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fleet = Fleet({name: RoleState() for name in ROLES}, RULES)
+        self.now = 0.0
+        self.running: dict[str, float] = {}
+        """When each role with a process was started."""
+        self.deaths, self.restarts = dict.fromkeys(ROLES, 0), dict.fromkeys(ROLES, 0)
+        self.dead: set[str] = set()
+        """Roles that wait to be started again."""
+        self.outcome: Outcome | None = None
+        self.killed: set[str] = set()
+
+    def do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if action.do == "start":
+                assert action.role not in self.running and not self.fleet.ending
+                self.running[action.role] = self.now
+                self.restarts[action.role] += action.role in self.dead
+                self.dead.discard(action.role)
+                continue
+            assert action.role in self.running
+            if action.do == "kill":
+                self.killed.add(action.role)
+            elif self.fleet.ending and action.role in RULES.servers:
+                assert self.running.keys() <= RULES.servers, "a server is stopped last"
+
+    @rule(seconds=st.sampled_from([0.25, 0.5, 1.0, 10.0, 20.0, 30.0, 60.0, 600.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        fleet, phase = self.fleet, self.fleet.phase
+        waited = self.now - fleet.since
+        expected = fleet.outcome
+        if phase is Phase.UP and self.now >= (fleet.rules.budget_ends_at or self.now + 1):
+            expected = Outcome("over_budget")
+        elif phase is Phase.DRAINING:
+            drained = "worker" not in self.running or waited >= RULES.drain_s
+            late = any(self.at_work(name) for name in LATE) and waited < 60.0
+            if fleet.published and drained and not late:
+                expected = Outcome("finished")
+            elif not fleet.published and waited >= RULES.publish_s:
+                expected = Outcome("unpublished")
+        self.do(fleet.tick(self.now))
+        assert fleet.outcome == expected
+        if phase is Phase.STOPPING:
+            assert (fleet.phase is Phase.KILLING) == (waited >= RULES.stop_s)
+        if fleet.phase is Phase.KILLING:
+            assert self.killed >= self.running.keys()
+        if not fleet.ending:
+            for role in fleet.roles.values():
+                assert role.state is not State.WAITING, "who is due is started"
+                assert role.state is not State.BACKOFF or role.retry_at > self.now
+
+    def at_work(self, name: str) -> bool:
+        state = self.fleet.roles[name].state
+        resting = name == "monitor" and self.deaths[name] > 1 and state is State.BACKOFF
+        return state not in (State.FINISHED, State.FAILED) and not resting
+
+    @rule(names=st.sampled_from([ROLES, ROLES, ROLES[::2]]))
+    def roles_show_life(self, names: Sequence[str]) -> None:
+        for name in names:
+            before = self.fleet.roles[name].state
+            self.do(self.fleet.ready(name, self.now))
+            shown = State.RUNNING if before is State.STARTING else before
+            assert self.fleet.roles[name].state is shown
+
+    @rule(stepped=st.booleans(), sampled=st.booleans(), published=st.booleans())
+    def run_is_looked_at(self, stepped: bool, sampled: bool, published: bool) -> None:
+        self.fleet.reached(Reached(stepped, sampled, False, published and self.fleet.trained))
+        for name in set(ROLES) - RULES.onlookers if stepped else ():
+            if self.fleet.roles[name].state is State.RUNNING:
+                self.deaths[name] = 0
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), code=st.sampled_from([0, 1, -9] * 4 + [EXIT_FINAL]))
+    def role_ends(self, data: st.DataObject, code: int) -> None:
+        self.ends(data.draw(st.sampled_from(sorted(self.running))), code)
+
+    @precondition(lambda self: "learner" in self.running)
+    @rule(published=st.booleans())
+    def learner_is_done(self, published: bool) -> None:
+        self.fleet.reached(Reached(False, True, True, published))
+        self.ends("learner", 0)
+
+    def ends(self, name: str, code: int) -> None:
+        ran, fleet = self.now - self.running.pop(name), self.fleet
+        self.killed.discard(name)
+        renewed, ending = fleet.roles[name].state is State.RENEWING, fleet.ending
+        draining = fleet.phase is Phase.DRAINING
+        self.do(fleet.exited(name, code, self.now))
+        role, needed = fleet.roles[name], name not in RULES.may_fail
+        expected, outcome = State.BACKOFF, self.outcome
+        if ending:
+            finished = fleet.outcome == Outcome("finished")
+            expected = State.FINISHED if finished else State.WAITING
+        elif (
+            (code == 0 and name == "learner" and fleet.trained)
+            or (code == 0 and name in LATE and (draining or fleet.sampled or fleet.trained))
+            or (name == "worker" and (draining or (code == 0 and fleet.sampled)))
+        ):
+            expected = State.FINISHED
+            assert (fleet.phase is Phase.DRAINING) == (draining or name == "learner")
+        elif code == EXIT_FINAL:
+            expected = State.FAILED
+            outcome = Outcome("stopped", name, code) if needed else outcome
+        elif renewed:
+            expected = State.WAITING
+        else:
+            if name == "monitor" and ran >= ONLOOKER_PAUSE_S:
+                self.deaths[name] = 0
+            self.deaths[name] += 1
+            if needed and self.deaths[name] > fleet.rules.restarts:
+                expected, outcome = State.FAILED, Outcome("failed", name, code)
+            else:
+                longest = ONLOOKER_PAUSE_S if name == "monitor" else BACKOFF_MAX_S
+                pause = min(longest, 0.5 * 2 ** (self.deaths[name] - 1))
+                assert role.retry_at == self.now + pause
+                self.dead.add(name)
+        assert (role.state, fleet.outcome) == (expected, outcome)
+        assert fleet.keeps_dying(name) == (name == "monitor" and self.deaths[name] > 1)
+
+    @rule(restarts=st.integers(0, 3), budget=st.sampled_from([None, 900.0, 5000.0]))
+    def spec_changes(self, restarts: int, budget: float | None) -> None:
+        self.fleet.changed(Changed(restarts, budget, ("origin", "elsewhere", "worker")))
+        if self.fleet.phase is not Phase.UP:
+            assert not self.fleet.to_renew
+
+    @rule(what=st.sampled_from(["paused"] * 2 + ["interrupted"]), seldom=st.integers(0, 9))
+    def stop_is_asked_for(self, what: str, seldom: int) -> None:
+        if seldom:
+            return
+        ending = self.fleet.ending
+        self.do(getattr(self.fleet, what)(self.now))
+        if not ending:
+            assert self.fleet.outcome == Outcome(what) and self.fleet.renewing is None
+        elif what == "interrupted":
+            assert self.killed >= self.running.keys(), "a second Ctrl-C kills"
+
+    @invariant()
+    def the_run_ends_once_and_processes_are_known(self) -> None:
+        fleet = self.fleet
+        assert self.outcome in (None, fleet.outcome), "what began the stopping is the outcome"
+        self.outcome = fleet.outcome
+        assert set(fleet.alive) == self.running.keys()
+        for name, role in fleet.roles.items():
+            counted = (role.deaths_in_a_row, role.restarts)
+            assert counted == (self.deaths[name], self.restarts[name])
+        assert fleet.ending == (fleet.outcome is not None)
+        assert fleet.done == (fleet.ending and not self.running)
+        if fleet.renewing is not None or fleet.to_renew:
+            assert fleet.phase is Phase.UP
+        renewing = [n for n, role in fleet.roles.items() if role.state is State.RENEWING]
+        assert fleet.phase is not Phase.UP or renewing in ([], [fleet.renewing])
+
+
+TestAnyRun = AnyRun.TestCase
+TestAnyRun.settings = settings(derandomize=True, max_examples=250, stateful_step_count=30)
 
 
 def play(fleet: Fleet, *timed: Any) -> tuple[Fleet, list[str]]:
@@ -49,348 +218,95 @@ def play(fleet: Fleet, *timed: Any) -> tuple[Fleet, list[str]]:
     return fleet, [f"{action.do} {action.role}" for action in actions]
 
 
-def up(rules: Rules = RULES) -> Fleet:
-    return play(waiting(rules), (0.0, "tick"))[0]
-
-
-LATE = replace(
-    RULES, ends_when_sampled=frozenset(), may_fail=frozenset({"worker"}), late_s={"worker": 60.0}
-)
-"""The worker is an evaluator."""
-LOOKED_AT = replace(LATE, onlookers=frozenset({"worker"}))
-"""The worker is a monitor."""
-TRAINED = ((5.0, "sampled"), (5.0, "trained"), (5.0, "published"), (5.0, "exited", "learner", 0))
-
-
-def test_a_monitor_that_keeps_dying_is_tried_ever_more_seldom_and_ends_no_run() -> None:
-    # given a monitor that dies a second after each start, while the run trains
-    fleet, now, pauses = up(LOOKED_AT), 0.0, []
-    for _ in range(20):
-        now += 1.0
-        fleet, _ = play(
-            fleet, (now, "ready", "worker"), (now, "stepped"), (now, "exited", "worker", 1)
-        )
-        role = fleet.roles["worker"]
-        pauses.append(role.retry_at - now)
-        # then only its first death is told of
-        assert fleet.keeps_dying("worker") == (len(pauses) > 1)
-        now = role.retry_at
-        fleet, actions = play(fleet, (now, "tick"))
-        assert actions == ["start worker"]
-    assert pauses[:4] == [0.5, 1.0, 2.0, 4.0] and pauses[-1] == ONLOOKER_PAUSE_S
-    assert fleet.outcome is None
-    # one that has run for long begins anew
-    long = now + ONLOOKER_PAUSE_S
-    fleet, _ = play(fleet, (now, "ready", "worker"), (long, "exited", "worker", -9))
-    assert fleet.roles["worker"].retry_at == long + 0.5 and not fleet.keeps_dying("worker")
-
-
-def test_a_monitor_that_cannot_work_is_given_up_and_the_run_goes_on() -> None:
-    fleet, actions = play(up(LOOKED_AT), (1.0, "exited", "worker", EXIT_FINAL), (9.0, "tick"))
-    assert fleet.roles["worker"].state is State.FAILED
-    assert fleet.outcome is None and actions == []
-
-
-def test_a_trained_run_waits_for_a_monitor_that_sends_but_for_none_that_keeps_dying() -> None:
-    running = (0.0, "ready", "worker")
-    fleet, actions = play(up(LOOKED_AT), running, *TRAINED, (50.0, "tick"))
-    assert fleet.phase is Phase.DRAINING and actions == []
-    # until it has sent everything
-    over, _ = play(fleet, (51.0, "exited", "worker", 0), (51.0, "tick"))
-    assert over.outcome == Outcome("finished")
-    # or its time is up, as where it hangs
-    over, actions = play(fleet, (66.0, "tick"))
-    assert over.outcome == Outcome("finished") and "stop worker" in actions
-    # while one that has died again is not waited for
-    dying = ((51.0, "exited", "worker", 1), (52.0, "tick"), (53.0, "exited", "worker", 1))
-    over, _ = play(fleet, *dying, (53.1, "tick"))
-    assert over.outcome == Outcome("finished")
-
-
-def test_a_monitor_may_end_before_the_learner_does() -> None:
-    # given a run on documents, whose steps have no rollouts
-    fleet, _ = play(up(LOOKED_AT), (5.0, "trained"), (5.0, "exited", "worker", 0))
-    assert fleet.roles["worker"].state is State.FINISHED
-
-
-def test_a_trained_run_waits_for_its_evaluator() -> None:
-    running = (0.0, "ready", "worker")
-    fleet, actions = play(up(LATE), running, *TRAINED, (50.0, "tick"))
-    assert fleet.phase is Phase.DRAINING and actions == []
-    # until that has ended
-    over, actions = play(fleet, (51.0, "exited", "worker", 0), (51.0, "tick"))
-    assert over.outcome == Outcome("finished") and "stop origin" in actions
-    # or its time is up
-    over, actions = play(fleet, (66.0, "tick"))
-    assert over.outcome == Outcome("finished") and "stop worker" in actions
-
-
-def test_an_evaluator_that_dies_in_the_end_starts_again() -> None:
-    fleet, _ = play(up(LATE), *TRAINED, (10.0, "exited", "worker", -9))
-    assert fleet.roles["worker"].state is State.BACKOFF
-    fleet, actions = play(fleet, (20.0, "tick"))
-    assert actions == ["start worker"] and fleet.outcome is None
-    # and one that cannot go on is not waited for
-    fleet, _ = play(fleet, (21.0, "exited", "worker", EXIT_FINAL), (21.0, "tick"))
-    assert fleet.outcome == Outcome("finished")
-
-
-def test_an_evaluator_may_end_once_all_is_sampled() -> None:
-    ended = play(up(LATE), (5.0, "sampled"), (6.0, "exited", "worker", 0))[0]
-    assert ended.roles["worker"].state is State.FINISHED
-
-
-def test_all_roles_start_at_once_and_run_when_they_show_life() -> None:
-    fleet, actions = play(waiting(), (0.0, "tick"))
-    assert actions == ["start learner", "start origin", "start worker"]
-    assert {role.state for role in fleet.roles.values()} == {State.STARTING}
-
-    fleet, actions = play(fleet, (1.0, "ready", "origin"))
-    assert actions == []
-    assert fleet.roles["origin"].state is State.RUNNING
-    assert fleet.roles["learner"].state is State.STARTING
-
-
-def test_a_killed_role_starts_again_after_half_a_second() -> None:
-    fleet, actions = play(up(), (10.0, "exited", "origin", -9))
-    assert (fleet.roles["origin"].state, actions) == (State.BACKOFF, [])
-
-    assert play(fleet, (10.4, "tick"))[1] == []
-    fleet, actions = play(fleet, (10.5, "tick"))
-    assert actions == ["start origin"]
-    assert fleet.roles["origin"].restarts == 1
-
-
-def test_pauses_double_up_to_a_limit() -> None:
-    fleet, now, pauses = up(Rules(restarts=9)), 0.0, []
-    for _ in range(7):
-        fleet, _ = play(fleet, (now, "exited", "origin", 1))
-        pauses.append(fleet.roles["origin"].retry_at - now)
-        now = fleet.roles["origin"].retry_at
-        fleet, _ = play(fleet, (now, "tick"))
-    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, BACKOFF_MAX_S, BACKOFF_MAX_S]
-
-
-def test_one_death_more_than_forgiven_ends_the_run() -> None:
-    fleet, _ = play(
-        up(),
-        *((0.0, "exited", "origin", 1), (1.0, "tick")),
-        *((1.0, "exited", "origin", 1), (3.0, "tick")),
-    )
-    assert fleet.phase is Phase.UP
-    fleet, actions = play(fleet, (3.0, "exited", "origin", 1))
-    assert fleet.outcome == Outcome("failed", "origin", 1)
-    assert fleet.roles["origin"].state is State.FAILED
-    assert actions == ["stop learner", "stop worker"]
-
-
-def test_a_trained_step_forgives_earlier_deaths() -> None:
-    fleet = up()
-    for n in range(10):
-        now = 10.0 * n
-        fleet, _ = play(fleet, (now, "ready", "origin"), (now, "stepped"))
-        fleet, actions = play(fleet, (now + 1, "exited", "origin", 1), (now + 2, "tick"))
-        assert actions == ["start origin"]
-    assert fleet.phase is Phase.UP
-    assert fleet.roles["origin"].restarts == 10
-
-
-def test_a_role_that_says_the_run_cannot_go_on_stops_it_at_once() -> None:
-    fleet, actions = play(up(), (0.0, "exited", "worker", EXIT_FINAL))
-    assert fleet.outcome == Outcome("stopped", "worker", EXIT_FINAL)
-    assert actions == ["stop learner", "stop origin"]
-
-
-@pytest.mark.parametrize("role", ["learner", "origin", "worker"])
-def test_exit_0_before_its_time_is_a_death(role: str) -> None:
-    fleet, _ = play(up(), (0.0, "exited", role, 0))
-    assert fleet.roles[role].state is State.BACKOFF
-
-
-def test_a_worker_may_end_once_everything_is_sampled_but_a_server_may_not() -> None:
-    fleet, _ = play(
-        up(), (0.0, "sampled"), (1.0, "exited", "worker", 0), (1.0, "exited", "origin", 0)
-    )
-    assert fleet.roles["worker"].state is State.FINISHED
-    assert fleet.roles["origin"].state is State.BACKOFF
-
-
-def test_a_trained_run_waits_for_publication_and_workers_then_stops_the_servers() -> None:
-    fleet, actions = play(up(), (5.0, "trained"), (5.0, "exited", "learner", 0), (6.0, "tick"))
-    assert (fleet.phase, actions) == (Phase.DRAINING, [])
-    fleet, actions = play(fleet, (7.0, "exited", "worker", 0), (7.0, "tick"))
-    assert (fleet.phase, actions) == (Phase.DRAINING, [])
-    fleet, actions = play(fleet, (8.0, "published"), (8.0, "tick"))
-    assert actions == ["stop origin"]
-    assert fleet.outcome == Outcome("finished")
-    assert not fleet.done
-    fleet, _ = play(fleet, (9.0, "exited", "origin", 0))
-    assert fleet.done
-    assert {role.state for role in fleet.roles.values()} == {State.FINISHED}
-
-
-def test_a_worker_that_does_not_end_holds_a_trained_run_up_only_so_long() -> None:
-    trained = (0.0, "trained"), (0.0, "published"), (0.0, "exited", "learner", 0)
-    fleet, actions = play(up(), *trained, (29.0, "tick"))
-    assert (fleet.phase, actions) == (Phase.DRAINING, [])
-    fleet, actions = play(fleet, (30.0, "tick"))
-    assert actions == ["stop origin", "stop worker"]
-    assert fleet.outcome == Outcome("finished")
-
-
-def test_a_run_whose_workers_are_elsewhere_ends_when_its_last_version_is_out() -> None:
-    # given a fleet without samplers and validators
-    rules = replace(RULES, ends_when_sampled=frozenset(), servers=frozenset({"origin"}))
-    fleet = Fleet({name: RoleState() for name in ("learner", "origin")}, rules)
-    fleet, _ = play(fleet, (0.0, "tick"), (10.0, "sampled"), (11.0, "trained"))
-    # when the learner has ended, then the run waits for the version, and for nobody else
-    fleet, actions = play(fleet, (12.0, "exited", "learner", 0), (13.0, "tick"))
-    assert (fleet.phase, actions) == (Phase.DRAINING, [])
-    fleet, _ = play(fleet, (14.0, "published"), (14.1, "tick"), (14.2, "tick"))
-    assert fleet.outcome == Outcome("finished")
-    fleet, _ = play(fleet, (15.0, "exited", "origin", 0))
-    assert fleet.done
-
-
-def test_a_last_version_that_never_comes_out_is_said() -> None:
-    fleet, actions = play(up(), (0.0, "trained"), (0.0, "exited", "learner", 0), (100.0, "tick"))
-    assert actions == ["stop origin", "stop worker"]
-    assert fleet.outcome == Outcome("unpublished")
-
-
-def test_a_spent_budget_stops_the_run() -> None:
-    fleet = up(Rules(restarts=2, budget_ends_at=60.0))
-    assert play(fleet, (59.9, "tick"))[1] == []
-    fleet, actions = play(fleet, (60.0, "tick"))
-    assert fleet.outcome == Outcome("over_budget")
-    assert actions == ["stop learner", "stop origin", "stop worker"]
-
-
-def test_ctrl_c_stops_politely_then_kills_after_the_deadline() -> None:
-    fleet, actions = play(up(), (0.0, "exited", "origin", 1), (0.1, "interrupted"))
-    assert actions == ["stop learner", "stop worker"]
-    assert fleet.roles["origin"].state is State.WAITING, "its restart is called off"
-    assert fleet.outcome == Outcome("interrupted")
-
-    fleet, actions = play(fleet, (1.0, "exited", "learner", 0), (20.0, "tick"))
-    assert actions == []
-    fleet, actions = play(fleet, (20.1, "tick"))
-    assert actions == ["kill worker"]
-    assert play(fleet, (21.0, "tick"))[1] == [], "killed once"
-    fleet, _ = play(fleet, (21.0, "exited", "worker", -9))
-    assert fleet.done
-
-
-def test_servers_are_stopped_once_nobody_needs_them() -> None:
-    rules = Rules(restarts=2, servers=frozenset({"origin"}), stop_s=20.0)
-    fleet, actions = play(up(rules), (0.0, "interrupted"))
-    assert actions == ["stop learner", "stop worker"]
-    fleet, actions = play(fleet, (1.0, "exited", "worker", 0), (1.0, "tick"))
-    assert actions == []
-    fleet, actions = play(fleet, (2.0, "exited", "learner", 0), (2.0, "tick"))
-    assert actions == ["stop origin"]
-    assert play(fleet, (3.0, "tick"))[1] == [], "told once"
-
-
-def test_a_second_ctrl_c_kills_at_once() -> None:
-    _, actions = play(up(), (0.0, "interrupted"), (0.1, "interrupted"))
-    assert actions == ["kill learner", "kill origin", "kill worker"]
-
-
-def test_what_dies_while_stopping_is_not_started_again_and_changes_no_outcome() -> None:
-    fleet, _ = play(up(), (0.0, "interrupted"), (0.1, "exited", "learner", EXIT_FINAL))
-    fleet, actions = play(fleet, (5.0, "tick"))
-    assert actions == []
-    assert fleet.outcome == Outcome("interrupted")
-
-
-RENEW = "changed", Changed(restarts=2, budget_ends_at=None, renew=("origin", "worker"))
+def started(rules: Rules = RULES, *names: str) -> Fleet:
+    return play(Fleet({name: RoleState() for name in names or ROLES}, rules), (0.0, "tick"))[0]
 
 
 def running() -> Fleet:
-    ready = [(0.0, "ready", r) for r in ("learner", "origin", "worker")]
-    return play(up(), *ready)[0]
+    return play(started(), *((0.0, "ready", name) for name in ROLES))[0]
 
 
-def test_a_hot_change_moves_deadline_and_patience_and_nobody_stops() -> None:
-    fleet, actions = play(
-        running(), (1.0, "changed", Changed(restarts=0, budget_ends_at=50.0)), (2.0, "tick")
-    )
-    assert actions == []
-    assert fleet.rules.restarts == 0
-    assert play(fleet, (49.0, "tick"))[0].outcome is None
-    assert play(fleet, (50.0, "tick"))[0].outcome == Outcome("over_budget")
-    later, _ = play(
-        fleet, (40.0, "changed", Changed(restarts=2, budget_ends_at=None)), (999.0, "tick")
-    )
-    assert later.outcome is None, "a budget can be lifted"
+RENEW = 1.0, "changed", Changed(restarts=2, budget_ends_at=None, renew=("origin", "worker"))
+RENEWED = (RENEW, (1.0, "tick"))
+TRAINED = ((5.0, "sampled"), (5.0, "trained"), (5.0, "published"), (5.0, "exited", "learner", 0))
+SENT = tuple((5.0, "exited", name, 0) for name in ("worker", "monitor", "evaluator"))
 
 
-def test_readers_are_renewed_one_after_the_other() -> None:
-    # given two roles that must read a changed spec: the first is told to end
-    fleet, actions = play(running(), (1.0, *RENEW), (1.0, "tick"))
-    assert actions == ["stop origin"]
-    assert fleet.roles["origin"].state is State.RENEWING
-    # when it has ended it starts at once, and the second waits until it runs
-    fleet, actions = play(fleet, (2.0, "exited", "origin", 0), (2.0, "tick"))
-    assert actions == ["start origin"]
-    assert play(fleet, (9.0, "tick"))[1] == []
-    # then it is the second's turn, and after that nobody's
-    fleet, actions = play(fleet, (10.0, "ready", "origin"), (10.0, "tick"))
-    assert actions == ["stop worker"]
-    fleet, _ = play(fleet, (11.0, "exited", "worker", 0), (11.0, "tick"), (12.0, "ready", "worker"))
-    fleet, actions = play(fleet, (12.0, "tick"))
-    assert (fleet.renewing, fleet.to_renew, actions) == (None, [], [])
-    # and no end of theirs was a death
-    assert {(role.restarts, role.deaths_in_a_row) for role in fleet.roles.values()} == {(0, 0)}
+def test_a_trained_run_waits_for_its_evaluator() -> None:
+    fleet, actions = play(running(), *TRAINED, *SENT[:2], (64.9, "tick"))
+    assert fleet.phase is Phase.DRAINING and actions == []
+    # until that has ended, also where it died meanwhile
+    over, actions = play(fleet, (64.9, "exited", "evaluator", 0), (64.9, "tick"))
+    assert over.outcome == Outcome("finished") and actions == ["stop island"]
+    dead, actions = play(fleet, (10.0, "exited", "evaluator", -9), (20.0, "tick"))
+    assert actions == ["start evaluator"] and dead.outcome is None
+    over, _ = play(dead, (21.0, "exited", "evaluator", EXIT_FINAL), (21.0, "tick"))
+    assert over.outcome == Outcome("finished")
+    # or its time is up
+    over, actions = play(fleet, (65.0, "tick"))
+    assert over.outcome == Outcome("finished") and "stop evaluator" in actions
 
 
-def test_a_role_that_does_not_end_is_killed_once() -> None:
-    fleet, _ = play(running(), (1.0, *RENEW), (1.0, "tick"))
-    assert play(fleet, (20.9, "tick"))[1] == []
-    fleet, actions = play(fleet, (21.0, "tick"))
-    assert actions == ["kill origin"]
-    assert play(fleet, (22.0, "tick"))[1] == []
-    _, actions = play(fleet, (22.0, "exited", "origin", -9), (22.0, "tick"))
-    assert actions == ["start origin"]
+def test_a_monitor_that_keeps_dying_is_tried_ever_more_seldom_and_ends_no_run() -> None:
+    fleet, now, pauses = started(), 0.0, []
+    for _ in range(20):
+        now += 1.0
+        died = (now, "ready", "monitor"), (now, "stepped"), (now, "exited", "monitor", 1)
+        fleet, _ = play(fleet, *died)
+        pauses.append(fleet.roles["monitor"].retry_at - now)
+        # then only its first death is reported
+        assert fleet.keeps_dying("monitor") == (len(pauses) > 1)
+        now = fleet.roles["monitor"].retry_at
+        early, late = play(fleet, (now - 0.1, "tick"))[1], play(fleet, (now, "tick"))[1]
+        assert ("start monitor" in early, "start monitor" in late) == (False, True)
+        fleet, _ = play(fleet, (now, "tick"))
+        fleet.rules = replace(fleet.rules, budget_ends_at=None)
+    assert pauses[:4] == [0.5, 1.0, 2.0, 4.0] and pauses[-1] == ONLOOKER_PAUSE_S == 600.0
+    assert fleet.outcome is None
 
 
-def test_a_role_that_was_down_is_started_once_and_waited_for() -> None:
-    # given a role that has just died when its turn comes
-    fleet, _ = play(running(), (1.0, "exited", "origin", 1), (1.1, *RENEW))
-    fleet, actions = play(fleet, (1.2, "tick"))
-    assert actions == []
-    # when its pause is over it starts, with what is new
-    fleet, actions = play(fleet, (1.5, "tick"))
-    assert actions == ["start origin"]
-    # then the next one's turn comes only when it runs
-    assert play(fleet, (9.0, "tick"))[1] == []
-    assert play(fleet, (9.0, "ready", "origin"), (9.0, "tick"))[1] == ["stop worker"]
+STOP = [f"stop {name}" for name in ROLES if name != "origin"]
+KILL = [f"kill {name}" for name in ROLES]
+BACK = (2.0, "exited", "origin", 0), (2.0, "tick")
 
 
-def test_a_role_that_dies_of_the_change_ends_the_run_as_any_other() -> None:
-    fleet, _ = play(running(), (1.0, *RENEW), (1.0, "tick"), (2.0, "exited", "origin", 0))
-    for now in (3.0, 13.0, 23.0):
-        fleet, _ = play(fleet, (now, "tick"), (now, "exited", "origin", 1))
-    assert fleet.outcome == Outcome("failed", "origin", 1)
-    assert fleet.roles["worker"].state is State.RUNNING, "told to stop, and never renewed"
-
-
-def test_a_role_that_says_the_run_cannot_go_on_is_believed_in_its_turn() -> None:
-    fleet, _ = play(running(), (1.0, *RENEW), (1.0, "tick"), (2.0, "exited", "origin", EXIT_FINAL))
-    assert fleet.outcome == Outcome("stopped", "origin", EXIT_FINAL)
-
-
-@pytest.mark.parametrize("stop", ["interrupted", "paused"])
-def test_a_stop_ends_the_turns(stop: str) -> None:
-    fleet, _ = play(running(), (1.0, *RENEW), (1.0, "tick"), (2.0, stop))
-    assert (fleet.renewing, fleet.to_renew) == (None, [])
-    fleet, actions = play(fleet, (3.0, "exited", "origin", 0), (3.0, "tick"))
-    assert "start origin" not in actions
-
-
-def test_a_pause_stops_as_ctrl_c_does_and_is_told_from_it() -> None:
-    fleet, actions = play(running(), (1.0, "paused"))
-    assert actions == ["stop learner", "stop origin", "stop worker"]
-    assert fleet.outcome == Outcome("paused")
-    assert play(fleet, (2.0, "paused"))[1] == [], "a second one does not kill"
+@pytest.mark.parametrize(
+    ("events", "actions", "outcome"),
+    [
+        # a killed role starts again after half a second, but not once the run ends
+        ([(10.0, "exited", "origin", -9), (10.4, "tick")], [], None),
+        ([(10.0, "exited", "origin", -9), (10.5, "tick")], ["start origin"], None),
+        ([(9.0, "exited", "evaluator", 1), (9.1, "interrupted")], STOP[1:], "interrupted"),
+        # a stop is a kill after its deadline, or on a second Ctrl-C, but not on a second pause
+        ([(1.0, "interrupted"), (20.9, "tick")], [], "interrupted"),
+        ([(1.0, "interrupted"), (21.0, "tick")], KILL, "interrupted"),
+        ([(1.0, "interrupted"), (21.0, "tick"), (22.0, "tick")], [], "interrupted"),
+        ([(0.0, "paused"), (0.1, "interrupted")], KILL, "paused"),
+        ([(0.0, "paused"), (0.1, "paused")], [], "paused"),
+        # the budget, and a change of it
+        ([(4999.9, "tick")], [], None),
+        ([(5000.0, "tick")], STOP, "over_budget"),
+        ([(9.0, "changed", Changed(0, 50.0)), (50.0, "tick")], STOP, "over_budget"),
+        ([(9.0, "changed", Changed(0, None)), (9999.0, "tick")], [], None),
+        # readers of a changed spec end one after the other; who does not end is killed once
+        ([*RENEWED], ["stop origin"], None),
+        ([*RENEWED, (20.9, "tick")], [], None),
+        ([*RENEWED, (21.0, "tick")], ["kill origin"], None),
+        ([*RENEWED, (21.0, "tick"), (22.0, "tick")], [], None),
+        ([*RENEWED, *BACK], ["start origin"], None),
+        ([*RENEWED, *BACK, (9.0, "tick")], [], None),
+        ([*RENEWED, *BACK, (9.0, "ready", "origin"), (9.0, "tick")], ["stop worker"], None),
+        # one that was down starts with what is new, after its pause
+        ([(1.0, "exited", "origin", 1), RENEW, (1.2, "tick")], [], None),
+        # a trained run waits for its last version, and its workers, only so long
+        ([TRAINED[1], TRAINED[3], (104.9, "tick")], [], None),
+        ([TRAINED[1], TRAINED[3], (105.0, "tick")], [*STOP[:2], *STOP[3:]], "unpublished"),
+        ([*TRAINED, *SENT[1:], (34.9, "tick")], [], None),
+        ([*TRAINED, *SENT[1:], (35.0, "tick")], ["stop island", "stop worker"], "finished"),
+    ],
+)
+def test_what_is_done_at_its_time(
+    events: list[Any], actions: list[str], outcome: str | None
+) -> None:
+    fleet, found = play(running(), *events)
+    assert (found, fleet.outcome) == (actions, Outcome(outcome) if outcome else None)

@@ -1,13 +1,14 @@
-"""A run taken back: what goes, what stays, cut short at every act, and what is refused."""
+"""A run that is taken back, or starts anew before its first step: what goes, stays, is refused."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -17,22 +18,33 @@ from runspec.cli.logs import events_command, logs_command
 from runspec.cli.status import describe_command, read_status
 from runspec.cli.wait import wait_command
 from runspec.core.errors import UserError
+from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
 from runspec.core.object_store import ObjectPath
 from runspec.core.run_files import STATE_FILE, checkpoints_folder, step_folder
 from runspec.core.spec.resolved import dump_resolved, load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
-from runspec.local import rollback
-from runspec.local.planning import make_plan
+from runspec.local import problems, rollback
+from runspec.local.planning import STARTS_ANEW, make_plan, starts_anew, takes_any_change
+from runspec.local.problems import CheckedProblems
 from runspec.local.rollback import complete_rollback, roll_back, start_anew
 from runspec.local.run_dir import hold
 from runspec.local.state import RunState
+from runspec.plan.changes import difference
 from tests.object_store import BUCKET, s3_server
-from tests.runspec.local.fake_run import prepared, small_spec
-from tests.runspec.local.test_evaluations import ZERO, store
+from tests.runspec.cli.in_process import runspec
+from tests.runspec.local.fake_apply import fake_roles
+from tests.runspec.local.fake_run import (
+    TARGET_SHORT,
+    ZERO,
+    prepared,
+    small_spec,
+    store,
+)
 from verify.coordinator.journal import Journal
 from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import (
+    CoordinatorStarted,
     NonceDrawn,
     StepClosed,
     VersionPublished,
@@ -50,6 +62,13 @@ def on_documents() -> RunSpec:
         del spec[field]
     spec["data"] = {"sources": [{"name": "s", "kind": "text", "uri": "reads.txt"}]}
     spec["algorithm"] = {"kind": "pretrain", "tokens_per_update": 1024, "publish_every": 2}
+    return RunSpec.model_validate(spec)
+
+
+def of_islands(overlap: int = 0) -> RunSpec:
+    spec = on_documents().model_dump(mode="json")
+    islands = {"members": [{"name": "a"}, {"name": "b"}], "overlap": overlap}
+    spec["learner"] |= {"islands": islands, "master_dtype": "float32"}
     return RunSpec.model_validate(spec)
 
 
@@ -171,10 +190,7 @@ def test_the_coordinator_goes_on_at_that_step(tmp_path: Path) -> None:
     # and the newest version may be published anew, under whatever manifest
     journal.record(VersionPublished(3.0, 2, "another"))
     journal.close()
-
-
-def test_version_0_is_the_starting_model(tmp_path: Path) -> None:
-    run_dir = small_run(tmp_path)
+    # and version 0 is the starting model
     assert rollback_command("small", 0, True, tmp_path) == 0
     assert not any(name.startswith(("rollouts", "weights")) for name in tree(run_dir))
     assert tree(run_dir)["metrics.jsonl"] == b""
@@ -253,41 +269,66 @@ def test_a_rollback_cut_short_is_completed_by_the_next_command(
         assert (completed is None) == (until == 0), "only the intent begins it"
 
 
-def test_a_version_without_a_full_state_is_refused_with_those_there_are(tmp_path: Path) -> None:
-    run_dir = small_run(tmp_path)
-    before = tree(run_dir)
-    with pytest.raises(UserError, match="no full state of version 3") as error:
-        rollback_command("small", 3, True, tmp_path)
-    assert error.value.remedy == "there is one of: 0, 2, 4, 6"
-    assert tree(run_dir) == before
+def unsettled(run_dir: Path) -> None:
+    """Full states of islands that overlap steps lack the others' last shares."""
+    for step in (2, 4):
+        path = run_dir / f"checkpoints/state/step_{step}/state.json"
+        path.write_bytes(dumps({**json.loads(path.read_bytes()), "beside": {"sent_params": []}}))
 
 
-def test_a_damaged_state_is_refused_before_anything_goes(tmp_path: Path) -> None:
-    run_dir = small_run(tmp_path)
+def damaged(run_dir: Path) -> None:
     (run_dir / "checkpoints/state/step_4/state/d/0").write_bytes(b"rotten")
+
+
+def behind(run_dir: Path) -> None:
+    """The ledger is of an earlier copy."""
+    with closing(Ledger(run_dir / STATE_FILE)) as ledger:
+        ledger.clear()
+
+
+def unchanged(run_dir: Path) -> None:
+    pass
+
+
+PINNED = small_spec("small", STEPS, f"identity.root_public_key={'ab' * 32}")
+
+
+@pytest.mark.parametrize(
+    ("spec", "prepare", "version", "words", "remedy"),
+    [
+        (None, unchanged, 3, "no full state of version 3", "there is one of: 0, 2, 4, 6"),
+        (None, damaged, 4, "d/0 is missing or not what was written", ""),
+        (None, behind, 4, "the ledger has closed 0 steps only", "restore it"),
+        (PINNED, unchanged, 4, "a version number is published once", "model.hf: {}/weights/v4"),
+        (of_islands(1), unsettled, 4, r"version 4: with learner.islands.overlap only", "of: 0, 6"),
+    ],
+)
+def test_what_is_no_version_to_go_back_to_is_refused_before_anything_goes(
+    tmp_path: Path,
+    spec: RunSpec | None,
+    prepare: Callable[[Path], None],
+    version: int,
+    words: str,
+    remedy: str,
+) -> None:
+    run_dir = small_run(tmp_path, spec=spec)
+    prepare(run_dir)
     before = tree(run_dir)
-    with pytest.raises(UserError, match="d/0 is missing or not what was written"):
-        rollback_command("small", 4, True, tmp_path)
+    with pytest.raises(UserError, match=words) as error:
+        rollback_command("small", version, True, tmp_path)
+    assert remedy.format(run_dir) in error.value.remedy
     assert tree(run_dir) == before
 
 
-def test_a_coordinator_that_still_writes_is_refused_before_anything_goes(tmp_path: Path) -> None:
-    """One that somebody started by hand, or that has not ended yet."""
+def test_a_ledger_that_somebody_writes_is_not_touched(tmp_path: Path) -> None:
+    """By a coordinator that was started by hand, or that has not ended yet."""
     run_dir = small_run(tmp_path)
     with closing(Journal(run_dir, Policy.of(load_resolved(run_dir)))):
         before = set(tree(run_dir))
-        with pytest.raises(UserError, match="another process writes this run's ledger"):
-            roll_back(run_dir, 2)
+        for act in (lambda: roll_back(run_dir, 2), lambda: start_anew(run_dir, keep_keys=False)):
+            with pytest.raises(UserError, match="another process writes this run's ledger"):
+                act()
         assert set(tree(run_dir)) == before
-
-
-def test_a_run_whose_root_others_pin_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    run_dir = small_run(tmp_path, f"identity.root_public_key={'ab' * 32}")
-    before = tree(run_dir)
-    with pytest.raises(UserError, match="a version number is published once") as error:
-        rollback_command("small", 4, True, tmp_path)
-    assert f"model.hf: {run_dir / 'weights' / 'v4'}" in error.value.remedy
-    assert tree(run_dir) == before
 
 
 def test_states_in_an_object_store_go_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,22 +352,6 @@ def test_states_in_an_object_store_go_too(tmp_path: Path, monkeypatch: pytest.Mo
         (states / "step_2" / "state" / "array").unlink()
         with pytest.raises(UserError, match="array is missing"):
             roll_back(run_dir, 2)
-
-
-def test_states_elsewhere_go_too(tmp_path: Path) -> None:
-    run_dir = small_run(tmp_path, f"checkpoints.dir={tmp_path / 'states'}")
-    elsewhere = tmp_path / "states" / "small" / "state"
-    elsewhere.parent.mkdir(parents=True)
-    (run_dir / "checkpoints" / "state").rename(elsewhere)
-    assert rollback_command("small", 2, True, tmp_path) == 0
-    assert [path.name for path in elsewhere.iterdir()] == ["step_2"]
-
-
-def of_islands(*, overlap: int = 0) -> RunSpec:
-    spec = on_documents().model_dump(mode="json")
-    islands = {"members": [{"name": "a"}, {"name": "b"}], "overlap": overlap}
-    spec["learner"] |= {"islands": islands, "master_dtype": "float32"}
-    return RunSpec.model_validate(spec)
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["run directory", "checkpoints.dir"])
@@ -362,14 +387,120 @@ def test_other_islands_keep_the_starting_model_alone(tmp_path: Path, elsewhere: 
     assert not own.exists()
 
 
-def test_a_state_whose_step_is_not_settled_is_no_version_to_go_back_to(tmp_path: Path) -> None:
-    # given islands that overlap steps: their full states lack the others' last shares
-    run_dir = small_run(tmp_path, spec=of_islands(overlap=1))
-    for step in (2, 4):
-        path = run_dir / f"checkpoints/state/step_{step}/state.json"
-        path.write_bytes(dumps({**json.loads(path.read_bytes()), "beside": {"sent_params": []}}))
-    # when it is taken back to one, then it is refused with why
-    with pytest.raises(UserError, match=r"version 4: with learner.islands.overlap only") as error:
-        rollback_command("small", 4, True, tmp_path)
-    assert error.value.remedy == "there is one of: 0, 6"
-    assert rollback_command("small", 6, True, tmp_path) == 0
+CHANGED = ("seed=7", "steps=3", "algorithm.group_size=4", "checkpoints.every=3")
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Small processes in the places of a run's roles, and those that are listed beside them."""
+    extra = ["dying"]
+    fake_roles(monkeypatch, extra)
+    monkeypatch.setattr(problems, "check_problems", lambda *_: CheckedProblems([], []))
+    yield extra
+
+
+def command(name: str, runs_dir: Path, *overrides: str) -> CompletedProcess[str]:
+    sets = ("name=small", "steps=5", "placement.restarts=0", *overrides)
+    words: list[Any] = [word for text in sets for word in ("--set", text)]
+    return runspec(name, TARGET_SHORT, "--profile", "laptop", "--runs-dir", runs_dir, *words)
+
+
+def untrained(runs_dir: Path) -> Path:
+    """What a run leaves that has sampled and has published version 0, and has trained nothing."""
+    run_dir = runs_dir / "small"
+    for name in ("weights/v0/model.safetensors", "rollouts/step_0/ab.safetensors"):
+        write_atomic(run_dir / name, b"of the old spec")
+    for name in ("store/origin/small/latest.json", "initial/of_the_old_spec"):
+        write_atomic(run_dir / name, b"of the old spec")
+    with closing(Ledger(run_dir / STATE_FILE)) as ledger:
+        ledger.append([CoordinatorStarted(0.0), NonceDrawn(0.0, 0, "n", 1)])
+        ledger.append([NonceDrawn(0.0, 1, "m", 1), StepClosed(1.0, 0, (), "{}")])
+    return run_dir
+
+
+@pytest.mark.slow
+def test_a_run_that_has_trained_no_step_takes_any_change(
+    tmp_path: Path, failing: list[str]
+) -> None:
+    # given a run that ended before its first step
+    assert command("apply", tmp_path).returncode == 1
+    run_dir = untrained(tmp_path)
+    root_key = (run_dir / "keys" / "root.key").read_bytes()
+    # when a changed spec is looked at, then what apply would do is shown
+    assert f"newrun: {STARTS_ANEW}" in command("plan", tmp_path, *CHANGED).stdout
+    assert STARTS_ANEW in command("diff", tmp_path, *CHANGED).stderr
+    # and when it is applied, then it says so, and trains every step of the new spec
+    failing.clear()
+    done = command("apply", tmp_path, *CHANGED)
+    assert done.returncode == 0, done.stderr
+    assert STARTS_ANEW in done.stdout.splitlines()
+    assert load_resolved(run_dir).seed == 7
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 3
+    # and nothing is left that was made from the old one
+    left = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert not [path for path in left if path.read_bytes() == b"of the old spec"]
+    assert (run_dir / "keys" / "root.key").read_bytes() != root_key
+    with closing(Ledger(run_dir / STATE_FILE)) as ledger:
+        assert list(ledger.events()) == []
+    with closing(RunState(run_dir)) as state:
+        assert state.serial() == 2
+        assert "seed: 42 there, 7 now" in state.applied()[-1].what
+
+
+@pytest.mark.parametrize(
+    "trained",
+    ["checkpoints/params/v1/p", "weights/v1/p", "checkpoints/state/step_1/p", "metrics.jsonl"],
+)
+def test_a_trained_step_is_never_lost(tmp_path: Path, trained: str) -> None:
+    with prepared(small_spec(), tmp_path) as run:
+        write_atomic(run.directory / trained, b'{"step": 0}\n')
+    refused = command("apply", tmp_path, "seed=7")
+    assert refused.returncode == 1
+    assert "these changes need a run of another name" in refused.stderr
+    assert load_resolved(run.directory).seed == 42
+    assert (run.directory / trained).exists()
+    if trained == "metrics.jsonl":
+        assert "apply refuses them" in command("plan", tmp_path, "seed=7").stdout
+        assert STARTS_ANEW not in command("diff", tmp_path, "seed=7").stderr
+        # and what differs is listed with both values
+        with pytest.raises(UserError) as error:
+            new = small_spec("small", 4, "optimizer.lr=1e-3")
+            starts_anew(difference(small_spec(), new), run.directory)
+        text = str(error.value)
+        assert "  optimizer.lr: 0.0005 there, 0.001 now" in text
+        assert "  steps: 5 there, 4 now" in text, "steps may be raised, not lowered"
+        assert "--set name=NAME, or `runspec delete" in text
+
+
+def test_a_root_that_others_pin_takes_no_such_change_and_keeps_its_keys(tmp_path: Path) -> None:
+    with prepared(small_spec(), tmp_path) as run:
+        assert takes_any_change(run.directory)
+        root = run.identity.root_public_key
+    # given a new spec that pins the root, then its keys stay
+    pinned = small_spec("small", 5, f"identity.root_public_key={root}")
+    key = (run.directory / "keys" / "publisher.key").read_bytes()
+    with prepared(pinned, tmp_path):
+        assert (run.directory / "keys" / "publisher.key").read_bytes() == key
+    assert not takes_any_change(run.directory)
+
+
+def test_a_new_start_that_was_cut_short_is_completed_by_the_next_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with prepared(small_spec(), tmp_path):
+        run_dir = untrained(tmp_path)
+    changed = small_spec("small", 5, "seed=7")
+
+    def killed(*arguments: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rollback, "_keep_steps_below", killed)
+        with pytest.raises(Killed), prepared(changed, tmp_path):
+            pytest.fail("started with half of it removed")
+    assert (run_dir / "rollback.json").exists()
+    with prepared(changed, tmp_path):
+        assert not (run_dir / "rollback.json").exists()
+        assert load_resolved(run_dir) == changed
+    with closing(Ledger(run_dir / STATE_FILE)) as ledger:
+        assert list(ledger.events()) == []

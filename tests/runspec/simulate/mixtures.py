@@ -1,8 +1,6 @@
 """Random mixtures of hostile keys, honest populations, and what they do to a run of the laptop
 profile."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from random import Random

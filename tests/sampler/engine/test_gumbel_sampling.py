@@ -1,35 +1,39 @@
-"""The winner of a race is the argmax of logits and public noise, of what top-k and top-p keep."""
+"""The winner of a race is the argmax of logits and public noise, of what top-k and top-p keep.
+
+In vLLM, where others' rows come and go, and beside CUDA graphs, where nothing waits for the device.
+"""
 
 from __future__ import annotations
 
 import shutil
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from sampler.engine import gumbel_sampling
-from sampler.engine.gumbel_sampling import GumbelSampler, Rules
-from tests.verify.test_truncation import RULES, VOCABULARY, arguments, logits
+from sampler.engine.gumbel_sampling import GumbelSampler, Rules, Vocabulary
+from sampler.engine.recorder import TokenRecorder
+from sampler.engine.seeded import SeededSampler, sampling_arguments
 from verify.noise import gumbel
-from verify.truncation import Truncation, kept_from
+from verify.truncation import kept_from
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 CUTS = {"whole": (None, None), "top_k": (None, 12), "top_p": (0.8, None), "both": (0.9, 12)}
 
 
-def column(values: object, dtype: torch.dtype) -> torch.Tensor:
+def column(values, dtype: torch.dtype) -> torch.Tensor:
     return torch.as_tensor(np.asarray(values), dtype=dtype)[:, None]
 
 
-def rules_of(
-    seed: int,
-    rows: int,
-    *,
-    temperature: float = 1.0,
-    top_p: float | None = None,
-    top_k: int | None = None,
-) -> Rules:
+def rules_of(seed: int, rows: int, *, temperature=1.0, top_p=None, top_k=None) -> Rules:
     words = np.random.default_rng(seed).integers(-(2**31), 2**31, (2, rows))
     return Rules(
         column(words[0], torch.int32),
@@ -40,7 +44,7 @@ def rules_of(
     )
 
 
-def peaked_logits(rows: int, size: int) -> torch.Tensor:
+def logits_of(rows: int, size: int) -> torch.Tensor:
     return 3.0 * torch.randn((rows, size), generator=torch.Generator().manual_seed(size))
 
 
@@ -48,9 +52,12 @@ def positions_of(rows: int) -> torch.Tensor:
     return column(np.arange(rows) * 7, torch.int32)
 
 
-def expected_scores(
-    logits: torch.Tensor, rules: Rules, positions: torch.Tensor
-) -> tuple[np.ndarray, np.ndarray]:
+def run(rows: int, size: int, rules: Rules, logits: torch.Tensor | None = None):
+    logits = logits_of(rows, size) if logits is None else logits
+    return GumbelSampler(CPU).run(logits, rules, positions_of(rows))
+
+
+def expected_scores(logits, rules: Rules, positions) -> tuple[np.ndarray, np.ndarray]:
     """f64 [B, V] in numpy: logits / T + noise, and log_softmax(logits / T), of what is kept."""
     scaled = logits.numpy().astype(np.float64)
     if rules.temperature is not None:
@@ -58,9 +65,8 @@ def expected_scores(
     if rules.top_p is not None or rules.top_k is not None:
         single = scaled.astype(np.float32)
         top_p, top_k = (None if c is None else c.numpy() for c in (rules.top_p, rules.top_k))
-        scaled = np.where(
-            single >= kept_from(np, single, top_p=top_p, top_k=top_k), scaled, -np.inf
-        )
+        least = kept_from(np, single, top_p=top_p, top_k=top_k)
+        scaled = np.where(single >= least, scaled, -np.inf)
     tokens = np.arange(logits.shape[1], dtype=np.int32)[None, :]
     with np.errstate(over="ignore"):
         noise = gumbel(np, rules.key_0.numpy(), rules.key_1.numpy(), positions.numpy(), tokens)
@@ -71,14 +77,11 @@ def expected_scores(
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize(("rows", "size"), [(64, 192), (40, 5000), (3, 151_936)])
-def test_the_winner_is_the_argmax_of_scaled_logits_plus_noise(
-    rows: int, size: int, temperature: float, cut: tuple[float | None, int | None]
-) -> None:
+def test_the_winner_is_the_argmax_of_scaled_logits_plus_noise(rows, size, temperature, cut):
     rules = rules_of(1, rows, temperature=temperature, top_p=cut[0], top_k=cut[1])
-    logits, positions = peaked_logits(rows, size), positions_of(rows)
-    scores, logprobs = expected_scores(logits, rules, positions)
+    scores, logprobs = expected_scores(logits_of(rows, size), rules, positions_of(rows))
 
-    tokens, found = GumbelSampler(CPU).run(marks := logits.clone(), rules, positions)
+    tokens, found = run(rows, size, rules, marks := logits_of(rows, size))
 
     chosen = np.take_along_axis(scores, tokens.numpy()[:, None], 1)[:, 0]
     assert (scores.max(-1) - chosen).max() < 1e-5  # of two that are all but equal either may win
@@ -90,24 +93,23 @@ def test_the_winner_is_the_argmax_of_scaled_logits_plus_noise(
     assert (marks == marks.amax(-1, keepdim=True)).sum(-1).max() == 1
 
 
-def test_portions_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_portions_give_what_the_whole_gives(monkeypatch):
     rows, size = 37, 192
-    rules, positions = rules_of(2, rows, temperature=0.7, top_k=50), positions_of(rows)
-    whole = GumbelSampler(CPU).run(of_whole := peaked_logits(rows, size), rules, positions)
+    rules = rules_of(2, rows, temperature=0.7, top_k=50)
+    whole = run(rows, size, rules, of_whole := logits_of(rows, size))
 
     monkeypatch.setattr(gumbel_sampling, "_CPU_ELEMENTS", 5 * size)
-    parts = GumbelSampler(CPU).run(of_parts := peaked_logits(rows, size), rules, positions)
+    parts = run(rows, size, rules, of_parts := logits_of(rows, size))
 
     assert torch.equal(of_whole, of_parts)
     for one, other in zip(whole, parts, strict=True):
         assert torch.equal(one, other)
 
 
-def test_winners_are_distributed_as_the_softmax() -> None:
+def test_winners_are_distributed_as_the_softmax():
     rows, size = 200_000, 16
-    logits = peaked_logits(1, size).expand(rows, size).clone()
-    rules = rules_of(3, 1)
-    rules = Rules(*(None if c is None else c.expand(rows, 1) for c in rules))
+    logits = logits_of(1, size).expand(rows, size).clone()
+    rules = Rules(*(None if c is None else c.expand(rows, 1) for c in rules_of(3, 1)))
     p = logits[0].double().softmax(-1).numpy()
 
     tokens, _ = GumbelSampler(CPU).run(logits, rules, column(np.arange(rows), torch.int32))
@@ -117,30 +119,52 @@ def test_winners_are_distributed_as_the_softmax() -> None:
     assert chi_square < 37.7  # one in a thousand, 15 degrees of freedom
 
 
-def test_rows_that_are_nan_say_so_and_leave_the_others_alone() -> None:
-    rules, positions = rules_of(4, 3), positions_of(3)
-    tokens, logprobs = GumbelSampler(CPU).run(peaked_logits(3, 50), rules, positions)
-    broken = peaked_logits(3, 50)
+def test_rows_that_are_nan_say_so_and_leave_the_others_alone():
+    rules = rules_of(4, 3)
+    tokens, logprobs = run(3, 50, rules)
+    broken = logits_of(3, 50)
     broken[1] = torch.nan
 
-    found, of_found = GumbelSampler(CPU).run(broken, rules, positions)
+    found, of_found = run(3, 50, rules, broken)
 
     assert found[1] == broken[1].argmax() and of_found[1].isnan()
     assert found[[0, 2]].tolist() == tokens[[0, 2]].tolist()
     assert of_found[[0, 2]].tolist() == logprobs[[0, 2]].tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for CPUs with g++")
-def test_compiled_as_on_cuda_it_is_the_same_function() -> None:
-    compiled = torch.compile(gumbel_sampling._win, dynamic=True, fullgraph=True)
+@pytest.mark.parametrize("cut", [*CUTS.values(), (0.05, None), (None, 1), (0.99, 1000)])
+def test_it_keeps_what_vllm_keeps(cut):
+    rows, (top_p, top_k) = logits_of(200, 300), cut
+    rules = rules_of(5, 200, top_p=top_p, top_k=top_k)
+    theirs = apply_top_k_top_p(
+        rows.clone(),
+        None if top_k is None else torch.full((200,), min(top_k, 300)),
+        None if top_p is None else torch.full((200,), top_p),
+    )
+
+    ours = rows >= kept_from(torch, rows, top_p=rules.top_p, top_k=rules.top_k)
+
+    assert (ours == theirs.isfinite()).all(dim=1).float().mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "eager",  # `fullgraph` fails where Python would look at a number
+        pytest.param("inductor", marks=[pytest.mark.nightly, pytest.mark.slow]),
+    ],
+)
+def test_compiled_as_on_cuda_it_is_the_same_function(backend):
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("torch compiles for CPUs with g++")
+    compiled = torch.compile(gumbel_sampling._win, dynamic=True, fullgraph=True, backend=backend)
     for rows, size, seed in ((8, 192, 5), (20, 1000, 6)):
         rules, positions = rules_of(seed, rows, temperature=0.8), positions_of(rows)
-        vocabulary = gumbel_sampling.Vocabulary.of(size, CPU)
-        scores, _ = expected_scores(peaked_logits(rows, size), rules, positions)
-        plain = gumbel_sampling._win(peaked_logits(rows, size), rules, positions, vocabulary)
+        vocabulary = Vocabulary.of(size, CPU)
+        scores, _ = expected_scores(logits_of(rows, size), rules, positions)
+        plain = gumbel_sampling._win(logits_of(rows, size), rules, positions, vocabulary)
 
-        tokens, logprobs = compiled(peaked_logits(rows, size), rules, positions, vocabulary)
+        tokens, logprobs = compiled(logits_of(rows, size), rules, positions, vocabulary)
 
         chosen = np.take_along_axis(scores, tokens.numpy()[:, None], 1)[:, 0]
         assert (scores.max(-1) - chosen).max() < 1e-5
@@ -149,18 +173,83 @@ def test_compiled_as_on_cuda_it_is_the_same_function() -> None:
         assert (logprobs - plain[1])[same].abs().max() < 2e-6
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_it_keeps_what_vllm_keeps(rule: Truncation) -> None:
-    torch = pytest.importorskip("torch")
-    operators = pytest.importorskip("vllm.v1.sample.ops.topk_topp_sampler")
-    rows = torch.from_numpy(logits())
-    count = len(rows)
-    theirs = operators.apply_top_k_top_p(
-        rows.clone(),
-        torch.full((count,), min(rule.top_k, VOCABULARY)) if rule.top_k > 0 else None,
-        torch.full((count,), rule.top_p) if rule.top_p < 1.0 else None,
-    )
+# -- In vLLM's batches -----------------------------------------------------------------------------
 
-    ours = rows >= kept_from(torch, rows, **arguments(rule))
+VOCABULARY, HIDDEN = 50, 16
+CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))  # all that a sampler reads
+OTHER = SamplingParams(temperature=0.0)
 
-    assert (ours == theirs.isfinite()).all(dim=1).float().mean() > 0.99
+
+def ours(number: int) -> SamplingParams:
+    arguments = sampling_arguments(number, (11 * number, 7 + number), 0.9)
+    return SamplingParams(temperature=0.0, extra_args=arguments)
+
+
+def changed(size: int, *added, removed: int | None = None, outputs=()) -> BatchUpdate:
+    gone = [] if removed is None else [removed]
+    rows = [(row, params, None, outputs) for row, params in added]
+    return BatchUpdate(batch_size=size, removed=gone, moved=[], added=rows)
+
+
+def test_rows_of_others_may_join_and_leave_a_batch_that_is_all_ours():
+    sampler, logits = SeededSampler(CONFIG, CPU, False), logits_of(3, VOCABULARY)
+    # given a batch of two of ours
+    sampler.update_state(changed(2, (0, ours(0)), (1, ours(1))))
+    alone = sampler.apply(logits[:2].clone()).argmax(-1)
+    # when another joins it
+    sampler.update_state(changed(3, (2, OTHER)))
+    joined = sampler.apply(logits.clone())
+    # then ours are sampled as before, and the other's logits are as they were
+    assert torch.equal(joined[:2].argmax(-1), alone)
+    assert torch.equal(joined[2], logits[2])
+    # and when it leaves, all are ours again
+    sampler.update_state(changed(2, removed=2))
+    assert torch.equal(sampler.apply(logits[:2].clone()).argmax(-1), alone)
+    # and a batch without ours is left alone
+    sampler = SeededSampler(CONFIG, CPU, False)
+    sampler.update_state(changed(1, (0, OTHER)))
+    assert torch.equal(sampler.apply(logits[:1].clone()), logits[:1])
+
+
+# -- Beside CUDA graphs. There is no GPU: tensors of torch's fake one have shapes and no numbers ---
+
+
+class _NoWaiting(TorchDispatchMode):
+    """Fails where a copy between host and device waits for it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default:
+            to = torch.device(kwargs.get("device") or args[0].device)
+            if to.type != args[0].device.type and not kwargs.get("non_blocking"):
+                raise AssertionError(f"a copy from {args[0].device} to {to} waits")
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def fake_gpu(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # no driver here
+    with FakeTensorMode(allow_non_fake_inputs=True), _NoWaiting():
+        yield
+
+
+def test_sampling_and_recording_never_wait_for_the_device(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    outputs: list[int] = []
+    # given a fake GPU, which refuses what waits
+    with fake_gpu(monkeypatch):
+        tensor = torch.zeros(3, device=CUDA)
+        with pytest.raises(DataDependentOutputException):
+            tensor.sum().item()
+        with pytest.raises(AssertionError, match="waits"):
+            tensor.cpu()
+    # then sampling and recording do not
+    with fake_gpu(monkeypatch):
+        sampler = SeededSampler(CONFIG, CUDA, True)
+        sampler.recorder = TokenRecorder(4, 80, HIDDEN, CUDA)
+        sampler.update_state(changed(2, (0, ours(0)), (1, ours(1)), outputs=outputs))
+        for position in range(70):  # two chunks are selected on the way
+            outputs[:] = range(position)
+            sampler.see_hidden(torch.zeros(2, HIDDEN, dtype=torch.bfloat16, device=CUDA))
+            marks = sampler.apply(torch.zeros(2, VOCABULARY, device=CUDA))
+            assert marks.device == CUDA

@@ -9,10 +9,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from sampler.engine.engine import Engine
 from sampler.engine.requests import Sampled, SampleRequest
-from tests.sampler.engine.models import END_TOKEN, MAX_NEW_TOKENS, VOCABULARY, Reference
-from tests.sampler.engine.requests import WAIT_S, batch
+from tests.sampler.engine.models import (
+    END_TOKEN,
+    MAX_NEW_TOKENS,
+    VOCABULARY,
+    Reference,
+    batch,
+    sample,
+    tokens_of,
+)
 from verify.noise import gumbel
 from verify.toploc.codec import build_proofs_of
 from verify.toploc.statistics import ChunkStatistics, verify_proofs
@@ -28,21 +34,8 @@ CUTS = {
 }
 
 
-def sample(engine: Engine, requests: Sequence[SampleRequest]) -> list[Sampled]:
-    return engine.submit(requests).result(WAIT_S)
-
-
 def cut(requests: Iterable[SampleRequest], rule: Truncation) -> list[SampleRequest]:
     return [replace(request, top_p=rule.top_p, top_k=rule.top_k) for request in requests]
-
-
-def scaled_logits(
-    reference: Reference, request: SampleRequest, result: Sampled, rule: Truncation
-) -> np.ndarray:
-    """f64 [n, V] of the reference's logits / T, -inf where the rule cuts."""
-    _, logits = reference.forward(list(request.prompt_tokens), result.output_tokens.tolist())
-    scaled = logits.astype(np.float64) / request.temperature
-    return np.where(kept(scaled, rule), scaled, -np.inf)
 
 
 def kept(scaled: np.ndarray, rule: Truncation, *, more: float = 0.0) -> np.ndarray:
@@ -65,13 +58,22 @@ def log_softmax(scaled: np.ndarray) -> np.ndarray:
     return scaled - top - np.log(np.exp(scaled - top).sum(axis=-1, keepdims=True))
 
 
+def noise(request: SampleRequest, count: int) -> np.ndarray:
+    """f32 [n, V]: the public noise of a seeded request."""
+    key_0, key_1 = (np.int32(word) for word in request.noise_key)
+    position = np.arange(count, dtype=np.int32)[:, None]
+    with np.errstate(over="ignore"):  # hashing wraps
+        return gumbel(np, key_0, key_1, position, np.arange(VOCABULARY, dtype=np.int32))
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("seeded", [True, False], ids=["seeded", "unseeded"])
 @pytest.mark.parametrize("rule", CUTS.values(), ids=CUTS.keys())
-def test_logprobs_are_of_the_scaled_and_truncated_softmax(
+def test_tokens_and_logprobs_are_of_the_scaled_and_truncated_softmax(
     engine, untied, temperature, seeded, rule
 ):
-    """log_softmax(logits / T) after top-k, then top-p, before noise: transformers in float64."""
+    """log_softmax(logits / T) after top-k, then top-p, before noise: transformers in float64. A
+    seeded token is the argmax of these logits and the public noise."""
     requests = cut(batch(temperature=temperature, seeded=seeded), rule)
     reference = Reference(untied)
 
@@ -79,17 +81,22 @@ def test_logprobs_are_of_the_scaled_and_truncated_softmax(
 
     differences, sure = [], []
     for request, result in zip(requests, sampled, strict=True):
-        scaled = scaled_logits(reference, request, result, Truncation())
-        expected = log_softmax(np.where(kept(scaled, rule), scaled, -np.inf))
-        rows = np.arange(len(result.output_tokens))
-        differences.append(np.abs(result.logprobs - expected[rows, result.output_tokens]))
+        tokens = result.output_tokens
+        _, logits = reference.forward(list(request.prompt_tokens), tokens.tolist())
+        scaled = logits.astype(np.float64) / temperature
+        left = np.where(kept(scaled, rule), scaled, -np.inf)
+        rows = np.arange(len(tokens))
+        differences.append(np.abs(result.logprobs - log_softmax(left)[rows, tokens]))
         sure.append(clear(scaled, rule))
+        if seeded:
+            noisy = left + noise(request, len(tokens))
+            assert (noisy.max(axis=-1) - noisy[rows, tokens]).max() < 1e-3
     # Of two all but equal tokens the engine may keep the one and transformers the other.
     assert np.concatenate(sure).mean() > 0.95
-    differences = np.concatenate(differences)[np.concatenate(sure)]
+    found = np.concatenate(differences)[np.concatenate(sure)]
     # No token is outside of what is kept (inf), and the sums are over the same tokens.
-    assert differences.mean() < 1e-5
-    assert differences.max() < 1e-3
+    assert found.mean() < 1e-5
+    assert found.max() < 1e-3
 
 
 def statistics(
@@ -97,14 +104,13 @@ def statistics(
 ) -> list[ChunkStatistics]:
     """Of the engine's proofs against hidden states of transformers."""
     found = []
-    for request, result, proofs in zip(
-        requests, sampled, build_proofs_of([each.selection for each in sampled]), strict=True
-    ):
+    proofs = build_proofs_of([each.selection for each in sampled])
+    for request, result, proof in zip(requests, sampled, proofs, strict=True):
         tokens = result.output_tokens.tolist()
         hidden, _ = reference.forward(list(request.prompt_tokens), tokens)
-        assert len(proofs) == -(-len(tokens) // 32)
+        assert len(proof) == -(-len(tokens) // 32)
         bits = np.ascontiguousarray(hidden).astype(ml_dtypes.bfloat16).view(np.uint16)
-        found += verify_proofs(bits, proofs)
+        found += verify_proofs(bits, proof)
     return found
 
 
@@ -117,67 +123,33 @@ def assert_proven(found: Sequence[ChunkStatistics]) -> None:
         assert chunk.error_median == 0
 
 
-def test_proofs_speak_of_the_hidden_states_of_transformers(engine, untied):
+def test_proofs_speak_of_the_hidden_states_of_their_own_rollout(engine, untied):
     """Every output token's, the first included; outputs of one chunk and of two."""
-    requests = batch(8, 4)
+    requests, reference = batch(8, 4), Reference(untied)
     sampled = sample(engine, requests)
-
     assert {-(-len(result.output_tokens) // 32) for result in sampled} == {1, 2}
-    assert_proven(statistics(Reference(untied), requests, sampled))
-
-
-def test_proofs_of_another_rollout_do_not(engine, untied):
+    assert_proven(statistics(reference, requests, sampled))
+    # and those of another rollout do not
     requests = [replace(request, max_new_tokens=20) for request in batch(2, 1)]
     one, two = sample(engine, requests)
     exchanged = [replace(one, selection=two.selection), replace(two, selection=one.selection)]
-
-    found = statistics(Reference(untied), requests, exchanged)
-
+    found = statistics(reference, requests, exchanged)
     assert min(chunk.exponent_mismatches for chunk in found) > 8
 
 
-@pytest.mark.parametrize("rule", CUTS.values(), ids=CUTS.keys())
-def test_tokens_are_the_argmax_of_logits_plus_public_noise(engine, untied, rule):
-    requests = cut(batch(temperature=0.6), rule)
-    reference = Reference(untied)
-
-    sampled = sample(engine, requests)
-
-    for request, result in zip(requests, sampled, strict=True):
-        tokens = result.output_tokens
-        key_0, key_1 = (np.int32(word) for word in request.noise_key)
-        position = np.arange(len(tokens), dtype=np.int32)[:, None]
-        with np.errstate(over="ignore"):  # hashing wraps
-            noise = gumbel(np, key_0, key_1, position, np.arange(VOCABULARY, dtype=np.int32))
-        noisy = scaled_logits(reference, request, result, rule) + noise
-        gap = noisy.max(axis=-1) - noisy[np.arange(len(tokens)), tokens]
-        assert gap.max() < 1e-3
-
-
-def test_a_batch_repeats_bit_for_bit_and_in_any_order(engine):
+def test_a_seeded_batch_repeats_bit_for_bit_and_in_any_order_an_unseeded_one_does_not(engine):
     requests = batch()
     order = np.random.default_rng(0).permutation(len(requests))
 
-    first = sample(engine, requests)
-    again = sample(engine, requests)
-    shuffled = sample(engine, [requests[i] for i in order])
+    first, again = sample(engine, requests), sample(engine, requests)
+    shuffled = tokens_of(engine, [requests[i] for i in order])
 
     for one, two in zip(first, again, strict=True):
         assert one.output_tokens.tolist() == two.output_tokens.tolist()
         np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-5)
-    for place, index in enumerate(order):
-        assert shuffled[place].output_tokens.tolist() == first[index].output_tokens.tolist()
-
-
-def test_unseeded_sampling_draws_anew(engine):
-    requests = batch(seeded=False)
-
-    first, second = sample(engine, requests), sample(engine, requests)
-
-    assert any(
-        one.output_tokens.tolist() != two.output_tokens.tolist()
-        for one, two in zip(first, second, strict=True)
-    )
+    assert shuffled == [first[i].output_tokens.tolist() for i in order]
+    unseeded = batch(seeded=False)
+    assert tokens_of(engine, unseeded) != tokens_of(engine, unseeded)
 
 
 def test_a_sequence_ends_with_its_end_token_or_at_its_length(engine):
@@ -194,9 +166,7 @@ def test_a_sequence_ends_with_its_end_token_or_at_its_length(engine):
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["cold", "prefix cache"])
-def test_chunked_prefill_preemption_and_cached_prefixes_change_no_row(
-    engine, untied, cramped, again
-):
+def test_chunks_preemption_and_cached_prefixes_change_no_row(engine, untied, cramped, again):
     requests = batch()
     expected = sample(engine, requests)
     if again:
@@ -208,22 +178,3 @@ def test_chunked_prefill_preemption_and_cached_prefixes_change_no_row(
         assert result.output_tokens.tolist() == same.output_tokens.tolist()
         np.testing.assert_allclose(result.logprobs, same.logprobs, atol=1e-4)
     assert_proven(statistics(Reference(untied), requests, sampled))
-
-
-def test_bfloat16_engine_agrees_with_float32_on_the_same_bits(rounded, new_engine):
-    engine = new_engine("bfloat16")
-    engine.load(rounded, 0)
-    requests = batch(8, 4)
-    reference = Reference(rounded)
-
-    sampled = sample(engine, requests)
-
-    differences = []
-    for request, result in zip(requests, sampled, strict=True):
-        tokens = result.output_tokens.tolist()
-        expected, _ = reference.logprobs(list(request.prompt_tokens), tokens)
-        differences.append(np.abs(result.logprobs - expected))
-    assert np.concatenate(differences).mean() < 0.02
-    for chunk in statistics(reference, requests, sampled):
-        assert chunk.exponent_mismatches + chunk.sign_mismatches <= 38 * chunk.k / 128
-        assert chunk.mantissa_error_median <= 8

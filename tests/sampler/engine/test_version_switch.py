@@ -6,11 +6,9 @@ import asyncio
 import json
 import signal
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, make_dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,48 +16,38 @@ from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode
 from sampler.engine import version_switch
 from sampler.engine.version_switch import VersionSwitch
 
-DEADLINE_S = 20.0
-
-
-@dataclass
-class Name:
-    name: str
-
-
-class FakeEngine:
-    """Notes the calls; `different` are the tensors that a comparison finds to differ."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.different: list[str] = []
-
-    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
-        self.calls.append(f"pause {mode} {clear_cache}")
-
-    async def resume_generation(self) -> None:
-        self.calls.append("resume")
-
-    async def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> list[Any]:
-        self.calls.append(" ".join([method, *(kwargs or {}).values()]))
-        return [{"compared": [], "repacked": [], "different": self.different}]
+WAIT_S = 600.0
+QUESTION = {"type": "http.request", "body": b"question"}
+BEGUN = {**QUESTION, "more_body": True}
+Name = make_dataclass("Name", ["name"])
 
 
 class FakeVllm:
-    """Answers a request with the name of its model once `go` is set."""
+    """Answers a request with the name of its model once `go` is set; its engine notes the calls,
+    and finds the tensors in `different` to differ."""
 
-    def __init__(self) -> None:
-        self.engine, self.go, self.asked = FakeEngine(), asyncio.Event(), 0
+    def __init__(self):
+        self.calls, self.different, self.go, self.asked = [], [], asyncio.Event(), 0
         names = [Name("small"), Name("small@v1")]
-        self.models = SimpleNamespace(
-            base_model_paths=names, registry=SimpleNamespace(base_model_paths=names)
-        )
+        registry = SimpleNamespace(base_model_paths=names)
+        self.models = SimpleNamespace(base_model_paths=names, registry=registry)
         self.state = SimpleNamespace(
-            engine_client=self.engine,
+            engine_client=self,
             openai_serving_models=self.models,
             args=SimpleNamespace(model="first"),
         )
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def pause_generation(self, mode, clear_cache):
+        self.calls.append(f"pause {mode} {clear_cache}")
+
+    async def resume_generation(self):
+        self.calls.append("resume")
+
+    async def collective_rpc(self, method, kwargs=None):
+        self.calls.append(" ".join([method, *(kwargs or {}).values()]))
+        return [{"compared": [], "repacked": [], "different": self.different}]
+
+    async def __call__(self, scope, receive, send):
         if scope["type"] == "lifespan":
             await asyncio.Event().wait()
         if scope["method"] == "POST":
@@ -70,183 +58,145 @@ class FakeVllm:
         await send({"type": "http.response.body", "body": self.models.base_model_paths[0].name})
 
 
-@dataclass
-class Asked:
-    """A request; its answer is in `messages`."""
-
-    task: asyncio.Task[None]
-    messages: list[dict[str, Any]] = field(default_factory=list)
-
-    async def body(self) -> Any:
-        await asyncio.wait_for(self.task, DEADLINE_S)
-        return self.messages[-1]["body"]
-
-
 class Site:
     """The middleware around `FakeVllm`, and the command's end of the socket."""
 
-    def __init__(self, switch: VersionSwitch, vllm: FakeVllm) -> None:
-        self.switch, self.vllm = switch, vllm
-        self.reader: asyncio.StreamReader
-        self.writer: asyncio.StreamWriter
+    def __init__(self, hold_s, monkeypatch):
+        self.ours, servers = socket.socketpair()
+        settings = Settings(servers.detach(), "small", 1, hold_s)
+        monkeypatch.setenv(VARIABLE, json.dumps(asdict(settings)))
+        self.vllm = FakeVllm()
+        self.switch = VersionSwitch(self.vllm)
+        scope = {"type": "lifespan", "app": SimpleNamespace(state=self.vllm.state)}
+        self.lifespan = asyncio.create_task(self.switch(scope, None, None))
+        self.ended = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.ended.set)
 
-    def ask(self, *pieces: dict[str, Any], method: str = "POST", reads: bool = True) -> Asked:
-        """A request that arrives in pieces; a client that does not read takes nothing."""
-        left = list(pieces or ({"type": "http.request", "body": b"question"},))
+    async def open(self):
+        self.reader, self.writer = await asyncio.open_unix_connection(sock=self.ours)
+        assert await self.reply() == Reply(1)
 
-        async def receive() -> Any:
+    async def close(self):
+        self.lifespan.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.lifespan
+        self.writer.close()
+
+    def ask(self, *pieces, method="POST", reads=True):
+        """A request that arrives in pieces: its task, which returns what was sent. A client that
+        does not read takes nothing."""
+        left, messages = list(pieces or (QUESTION,)), []
+
+        async def receive():
             return left.pop(0) if left else await asyncio.Event().wait()
 
-        async def send(message: dict[str, Any]) -> None:
+        async def send(message):
             if not reads:
                 await asyncio.Event().wait()
-            asked.messages.append(message)
+            messages.append(message)
 
-        scope = {"type": "http", "method": method}
-        asked = Asked(asyncio.create_task(self.switch(scope, receive, send)))
-        return asked
+        async def answered():
+            await self.switch({"type": "http", "method": method}, receive, send)
+            return messages[-1]["body"] if messages else None
 
-    def move(self) -> None:
+        return asyncio.create_task(answered())
+
+    def move(self):
         self.writer.write(encode(Move(2, "second")))
 
-    async def reply(self) -> Reply:
-        return Reply(**json.loads(await asyncio.wait_for(self.reader.readline(), DEADLINE_S)))
+    async def reply(self):
+        return Reply(**json.loads(await self.reader.readline()))
 
-
-@asynccontextmanager
-async def site(
-    monkeypatch: pytest.MonkeyPatch, hold_s: float = DEADLINE_S, *different: str
-) -> AsyncIterator[Site]:
-    ours, servers = socket.socketpair()
-    settings = Settings(servers.detach(), "small", 1, hold_s)
-    monkeypatch.setenv(VARIABLE, json.dumps(asdict(settings)))
-    vllm = FakeVllm()
-    vllm.engine.different = list(different)
-    made = Site(VersionSwitch(vllm), vllm)
-    scope = {"type": "lifespan", "app": SimpleNamespace(state=vllm.state)}
-    lifespan = asyncio.create_task(made.switch(scope, None, None))  # type: ignore[arg-type]
-    made.reader, made.writer = await asyncio.open_unix_connection(sock=ours)
-    try:
-        yield made
-    finally:
-        lifespan.cancel()
-        with suppress(asyncio.CancelledError):
-            await lifespan
-        made.writer.close()
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():
+    async def under_way(self, requests=1):
+        while self.vllm.asked < requests:
             await asyncio.sleep(0)
 
 
-async def test_those_under_way_end_first_and_those_that_wait_get_the_new_version(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with site(monkeypatch) as here:
-        assert await here.reply() == Reply(1)
-        # given a request under way when a move begins
-        before = here.ask()
-        await until(lambda: here.vllm.asked == 1)
-        here.move()
-        await until(lambda: not here.switch._gate._opened.is_set())
-        # when another request comes
-        after = here.ask()
-        # then it waits, unlike one that only reads, and the weights stay
-        assert await here.ask(method="GET").body() == "small@v1"
-        assert here.vllm.asked == 1
-        assert here.vllm.engine.calls == ["compare_weights first"]
-        # until the first one has ended, under the old version
-        here.vllm.go.set()
-        assert await before.body() == "small@v1"
-        assert await here.reply() == Reply(2)
-        assert await after.body() == "small@v2"
-        assert here.vllm.engine.calls[1:] == [
-            "pause wait True",
-            "reload_weights second",
-            "repack_tied_head",
-            "compare_weights second",
-            "resume",
-        ]
-        assert [each.name for each in here.vllm.models.registry.base_model_paths] == [
-            "small@v2",
-            "small",
-        ]
+@pytest.fixture
+async def here(monkeypatch, request):
+    site = Site(getattr(request, "param", WAIT_S), monkeypatch)
+    await site.open()
+    yield site
+    await site.close()
 
 
-async def test_a_request_that_takes_too_long_postpones_the_move(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with site(monkeypatch, 0.05) as here:
-        assert await here.reply() == Reply(1)
-        before = here.ask()
-        await until(lambda: here.vllm.asked == 1)
-        here.move()
-        assert await here.reply() == Reply(1, running=1)
-        # requests go on as before, and the next move may succeed
-        after = here.ask()
-        here.vllm.go.set()
-        assert (await before.body(), await after.body()) == ("small@v1", "small@v1")
-        here.move()
-        assert await here.reply() == Reply(2)
+async def test_those_under_way_end_first_and_those_that_wait_get_the_new_version(here):
+    # given a request under way when a move begins
+    before = here.ask()
+    await here.under_way()
+    here.move()
+    while here.switch._gate._opened.is_set():
+        await asyncio.sleep(0)
+    # when another request comes
+    after = here.ask()
+    # then it waits, unlike one that only reads, and the weights stay
+    assert await here.ask(method="GET") == "small@v1"
+    assert here.vllm.asked == 1
+    assert here.vllm.calls == ["compare_weights first"]
+    # until the first one has ended, under the old version
+    here.vllm.go.set()
+    assert await before == "small@v1"
+    assert await here.reply() == Reply(2)
+    assert await after == "small@v2"
+    loading = ["reload_weights second", "repack_tied_head", "compare_weights second"]
+    assert here.vllm.calls[1:] == ["pause wait True", *loading, "resume"]
+    names = [each.name for each in here.vllm.models.registry.base_model_paths]
+    assert names == ["small@v2", "small"]
 
 
-async def test_other_weights_than_the_files_are_never_served(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ended = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    async with site(monkeypatch) as here:
-        assert await here.reply() == Reply(1)
-        here.vllm.engine.different = ["model.norm.weight"]
-        here.move()
-        reply = await here.reply()
-        assert reply.version == 1 and "model.norm.weight" in reply.error
-        # it answers nothing any more, and ends
-        here.vllm.go.set()
-        after = here.ask()
-        await asyncio.wait_for(ended.wait(), DEADLINE_S)
-        assert here.vllm.asked == 0
-        after.task.cancel()
+@pytest.mark.parametrize("here", [0.05], indirect=True)
+async def test_a_request_that_takes_too_long_postpones_the_move(here):
+    before = here.ask()
+    await here.under_way()
+    here.move()
+    assert await here.reply() == Reply(1, running=1)
+    # requests go on as before, and the next move may succeed
+    after = here.ask()
+    here.vllm.go.set()
+    assert (await before, await after) == ("small@v1", "small@v1")
+    here.move()
+    assert await here.reply() == Reply(2)
 
 
-async def test_the_server_ends_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    async with site(monkeypatch) as here:
-        here.writer.close()  # its reply was not read: a reset for the server
-        await asyncio.wait_for(ended.wait(), DEADLINE_S)
+async def test_other_weights_than_the_files_are_never_served(here):
+    here.vllm.different = ["model.norm.weight"]
+    here.move()
+    reply = await here.reply()
+    assert reply.version == 1 and "model.norm.weight" in reply.error
+    # it answers nothing any more, and ends
+    here.vllm.go.set()
+    after = here.ask()
+    await here.ended.wait()
+    assert here.vllm.asked == 0
+    after.cancel()
 
 
-async def test_a_body_has_a_limit_and_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_server_ends_with_the_command(here):
+    here.move()
+    here.writer.close()  # its reply is not read: a reset for the server
+    await here.ended.wait()
+
+
+async def test_a_body_has_a_limit_and_a_deadline(here, monkeypatch):
     monkeypatch.setattr(version_switch, "MAX_BODY_BYTES", 8)
-    monkeypatch.setattr(version_switch, "BODY_S", 0.05)
-    async with site(monkeypatch) as here:
-        await here.reply()
-        begun = {"type": "http.request", "body": b"question", "more_body": True}
-        large = json.loads(await here.ask(begun, {**begun, "body": b"!"}).body())
-        late = json.loads(await here.ask(begun).body())
-        assert [answer["error"]["code"] for answer in (large, late)] == [413, 408]
-        gone = here.ask(begun, {"type": "http.disconnect"})
-        await asyncio.wait_for(gone.task, DEADLINE_S)
-        assert gone.messages == [] and here.vllm.asked == 0
-        # what comes in two pieces is one question
-        here.vllm.go.set()
-        pieces = ({**begun, "body": b"ques"}, {"type": "http.request", "body": b"tion"})
-        assert await here.ask(*pieces).body() == "small@v1"
+    large = json.loads(await here.ask(BEGUN, {**BEGUN, "body": b"!"}))
+    with monkeypatch.context() as patch:
+        patch.setattr(version_switch, "BODY_S", 0.01)
+        late = json.loads(await here.ask(BEGUN))
+    assert [answer["error"]["code"] for answer in (large, late)] == [413, 408]
+    assert await here.ask(BEGUN, {"type": "http.disconnect"}) is None
+    assert here.vllm.asked == 0
+    # what comes in two pieces is one question
+    here.vllm.go.set()
+    assert await here.ask({**BEGUN, "body": b"ques"}, {**QUESTION, "body": b"tion"}) == "small@v1"
 
 
-async def test_a_client_that_does_not_read_delays_no_move_for_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_client_that_does_not_read_delays_no_move_for_long(here, monkeypatch):
     monkeypatch.setattr(version_switch, "SEND_S", 0.05)
-    async with site(monkeypatch) as here:
-        await here.reply()
-        here.vllm.go.set()
-        stuck = here.ask(reads=False)
-        await until(lambda: here.vllm.asked == 1)
-        here.move()
-        assert await here.reply() == Reply(2)
-        with pytest.raises(TimeoutError):
-            await stuck.task
+    here.vllm.go.set()
+    stuck = here.ask(reads=False)
+    await here.under_way()
+    here.move()
+    assert await here.reply() == Reply(2)
+    with pytest.raises(TimeoutError):
+        await stuck

@@ -42,7 +42,7 @@ def verdict(program: bytes, audit: int, number: int, *arguments: int) -> int:
 
 
 @pytest.fixture(params=list(ARCHITECTURES))
-def machine(request: pytest.FixtureRequest) -> str:
+def machine(request):
     return request.param
 
 
@@ -54,11 +54,11 @@ def ask(machine: str, name: str, *arguments: int, contained: bool = False) -> in
     return None if number is None else verdict(program, audit, number, *arguments)
 
 
-def test_plain_calls_pass(machine: str) -> None:
+def test_plain_calls_pass(machine):
     assert {ask(machine, name) for name in PLAIN} <= {ALLOW[3], None}
 
 
-def test_every_other_number_is_refused(machine: str) -> None:
+def test_every_other_number_is_refused(machine):
     column, audit = ARCHITECTURES[machine]
     program = build(contained=False, signals_scoped=True, machine=machine)
     known = {row[column] for row in (*PLAIN.values(), *BY_ARGUMENT.values())}
@@ -67,12 +67,12 @@ def test_every_other_number_is_refused(machine: str) -> None:
     assert verdict(program, audit, 0x40000000) == ENOSYS  # x32's numbers
 
 
-def test_another_architecture_s_call_ends_the_process(machine: str) -> None:
+def test_another_architecture_s_call_ends_the_process(machine):
     program = build(contained=False, signals_scoped=True, machine=machine)
     assert verdict(program, 0x40000003, 0) == KILL[3]
 
 
-def test_leaving_the_group_and_changing_modes_pass_in_namespaces_alone(machine: str) -> None:
+def test_leaving_the_group_and_changing_modes_pass_in_namespaces_alone(machine):
     for name in CONTAINED:
         assert ask(machine, name, contained=True) in (ALLOW[3], None)
         assert ask(machine, name, contained=False) in (EPERM, None)
@@ -107,13 +107,11 @@ def test_leaving_the_group_and_changing_modes_pass_in_namespaces_alone(machine: 
         ("kill", (77,), ALLOW[3]),
     ],
 )
-def test_calls_are_judged_by_their_arguments(
-    machine: str, name: str, arguments: tuple[int, ...], wanted: int
-) -> None:
+def test_calls_are_judged_by_their_arguments(machine, name, arguments, wanted):
     assert ask(machine, name, *arguments) == wanted
 
 
-def test_where_nothing_scopes_signals_only_the_own_group_gets_any(machine: str) -> None:
+def test_where_nothing_scopes_signals_only_the_own_group_gets_any(machine):
     column, audit = ARCHITECTURES[machine]
     number = BY_ARGUMENT["kill"][column]
     assert number is not None
@@ -123,13 +121,13 @@ def test_where_nothing_scopes_signals_only_the_own_group_gets_any(machine: str) 
     assert verdict(program, audit, number, -1) == EPERM
 
 
-def test_no_number_stands_twice(machine: str) -> None:
+def test_no_number_stands_twice(machine):
     column, _ = ARCHITECTURES[machine]
     numbers = [row[column] for row in TABLES.values() if row[column] is not None]
     assert len(numbers) == len(set(numbers))
 
 
-def test_the_numbers_are_the_kernel_headers() -> None:
+def test_the_numbers_are_the_kernel_headers():
     header = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
     if not header.exists():
         pytest.skip("no kernel headers here")

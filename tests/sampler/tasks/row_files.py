@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from runspec.core.spec.schema import Source
+from runspec.core.spec.resolved import parse_resolved
+from runspec.core.spec.schema import RunSpec, Source
 from sampler.tasks.interfaces import Keep, Part
+from verify.formats.lease import Lease, assignments
+from verify.plugins import load_task_set
 
 Row = dict[str, Any]
 
@@ -148,3 +152,27 @@ class KeepAll(Keep):
     def parts(self, problems: Sequence[str]) -> list[Part]:
         self.asked += problems
         return ["train"] * len(problems)
+
+
+def drawn(spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None) -> list[Any]:
+    """Digest of the data, number of problems, and [problem_id, prompt tokens] of each draw of some
+    leases."""
+    tasks = load_task_set(spec, tokenizer_dir, data_dir)
+    prompts = []
+    for index in range(8):
+        digests = {"nonce": "ab" * 32, "worker": "cd" * 32, "manifest_digest": "ef" * 32}
+        numbers = {"step": 1, "groups": 4, "version": 0, "issued": 1.0, "expires": 2.0}
+        lease = Lease(run="r", pool="p", index=index, **digests, **numbers)
+        for one in assignments(lease, n_problems=len(tasks), targets=tasks.targets):
+            problem = tasks.problem(one.problem)
+            prompts.append([problem.problem_id, tasks.prompt_tokens(one.problem, one.target)])
+    return [tasks.data_digest, len(tasks), prompts]
+
+
+def main() -> None:
+    """Reads [spec file, tokenizer's folder, data's folder] of some specs, prints what is drawn."""
+    found = []
+    for spec, tokenizer_dir, data_dir in json.load(sys.stdin):
+        resolved = parse_resolved(Path(spec).read_bytes(), place="spec")
+        found.append(drawn(resolved, Path(tokenizer_dir), data_dir and Path(data_dir)))
+    print(json.dumps(found))

@@ -1,15 +1,17 @@
-"""Prompts: the chat template where there is one, files that cannot be read, where answers begin."""
+"""Prompts: ids as transformers has them, files that cannot be read, where an answer begins."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
+from transformers import AutoTokenizer
 
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Reward
@@ -18,18 +20,77 @@ from sampler.tasks.grading.command import answer_of
 from sampler.tasks.grading.graders import Graders
 from sampler.tasks.interfaces import Score
 from sampler.tasks.prompts import PromptCodec, PromptForm, answer_in
-from sampler.tasks.task_set import RunTask
 from verify.plugins import Problem
 
-LENGTH_PROMPT = "Think for {target} tokens."
+DIALOGUE = """\
+{{- bos_token }}
+{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "You are helpful." %}
+{%- endif %}
+{{- '<|im_start|>system\\n' + system_message + '<|im_end|>\\n' }}
+{%- if tools is not none %}{{- "Environment: ipython\\n" }}{%- endif %}
+{%- for message in messages %}
+    {%- if not (message.role == 'ipython' or 'tool_calls' in message) %}
+        {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>' }}
+    {%- elif message.role == 'ipython' %}
+        {{- raise_exception("no tools here") }}{%- continue %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+REASONING = """\
+{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}
+{%- set ns = namespace(system='') %}
+{%- for message in messages %}{%- if message['role'] == 'system' %}
+{%- set ns.system = message['content'] %}{%- endif %}{%- endfor %}
+{{- bos_token }}{{ ns.system }}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}
+{%- elif message.role == 'user' and loop.last %}{{ message | tojson }}{{ '\\n' }}{%- endif %}
+{%- endfor -%}
+{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}
+"""
+PROBLEM = "Find x where 3x + 4 = 10.\n\n  Naïve “quotes”, <b>tags</b> & 数学 <|im_end|> "
+BOTH = {"system_prompt": "Reason step by step.", "length_role": "system"}
+
+
+@pytest.mark.parametrize("template", [DIALOGUE, REASONING], ids=["dialogue", "reasoning"])
+@pytest.mark.parametrize("form", [{}, *({key: BOTH[key]} for key in BOTH), BOTH], ids=str)
+@pytest.mark.parametrize("target", [None, 2000])
+def test_prompts_are_those_of_transformers(directory, template, form, target):
+    """For templates with the features of today's families, of a tokenizer whose own post-processor
+    adds a start token, as Llama's does. An opened thinking is encoded as part of the text."""
+    configure(directory, chat_template=template, bos_token="<pad>")
+    path = str(directory / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", tokenizer.token_to_id("<pad>"))]
+    )
+    tokenizer.save(path)
+    theirs = AutoTokenizer.from_pretrained(str(directory))
+    asked = PromptForm("Think for {target} tokens.", **form)
+    messages = asked.messages(PROBLEM, target)
+    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    for think_prefill in (False, True):
+        opened = f"{text}<think>\n" if think_prefill and template is DIALOGUE else text
+        codec = PromptCodec.read(directory, replace(asked, think_prefill=think_prefill))
+        assert codec.prompt_text(PROBLEM, target) == opened
+        ids = theirs(opened, add_special_tokens=False)["input_ids"]
+        assert codec.prompt_tokens(PROBLEM, target) == ids
 
 
 def read(directory: Path, **form: Any) -> PromptCodec:
-    return PromptCodec.read(directory, PromptForm(LENGTH_PROMPT, **form))
+    return PromptCodec.read(directory, PromptForm("Think for {target} tokens.", **form))
 
 
 @pytest.fixture
-def directory(tokenizer_dir: Path, tmp_path: Path) -> Path:
+def directory(tokenizer_dir, tmp_path):
     shutil.copytree(tokenizer_dir, tmp_path / "model")
     return tmp_path / "model"
 
@@ -40,136 +101,108 @@ def configure(directory: Path, **changes: object) -> None:
     path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
-def test_a_template_file_goes_before_the_configuration(directory: Path) -> None:
-    (directory / "chat_template.jinja").write_text("file: {{ messages[0].content }}")
-    codec = read(directory)
-    assert codec.decode(codec.prompt_tokens("abc", None)) == "file: abc"
+TEMPLATE = "{%- for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+DATED = "{% if strftime_now is defined %}{{ strftime_now('%d') }}{% else %}fixed{% endif %}"
+GOOD = {"system_prompt": "Be good."}
 
 
 @pytest.mark.parametrize(
-    "template",
+    ("template", "form", "target", "rendered"),
     [
-        "{{ raise_exception('no') }}",
-        "{{ messages.append(1) }}",
-        "{{ ''.__class__.__mro__ }}{{ cycler.__init__.__globals__.os.getcwd() }}",
-        "{{ 1 / 0 }}",
+        (TEMPLATE, {}, 8, "[user]abc\nThink for 8 tokens.<eos>"),
+        (TEMPLATE, {"length_role": "system"}, 8, "[system]Think for 8 tokens.<eos>[user]abc<eos>"),
+        (TEMPLATE, {"length_role": "system"}, None, "[user]abc<eos>"),
+        (TEMPLATE, GOOD, 8, "[system]Be good.<eos>[user]abc\nThink for 8 tokens.<eos>"),
+        (
+            TEMPLATE,
+            {**GOOD, "length_role": "system"},
+            8,
+            "[system]Be good.\nThink for 8 tokens.<eos>[user]abc<eos>",
+        ),
+        (TEMPLATE, {"think_prefill": True}, None, "[user]abc<eos><think>\n"),
+        # thinking that the template opens is not opened twice
+        (f"{TEMPLATE}<think>", {"think_prefill": True}, None, "[user]abc<eos><think>"),
+        (
+            f"{TEMPLATE}<think>{{{{ '\\n\\n' }}}}",
+            {"think_prefill": True},
+            None,
+            "[user]abc<eos><think>\n\n",
+        ),
+        # without a template messages and thinking stand below each other
+        (
+            None,
+            {**GOOD, "length_role": "system", "think_prefill": True},
+            8,
+            "Be good.\nThink for 8 tokens.\nabc\n<think>\n",
+        ),
+        # a template cannot ask what day it is
+        (DATED, {}, None, "fixed"),
+        (
+            [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}],
+            {},
+            None,
+            "d",
+        ),
     ],
 )
-def test_a_template_is_sandboxed_and_its_failure_is_named(directory: Path, template: str) -> None:
+def test_messages_are_rendered_as_asked(directory, template, form, target, rendered):
     configure(directory, chat_template=template)
-    with pytest.raises(UserError, match="the chat template fails"):
-        read(directory).prompt_tokens("abc", None)
+    assert read(directory, **form).prompt_text("abc", target) == rendered
+    # and a template file goes before the configuration
+    (directory / "chat_template.jinja").write_text("file: {{ messages[-1].content[:3] }}")
+    assert read(directory).prompt_text("abc", None) == "file: abc"
+
+
+CONFIG, FAILS = "tokenizer_config.json", "the chat template fails"
+REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}{% endif %}"
+USERS_ALONE = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+ESCAPE = "{{ ''.__class__.__mro__ }}{{ cycler.__init__.__globals__.os.getcwd() }}"
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "message"),
+    ("file", "content", "form", "message"),
     [
-        ("tokenizer.json", None, "cannot read the tokenizer"),
-        ("tokenizer.json", "{}", "not a tokenizer"),
-        ("tokenizer_config.json", None, "cannot read the tokenizer's configuration"),
-        ("tokenizer_config.json", "[1]", "not a JSON object"),
-        ("tokenizer_config.json", "{", "cannot read the tokenizer's configuration"),
-        ("tokenizer_config.json", "{}", "eos_token None is not in the vocabulary"),
-        ("tokenizer_config.json", '{"eos_token": "<end>"}', "'<end>' is not in the vocabulary"),
-        ("tokenizer_config.json", '{"chat_template": "{% if"}', "broken chat template"),
-        ("tokenizer_config.json", '{"chat_template": 3}', "broken chat template"),
+        ("tokenizer.json", None, {}, "cannot read the tokenizer"),
+        ("tokenizer.json", "{}", {}, "not a tokenizer"),
+        (CONFIG, None, {}, "cannot read the tokenizer's configuration"),
+        (CONFIG, "[1]", {}, "not a JSON object"),
+        (CONFIG, "{", {}, "cannot read the tokenizer's configuration"),
+        (CONFIG, "{}", {}, "eos_token None is not in the vocabulary"),
+        (CONFIG, '{"eos_token": "<end>"}', {}, "'<end>' is not in the vocabulary"),
+        ("template", "{% if", {}, "broken chat template"),
+        ("template", 3, {}, "broken chat template"),
+        ("template", [{"name": "tool", "template": "t"}], {}, "templates tool is called default"),
+        # a template is sandboxed, and its failure is named
+        *[("template", text, {}, FAILS) for text in ("{{ raise_exception('no') }}", ESCAPE)],
+        *[("template", text, {}, FAILS) for text in ("{{ messages.append(1) }}", "{{ 1 / 0 }}")],
+        # one without room for a system message is refused where there is one
+        *[
+            ("template", template, form, message)
+            for form in (GOOD, {"length_role": "system"})
+            for template, message in (
+                (
+                    REFUSING,
+                    "refuses a system message: No (.|\n)*data.length_prompt_role: user",
+                ),
+                (USERS_ALONE, "leaves the system message out(.|\n)*data.length_prompt_role: user"),
+            )
+        ],
     ],
 )
-def test_files_that_make_no_tokenizer_are_named(
-    directory: Path, file: str, content: str | None, message: str
-) -> None:
-    if content is None:
+def test_what_makes_no_prompt_is_named(directory, file, content, form, message):
+    if file == "template":
+        configure(directory, chat_template=content)
+    elif content is None:
         (directory / file).unlink()
     else:
         (directory / file).write_text(content)
     with pytest.raises(UserError, match=message):
+        read(directory, **form).prompt_tokens("abc", None)
+    if form:
         read(directory)
 
 
-TEMPLATE = "{%- for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    ("form", "rendered"),
-    [
-        ({}, "[user]abc\nThink for 8 tokens.<eos>"),
-        ({"length_role": "system"}, "[system]Think for 8 tokens.<eos>[user]abc<eos>"),
-        ({"system_prompt": "Be good."}, "[system]Be good.<eos>[user]abc\nThink for 8 tokens.<eos>"),
-        (
-            {"system_prompt": "Be good.", "length_role": "system"},
-            "[system]Be good.\nThink for 8 tokens.<eos>[user]abc<eos>",
-        ),
-        ({"think_prefill": True}, "[user]abc\nThink for 8 tokens.<eos><think>\n"),
-    ],
-)
-def test_the_length_stands_in_the_message_that_the_spec_says(
-    directory: Path, form: dict[str, Any], rendered: str
-) -> None:
-    configure(directory, chat_template=TEMPLATE)
-    assert read(directory, **form).prompt_text("abc", 8) == rendered
-
-
-def test_without_a_length_there_is_no_message_for_it(directory: Path) -> None:
-    configure(directory, chat_template=TEMPLATE)
-    assert read(directory, length_role="system").prompt_text("abc", None) == "[user]abc<eos>"
-
-
-@pytest.mark.parametrize("opening", ["<think>", "<think>\n", "<think>\n\n"])
-def test_thinking_that_the_template_opens_is_not_opened_twice(
-    directory: Path, opening: str
-) -> None:
-    configure(directory, chat_template=TEMPLATE + opening.replace("\n", "{{ '\\n' }}"))
-    text = read(directory, think_prefill=True).prompt_text("abc", None)
-    assert text == f"[user]abc<eos>{opening}"
-
-
-def test_without_a_template_messages_and_thinking_stand_below_each_other(directory: Path) -> None:
-    configure(directory, chat_template=None)
-    codec = read(directory, system_prompt="Be good.", length_role="system", think_prefill=True)
-    assert codec.prompt_text("abc", 8) == "Be good.\nThink for 8 tokens.\nabc\n<think>\n"
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (
-            "{% if messages[0].role == 'system' %}{{ raise_exception('No system role') }}"
-            "{% endif %}",
-            "refuses a system message: No system role",
-        ),
-        (
-            "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
-            "leaves the system message out",
-        ),
-    ],
-)
-@pytest.mark.parametrize("form", [{"system_prompt": "Be good."}, {"length_role": "system"}])
-def test_a_template_without_room_for_a_system_message_is_refused(
-    directory: Path, template: str, message: str, form: dict[str, Any]
-) -> None:
-    configure(directory, chat_template=template)
-    with pytest.raises(UserError, match=message) as caught:
-        read(directory, **form)
-    assert "data.length_prompt_role: user" in caught.value.remedy
-    read(directory)
-
-
-def test_of_several_templates_the_default_is_taken(directory: Path) -> None:
-    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
-    configure(directory, chat_template=named)
-    assert read(directory).prompt_text("abc", None) == "d"
-    configure(directory, chat_template=named[:1])
-    with pytest.raises(UserError, match="none of the chat templates tool_use is called default"):
-        read(directory)
-
-
-def test_a_template_cannot_ask_what_day_it_is(directory: Path) -> None:
-    dated = "{% if strftime_now is defined %}{{ strftime_now('%d') }}{% else %}fixed{% endif %}"
-    configure(directory, chat_template=dated)
-    assert read(directory).prompt_text("abc", None) == "fixed"
-
-
-def test_a_tokenizer_that_would_cut_or_pad_does_neither(directory: Path) -> None:
+def test_a_tokenizer_that_would_cut_or_pad_does_neither(directory):
     path = directory / "tokenizer.json"
     before = read(directory).prompt_tokens("a" * 50, None)
     tokenizer = Tokenizer.from_file(str(path))
@@ -190,23 +223,21 @@ def test_a_tokenizer_that_would_cut_or_pad_does_neither(directory: Path) -> None
         ("a</think>", ""),
     ],
 )
-def test_training_and_the_command_grade_the_same_text(
-    tokenizer_dir: Path, output: str, answer: str
-) -> None:
+def test_training_and_the_command_grade_the_same_text(tokenizer_dir, output, answer):
     codec = PromptCodec.read(tokenizer_dir, PromptForm("{target}"))
     assert codec.answer([*codec.encode(output), codec.eos_token_id]) == answer
     assert answer_of(output) == answer
 
 
-def test_without_the_end_of_thinking_training_has_no_answer_and_the_command_takes_all() -> None:
+def test_without_the_end_of_thinking_training_has_no_answer_and_the_command_takes_all():
     assert answer_in("<think>7") is None
     assert answer_of("<think>7") == "<think>7"
     assert answer_of(" 7 ") == "7"
 
 
 @pytest.mark.slow
-def test_a_model_gains_nothing_by_ending_its_thinking_twice(task: RunTask) -> None:
-    # Given a word to spell, a sum and a program, each answered wrongly and then rightly, or the
+def test_a_model_gains_nothing_by_ending_its_thinking_twice(task):
+    # given a word to spell, a sum and a program, each answered wrongly and then rightly, or the
     # other way round, with an end of thinking between the two
     word = task.problem(0)
     right = str(word.verification["answer"])
@@ -224,9 +255,9 @@ def test_a_model_gains_nothing_by_ending_its_thinking_twice(task: RunTask) -> No
     ]
     kinds = ("reasoning_gym", "math", "code")
     rewards = [Reward.model_validate({"name": kind, "kind": kind}) for kind in kinds]
-    # When they are graded
+    # when they are graded
     with closing(Graders(rewards, processes=1)) as graders:
         results = graders.score(twice)
-    # Then it is as if both had been written in one answer: a box counts where it is the last
+    # then it is as if both had been written in one answer: a box counts where it is the last
     values = [result.value for result in results if isinstance(result, Score)]
     assert values == [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]

@@ -1,13 +1,17 @@
-"""Sources that read rows: every form gives the same problems, and what is malformed is named."""
+"""Sources of problems: every form gives the same ones, and hostile rows are named."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import tracemalloc
 from datetime import datetime
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -15,6 +19,9 @@ from runspec.core.errors import UserError
 from runspec.core.spec.schema import Source
 from runspec.core.spec.source_files import source_files
 from sampler.tasks.interfaces import ProblemSource, make_source
+from sampler.tasks.problems import Fitting, InSplit, split_of
+from sampler.tasks.prompts import PromptCodec, PromptForm
+from tests.sampler.tasks.conftest import laptop_spec
 from tests.sampler.tasks.row_files import (
     FORMS,
     KeepAll,
@@ -27,35 +34,33 @@ from tests.sampler.tasks.row_files import (
     write_parquet,
 )
 
+DATA = Path(__file__).parents[4] / "shared" / "data"
+"""Folder beside the checkout, with data sets that are not part of the repository."""
+RATE = {"field": "rate", "min": 0.125, "max": 0.5}
 
-def read(one: Source) -> ProblemSource:
-    return make_source(one, 42, KeepAll())
+
+def read(one: Source, keep: KeepAll | None = None) -> ProblemSource:
+    return make_source(one, 42, keep or KeepAll())
+
+
+def jsonl(folder: Path, rows: list[Row], **fields: Any) -> Source:
+    return source("jsonl", write_jsonl(folder / "rows.jsonl", rows), **fields)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_gives_the_same_problems_in_the_same_order(tmp_path: Path, form: str) -> None:
-    # Given 31 rows in one of the forms
+def test_every_form_gives_the_same_problems_in_the_same_order(tmp_path, form):
+    # given 31 rows in one of the forms
     made = read(FORMS[form](tmp_path, make_rows(31)))
-
-    # When all are asked for, last first
+    # when all are asked for, last first
     problems = [made.problem(i) for i in reversed(range(len(made)))][::-1]
-
-    # Then they are the rows, whatever files they came from
+    # then they are the rows, whatever files they came from
     assert [problem.problem_id for problem in problems] == [f"p-{i}" for i in range(31)]
     assert [problem.prompt for problem in problems] == [row["prompt"] for row in make_rows(31)]
     assert problems[30].verification == {"ground_truth": "60"}
     assert made.task_types == {"math"}
 
 
-def test_verification_info_is_an_object_or_json_text_of_one(tmp_path: Path) -> None:
-    first, second = make_rows(2)
-    second["verification_info"] = {"ground_truth": "2", "nested": [1, None]}
-    made = read(source("jsonl", write_jsonl(tmp_path / "rows.jsonl", [first, second])))
-    assert made.problem(0).verification == {"ground_truth": "0"}
-    assert made.problem(1).verification == {"ground_truth": "2", "nested": [1, None]}
-
-
-def test_columns_of_other_names_and_other_task_types_are_mapped(tmp_path: Path) -> None:
+def test_columns_of_other_names_and_other_task_types_are_mapped(tmp_path):
     names = ("problem_id", "task_type", "prompt", "verification_info")
     params = {name: f"my_{name}" for name in names}
     rows = [
@@ -69,28 +74,23 @@ def test_columns_of_other_names_and_other_task_types_are_mapped(tmp_path: Path) 
     assert made.task_types == {"math", "own"}
 
 
-def test_rows_of_another_data_set_are_mapped_column_by_column(tmp_path: Path) -> None:
-    # Given rows that have no ids, no task types, and the truth in a column of its own
+def test_rows_of_another_data_set_are_mapped_column_by_column(tmp_path):
+    # given rows that have no ids, no task types, and the truth in a column of its own
     rows = [{"Problem": "1 + 1?", "Answer": 2, "url": "x"}, {"Problem": "2 + 2?", "Answer": 4}]
-    params = {
-        "prompt": "Problem",
-        "verification_info": {"ground_truth": "Answer"},
-        "type": "math",
-        "instruction": "Answer:",
-    }
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    # When they are read by their own columns
-    made = read(source("jsonl", path, params=params))
-    # Then ids are numbers, and the values keep their types
+    truth = {"ground_truth": "Answer"}
+    params = {"prompt": "Problem", "verification_info": truth, "type": "math"}
+    params["instruction"] = "Answer:"
+    # when they are read by their own columns
+    made = read(jsonl(tmp_path, rows, params=params))
+    # then ids are numbers, and the values keep their types
     problems = [made.problem(i) for i in range(2)]
     assert [p.problem_id for p in problems] == ["rows-0", "rows-1"]
     assert [p.prompt for p in problems] == ["Answer:\n1 + 1?", "Answer:\n2 + 2?"]
     assert [p.verification for p in problems] == [{"ground_truth": 2}, {"ground_truth": 4}]
     assert made.task_types == {"math"}
-    # And a row that lacks a column is named
-    write_jsonl(path, [*rows, {"Problem": "3 + 3?"}])
+    # and a row that lacks a column is named
     with pytest.raises(UserError, match="Answer is missing") as caught:
-        read(source("jsonl", path, params=params))
+        read(jsonl(tmp_path, [*rows, {"Problem": "3 + 3?"}], params=params))
     assert caught.value.place == "rows.jsonl:3"
 
 
@@ -115,72 +115,89 @@ def test_rows_of_another_data_set_are_mapped_column_by_column(tmp_path: Path) ->
         ({"rate": True}, "rate is True, not a share"),
         ({"rate": "0.5"}, "rate is '0.5', not a share"),
         ({"problem_id": "p-1"}, "problem_id 'p-1' is that of rows.jsonl:2 too"),
+        ({"prompt": "x" * 100_000}, "more than the 20000 that a row may have"),
+        ("", "an empty line"),
+        ("{", "no JSON: "),
+        ("[1]", "no JSON object"),
+        ("\udcff", "no JSON: .*utf-8"),
+        ("[" * 10_000, "no JSON: "),
     ],
 )
-def test_a_malformed_row_is_named_with_its_file_and_line(
-    tmp_path: Path, change: Row, message: str
-) -> None:
+def test_a_hostile_row_is_named_with_its_file_and_line(tmp_path, monkeypatch, change, message):
+    if "row may have" in message:
+        monkeypatch.setattr("sampler.tasks.sources.jsonl.MAX_ROW_BYTES", 20000)
     rows = make_rows(6)
-    rows[4] |= change
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    lines = [json.dumps(row) for row in rows]
+    lines[4] = change if isinstance(change, str) else json.dumps(rows[4] | change)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines), errors="surrogateescape")  # the last line has no break
     with pytest.raises(UserError, match=message) as caught:
         read(source("jsonl", path, solve_rate={"field": "rate"}))
     assert caught.value.place == "rows.jsonl:5"
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("row", "message"),
     [
-        ("", "an empty line"),
-        ("{", "no JSON: "),
-        ("[1]", "no JSON object"),
-        ("\udcff", "no JSON: .*utf-8"),
-        ("[" * 100_000, "no JSON: "),
+        ({"question": "2?", "answer": "two"}, "answer has no number behind ####"),
+        ({"question": "2?", "answer": "two ####  "}, "answer has no number behind ####"),
+        ({"question": "2?"}, "answer is missing"),
+        ({"answer": "#### 2"}, "question is missing"),
     ],
 )
-def test_a_line_that_is_no_object_is_named(tmp_path: Path, line: str, message: str) -> None:
-    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(1))
-    with path.open("a", errors="surrogateescape") as file:
-        file.write(f"{line}\n")
+def test_a_row_that_gsm8k_would_not_have_is_named(tmp_path, row, message):
+    good = {"question": "1?", "answer": "#### 1"}
+    path = write_jsonl(tmp_path / "rows.jsonl", [good, row])
     with pytest.raises(UserError, match=message) as caught:
-        read(source("jsonl", path))
+        read(source("gsm8k", path))
     assert caught.value.place == "rows.jsonl:2"
+    with pytest.raises(UserError, match="unknown: prompt"):
+        read(source("gsm8k", path, params={"prompt": "question"}))
 
 
-def test_the_last_line_may_lack_its_line_break(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(3))
-    path.write_bytes(path.read_bytes()[:-1])
-    assert read(source("jsonl", path)).problem(2).problem_id == "p-2"
+@pytest.mark.parametrize(("split", "count", "first"), [("train", 7473, "72"), ("test", 1319, "18")])
+def test_every_row_of_gsm8k_is_a_problem_with_its_number(split, count, first):
+    path = DATA / f"gsm8k_{split}.jsonl"
+    if not path.is_file():
+        pytest.skip(f"no file {path}")
+    made = read(source("gsm8k", path))
+    problems = [made.problem(i) for i in range(len(made))]
+    assert problems[0].verification == {"ground_truth": first}
+    assert problems[7].problem_id == "rows-7"
+    assert {problem.task_type for problem in problems} == made.task_types == {"math"}
+    assert all("####" not in problem.prompt for problem in problems)
+    numbers = [float(problem.verification["ground_truth"]) for problem in problems]
+    assert len(numbers) == count  # each is one, thousands' commas taken out
 
 
-def test_rows_of_shards_are_counted_within_their_file(tmp_path: Path) -> None:
-    rows = make_rows(20)
-    rows[17]["prompt"] = ""
-    write_parquet(tmp_path / "0.parquet", rows[:10])
-    write_parquet(tmp_path / "1.parquet", rows[10:], group=3)
-    with pytest.raises(UserError, match="prompt is ''") as caught:
-        read(source("parquet", tmp_path))
-    assert caught.value.place == "1.parquet, row 8"
-
-    write_dataset(tmp_path / "saved", rows)
-    with pytest.raises(UserError, match="prompt is ''") as caught:
-        read(source("hf_dataset", tmp_path / "saved"))
-    assert caught.value.place == "data-00001-of-00002.arrow, row 8"
-
-
-def test_verification_that_no_pipe_carries_is_named_before_anything_is_graded(
-    tmp_path: Path,
-) -> None:
-    rows = [row | {"verification_info": {"due": datetime(2020, 1, 1)}} for row in make_rows(1)]
-    path = write_parquet(tmp_path / "rows.parquet", rows)
+def test_verification_info_is_an_object_or_json_text_of_one(tmp_path):
+    first, second = make_rows(2)
+    second["verification_info"] = {"ground_truth": "2", "nested": [1, None]}
+    made = read(jsonl(tmp_path, [first, second]))
+    assert made.problem(0).verification == {"ground_truth": "0"}
+    assert made.problem(1).verification == {"ground_truth": "2", "nested": [1, None]}
+    # and what no pipe carries is named before anything is graded
+    rows = [first | {"verification_info": {"due": datetime(2020, 1, 1)}}]
     with pytest.raises(UserError, match=r"verification_info is no JSON: .*datetime"):
-        read(source("parquet", path))
+        read(source("parquet", write_parquet(tmp_path / "rows.parquet", rows)))
+
+
+def test_a_dataset_may_hold_objects_and_large_texts(tmp_path):
+    rows = [row | {"verification_info": {"ground_truth": "x"}} for row in make_rows(4)]
+    table = pa.Table.from_pylist(rows)
+    table = table.set_column(2, "prompt", table["prompt"].cast(pa.large_string()))
+    folder = write_dataset(tmp_path / "saved", rows, shards=1)
+    path = folder / "data-00000-of-00001.arrow"
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    assert read(source("hf_dataset", folder)).problem(3).verification == {"ground_truth": "x"}
 
 
 def written(kind: str, folder: Path, rows: list[Row]) -> Path:
-    """Rows in a folder; the last of its files."""
+    """Rows in two files of a folder; the last of these."""
     if kind == "parquet":
-        return write_parquet(folder / "rows.parquet", rows)
+        write_parquet(folder / "0.parquet", rows[: len(rows) // 2])
+        return write_parquet(folder / "1.parquet", rows[len(rows) // 2 :], group=3)
     return write_dataset(folder, rows) / "data-00001-of-00002.arrow"
 
 
@@ -188,10 +205,15 @@ def written(kind: str, folder: Path, rows: list[Row]) -> Path:
     ("kind", "message"),
     [("parquet", "cannot be read as Parquet"), ("hf_dataset", "cannot be read as an Arrow stream")],
 )
-def test_a_file_without_a_column_or_cut_off_is_named(
-    tmp_path: Path, kind: str, message: str
-) -> None:
-    lacking = [{k: v for k, v in row.items() if k != "prompt"} for row in make_rows(3)]
+def test_a_row_of_a_shard_a_missing_column_and_a_cut_file_are_named(tmp_path, kind, message):
+    rows = make_rows(20)
+    rows[17]["prompt"] = ""
+    path = written(kind, tmp_path / "rows", rows)
+    with pytest.raises(UserError, match="prompt is ''") as caught:
+        read(source(kind, tmp_path / "rows"))
+    assert caught.value.place == f"{path.name}, row 8"
+
+    lacking = [{k: v for k, v in row.items() if k != "prompt"} for row in make_rows(4)]
     written(kind, tmp_path / "lacking", lacking)
     with pytest.raises(UserError, match="no column 'prompt'; there are problem_id, task_type, ver"):
         read(source(kind, tmp_path / "lacking"))
@@ -203,28 +225,15 @@ def test_a_file_without_a_column_or_cut_off_is_named(
     assert caught.value.place == path.name
 
 
-def test_a_row_group_too_large_to_hold_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_group_too_large_to_hold_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("sampler.tasks.sources.parquet.MAX_GROUP_BYTES", 1000)
     path = write_parquet(tmp_path / "rows.parquet", make_rows(200), group=200)
     with pytest.raises(UserError, match=r"row group 0 is [0-9]+ bytes, more than 1000"):
         read(source("parquet", path))
 
 
-def test_a_line_too_long_to_hold_is_refused_before_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sampler.tasks.sources.jsonl.MAX_ROW_BYTES", 1000)
-    rows = make_rows(5)
-    rows[3]["prompt"] = "x" * 1000
-    with pytest.raises(UserError, match="more than the 1000 that a row may have") as caught:
-        read(source("jsonl", write_jsonl(tmp_path / "rows.jsonl", rows)))
-    assert caught.value.place == "rows.jsonl:4"
-
-
 @pytest.mark.parametrize("form", ["one_jsonl", "one_parquet", "saved_dataset"])
-def test_a_file_that_changes_under_a_run_is_noticed(tmp_path: Path, form: str) -> None:
+def test_a_file_that_changes_under_a_run_is_noticed(tmp_path, form):
     one = FORMS[form](tmp_path, make_rows(31))
     made = read(one)
     path = next(path for path in source_files(one).values() if path.suffix != ".json")
@@ -237,66 +246,48 @@ def test_a_file_that_changes_under_a_run_is_noticed(tmp_path: Path, form: str) -
         made.problem(3)
 
 
-@pytest.mark.parametrize(
-    ("uri", "message"),
-    [
+@pytest.mark.parametrize("kind", ["jsonl", "hf_dataset"])
+def test_nothing_is_fetched_and_how_to_is_said(kind):
+    for uri, remedy in (
         ("hf://datasets/org/name/data", "hf download --repo-type dataset org/name --local-dir DIR"),
         ("https://example.org/rows.jsonl", "fetch it once, then --set data.sources.rows.uri=DIR"),
-    ],
-)
-@pytest.mark.parametrize("kind", ["jsonl", "hf_dataset"])
-def test_nothing_is_fetched_and_how_to_is_said(uri: str, message: str, kind: str) -> None:
-    with pytest.raises(UserError, match="is not on this machine") as caught:
-        read(source(kind, uri))
-    assert message in caught.value.remedy
+    ):
+        with pytest.raises(UserError, match="is not on this machine") as caught:
+            read(source(kind, uri))
+        assert remedy in caught.value.remedy
 
 
 @pytest.mark.parametrize(
-    ("uri", "message"),
+    ("kind", "uri", "params", "message"),
     [
-        (None, "kind jsonl needs uri"),
-        ("gone.jsonl", "cannot read .*gone.jsonl: No such file"),
-        ("gone/*.jsonl", "no file is there"),
-        ("empty", "no file is there"),
-        ("**/*.jsonl", "a pattern has neither"),
-        ("*/../../*.jsonl", "a pattern has neither"),
-        ("pipe", "cannot read .*pipe: no plain file"),
-        ("loop", "cannot read .*loop"),
+        ("jsonl", None, {}, "kind jsonl needs uri"),
+        ("jsonl", "gone.jsonl", {}, "cannot read .*gone.jsonl: No such file"),
+        ("jsonl", "gone/*.jsonl", {}, "no file is there"),
+        ("jsonl", "empty", {}, "no file is there"),
+        ("jsonl", "**/*.jsonl", {}, "a pattern has neither"),
+        ("jsonl", "*/../../*.jsonl", {}, "a pattern has neither"),
+        ("jsonl", "pipe", {}, "cannot read .*pipe: no plain file"),
+        ("jsonl", "loop", {}, "cannot read .*loop"),
+        ("jsonl", "*.json*", {}, r"matches a.jsonl and b.json: of a folder with both"),
+        ("jsonl", "a.jsonl", {"split": "train"}, "unknown: split"),
+        ("hf_dataset", "set", {}, r"holds the splits \['train'\], and split is None"),
+        ("hf_dataset", "set", {"split": "no"}, r"holds the splits \['train'\], and split is 'no'"),
+        ("hf_dataset", "set/train", {"split": "train"}, "is one split already"),
+        ("hf_dataset", "set/train", {"promt": "question"}, "unknown: promt"),
     ],
 )
-def test_a_path_that_names_no_rows_says_why(tmp_path: Path, uri: str | None, message: str) -> None:
-    (tmp_path / "empty").mkdir()
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(UserError, match=message):
-        read(source("jsonl", None if uri is None else tmp_path / uri))
-
-
-def test_a_pattern_reads_what_a_volunteers_copy_of_its_files_would(tmp_path: Path) -> None:
+def test_a_path_that_names_no_rows_says_why(tmp_path, kind, uri, params, message):
     for name in ("a.jsonl", ".hidden.jsonl", "b.json"):
         write_jsonl(tmp_path / name, make_rows(1))
-    (tmp_path / "c.jsonl").mkdir()
-
-    assert list(source_files(source("jsonl", tmp_path / "*.jsonl"))) == ["a.jsonl"]
-    with pytest.raises(UserError, match=r"matches a.jsonl and b.json: of a folder with both"):
-        source_files(source("jsonl", tmp_path / "*.json*"))
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        ({}, "holds the splits \\['train'\\], and split is None"),
-        ({"split": "dev"}, "holds the splits \\['train'\\], and split is 'dev'"),
-    ],
-)
-def test_a_dataset_with_splits_needs_one_that_it_has(
-    tmp_path: Path, params: dict[str, Any], message: str
-) -> None:
-    folder = write_dataset_dict(tmp_path / "saved", {"train": make_rows(3)})
+    for name in ("empty", "c.jsonl"):
+        (tmp_path / name).mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    write_dataset_dict(tmp_path / "set", {"train": make_rows(3)})
     with pytest.raises(UserError, match=message):
-        read(source("hf_dataset", folder, params=params))
-    with pytest.raises(UserError, match="is one split already"):
-        read(source("hf_dataset", folder / "train", params={"split": "train"}))
+        read(source(kind, None if uri is None else tmp_path / uri, params=params))
+    # and a pattern takes what a volunteer's copy of its files would
+    assert list(source_files(source("jsonl", tmp_path / "*.jsonl"))) == ["a.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -309,76 +300,145 @@ def test_a_dataset_with_splits_needs_one_that_it_has(
         ([], "is no JSON object"),
     ],
 )
-def test_a_dataset_whose_index_is_wrong_is_named(
-    tmp_path: Path, state: object, message: str
-) -> None:
+def test_a_dataset_whose_index_is_wrong_is_named(tmp_path, state, message):
     folder = write_dataset(tmp_path / "saved", make_rows(3))
     (folder / "state.json").write_text(json.dumps(state))
     with pytest.raises(UserError, match=message):
         read(source("hf_dataset", folder))
 
 
-def test_unknown_params_are_refused(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "rows.jsonl", make_rows(1))
-    for params in ({"promt": "question"}, {"split": "train"}):
-        with pytest.raises(UserError, match=f"unknown: {next(iter(params))}"):
-            read(source("jsonl", path, params=params))
+# -- Rows that are left out: by solve rate, by prompt; remembered on disk --------------------------
 
 
-def test_a_dataset_may_hold_objects_and_large_texts(tmp_path: Path) -> None:
-    rows = make_rows(4)
-    table = pa.Table.from_pylist(rows).set_column(
-        3, "verification_info", pa.array([{"ground_truth": "x"}] * 4)
-    )
-    table = table.set_column(2, "prompt", table["prompt"].cast(pa.large_string()))
-    folder = write_dataset(tmp_path / "saved", rows, shards=1)
-    path = folder / "data-00000-of-00001.arrow"
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table)
-    assert read(source("hf_dataset", folder)).problem(3).verification == {"ground_truth": "x"}
+def kept(one: Source, keep: KeepAll | Fitting | InSplit) -> list[str]:
+    made = make_source(one, 42, keep)
+    return [made.problem(i).problem_id for i in range(len(made))]
 
 
-DATA = Path(__file__).parents[4] / "shared" / "data"
-"""Folder beside the checkout, with data sets that are not part of the repository."""
+def test_rows_are_kept_by_their_solve_rate_and_the_others_counted(tmp_path, caplog):
+    rows = make_rows(18)
+    for i in (1, 2, 5):
+        rows[i]["rate"] = None
+    with caplog.at_level(logging.INFO):
+        found = kept(jsonl(tmp_path, rows, solve_rate=RATE), KeepAll())
+    assert found == [f"p-{i}" for i in (3, 4, 10, 11, 12, 13)]
+    said = "6 to train on, 0 held out, 0 over-long, 9 left out by their solve rate, 3 without one"
+    assert said in caplog.text
+    # and where that leaves nothing, the counts and the remedy are said
+    bounds = {"field": "rate", "min": 0.3, "max": 0.31}
+    with pytest.raises(UserError, match=r"no problem is left: .* 15 left out") as error:
+        kept(jsonl(tmp_path, rows, solve_rate=bounds), KeepAll())
+    assert error.value.remedy.startswith("widen solve_rate")
+    for form in ("one_jsonl", "one_parquet"):
+        lacking = FORMS[form](tmp_path, rows).model_copy(update={"solve_rate": None})
+        fields = lacking.model_dump() | {"solve_rate": {**RATE, "field": "solved"}}
+        lacking = Source.model_validate(fields)
+        with pytest.raises(UserError, match="no column 'solved'"):
+            kept(lacking, KeepAll())
 
 
-@pytest.mark.parametrize(("split", "count", "first"), [("train", 7473, "72"), ("test", 1319, "18")])
-def test_every_row_of_the_real_files_is_a_problem_with_its_number(
-    split: str, count: int, first: str
-) -> None:
-    path = DATA / f"gsm8k_{split}.jsonl"
-    if not path.is_file():
-        pytest.skip(f"no file {path}")
-    made = make_source(source("gsm8k", path), 1, KeepAll())
-    problems = [made.problem(i) for i in range(len(made))]
-    assert len(problems) == count
-    assert problems[0].verification == {"ground_truth": first}
-    assert problems[7].problem_id == "rows-7"
-    assert {problem.task_type for problem in problems} == made.task_types == {"math"}
-    assert all("####" not in problem.prompt for problem in problems)
-    numbers = [float(problem.verification["ground_truth"]) for problem in problems]
-    assert len(numbers) == count  # each is one, thousands' commas taken out
+@pytest.mark.parametrize("split", ["train", "held_out", None])
+def test_over_long_prompts_are_left_out_for_whatever_length_is_asked_and_counted(
+    tmp_path, tokenizer_dir, caplog, split
+):
+    # given problems of each split, of which some fit only with a target of one digit
+    texts = [f"{'a' * (i % 30)}{i}" for i in range(120)]
+    rows = [row | {"prompt": text} for row, text in zip(make_rows(120), texts, strict=True)]
+    codec = PromptCodec.read(tokenizer_dir, PromptForm.of(laptop_spec().data))
+    targets = [8, 16, 12345]
+    lengths = [max(len(codec.prompt_tokens(t, target)) for target in targets) for t in texts]
+    limit = sorted(lengths)[80]
+    keep = Fitting(codec, targets, limit, split)
+    # when they are filtered one by one, as a batch, and as a source's rows
+    with caplog.at_level(logging.INFO):
+        found = kept(jsonl(tmp_path, rows), keep)
+    # then those of the split are kept whose prompt fits with every target
+    fits = [i for i, length in enumerate(lengths) if length <= limit]
+    wanted = [i for i in fits if split is None or split_of(texts[i]) == split]
+    assert found == [f"p-{i}" for i in wanted]
+    assert keep.many(texts) == [keep(text) for text in texts] == [i in wanted for i in range(120)]
+    # and each split's count is that of the problems that a run would have
+    held_out = sum(split_of(texts[i]) == "held_out" for i in fits) if split else 0
+    assert held_out or not split
+    said = f"{len(fits) - held_out} to train on, {held_out} held out, {120 - len(fits)} over-long"
+    assert said in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"question": "2?", "answer": "two"}, "answer has no number behind ####: 'two'|no number"),
-        ({"question": "2?", "answer": "two ####  "}, "answer has no number behind ####"),
-        ({"question": "2?"}, "answer is missing"),
-        ({"answer": "#### 2"}, "question is missing"),
-    ],
-)
-def test_a_row_of_another_form_is_named(tmp_path: Path, row: dict[str, str], message: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"question": "1?", "answer": "#### 1"}) + "\n" + json.dumps(row))
-    with pytest.raises(UserError, match=message) as caught:
-        make_source(source("gsm8k", path), 1, KeepAll())
-    assert caught.value.place == "rows.jsonl:2"
+def test_too_few_problems_to_hold_any_out_is_said(tmp_path):
+    with pytest.raises(UserError, match="2 to train on, 0 held out") as error:
+        kept(jsonl(tmp_path, make_rows(2)), InSplit("held_out"))
+    assert "add problems" in (error.value.remedy or "")
 
 
-def test_there_are_no_columns_to_name(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"question": "1?", "answer": "#### 1"}))
-    with pytest.raises(UserError, match="unknown: prompt"):
-        make_source(source("gsm8k", path, params={"prompt": "question"}), 1, KeepAll())
+def test_what_is_kept_is_remembered_until_something_that_decides_it_changes(tmp_path, cache):
+    def asked(rows: list[Row], rate: dict[str, Any] | None, digest: str = "all") -> int:
+        keep = KeepAll()
+        keep.digest = digest
+        kept(jsonl(tmp_path, rows, solve_rate=rate), keep)
+        return len(keep.asked)
+
+    rows, others = make_rows(18), make_rows(18, start=9)
+    # the same again is not looked at twice; under another filter, tokenizer or content all is
+    assert [asked(rows, RATE), asked(rows, RATE)] == [8, 0]
+    assert asked(rows, None) == 18
+    assert asked(rows, RATE, "another tokenizer") == 8
+    assert asked(others, RATE) == 8
+    assert len(list(cache.iterdir())) == 4
+    assert asked(rows, RATE) == 0
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "rows beyond the file", "no zip"])
+def test_a_damaged_memory_is_made_anew(tmp_path, cache, damage):
+    one = jsonl(tmp_path, make_rows(18))
+    first = kept(one, KeepAll())
+    [remembered] = cache.iterdir()
+    data = bytearray(remembered.read_bytes())
+    if damage == "cut":
+        del data[-4:]
+    elif damage == "flipped":
+        at = data.index((16).to_bytes(4, "little") + (17).to_bytes(4, "little"))
+        data[at] ^= 1
+    elif damage == "rows beyond the file":
+        beyond = BytesIO()
+        np.savez(beyond, rows=np.array([99], np.uint32), task_types=np.array(["math"]))
+        data = bytearray(beyond.getvalue())
+    else:
+        data = bytearray(b"" if damage == "empty" else b"[1]")
+    remembered.write_bytes(data)
+    keep = KeepAll()
+    assert kept(one, keep) == first
+    assert len(keep.asked) == 18
+
+
+def test_without_a_place_to_remember_it_works_and_says_so(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert len(kept(jsonl(tmp_path, make_rows(3)), KeepAll())) == 3
+    assert "the selected rows are not cached" in caplog.text
+
+
+# -- Files larger than one would want to hold ------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["one_jsonl", "one_parquet", "saved_dataset"])
+def test_a_source_holds_a_part_of_its_files(tmp_path, monkeypatch, form):
+    # given 16 MB of long rows, and little room for what is read
+    for module in ("jsonl", "parquet", "hf_dataset"):
+        monkeypatch.setattr(f"sampler.tasks.sources.{module}.BATCH_ROWS", 20)
+    monkeypatch.setattr("sampler.tasks.sources.jsonl._BLOCK_BYTES", 2**20)
+    monkeypatch.setattr("sampler.tasks.sources.parquet.CACHED_BYTES", 2**20)
+    rows = make_rows(400)
+    for row in rows:
+        row["verification_info"] = json.dumps({"tests": row["problem_id"].zfill(8) * 5_000})
+    one = FORMS[form](tmp_path, rows)
+    before = pa.total_allocated_bytes()
+    tracemalloc.start()
+    # when all are read
+    made = read(one)
+    found = [made.problem(i).verification["tests"][:8] for i in range(400)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # then at no time was half of the files in memory; pages of a data set are mapped
+    assert found == [row["problem_id"].zfill(8) for row in rows]
+    assert peak < 8_000_000 or form == "saved_dataset"
+    assert pa.total_allocated_bytes() - before < 4_000_000

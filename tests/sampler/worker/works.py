@@ -1,36 +1,167 @@
-"""Workers in threads, whose engine does as it is told, and the real coordinator they work for."""
+"""Workers in threads, whose engine does as it is told, and the coordinator they work for."""
 
 from __future__ import annotations
 
 import logging
 import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
+from runspec.core.errors import UserError
 from runspec.core.invite import make_invite
 from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import RunSpec
+from sampler.engine.engine import EngineDied
+from sampler.engine.requests import GenerationAborted, LoadReport, NoVersion, Sampled, SampleRequest
 from sampler.worker.meter import Meter
+from sampler.worker.outbox import Outbox
 from sampler.worker.worker import Registration, Worker
-from tests.sampler.worker.obedient import Counting, ObedientEngine, Shelf, outbox_in
-from tests.verify.coordinator.deployment import RUN, Site, tiny_spec
+from tests.verify.coordinator.deployment import RUN, Site
 from tests.waiting import eventually
 from verify.client import CoordinatorClient
 from verify.formats.submission import Rollout, decode_rollouts
+from verify.plugins import Graded, GradeItem, Problem
+from verify.toploc.selection import select, split
 
-LOG = logging.getLogger("test-worker")
-DEADLINE_S = 20.0
+LOG = logging.getLogger("worker")
+LENGTH = 8
+_holders: list[socket.socket] = []
+LONG_S = 600.0
+"""Longer than anything takes that is to end by itself."""
+
+
+class ObedientEngine:
+    """Finishes what is submitted when it is told to, with tokens that follow from the noise key."""
+
+    capacity = 100
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.loads: list[tuple[int, int]] = []
+        """Version, and sequences that were running."""
+        self.submitted: list[list[SampleRequest]] = []
+        self.refuses: UserError | None = None
+        self.at_once = True
+        self.dies_of_abort = False
+        self.deaths_before_submit = 0
+        """How often it dies between the worker's look at it and what follows from that."""
+        self._open: list[tuple[Sequence[SampleRequest], Future[list[Sampled]]]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def running(self) -> int:
+        with self._lock:
+            return sum(len(requests) for requests, _ in self._open)
+
+    def load(self, weights_dir: Path, version: int) -> LoadReport:
+        self.loads.append((version, self.running))
+        if self.refuses is not None and len(self.loads) > 1:
+            raise self.refuses
+        self.version = version
+        return LoadReport([], [], [], load_s=0.5, pause_s=0.25)
+
+    def submit(self, requests: Sequence[SampleRequest]) -> Future[list[Sampled]]:
+        if self.deaths_before_submit:
+            self.deaths_before_submit -= 1
+            self.die()
+        if self.version is None:
+            raise NoVersion(EngineDied("the engine core ended (killed)"))
+        future: Future[list[Sampled]] = Future()
+        with self._lock:
+            self.submitted.append(list(requests))
+            self._open.append((requests, future))
+        if self.at_once:
+            self.finish()
+        return future
+
+    def finish(self) -> None:
+        for requests, future in self._take():
+            future.set_result([self._sampled(request) for request in requests])
+
+    def die(self) -> None:
+        self.version = None
+        for _, future in self._take():
+            future.set_exception(EngineDied("the engine core ended (killed)"))
+
+    def abort(self) -> None:
+        if self.dies_of_abort:
+            self.die()
+            raise EngineDied("the engine core ended (killed)")
+        for _, future in self._take():
+            future.set_exception(GenerationAborted())
+
+    def _take(self) -> list[tuple[Sequence[SampleRequest], Future[list[Sampled]]]]:
+        with self._lock:
+            taken, self._open = self._open, []
+        return taken
+
+    def _sampled(self, request: SampleRequest) -> Sampled:
+        assert request.noise_key is not None
+        rng = np.random.default_rng([word & 0xFFFFFFFF for word in request.noise_key])
+        hidden = rng.integers(0x3C00, 0x4000, (LENGTH, 16)).astype(np.uint16)
+        return Sampled(
+            rng.integers(1, 100, LENGTH).astype(np.int32),
+            -rng.random(LENGTH, dtype=np.float32),
+            "length",
+            np.full(LENGTH, self.version, np.int32),
+            select(split(hidden)),
+        )
+
+
+class Counting:
+    """A task set whose problems are numbers."""
+
+    eos_token_id, targets, data_digest = 0, [4, 8], ""
+
+    def __len__(self) -> int:
+        return 50
+
+    def problem(self, index: int) -> Problem:
+        return Problem(f"count-{index}", "counting", str(index), {})
+
+    def prompt_tokens(self, index: int, target: int | None) -> list[int]:
+        return [index, target or 0]
+
+    def grade_all(self, items: Sequence[GradeItem]) -> list[Graded]:
+        return [Graded(1.0, 0.0, 1.0) for _ in items]
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Shelf:
+    """Versions that are all here."""
+
+    newest = 0
+
+    def get(self, version: int, manifest_digest: str | None) -> Path:
+        return Path(f"v{version}")
+
+    def keep(self, *versions: int) -> None:
+        """Keeps everything."""
+
+
+def outbox_in(folder: Path, key: SigningKey) -> Outbox:
+    """What a worker of the tiny run leaves there."""
+    return Outbox(
+        folder / "outbox" / key.public_hex[:16],
+        run=RUN,
+        worker=key.public_hex,
+        max_bytes=1 << 20,
+        log=LOG,
+    )
 
 
 class Member:
     """A worker in a thread, and what it ended with."""
 
     def __init__(
-        self, site: Site, spec: RunSpec, key: SigningKey, client: CoordinatorClient
+        self, folder: Path, spec: RunSpec, key: SigningKey, client: CoordinatorClient
     ) -> None:
         self.engine, self.shelf, self.stop, self.meter = (
             ObedientEngine(),
@@ -38,6 +169,7 @@ class Member:
             threading.Event(),
             Meter(),
         )
+        self.client = client
         self.failure: BaseException | None = None
         pool = next(pool for pool in spec.samplers if pool.name == "near")
         self._worker = Worker(
@@ -45,7 +177,7 @@ class Member:
             versions=self.shelf,  # type: ignore[arg-type]
             engine=self.engine,  # type: ignore[arg-type]
             tasks=Counting(),
-            outbox=outbox_in(site.run_dir.parent / "worker", key),
+            outbox=outbox_in(folder, key),
         )
         self._thread = threading.Thread(target=self._run)
 
@@ -63,8 +195,8 @@ class Member:
 
     def leave(self) -> None:
         self.stop.set()
-        self._thread.join(DEADLINE_S)
-        assert self.ended()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         try:
@@ -81,27 +213,26 @@ class Works:
         self.site, self.spec = site, spec
         self.members: list[Member] = []
 
-    def member(self, key: SigningKey | None = None, *, deadline_s: float = DEADLINE_S) -> Member:
+    def member(self, key: SigningKey | None = None) -> Member:
         key = key or SigningKey.generate()
-        member = Member(self.site, self.spec, key, self.joined(key, deadline_s=deadline_s))
+        folder = self.site.run_dir.parent / "worker"
+        member = Member(folder, self.spec, key, self.joined(key))
         self.members.append(member)
         return member
 
-    def busy(
-        self, key: SigningKey | None = None, *, deadline_s: float = DEADLINE_S, loaded: int = 0
-    ) -> Member:
+    def busy(self, key: SigningKey | None = None, *, loaded: int = 0) -> Member:
         """A worker with two leases in its engine, which finishes them when it is told to."""
-        member = self.member(key, deadline_s=deadline_s)
+        member = self.member(key)
         member.engine.at_once = False
         member.start(loaded=loaded)
         eventually(lambda: len(member.engine.submitted) == 2, "two leases are in the engine")
         return member
 
-    def joined(self, key: SigningKey, *, deadline_s: float = DEADLINE_S) -> CoordinatorClient:
+    def joined(self, key: SigningKey) -> CoordinatorClient:
         """A registered key's client; it was invited, for the pool may be a trusted one."""
-        client = self.site.client(key, deadline_s=deadline_s)
+        client = self.site.client(key, deadline_s=LONG_S)
         invite = make_invite(
-            self.spec.name, pool="near", uses=1, valid_s=60.0, coordinator=self.site.coordinator
+            self.spec.name, pool="near", uses=1, valid_s=LONG_S, coordinator=self.site.coordinator
         )
         client.register("near", {}, invite=invite)
         return client
@@ -116,14 +247,9 @@ class Works:
         ]
 
 
-def spec_with(**pool: object) -> RunSpec:
-    spec = tiny_spec()
-    pools = [each.model_copy(update=pool) for each in spec.samplers]
-    return spec.model_copy(update={"samplers": pools})
-
-
 @contextmanager
 def site_of(folder: Path, spec: RunSpec) -> Iterator[Works]:
+    """The site is not served yet."""
     site = Site(folder, spec)
     works = Works(site, spec)
     with site.origin():
@@ -136,22 +262,9 @@ def site_of(folder: Path, spec: RunSpec) -> Iterator[Works]:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
-@contextmanager
-def working(site: Site, key_file: Path) -> Iterator[subprocess.Popen[str]]:
-    """A worker's process that has begun to work, with an engine that answers at once."""
-    command = [
-        *(sys.executable, "-m", "tests.sampler.worker.obedient", site.url, RUN),
-        *(site.root.public_hex, str(key_file), "near", site.invite),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "working\n"
-            yield process
-        finally:
-            process.kill()
+    """A port for servers, which no other process gets: it stays bound here, without listening."""
+    _holders.append(holder := socket.socket())
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers set it
+    holder.bind(("127.0.0.1", 0))
+    port: int = holder.getsockname()[1]
+    return port

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
@@ -12,12 +13,15 @@ from typing import Any
 
 from runspec.core.hashing import hash_parts
 from runspec.core.keys import SigningKey
-from tests.verify.coordinator.deployment import DEADLINE_S, Site, submission, verdict
+from tests.verify.coordinator.deployment import Site
+from tests.verify.coordinator.over_http import check, sample
 from verify.audit.findings import Report
 from verify.audit.replay import audit
 from verify.client import CoordinatorClient
 from verify.coordinator.ledger.ledger import FIRST_CHAIN
-from verify.formats.lease import open_lease
+
+Fields = dict[str, Any]
+Rows = list[tuple[str, Fields]]
 
 
 def work(
@@ -28,22 +32,20 @@ def work(
     **findings: object,
 ) -> None:
     """A lease taken, answered and judged, by a run that is served."""
-    key, client = worker
-    data = client.lease(DEADLINE_S)
-    assert data is not None
-    lease = open_lease(data, coordinators=frozenset({site.coordinator.public_hex}))
-    client.submit(*submission(data, lease, key))
+    sample(site, *worker)
     if judged:
-        validator = site.client(site.validator)
-        item = validator.next_submission(DEADLINE_S)
-        assert item is not None
-        validator.verdict(*verdict(item.submission, lease, site.validator, **findings))  # type: ignore[arg-type]
+        check(site, site.client(site.validator), **findings)
 
 
 @dataclass(frozen=True)
 class Copy:
     run_dir: Path
     site: Site
+
+    @classmethod
+    def of(cls, site: Site, folder: Path, **options: Any) -> Copy:
+        shutil.copytree(site.run_dir, folder, **options)
+        return cls(folder, site)
 
     @property
     def database(self) -> Path:
@@ -52,24 +54,30 @@ class Copy:
     def audit(self, heads: dict[int, str] | None = None) -> Report:
         return audit(self.run_dir, root_key=self.site.root.public_hex, heads=heads)
 
-    def whats(self) -> set[str]:
-        """What the findings of an audit say."""
-        return {finding.what for finding in self.audit().findings}
+    def found(self) -> set[tuple[int | None, str]]:
+        """Rows and checks of the findings of an audit."""
+        return {(finding.row, finding.what) for finding in self.audit().findings}
 
-    def rows(self) -> list[tuple[str, dict[str, Any]]]:
+    def whats(self) -> set[str]:
+        return {what for _, what in self.found()}
+
+    def rows(self) -> Rows:
         with closing(sqlite3.connect(self.database)) as database:
             found = database.execute("SELECT kind, body FROM ledger ORDER BY seq").fetchall()
         return [(kind, json.loads(body)) for kind, body in found]
 
+    def all(self, kind: str) -> list[int]:
+        """Numbers of the rows of a kind."""
+        return [n for n, (found, _) in enumerate(self.rows(), start=1) if found == kind]
+
     def first(self, kind: str) -> int:
-        """Number of the first row of a kind."""
-        return next(n for n, (found, _) in enumerate(self.rows(), start=1) if found == kind)
+        return self.all(kind)[0]
 
     def execute(self, statement: str, *values: object) -> None:
         with closing(sqlite3.connect(self.database)) as database, database:
             database.execute(statement, values)
 
-    def rewrite(self, change: Callable[[list[tuple[str, dict[str, Any]]]], object]) -> None:
+    def rewrite(self, change: Callable[[Rows], object]) -> None:
         """Changes the rows as a list, numbers them anew and makes their chain good again."""
         rows = self.rows()
         change(rows)
@@ -82,3 +90,7 @@ class Copy:
                 database.execute(
                     "INSERT INTO ledger VALUES (?, ?, ?, ?)", (number, kind, body, chain)
                 )
+
+    def change(self, row: int, change: Callable[[Fields], object]) -> None:
+        """Changes the fields of one row, under a good chain."""
+        self.rewrite(lambda rows: change(rows[row - 1][1]))

@@ -1,10 +1,10 @@
-"""The audit of a run with learner islands: what was committed, and what was changed since."""
+"""The audit of runs without workers: signed rows, shares that were offered, and commit records."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,102 +12,158 @@ import pytest
 
 from runspec.core.files import write_atomic
 from runspec.core.keys import SigningKey
+from runspec.core.run_files import step_folder
 from runspec.core.spec.resolved import dump_resolved
-from tests.verify.audit.tampering import Copy
+from runspec.core.spec.schema import RunSpec
+from tests.verify.audit.tampering import Copy, Fields, Rows
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site
+from tests.verify.coordinator.documents import documents_spec
 from tests.verify.coordinator.filled import digest
-from tests.verify.coordinator.island_run import island, islands_spec, offer, outer
+from tests.verify.coordinator.island_run import island, offer, outer, with_islands
+from tests.verify.coordinator.over_http import polled
 from verify.formats.islands import (
     CommitRecord,
     Contribution,
     Dropped,
-    ShareOffered,
     open_commit,
     open_offer,
     sign_commit,
     sign_offer,
 )
-from verify.formats.ranges import open_ranges, sign_ranges
+from verify.formats.ranges import RangeManifest, RowRange, open_ranges, sign_ranges
 from verify.island_client import Committed
 
-Fields = dict[str, Any]
 SETTINGS: Fields = {"quorum": 2, "grace": "20ms", "max_norm": 5.0}
 COMMIT = 1
 """The record that is tampered with: of step 1, to which a and c contributed."""
+STEPS = 6
+"""Steps whose rows are signed: two that are committed, and four ahead of them."""
+
+
+def spec_of(publish_every: int = 2, **settings: Any) -> RunSpec:
+    return with_islands(documents_spec(publish_every=publish_every), **{**SETTINGS, **settings})
 
 
 @pytest.fixture(scope="module")
 def audited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Two committed steps, the first without b's large share, the second without b's late one."""
-    site = Site(tmp_path_factory.mktemp("islands"), islands_spec(**SETTINGS))
+    site = Site(tmp_path_factory.mktemp("islands"), spec_of())
     site.publish(0)
     with site.origin(), site.serving():
         for step, names in enumerate((("b", "a", "c"), ("a", "c"))):
             for name in names:
-                assert island(site, name).batch(step, DEADLINE_S)
+                polled(partial(island(site, name).batch, step))
                 norm = 9.0 if name == "b" else 2.0
                 island(site, name).offer(offer(name, step, norm=norm))
             found = island(site, "b").record(step, DEADLINE_S)
             assert isinstance(found, Committed)
             for name in ("c", "b"):
                 assert island(site, name).result(step, found.digest, outer(step)) is True
-            site.publish(step + 1)
+        polled(partial(island(site, "b").batch, STEPS - 1))
     yield site
 
 
 @pytest.fixture
 def run(audited: Site, tmp_path: Path) -> Copy:
-    shutil.copytree(audited.run_dir, tmp_path / "run")
-    return Copy(tmp_path / "run", audited)
+    return Copy.of(audited, tmp_path / "run")
 
 
-def rows_of(rows: list[tuple[str, Fields]], kind: str) -> list[Fields]:
-    return [fields for found, fields in rows if found == kind]
-
-
-def change_record(
-    run: Copy, change: Callable[[CommitRecord], CommitRecord], key: SigningKey | None = None
-) -> None:
-    """Changes a record and signs it again."""
-
-    def rewrite(rows: list[tuple[str, Fields]]) -> None:
-        fields = rows_of(rows, "IslandsCommitted")[COMMIT]
-        keys = frozenset({run.site.coordinator.public_hex})
-        data = fields["document"].encode()
-        record = change(open_commit(data, coordinators=keys, run=RUN, step=COMMIT))
-        fields["record"] = asdict(record)
-        fields["document"] = sign_commit(record, key or run.site.coordinator).decode()
-
-    run.rewrite(rewrite)
-
-
-def change_offer(run: Copy, change: Callable[[ShareOffered], ShareOffered], signer: str) -> None:
-    """Changes the last offer, of island c, and signs it again."""
-
-    def rewrite(rows: list[tuple[str, Fields]]) -> None:
-        fields = rows_of(rows, "OfferReceived")[-1]
-        keys = {name: key.public_hex for name, key in run.site.islands.items()}
-        made = change(open_offer(fields["document"].encode(), keys=keys, run=RUN))
-        fields["offer"] = asdict(made)
-        fields["document"] = sign_offer(made, run.site.islands[signer]).decode()
-
-    run.rewrite(rewrite)
+def set_spec(run: Copy, spec: RunSpec) -> None:
+    write_atomic(run.run_dir / "spec.json", dump_resolved(spec))
 
 
 def test_an_honest_run_is_clean(run: Copy) -> None:
     report = run.audit()
     assert (report.findings, report.notes) == ([], [])
-    signed = ("StepClosed", "IslandsCommitted")
-    last = max(n for n, (kind, _) in enumerate(run.rows(), start=1) if kind in signed)
-    assert report.anchored_rows == last - 1
-    rows = run.rows()
-    reasons = [fields["record"]["dropped"] for fields in rows_of(rows, "IslandsCommitted")]
-    assert [[drop["island"] for drop in dropped] for dropped in reasons] == [["b"], ["b"]]
+    assert (report.steps_closed, report.files_gone) == (STEPS, 0)
+    assert report.anchored_rows == max(run.all("StepClosed") + run.all("IslandsCommitted")) - 1
+    records = [fields["record"] for kind, fields in run.rows() if kind == "IslandsCommitted"]
+    assert [[drop["island"] for drop in record["dropped"]] for record in records] == [["b"]] * 2
 
 
-def test_a_record_of_another_signer_is_found(run: Copy) -> None:
-    change_record(run, lambda record: record, SigningKey.generate())
-    assert "commit signature" in run.whats()
+# -- Signed rows ---------------------------------------------------------------------------------
+
+
+def sign_again(run: Copy, key: SigningKey | None = None, **changes: Any) -> int:
+    """Signs the first manifest again, changed, in the ledger and for the learner."""
+    row = run.first("StepClosed")
+
+    def rewrite(fields: Fields) -> None:
+        data = fields["document"].encode()
+        found = open_ranges(data, coordinators=None, run=RUN, step=0, rows_per_step=6)
+        document = sign_ranges(replace(found, **changes), key or run.site.coordinator)
+        fields["document"] = document.decode()
+        (step_folder(run.run_dir, 0) / "batch.json").write_bytes(document)
+
+    run.change(row, rewrite)
+    return row
+
+
+def first_manifest(run: Copy) -> RangeManifest:
+    data = (step_folder(run.run_dir, 0) / "batch.json").read_bytes()
+    return open_ranges(data, coordinators=None, run=RUN, step=0, rows_per_step=6)
+
+
+def test_other_rows_signers_anchors_and_islands_of_a_manifest_are_found(run: Copy) -> None:
+    shares = first_manifest(run).shares
+    row = sign_again(run, SigningKey.generate())
+    assert (row, "batch signature") in run.found()
+    sign_again(run, ledger_chain="ab" * 32)
+    assert (row, "anchor") in run.found()
+    sign_again(run, shares=[replace(share, island=f"{share.island}x") for share in shares])
+    assert (row, "batch shares") in run.found()
+    sign_again(run, shares=shares, rows=RowRange(0, 7))
+    (found,) = (f for f in run.audit().findings if f.what == "batch signature")
+    assert "rows 0 to 7 in step 0, which has 0 to 6" in found.found
+
+
+def test_a_changed_file_of_rows_is_found(run: Copy) -> None:
+    path = step_folder(run.run_dir, 1) / "batch.json"
+    path.write_bytes(path.read_bytes() + b" ")
+    assert run.found() == {(run.all("StepClosed")[1], "batch file")}
+
+
+def test_steps_that_train_groups_and_ones_out_of_order_are_found(run: Copy) -> None:
+    first, second, *_ = run.all("StepClosed")
+    run.change(first, lambda fields: fields.update(trained=[{"lease": "ab" * 32, "group": 0}]))
+    assert {(first, "state"), (first, "batch groups")} <= run.found()
+
+    def swap(rows: Rows) -> None:
+        rows[first - 1], rows[second - 1] = rows[second - 1], rows[first - 1]
+
+    run.rewrite(swap)
+    assert {(first, "state"), (first, "anchor")} <= run.found()
+
+
+def test_a_changed_pace_of_versions_is_noted(run: Copy) -> None:
+    # given a run that goes on with more frequent versions: most steps were signed too early for it
+    set_spec(run, spec_of(publish_every=1))
+    report = run.audit()
+    assert (report.findings, report.steps_closed) == ([], STEPS)
+    assert sum("its contents are right" in note for note in report.notes) == STEPS - 2
+    # and a step that is signed before any version was published is found
+    run.rewrite(lambda rows: rows.pop(run.first("VersionPublished") - 1))
+    assert "filling" in run.whats()
+
+
+# -- Offers and records --------------------------------------------------------------------------
+
+
+def change_record(
+    run: Copy, change: Callable[[CommitRecord], CommitRecord], key: SigningKey | None = None
+) -> int:
+    """Changes a record and signs it again; the number of its row."""
+    row = run.all("IslandsCommitted")[COMMIT]
+
+    def rewrite(fields: Fields) -> None:
+        data = fields["document"].encode()
+        keys = frozenset({run.site.coordinator.public_hex})
+        record = change(open_commit(data, coordinators=keys, run=RUN, step=COMMIT))
+        fields["record"] = asdict(record)
+        fields["document"] = sign_commit(record, key or run.site.coordinator).decode()
+
+    run.change(row, rewrite)
+    return row
 
 
 def heavier(record: CommitRecord) -> CommitRecord:
@@ -141,74 +197,70 @@ def with_b(record: CommitRecord) -> CommitRecord:
     ],
 )
 def test_a_changed_record_is_found(run: Copy, change: Any, what: str) -> None:
-    change_record(run, change)
-    assert what in run.whats()
+    row = change_record(run, change)
+    assert (row, what) in run.found()
+
+
+def test_a_record_of_another_signer_is_found(run: Copy) -> None:
+    row = change_record(run, lambda record: record, SigningKey.generate())
+    assert (row, "commit signature") in run.found()
 
 
 def test_a_row_that_is_not_what_was_signed_is_found(run: Copy) -> None:
-    def rewrite(rows: list[tuple[str, Fields]]) -> None:
-        rows_of(rows, "IslandsCommitted")[COMMIT]["record"]["codec"] = "int8"
-        rows_of(rows, "OfferReceived")[0]["offer"]["weight"] = 7.0
-
-    run.rewrite(rewrite)
-    assert {"commit", "offer"} <= run.whats()
+    record, made = run.all("IslandsCommitted")[COMMIT], run.first("OfferReceived")
+    run.change(record, lambda fields: fields["record"].update(codec="int8"))
+    run.change(made, lambda fields: fields["offer"].update(weight=7.0))
+    assert {(record, "commit"), (made, "offer")} <= run.found()
 
 
-def test_an_offer_that_another_island_signed_is_found(run: Copy) -> None:
-    change_offer(run, lambda made: made, "a")
-    assert {"offer signature", "contribution"} <= run.whats()
+@pytest.mark.parametrize(
+    ("signer", "changes", "whats"),
+    [
+        ("a", {}, {"offer signature", "contribution"}),  # another island signed it
+        ("c", {"share": digest("other")}, {"contribution"}),  # it was signed anew
+    ],
+)
+def test_a_changed_offer_is_found(run: Copy, signer: str, changes: Fields, whats: set[str]) -> None:
+    def rewrite(fields: Fields) -> None:
+        keys = {name: key.public_hex for name, key in run.site.islands.items()}
+        made = replace(open_offer(fields["document"].encode(), keys=keys, run=RUN), **changes)
+        fields["offer"] = asdict(made)
+        fields["document"] = sign_offer(made, run.site.islands[signer]).decode()
 
-
-def test_an_offer_that_was_signed_anew_is_found(run: Copy) -> None:
-    change_offer(run, lambda made: replace(made, share=digest("other")), "c")
-    assert "contribution" in run.whats()
+    run.change(run.all("OfferReceived")[-1], rewrite)
+    assert whats <= run.whats()
 
 
 def test_a_second_record_of_a_step_is_found(run: Copy) -> None:
-    def rewrite(rows: list[tuple[str, Fields]]) -> None:
-        last = max(n for n, (kind, _) in enumerate(rows) if kind == "IslandsCommitted")
-        rows.insert(last, rows[last])
-
-    run.rewrite(rewrite)
+    last = run.all("IslandsCommitted")[COMMIT]
+    run.rewrite(lambda rows: rows.insert(last, rows[last - 1]))
     (found,) = (f for f in run.audit().findings if "a second record of step 1" in f.found)
-    assert found.what == "commit"
+    assert (found.row, found.what) == (last + 1, "commit")
 
 
 def test_outer_states_that_do_not_follow_are_found(run: Copy) -> None:
-    def rewrite(rows: list[tuple[str, Fields]]) -> None:
-        first, last = rows_of(rows, "OuterResult")
-        first["digest"] = digest("other")
-        last["step"] = 5
-
-    run.rewrite(rewrite)
+    first, last = run.all("OuterResult")
+    run.change(first, lambda fields: fields.update(digest=digest("other")))
+    run.change(last, lambda fields: fields.update(step=5))
     findings = run.audit().findings
     assert any(f.what == "commit" and "base" in f.found for f in findings)
     assert any(f.what == "outer state" and f.found == "of step 5" for f in findings)
+    # and one island's report is recorded once
+    run.rewrite(lambda rows: rows.insert(first, rows[first - 1]))
+    assert (first + 1, "outer state") in run.found()
 
 
 def test_a_step_that_was_opened_again_too_late_is_found(run: Copy) -> None:
-    def rewrite(rows: list[tuple[str, Fields]]) -> None:
-        at = rows_of(rows, "OuterResult")[0]["at"]
-        rows.append(("ShareLost", {"at": at, "step": 0, "island": "c", "by": "a"}))
-        rows.append(("ShareLost", {"at": at, "step": 5, "island": "c", "by": "a"}))
+    def rewrite(rows: Rows) -> None:
+        for step in (0, 5):
+            rows.append(("ShareLost", {"at": rows[-1][1]["at"], "step": step} | LOST))
 
     run.rewrite(rewrite)
     found = [f.expected for f in run.audit().findings if f.what == "lost share"]
     assert found == ["the newest step", "a committed step"]
 
 
-def test_shares_of_other_islands_are_found(run: Copy) -> None:
-    def rewrite(rows: list[tuple[str, Fields]]) -> None:
-        fields = rows_of(rows, "StepClosed")[0]
-        data = fields["document"].encode()
-        manifest = open_ranges(data, coordinators=None, run=RUN, step=0, rows_per_step=6)
-        changed = replace(
-            manifest, shares=[replace(s, island=f"{s.island}x") for s in manifest.shares]
-        )
-        fields["document"] = sign_ranges(changed, run.site.coordinator).decode()
-
-    run.rewrite(rewrite)
-    assert "batch shares" in run.whats()
+LOST = {"island": "c", "by": "a"}
 
 
 @pytest.mark.parametrize(
@@ -216,8 +268,7 @@ def test_shares_of_other_islands_are_found(run: Copy) -> None:
 )
 def test_changed_settings_are_noted(run: Copy, settings: Fields) -> None:
     """A restart may change when a step is committed, and the bound on the norm."""
-    spec = islands_spec(**{**SETTINGS, **settings})
-    write_atomic(run.run_dir / "spec.json", dump_resolved(spec))
+    set_spec(run, spec_of(**settings))
     report = run.audit()
     assert report.findings == []
     assert any("its shares were all offered" in note for note in report.notes)

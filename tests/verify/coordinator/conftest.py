@@ -1,4 +1,3 @@
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,10 +20,3 @@ def site(tmp_path: Path) -> Iterator[Site]:
     site.publish(0)
     with site.origin():
         yield site
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port

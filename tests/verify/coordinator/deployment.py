@@ -35,17 +35,14 @@ from verify.formats.verdict import CheckResult, RolloutVerdict, encode_verdicts,
 
 RUN = "tiny"
 GROUPS, GROUP_SIZE = 4, 2
-DEADLINE_S = 20.0
+DEADLINE_S = 600.0
 
 
 def tiny_spec(*, lease_timeout: str = "60s", steps: int = 3) -> RunSpec:
-    pool = {
-        "name": "near",
-        "hardware": {"kind": "cpu"},
-        "max_model_len": 64,
-        "max_new_tokens": 32,
-        "groups_per_submission": 2,
-    }
+    lengths = {"max_model_len": 64, "max_new_tokens": 32, "groups_per_submission": 2}
+    pool = {"name": "near", "hardware": {"kind": "cpu"}, **lengths}
+    algorithm = {"prompts_per_step": GROUPS, "group_size": GROUP_SIZE, "async_level": 1}
+    sources = [{"name": "s", "kind": "parquet"}]
     return RunSpec.model_validate(
         {
             "version": "runspec/v1",
@@ -53,12 +50,8 @@ def tiny_spec(*, lease_timeout: str = "60s", steps: int = 3) -> RunSpec:
             "seed": 1,
             "steps": steps,
             "model": {"hf": "some/model", "max_context": 64},
-            "data": {"max_prompt_tokens": 32, "sources": [{"name": "s", "kind": "parquet"}]},
-            "algorithm": {
-                "prompts_per_step": GROUPS,
-                "group_size": GROUP_SIZE,
-                "async_level": 1,
-            },
+            "data": {"max_prompt_tokens": 32, "sources": sources},
+            "algorithm": algorithm,
             "optimizer": {"lr": 1e-3},
             "reward": [{"name": "r", "kind": "math"}],
             "learner": {"hardware": {"kind": "cpu"}, "packing": {"tokens": 64, "rows": 1}},
@@ -115,17 +108,10 @@ class Site:
         write_atomic(self.store / self.run / "latest.json", data)
 
     def client(
-        self,
-        key: SigningKey,
-        *,
-        run: str | None = None,
-        root: str | None = None,
-        deadline_s: float = DEADLINE_S,
+        self, key: SigningKey, *, run: str = "", root: str = "", deadline_s: float = DEADLINE_S
     ) -> CoordinatorClient:
-        root = root or self.root.public_hex
-        return CoordinatorClient(
-            self.url, key, run=run or self.run, root_public_key=root, deadline_s=deadline_s
-        )
+        names = {"run": run or self.run, "root_public_key": root or self.root.public_hex}
+        return CoordinatorClient(self.url, key, deadline_s=deadline_s, **names)
 
     def worker(
         self, pool: str = "near", *, invited: bool = True
@@ -139,12 +125,8 @@ class Site:
     def batch(self, step: int) -> BatchManifest:
         path = self.run_dir / "rollouts" / f"step_{step}" / "batch.json"
         eventually(path.exists, f"batch of step {step}")
-        return open_batch(
-            path.read_bytes(),
-            coordinators=frozenset({self.coordinator.public_hex}),
-            run=self.run,
-            step=step,
-        )
+        keys = frozenset({self.coordinator.public_hex})
+        return open_batch(path.read_bytes(), coordinators=keys, run=self.run, step=step)
 
     @contextmanager
     def origin(self) -> Iterator[None]:
@@ -162,14 +144,9 @@ class Site:
 
     def server(self, started: Callable[[int], None]) -> Coroutine[Any, Any, None]:
         """On a free port, of which `started` is told."""
-        return serve(
-            self.run_dir,
-            host="127.0.0.1",
-            port=0,
-            weights=self.weights,
-            root_public_key=self.root.public_hex,
-            started=started,
-        )
+        root = self.root.public_hex
+        where = {"host": "127.0.0.1", "port": 0, "weights": self.weights}
+        return serve(self.run_dir, root_public_key=root, started=started, **where)  # type: ignore[arg-type]
 
     @contextmanager
     def serving(self) -> Iterator[asyncio.Future[None]]:
@@ -220,27 +197,12 @@ class _QuietHandler(SimpleHTTPRequestHandler):
 
 def rollouts(lease: Lease, digest: str, *, note: int = 0) -> bytes:
     """The table of a submission: whole groups, contents that nobody looks at here."""
+    prompt, output = (np.arange(length, dtype=np.int32) for length in (3, 5))
     rows = [
         Rollout(
-            run=lease.run,
-            step=lease.step,
-            worker=lease.worker,
-            lease=digest,
-            problem_id=f"p{note}",
-            group=group,
-            sample=sample,
-            version=lease.version,
-            prompt_tokens=np.arange(3, dtype=np.int32),
-            output_tokens=np.arange(5, dtype=np.int32),
-            logprobs=np.zeros(5, dtype=np.float32),
-            finish_reason="stop",
-            temperature=1.0,
-            top_p=1.0,
-            top_k=-1,
-            target=8,
-            task_reward=1.0,
-            length_penalty=0.0,
-            proofs=[bytes(258)],
+            *(lease.run, lease.step, lease.worker, digest, f"p{note}", group, sample),
+            *(lease.version, prompt, output, np.zeros(5, dtype=np.float32), "stop"),
+            *(1.0, 1.0, -1, 8, 1.0, 0.0, [bytes(258)]),
         )
         for group in range(lease.groups)
         for sample in range(GROUP_SIZE)
@@ -272,19 +234,11 @@ def verdict(
 ) -> tuple[bytes, bytes]:
     """Envelope and table of a verdict; `task_rewards` are those of each group's samples, the
     fingerprints those of the first row, the excess of gaps that of each."""
+    checks = [CheckResult("logprobs", accepted, 0.25, 0.5)]
     rows = [
         RolloutVerdict(
-            submission=digest,
-            row=group * GROUP_SIZE + sample,
-            group=group,
-            task_reward=task_rewards[sample],
-            length_penalty=-0.5,
-            reward=task_rewards[sample] - 0.5,
-            length=5,
-            target=8,
-            logprobs=np.zeros(5, dtype=np.float32),
-            logprob_diff=0.25,
-            checks=[CheckResult("logprobs", accepted, 0.25, 0.5)],
+            *(digest, group * GROUP_SIZE + sample, group, task_rewards[sample], -0.5),
+            *(task_rewards[sample] - 0.5, 5, 8, np.zeros(5, dtype=np.float32), 0.25, checks),
             fingerprints=list(fingerprints) if (group, sample) == (0, 0) else [],
             gap_excess=gap_excess,
         )
@@ -292,15 +246,9 @@ def verdict(
         for sample in range(GROUP_SIZE)
     ]
     table = encode_verdicts(rows)
-    envelope = sign_verdict(
-        table,
-        run=RUN,
-        step=lease.step,
-        submission=digest,
-        accepted=accepted,
-        reason=("" if accepted else "logprobs: row 0: 0.25 > 0.1") if reason is None else reason,
-        dropped_groups=list(dropped),
-        fault=fault,
-        key=key,
-    )
+    if reason is None:
+        reason = "" if accepted else "logprobs: row 0: 0.25 > 0.1"
+    said = {"accepted": accepted, "reason": reason, "dropped_groups": list(dropped)}
+    names = {"run": RUN, "step": lease.step, "submission": digest, "key": key}
+    envelope = sign_verdict(table, fault=fault, **said, **names)  # type: ignore[arg-type]
     return envelope, table

@@ -1,32 +1,28 @@
-"""A coordinator without IO: decisions turned into events, as the real one does, by hand."""
+"""A coordinator without IO: decisions turned into events, as the real one does, by hand; and its
+services without HTTP, over a real ledger and a clock of the test's choice."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from runspec.core.hashing import hash_parts
-from verify.coordinator.machine import filling
+from runspec.core.keys import SigningKey
+from runspec.core.roles import Roles
+from runspec.core.spec.schema import Backlog as BacklogLimits
+from runspec.core.spec.schema import RunSpec
+from tests.verify.coordinator.deployment import RUN
+from verify.coordinator.edge.backlog import Backlog
+from verify.coordinator.edge.limits import Limiter, NewKeys
+from verify.coordinator.journal import Journal
+from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.consequences import consequences
-from verify.coordinator.machine.events import (
-    CoordinatorStarted,
-    Event,
-    GroupGrade,
-    LeaseExpired,
-    LeaseGranted,
-    LeaseOverdue,
-    LeaseReleased,
-    NonceDrawn,
-    StepClosed,
-    SubmissionJudged,
-    SubmissionReceived,
-    VersionPublished,
-    WorkerRegistered,
-)
 from verify.coordinator.machine.filling import Close, NonceNeeded
 from verify.coordinator.machine.stalls import Stalled
 from verify.coordinator.machine.state import LeaseRecord, Policy, State
 from verify.coordinator.machine.transitions import apply
+from verify.coordinator.services.leasing import Admission, Leasing
 from verify.formats.lease import Lease
 
 POLICY = Policy(
@@ -55,12 +51,20 @@ def key(name: str) -> str:
     return digest("key", name)
 
 
+FAILED = (events.FailedAttempt(1.0, key("validator"), "its process ended"),)
+
+
 def policy(**changes: object) -> Policy:
     return replace(POLICY, **changes)
 
 
-def grade(group: int, outcome: str = "usable") -> GroupGrade:
-    return GroupGrade(group, outcome, 2, 10, 4, 0.5, 0.25, 1.0, 0.01)  # type: ignore[arg-type]
+def grade(group: int, outcome: str = "usable") -> events.GroupGrade:
+    return events.GroupGrade(group, outcome, 2, 10, 4, 0.5, 0.25, 1.0, 0.01)  # type: ignore[arg-type]
+
+
+def submission_of(record: LeaseRecord) -> str:
+    """Digest of the submission that answers a lease."""
+    return digest("s", record.digest)
 
 
 class Filled:
@@ -69,10 +73,10 @@ class Filled:
     def __init__(self, policy: Policy = POLICY) -> None:
         self.now = 1000.0
         self.state = State(policy)
-        self.events: list[Event] = []
-        self.record(CoordinatorStarted(self.now))
+        self.events: list[events.Event] = []
+        self.record(events.CoordinatorStarted(self.now))
 
-    def record(self, event: Event) -> None:
+    def record(self, event: events.Event) -> None:
         self.state = apply(self.state, event)
         self.events.append(event)
         for follows in consequences(self.state, event):
@@ -81,10 +85,10 @@ class Filled:
 
     def register(self, name: str, pool: str = "a", *, own: bool = True) -> None:
         """Registers a worker of the run's own, or a stranger."""
-        self.record(WorkerRegistered(self.now, key(name), pool, own=own))
+        self.record(events.WorkerRegistered(self.now, key(name), pool, own=own))
 
     def publish(self, version: int) -> None:
-        self.record(VersionPublished(self.now, version, digest("manifest", version)))
+        self.record(events.VersionPublished(self.now, version, digest("manifest", version)))
 
     def lease(self, name: str, *, holding: Collection[str] = ()) -> LeaseRecord | None:
         while True:
@@ -94,20 +98,35 @@ class Filled:
                     return None
                 case LeaseRecord():
                     return decision
-                case LeaseOverdue():
+                case events.LeaseOverdue():
                     self.record(decision)
                 case NonceNeeded(step):
                     draw = digest("nonce", step, len(self.events))
-                    self.record(NonceDrawn(self.now, step, draw, len(self.state.workers)))
+                    self.record(events.NonceDrawn(self.now, step, draw, len(self.state.workers)))
                 case Lease():
                     name_of = digest("lease", decision.seed.hex())
-                    self.record(LeaseGranted(self.now, decision, name_of, "signed"))
+                    self.record(events.LeaseGranted(self.now, decision, name_of, "signed"))
+
+    def further(self, name: str) -> LeaseRecord | None:
+        """A lease beside those that the worker holds."""
+        return self.lease(name, holding=list(self.state.leases))
 
     def release(self, record: LeaseRecord) -> None:
-        self.record(LeaseReleased(self.now, record.digest))
+        self.record(events.LeaseReleased(self.now, record.digest))
 
     def submit(self, record: LeaseRecord) -> None:
-        self.record(SubmissionReceived(self.now, record.digest, digest("s", record.digest), 1))
+        event = events.SubmissionReceived(self.now, record.digest, submission_of(record), 1)
+        self.record(event)
+
+    def submitted(self, name: str) -> LeaseRecord:
+        record = self.lease(name)
+        assert record is not None
+        self.submit(record)
+        return record
+
+    def set_aside(self, record: LeaseRecord) -> None:
+        submission = submission_of(record)
+        self.record(events.SubmissionSetAside(self.now, record.digest, submission, FAILED))
 
     def judge(
         self,
@@ -127,8 +146,8 @@ class Filled:
         )
         reason = "" if outcomes else reason
         self.record(
-            SubmissionJudged(
-                *(self.now, record.digest, digest("s", record.digest), digest("v", record.digest)),
+            events.SubmissionJudged(
+                *(self.now, record.digest, submission_of(record), digest("v", record.digest)),
                 *(key("validator"), outcomes is not None, reason, groups),
                 fault=fault,
             )
@@ -148,17 +167,17 @@ class Filled:
     def advance(self) -> list[Close]:
         """What the clock of the coordinator does: expiries, then closings."""
         for record in filling.expired_leases(self.state, self.now):
-            self.record(LeaseExpired(self.now, record.digest))
+            self.record(events.LeaseExpired(self.now, record.digest))
         closed = []
         while isinstance(decision := filling.decide_close(self.state, self.now), Close):
-            self.record(StepClosed(self.now, decision.step, decision.groups, "signed"))
+            self.record(events.StepClosed(self.now, decision.step, decision.groups, "signed"))
             closed.append(decision)
         return closed
 
-    def stalled(self) -> str:
+    def stalled(self) -> Stalled:
         decision = filling.decide_close(self.state, self.now)
         assert isinstance(decision, Stalled), decision
-        return decision.reason
+        return decision
 
 
 def started(**changes: object) -> Filled:
@@ -168,3 +187,54 @@ def started(**changes: object) -> Filled:
     run.register("y")
     run.publish(0)
     return run
+
+
+# -- Services without HTTP -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What limits the services of a run."""
+
+    new_keys: NewKeys
+    backlog: Backlog
+
+
+def roles_of(*, coordinator: Iterable[str] = (), validator: Iterable[str] = ()) -> Roles:
+    """Roles without an end."""
+    nobody = frozenset[str]()
+    return Roles(RUN, 0.0, 1e12, nobody, frozenset(coordinator), frozenset(validator))
+
+
+def journal_of(run: Filled, folder: Path, clock: Callable[[], float] | None = None) -> Journal:
+    """A journal that holds the events of a pure run; its clock is the run's, if none is given."""
+    journal = Journal(folder, run.state.policy, clock=clock or (lambda: run.now))
+    for event in run.events:
+        journal.record(event)
+    return journal
+
+
+def edge_of(
+    journal: Journal,
+    spec: RunSpec,
+    *,
+    limits: BacklogLimits | None = None,
+    free_bytes: Callable[[], int] = lambda: 1 << 50,
+) -> Edge:
+    """The limits of a run, on a disk of this size."""
+    limits = limits or spec.verify.backlog
+    backlog = Backlog(journal, limits, free_bytes=lambda _: free_bytes())
+    return Edge(NewKeys(Limiter()), backlog)
+
+
+def leasing_of(
+    journal: Journal, spec: RunSpec, key: SigningKey, roles: Roles, edge: Edge
+) -> Leasing:
+    """The workers' service of a run without workers of its own."""
+    admission = Admission(spec, roles, (), edge.new_keys)
+    return Leasing(journal, spec, key, roles, admission, edge.backlog)
+
+
+async def chunks(body: bytes) -> AsyncIterator[bytes]:
+    """A body as the server gives it."""
+    yield body

@@ -1,13 +1,14 @@
-"""The real server over HTTP: a run and what ends it, what validators claim, verdicts that fit."""
+"""The real server over HTTP: a whole run, what ends it, what it refuses, what it gives to whom."""
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
-import time
-from contextlib import closing
-from dataclasses import replace
-from functools import partial
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,19 +19,21 @@ from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.process import RunStopped
-from runspec.core.run_files import submission_files
-from runspec.core.spec.resolved import dump_resolved
+from runspec.core.roles import sign_roles
+from runspec.core.run_files import evaluation_file, submission_files
+from runspec.core.signed import sign_document
+from runspec.core.spec.schema import RunSpec
 from tests.ended_at_once import hears_sigterm_at_once
-from tests.verify.coordinator.deployment import DEADLINE_S, Site, tiny_spec, verdict
-from tests.verify.coordinator.filled import started
-from tests.verify.coordinator.in_process import journal_of
+from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec
 from tests.verify.coordinator.over_http import check, granted, post, sample, status
 from tests.waiting import eventually
-from verify.client import RunFinished
-from verify.coordinator.machine.reputation import WORKERS_GAPS
-from verify.coordinator.services.judging import Judging
-from verify.formats.lease import Lease
+from verify.client import RunFinished, SubmissionRefused
+from verify.formats.evaluation import Evaluated, Figure, ProblemResult, open_evaluation
+from verify.formats.evaluation import sign_evaluation as sign
+from verify.formats.lease import lease_digest
+from verify.formats.submission import KIND, max_submission_bytes, open_submission, sign_submission
 from verify.formats.verdict import decode_verdicts
+from verify.request_auth import ENVELOPE, sign_request
 
 
 def test_a_run_from_its_first_lease_to_its_last_batch(site: Site):
@@ -40,13 +43,11 @@ def test_a_run_from_its_first_lease_to_its_last_batch(site: Site):
         assert worker.spec() == tiny_spec()
         worker.heartbeat({"version": 0, "busy_s": 1.5, "tokens": 100})
         validator.heartbeat({"busy_s": 0.0, "checked": 0})
-
         for step in range(3):
             submitted = [sample(site, key, worker) for _ in range(2)]
             judged = [check(site, validator) for _ in range(2)]
             batch = site.batch(step)
             site.publish(step + 1)
-
             assert judged == [digest for digest, _ in submitted]
             assert [(g.submission, g.group) for g in batch.groups] == [
                 (digest, group) for digest, _ in submitted for group in (0, 1)
@@ -58,16 +59,8 @@ def test_a_run_from_its_first_lease_to_its_last_batch(site: Site):
                 assert digest_bytes(files.submission.read_bytes()) == group.submission
                 assert digest_bytes(files.verdict.read_bytes()) == group.verdict
                 assert len(decode_verdicts(files.verdict.read_bytes())) == 4
-
-        stats = batch.stats
-        assert stats["graded_groups"] == stats["leased_groups"] == 4
-        assert stats["accepted_rollouts"] == 8
-        assert stats["task_reward_mean"] == 0.5 and stats["reward_mean"] == 0.0
-        assert stats["length_mean"] == 5.0 and stats["length_error_mean"] == 3.0
-        assert stats["logprob_diff_mean"] == 0.25
-        assert stats["by_target"] == {
-            "8": {"rollouts": 8, "task_reward_mean": 0.5, "length_mean": 5.0}
-        }
+        assert batch.stats["graded_groups"] == batch.stats["leased_groups"] == 4
+        assert batch.stats["task_reward_mean"] == 0.5 and batch.stats["reward_mean"] == 0.0
         for ask in (worker.lease, validator.next_submission):
             with pytest.raises(RunFinished):
                 ask(DEADLINE_S)
@@ -79,123 +72,221 @@ def test_a_run_from_its_first_lease_to_its_last_batch(site: Site):
         assert "runspec_coordinator_accepted_rollouts_total 24.0" in metrics
 
 
+# -- What ends it --------------------------------------------------------------------------------
+
+
 def test_a_stalled_step_ends_the_server_with_the_reason(tmp_path: Path):
-    spec = tiny_spec(lease_timeout="50ms")
-    fill = spec.algorithm.fill.model_copy(update={"max_groups": 1.0})
-    algorithm = spec.algorithm.model_copy(update={"fill": fill})
-    spec = spec.model_copy(update={"algorithm": algorithm})
-    site = Site(tmp_path, spec)
+    values = tiny_spec(lease_timeout="50ms").model_dump(mode="json", by_alias=True)
+    values["algorithm"]["fill"]["max_groups"] = 1.0
+    site = Site(tmp_path, RunSpec.model_validate(values))
     site.publish(0)
     with site.origin(), site.serving() as server:
-        _, worker = site.worker()
-        for _ in range(2):  # all that a step may lease, and nothing is delivered
-            granted(site, worker)
-
-        eventually(server.done, "the server ends")
-
-        error = server.exception()
-        assert isinstance(error, RunStopped)
-        assert "step 0 stalled: 0 of 4 groups, at least 2 needed" in str(error)
-        assert "4 groups withheld or late" in str(error)
+        key, _ = site.worker()
+        hasty = site.client(key, deadline_s=1.0)
+        while not server.done():  # it leases all that a step may lease, and delivers nothing
+            with suppress(UserError):  # the server may end before it answers
+                hasty.lease(0.0)
+        with pytest.raises(RunStopped, match=r"step 0 stalled: 0 of 4.*4 groups withheld or late"):
+            server.result()
 
 
 def test_a_version_that_the_ledger_knows_nothing_of_stops_the_run(site: Site):
     site.publish(5)
     with site.serving() as server:
         eventually(server.done, "the server ends")
+        with pytest.raises(
+            RunStopped, match=r"version 5 is published, but by .* only 0 steps are c"
+        ):
+            server.result()
 
-        assert "version 5 is published, but by the ledger only 0 steps are closed" in str(
-            server.exception()
-        )
 
-
-def test_the_spec_must_fit_the_keys(site: Site):
-    write_atomic(site.run_dir / "spec.json", dump_resolved(tiny_spec(steps=5)))
-    roles = json.loads((site.run_dir / "keys" / "roles.json").read_bytes())
+def test_roles_that_the_root_did_not_sign_stop_the_start(site: Site):
+    path = site.run_dir / "keys" / "roles.json"
+    roles = json.loads(path.read_bytes())
     roles["payload"]["roles"]["coordinator"] = [SigningKey.generate().public_hex]
-    write_atomic(site.run_dir / "keys" / "roles.json", canonical_json(roles))
-
+    write_atomic(path, canonical_json(roles))
     with pytest.raises(UserError, match=r"roles\.json: cannot be verified"), site.serving():
         pass
 
 
-def test_who_knows_its_address_may_end_it_at_once(site: Site) -> None:
+def test_a_signal_ends_it_once_it_has_its_address(site: Site) -> None:
     assert hears_sigterm_at_once(site.server)
 
 
-def test_a_claim_is_kept_by_heartbeats_and_offered_to_another_without_them(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("verify.coordinator.services.claims.CLAIM_TIMEOUT_S", 0.5)
-    other = SigningKey.generate()
-    site.sign_roles(site.validator, other)
+# -- What it refuses -----------------------------------------------------------------------------
+
+
+def test_requests_are_refused_by_who_asks_and_a_key_that_was_refused_is_not_registered(site: Site):
     with site.serving():
-        key, worker = site.worker()
-        digest, lease = sample(site, key, worker)
-        slow, quick = site.client(site.validator), site.client(other)
-        assert slow.next_submission(DEADLINE_S).submission == digest
-        for _ in range(6):
-            time.sleep(0.1)
-            slow.heartbeat({"busy_s": 0.0, "checked": 0})
-            assert quick.next_submission(0.0) is None
-
-        assert quick.next_submission(DEADLINE_S).submission == digest  # it is heard of no more
-
-        quick.verdict(*verdict(digest, lease, other))
-        slow.verdict(*verdict(digest, lease, site.validator, accepted=False))  # too late to count
-        told = status(site)
-        assert told["rejected_submissions"] == 0
-        assert told["workers"][0]["accepted_rollouts"] == 4
-
-
-REPEATED = f"duplicates: row 0: 3 runs of tokens of submission {'ab' * 32}, which was judged before"
-
-
-def _rejected(digest: str, lease: Lease, site: Site, reason: str) -> tuple[bytes, bytes]:
-    return verdict(digest, lease, site.validator, accepted=False, reason=reason)
-
-
-def test_verdicts_that_do_not_fit_are_refused(site: Site):
-    with site.serving():
-        key, worker = site.worker()
-        digest, lease = sample(site, key, worker)
-        validator = site.client(site.validator)
-        envelope, table = verdict(digest, lease, site.validator)
-        _, half = verdict(digest, replace(lease, groups=1), site.validator)
-        other_step = replace(lease, step=1)
-        rejected = partial(_rejected, digest, lease, site)
-        huge = verdict(digest, lease, site.validator, gap_excess=1e308)  # each is finite
-        nan = verdict(digest, lease, site.validator, task_rewards=(float("nan"), 1.0))
-
-        for signed, body, words in (
-            (*verdict(digest, lease, key), "may not sign it"),
-            (envelope, half, "names another body"),
-            (*verdict(digest, other_step, site.validator), "not the submission's"),
-            (*verdict(digest, lease, site.validator, dropped=(2,)), "dropped_groups"),
-            (*nan, "finite"),
-            (*huge, "finite"),
-            # what would not be the ledger's own words, so that an audit would find fault with it
-            (*verdict(digest, lease, site.validator, reason="looks good"), "reason"),
-            (*rejected(""), "reason"),
-            (*rejected(f"{WORKERS_GAPS}: excess 2 nats"), "coordinator"),
-            (*rejected(REPEATED), "coordinator"),
+        stranger, staff = site.client(SigningKey.generate()), site.client(site.validator)
+        for ask, words in (
+            (lambda: stranger.lease(0.0), "403, this key is not registered"),
+            (lambda: stranger.heartbeat({}), "403, this key is neither"),
+            (lambda: stranger.next_submission(0.0), "403, roles.json does not name this key"),
+            (lambda: stranger.download("0" * 64), "403, roles.json does not name this key"),
+            (lambda: stranger.register("none", {}), "404, the run has no pool 'none'"),
+            (lambda: stranger.register("near", {"gpu": ["a", "b"]}), "400, info: "),
+            (lambda: stranger.register("near", {"gpu": "x" * 1024}), "400, info: "),
+            (lambda: staff.register("near", {}), "403, a key with a role"),
         ):
-            answer = post(site, site.validator, "/v1/verdicts", body, envelope=signed)
-            assert (answer.status_code, words in answer.json()["error"]) == (400, True), words
+            with pytest.raises(UserError, match=words):
+                ask()
+        assert status(site)["workers"] == []
+        stranger.register("near", {}), stranger.register("near", {})
+        with pytest.raises(SubmissionRefused, match="409, this key is a worker of pool 'near'"):
+            stranger.register("far", {})
+        # and a client believes only the root that it pins
+        for wrong in ({"root": site.validator.public_hex}, {"run": "other"}):
+            with pytest.raises(UserError, match="cannot be verified"):
+                site.client(SigningKey.generate(), **wrong).spec()
 
-        validator.verdict(envelope, table)
-        assert validator.next_submission(0.0) is None
+
+def test_requests_are_refused_by_their_signature_size_and_form(site: Site):
+    with site.serving():
+        key, worker = site.worker()
+        ask = {"wait": 0, "holding": []}
+        body, url = canonical_json(ask), f"{site.url}/v1/leases"
+        signed = sign_request(key, run=RUN, method="POST", path="/v1/leases", body=body)
+        for headers, code in (({}, 401), (signed, 200), (signed, 401)):  # the last is a replay
+            answer = httpx.post(url, content=body, headers=headers, trust_env=False)
+            assert answer.status_code == code
+        for wrong, code in (
+            ({"x": "x" * 70_000} | ask, 413),
+            *(({**ask, "wait": wait}, 400) for wait in ("1", -1, -(10**400), True)),
+            *(({**ask, "holding": held}, 400) for held in (["../../etc"], ["0" * 64] * 65)),
+            ({"wait": 0}, 400),
+        ):
+            assert post(site, key, "/v1/leases", canonical_json(wrong)).status_code == code, wrong
+        many = post(site, key, "/v1/leases", canonical_json({"x\n" * 20_000: 0}))
+        assert (many.status_code, len(many.json()["error"])) == (400, 500)  # not all comes back
+        for state in ({"x": []}, {"x": "y" * 1024}, {"x": 10**999}):
+            body = canonical_json({"state": state})
+            assert post(site, key, "/v1/heartbeat", body).status_code == 400, state
+        # and nobody gives another's lease back
+        lease, _ = granted(site, worker)
+        site.worker()[1]._post("/v1/release", {"leases": [lease_digest(lease)]})
+        assert granted(site, site.client(key))[0] == lease
 
 
-@pytest.mark.parametrize(("async_level", "offered"), [(0, 0), (1, 1)])
-def test_what_can_train_no_more_is_not_offered(tmp_path: Path, async_level: int, offered: int):
-    # given a step that closed at its deadline without a submission that nobody had judged
-    run = started(async_level=async_level)
-    run.work("x")
-    late = run.lease("y")
-    run.submit(late)
-    run.now += 101.0
-    assert [close.step for close in run.advance()] == [0]
-    # then it is offered only where a later step may still train it
-    with closing(journal_of(run, tmp_path)) as journal:
-        assert [r.digest for r in Judging(journal, "run").submitted()] == [late.digest] * offered
+def test_malformed_submissions_leave_no_file_and_the_right_one_counts_once(site: Site):
+    with site.serving():
+        key, worker = site.worker()
+        data, lease = granted(site, worker)
+        envelope, table = submission(data, lease, key)
+        assert granted(site, site.client(key))[0] == data  # a worker that starts again
+        limit = max_submission_bytes(tiny_spec(), tiny_spec().samplers[0])
+        large = bytes(limit + 1)
+
+        def other(body: bytes = table, **changes: Any) -> bytes:
+            named = {"step": lease.step, "index": 0, "lease": lease_digest(data), **changes}
+            return sign_submission(body, run=RUN, key=key, **named)
+
+        more = replace(open_submission(envelope), bytes=limit)  # room would be reserved for it
+        for signed, body, code, words in (
+            ("", table, 400, "is missing"),
+            ("%%%", table, 400, "not base64"),
+            (b"{}", table, 400, "fields"),
+            (envelope.replace(b'"index":0', b'"index":7'), table, 400, "does not match"),
+            (other(step=lease.step + 1), table, 400, "not the lease's"),
+            (envelope, table + b"x", 400, "names another body"),
+            (other(large), large, 413, "allowed"),
+            (sign_document(KIND, asdict(more), key), table, 400, f"and {limit} were announced"),
+            (other(lease="0" * 64), table, 409, "no such lease"),
+        ):
+            answer = post(site, key, "/v1/submissions", body, envelope=signed)
+            assert (answer.status_code, words in answer.json()["error"]) == (code, True), words
+        headers = sign_request(key, run=RUN, method="POST", path="/v1/submissions", body=table)
+        headers[ENVELOPE] = base64.b64encode(envelope).decode()
+        url, spoilt = f"{site.url}/v1/submissions", table[:-1] + b"x"
+        answer = httpx.post(url, content=spoilt, headers=headers, trust_env=False)
+        assert (answer.status_code, answer.json()["error"][:17]) == (400, "the body's digest")
+        assert list((site.run_dir / "rollouts").glob("*/*")) == []
+        # the lease is still good, and the same bytes again change nothing
+        worker.submit(envelope, table), worker.submit(envelope, table)
+        with pytest.raises(SubmissionRefused, match="answered already, with other bytes"):
+            worker.submit(*submission(data, lease, key, note=1))
+
+
+# -- Files for volunteers ------------------------------------------------------------------------
+
+ROWS = b'{"problem_id": "p"}\n' * 1000
+
+
+def test_volunteers_get_the_listed_files_alone_and_check_them(tmp_path: Path):
+    path, copy = tmp_path / "rows.parquet", tmp_path / "copy" / "rows.parquet"
+    path.write_bytes(ROWS)
+    (tmp_path / "secret.txt").write_text("not of the data")
+    (tmp_path / "rows.parquet.gz").write_bytes(gzip.compress(ROWS))  # is not served in its place
+    values = tiny_spec().model_dump(mode="json", by_alias=True)
+    values["data"]["sources"][0]["uri"] = str(path)
+    site = Site(tmp_path, RunSpec.model_validate(values))
+    with site.origin(), site.serving():
+        _, client = site.worker()
+        (file,) = client.site().files
+        assert (file.bytes, file.digest) == (len(ROWS), digest_bytes(ROWS))
+        assert client.site().weights == [site.weights]
+        client.fetch_data(file, copy)
+        assert copy.read_bytes() == ROWS
+        copy.unlink()
+        for name in ("0" * 64, "../secret.txt", "secret.txt", "..%2Fsecret.txt"):
+            answer = httpx.get(f"{site.url}/v1/data/{name}")
+            assert answer.status_code == 404 and b"not of the data" not in answer.content
+        # when the file changes under the coordinator, or goes, then nothing is left of it
+        for change, words in (
+            (lambda: path.write_bytes(ROWS[::-1]), "other b"),
+            (path.unlink, "404"),
+        ):
+            change()
+            with pytest.raises(UserError, match=words):
+                client.fetch_data(file, copy)
+        assert list(copy.parent.iterdir()) == []
+
+
+# -- Results of evaluations ----------------------------------------------------------------------
+
+
+RESULT = Evaluated(
+    *(RUN, "held-out", 2, "a" * 64),
+    figures={"mean": Figure(0.5, 0.2, 0.8), "pass-2": Figure(1.0, None, None)},
+    faults=1,
+    problems=[ProblemResult("p", 8, [1.0, 0.0, None], [4, 8, 9], 0.5)],
+    finished=1.7e9,
+    wall_s=3.5,
+    cpu_s=2.5,
+)
+
+
+def test_only_the_evaluators_results_count_and_the_first_of_a_version_stays(tmp_path: Path):
+    values = tiny_spec().model_dump(mode="json", by_alias=True)
+    values["evaluations"] = [{"name": "held-out", "source": "s"}]
+    site = Site(tmp_path, RunSpec.model_validate(values))
+    evaluator, stranger = SigningKey.generate(), SigningKey.generate()
+    keys = {"publisher": site.publisher, "coordinator": site.coordinator}
+    keys |= {"validator": site.validator, "evaluator": evaluator}
+    named = {role: [key.public_hex] for role, key in keys.items()}
+    document = sign_roles(RUN, named, site.root, valid_s=3600.0)
+    write_atomic(site.run_dir / "keys" / "roles.json", document)
+    with site.origin():
+        with site.serving():
+            client = site.client(evaluator)
+            for sender, signer, changes, words in (
+                (stranger, stranger, {}, "403"),
+                (site.validator, site.validator, {}, "403"),
+                (evaluator, stranger, {}, "400, .*may not sign it"),
+                (evaluator, evaluator, {"run": "other"}, "400, .*another run or evaluation"),
+                (evaluator, evaluator, {"evaluation": "x"}, "400, .*another run or evaluation"),
+                (evaluator, evaluator, {"version": 4}, "400, .*version 4 of a run of 3 steps"),
+                (evaluator, evaluator, {"evaluation": "../v1"}, "400, .*evaluation"),
+                (evaluator, evaluator, {"faults": -1}, "400, .*faults"),
+            ):
+                with pytest.raises(UserError, match=words):
+                    site.client(sender).evaluated(sign(replace(RESULT, **changes), signer))
+            assert client.evaluations() == set() and not (site.run_dir / "evaluations").exists()
+            client.evaluated(sign(RESULT, evaluator))
+            client.evaluated(sign(replace(RESULT, faults=0), evaluator))
+            stored = evaluation_file(site.run_dir, "held-out", 2).read_bytes()
+            assert open_evaluation(stored, evaluators=frozenset({evaluator.public_hex})) == RESULT
+            (row,) = httpx.get(f"{site.url}/v1/evaluations").json()["evaluations"]
+            assert row["figures"] == {"mean": [0.5, 0.2, 0.8], "pass-2": [1.0, None, None]}
+        with site.serving():  # and a new coordinator has it too
+            assert site.client(evaluator).evaluations() == {("held-out", 2)}

@@ -51,46 +51,20 @@ def bytes_tokenizer() -> Tokenizer:
 
 def metrics_row(step: int) -> dict[str, Any]:
     """A line of metrics.jsonl that every figure is drawn of."""
-    return {
-        "step": step,
-        "time": BEGAN + 10.0 * (step + 1),
-        "train_s": 6.0,
-        "wait_s": 0.3 if step % 2 else 0.0,
-        "waits": {"coordinator": 0.2, "checkpoint": 0.1} if step % 2 else {},
-        "task_reward": 0.3 + 0.005 * step,
-        "reward": -0.2,
-        "length_error": 12 - 0.1 * step,
-        "by_target": {t: {"length_mean": float(t) + 3} for t in ("8", "16")},
-        "lag_mean": 1.2,
-        "lag_max": 2,
-        "logprob_diff": 1e-6,
-        "policy_drift": 0.04,
-        "kl": 1e-3,
-        "kl_sampler": 2e-3,
-        "kl_sampler_old": 1e-3,
-        "ratio_p01": 0.8,
-        "ratio_p50": 1.0,
-        "ratio_p99": 1.3,
-        "clip_fraction_low": 0.01,
-        "clip_fraction_high": 0.02,
-        "clip_fraction_delta": 0.0,
-        "entropy": 1.5,
-        "grad_norm": 0.3,
-        "score_s": 0.5,
-        "update_s": 1.5,
-        "tokens_per_s": 9000.0,
-        "mfu": 0.41,
-        "mfu_update": 0.5,
-        "trained_rollouts": 8,
-        "accepted_rollouts": 8,
-        "rejected_rollouts": 0,
-        "learner_busy_fraction": 0.8,
-        "sampler_busy_fraction": 0.7,
-        "verdict_latency_p50": 1.5,
-        "verdict_latency_p99": 4.25,
-        "manifest_latency_p50": 20.0,
-        "manifest_latency_p99": None,
-    }
+    odd = step % 2 == 1
+    row = {"step": step, "time": BEGAN + 10.0 * (step + 1), "train_s": 6.0}
+    row |= {"wait_s": 0.3 * odd, "waits": {"coordinator": 0.2, "checkpoint": 0.1} if odd else {}}
+    row |= {"task_reward": 0.3 + 0.005 * step, "reward": -0.2, "length_error": 12 - 0.1 * step}
+    row |= {"by_target": {t: {"length_mean": float(t) + 3} for t in ("8", "16")}}
+    row |= {"lag_mean": 1.2, "lag_max": 2, "logprob_diff": 1e-6, "policy_drift": 0.04}
+    row |= {"kl": 1e-3, "kl_sampler": 2e-3, "kl_sampler_old": 1e-3, "entropy": 1.5}
+    row |= {"ratio_p01": 0.8, "ratio_p50": 1.0, "ratio_p99": 1.3, "grad_norm": 0.3}
+    row |= {"clip_fraction_low": 0.01, "clip_fraction_high": 0.02, "clip_fraction_delta": 0.0}
+    row |= {"score_s": 0.5, "update_s": 1.5, "tokens_per_s": 9000.0, "mfu": 0.41, "mfu_update": 0.5}
+    row |= {"trained_rollouts": 8, "accepted_rollouts": 8, "rejected_rollouts": 0}
+    row |= {"learner_busy_fraction": 0.8, "sampler_busy_fraction": 0.7}
+    row |= {"verdict_latency_p50": 1.5, "verdict_latency_p99": 4.25}
+    return row | {"manifest_latency_p50": 20.0, "manifest_latency_p99": None}
 
 
 class MadeRun:
@@ -134,19 +108,8 @@ class MadeRun:
 
     def _step(self, step: int) -> Sequence[Event]:
         at, accepted = BEGAN + 10.0 * step, step % 5 != 4
-        lease = Lease(
-            self.spec.name,
-            step,
-            "ab" * 32,
-            WORKER,
-            "volunteers",
-            0,
-            2,
-            step,
-            "cd" * 32,
-            at,
-            at + 60,
-        )
+        pool = (WORKER, "volunteers", 0, 2, step)
+        lease = Lease(self.spec.name, step, "ab" * 32, *pool, "cd" * 32, at, at + 60)
         digest = digest_bytes(f"lease {step}".encode())
         rollouts = [self._rollout(step, digest, g, n) for g in range(2) for n in range(4)]
         table = encode_rollouts(rollouts)
@@ -201,21 +164,11 @@ class MadeRun:
         self, submission: str, row: int, rollout: Rollout, accepted: bool
     ) -> RolloutVerdict:
         failed = not accepted and row == 3
+        off, reward = 0.25 if failed else 0.0, rollout.task_reward - 0.1
+        measured, text = (9, "9 errors") if failed else (1, "")
+        toploc = CheckResult("toploc", not failed, measured, 8, text)
         return RolloutVerdict(
-            submission=submission,
-            row=row,
-            group=rollout.group,
-            task_reward=rollout.task_reward,
-            length_penalty=-0.1,
-            reward=rollout.task_reward - 0.1,
-            length=len(rollout.output_tokens),
-            target=8,
-            logprobs=rollout.logprobs + np.float32(0.25 if failed else 0.0),
-            logprob_diff=0.25 if failed else 0.0,
-            checks=[
-                CheckResult("signature", True, 0, 0),
-                CheckResult(
-                    "toploc", not failed, 9 if failed else 1, 8, "9 errors" if failed else ""
-                ),
-            ],
+            *(submission, row, rollout.group, rollout.task_reward, -0.1, reward),
+            *(len(rollout.output_tokens), 8, rollout.logprobs + np.float32(off), off),
+            checks=[CheckResult("signature", True, 0, 0), toploc],
         )

@@ -15,7 +15,7 @@ from selenium.webdriver import Chrome
 from runspec.local.dashboard.page import exported_page
 from runspec.local.dashboard.source import FolderSource
 from runspec.local.dashboard.view import RunView
-from tests.runspec.local.dashboard.browser import browser
+from tests.runspec.local.dashboard.test_browser import browser
 
 SETTLE_S = 1.0
 

@@ -10,18 +10,12 @@ from typing import Any
 from runspec.local.monitors.interface import Entry, Target
 from tests.family_package.installed import add_package
 
-KINDS = {
-    "counting": "CountingMonitor",
-    "forgetful": "ForgetfulMonitor",
-    "raising": "RaisingMonitor",
-    "hanging": "HangingMonitor",
-    "unimportable": "NoSuchMonitor",
-}
+KINDS = ("counting", "forgetful", "raising", "hanging", "unimportable")
 
 
 def install(directory: Path) -> str:
     """Writes what an installation of them leaves; returns what goes to PYTHONPATH."""
-    lines = [f"{kind} = {__name__}:{name}" for kind, name in KINDS.items()]
+    lines = [f"{kind} = {__name__}:{kind.capitalize()}Monitor" for kind in KINDS]
     add_package(directory, "fake-monitors", "\n".join(["[runspec.monitors]", *lines]))
     return str(directory)
 

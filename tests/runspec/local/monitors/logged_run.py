@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from runspec.core.files import write_atomic
 from runspec.core.run_files import monitor_folder
 from runspec.core.spec.resolved import FILE_NAME, dump_resolved, load_resolved
 from runspec.local.monitors.follow import follow
-from tests.runspec.local.fake_run import small_spec
-from tests.runspec.local.test_evaluations import ZERO, store
-from tests.waiting import eventually
+from runspec.local.run_dir import hold
+from tests.runspec.local.fake_run import ZERO, small_spec, store
+from tests.waiting import eventually, one_ended
 
 STEPS = 25
-DEADLINE_S = 240.0
+OWN = ("journal.jsonl", "lock")
+"""Files that are not the tool's."""
 KEYS = 40
 """Figures of a row."""
 
@@ -36,23 +37,20 @@ class LoggedRun:
     """
 
     def __init__(self, run_dir: Path, monitor: str) -> None:
-        spec = small_spec(
-            "small",
-            STEPS,
-            f"monitors=[{{name: m, deadline: 5m, {monitor}}}]",
-            "evaluations=[{name: held-out, every: 10}]",
-        )
+        monitors = f"monitors=[{{name: m, deadline: 50m, {monitor}}}]"
+        spec = small_spec("small", STEPS, monitors, "evaluations=[{name: held-out, every: 10}]")
         self.path, self.folder = run_dir, monitor_folder(run_dir, "m")
         run_dir.mkdir()
         write_atomic(run_dir / FILE_NAME, dump_resolved(spec))
 
     def train(self, steps: Iterable[int], *, attempt: int = 1) -> None:
         """Appends rows and samples; rows of another attempt differ."""
-        with (self.path / "metrics.jsonl").open("a") as file:
-            file.writelines(json.dumps(row(step, attempt)) + "\n" for step in steps)
-        with (self.path / "samples.jsonl").open("a") as file:
-            for step in steps:
-                file.writelines(json.dumps(sample(step, i)) + "\n" for i in range(2))
+        self.append("metrics.jsonl", (row(step, attempt) for step in steps))
+        self.append("samples.jsonl", (sample(step, i) for step in steps for i in range(2)))
+
+    def append(self, name: str, rows: Iterable[dict[str, Any]]) -> None:
+        with (self.path / name).open("a") as file:
+            file.writelines(json.dumps(each) + "\n" for each in rows)
 
     def roll_back(self, to: int) -> None:
         for name in ("metrics.jsonl", "samples.jsonl"):
@@ -77,40 +75,37 @@ class LoggedRun:
     def end(self) -> None:
         """Lets a process send the rest."""
         process = self.process()
-        told = process.communicate(timeout=DEADLINE_S)[1].decode()
+        told = process.communicate()[1].decode()
         assert process.returncode == 0, told
 
     def kill_at(self, entries: int) -> None:
-        """Starts a process, and kills it in the middle of a part: so many entries have a number,
-        and then the tool writes more."""
-        journal, process = self.folder / "journal.jsonl", self.process()
+        """Starts a process, and kills it once so many entries have a number and some are sent. The
+        run is held meanwhile: however late the kill comes, the process has not ended by itself."""
+        journal = self.folder / "journal.jsonl"
 
-        def wait(condition: Callable[[], bool], what: str) -> None:
-            def hopeless() -> str:
-                return "it has ended" if process.poll() is not None else ""
+        def sending() -> bool:
+            numbered = journal.exists() and journal.read_text().count('"key"') >= entries
+            return numbered and any(path.name not in OWN for path in self.folder.iterdir())
 
-            eventually(condition, what, deadline_s=DEADLINE_S, hopeless=hopeless, poll_s=0.001)
+        with hold(self.path):
+            process = self.process()
+            try:
+                eventually(sending, f"{entries} entries", hopeless=lambda: one_ended([process]))
+            finally:
+                process.kill()
+                process.communicate()
+        eventually(self._closed, "the end of what the process had started")
 
-        try:
-            wait(lambda: journal.exists() and entries <= _numbered(journal), f"{entries} entries")
-            before = self._written()
-            wait(lambda: self._written() > before, "more from the tool")
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.communicate(timeout=30)
-
-    def _written(self) -> int:
-        """Bytes of the tool's files."""
-        own = ("journal.jsonl", "lock")
-        paths = (path for path in self.folder.rglob("*") if path.name not in own)
-        try:
-            return sum(path.stat().st_size for path in paths)
-        except FileNotFoundError:  # a temporary one
-            return 0
+    def _closed(self) -> bool:
+        return not any(
+            _target(link).startswith(str(self.folder)) for link in Path("/proc").glob("[0-9]*/fd/*")
+        )
 
 
-def _numbered(journal: Path) -> int:
-    return journal.read_text().count('"key"')
+def _target(link: Path) -> str:
+    with suppress(OSError):  # it was closed, or is another user's
+        return str(link.readlink())
+    return ""
 
 
 def row(step: int, attempt: int = 1) -> dict[str, Any]:

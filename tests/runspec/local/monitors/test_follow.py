@@ -1,8 +1,12 @@
-"""A monitor sends each thing once: over restarts, crashes and rollbacks."""
+"""A monitor sends all that a run has, once: over restarts, crashes and rollbacks, and as a role."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,37 +15,122 @@ import pytest
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.process import RunStopped
+from runspec.core.run_files import monitor_folder
+from runspec.core.spec.role_names import monitor_names
+from runspec.local.monitors.feed import Feed, evaluation_item, last_keys, samples_item, step_item
+from runspec.local.processes import role_specs
 from runspec.local.run_dir import RunLocked, hold
+from tests.runspec.local.fake_run import (
+    ROOT,
+    ZERO,
+    drive_roles,
+    prepared,
+    small_spec,
+    usual_roles,
+)
 from tests.runspec.local.monitors import fake_monitors
 from tests.runspec.local.monitors.fake_monitors import entries
 from tests.runspec.local.monitors.logged_run import STEPS, LoggedRun, row
+from tests.runspec.local.test_supervise import Watch, steps_trained
 
 
-@pytest.fixture(autouse=True)
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(fake_monitors.install(tmp_path / "packages"))
+def test_a_step_has_every_number_of_its_row_by_name() -> None:
+    found = {"step": 7, "version": 8, "time": 5.0, "loss": 0.5, "complete": True, "mfu": None}
+    found |= {"waited_for": "input", "lag_histogram": {"0": 3, "1": 1}}
+    item = step_item(found | {"by_target": {"8": {"length_mean": 9.0}}})
+    assert (item.key, item.axis, item.at, item.time) == ("step:7", "step", 7, 5.0)
+    assert item.scalars == {
+        "loss": 0.5,
+        "complete": 1.0,
+        "lag_histogram/0": 3.0,
+        "lag_histogram/1": 1.0,
+        "by_target/8/length_mean": 9.0,
+    }
+    # and another content has another digest
+    assert step_item(row(1)) == step_item(json.loads(json.dumps(row(1))))
+    assert step_item(row(1)).digest != step_item(row(1, attempt=2)).digest
+
+
+def test_an_evaluation_has_its_figures_and_their_intervals_and_long_texts_are_cut() -> None:
+    item = evaluation_item(replace(ZERO, version=10))
+    assert (item.key, item.axis, item.at) == ("evaluation:held-out:10", "version", 10)
+    name = "evaluations/held-out"
+    figures = {f"{name}/mean": 0.25, f"{name}/mean/low": 0.2, f"{name}/mean/high": 0.3}
+    assert figures.items() < item.scalars.items()
+    assert f"{name}/length/low" not in item.scalars  # of one problem only
+    item = samples_item(0, [{"output": "x" * 9000, "target": 3, "extra": {"a": 1}}], 1.0)
+    cut = "x" * 4000 + " ... (9000 characters)"
+    assert list(item.rollouts) == [{"output": cut, "target": 3, "extra": None}]
+
+
+def test_each_thing_is_seen_once_and_samples_once_their_step_is_whole(tmp_path: Path) -> None:
+    # given a run with steps 0 to 10 and two evaluations
+    run = LoggedRun(tmp_path / "run", "kind: tensorboard")
+    run.train(range(11))
+    run.evaluate(0, 10)
+    feed = Feed(run.path)
+    # when it is looked at, then the newest step may get more samples
+    first = [item.key for item in feed.look(last=False)]
+    evaluations = ["evaluation:held-out:0", "evaluation:held-out:10"]
+    assert first == [*(f"step:{step}" for step in range(11)), "samples:0", *evaluations]
+    # and they come with the next step, with its time, or at the end
+    assert feed.look(last=False) == []
+    run.train([11])
+    step, samples = feed.look(last=False)
+    assert (step.key, samples.key) == ("step:11", "samples:10")
+    assert len(samples.rollouts) == 2 and samples.time == 1.7e9 + 10
+    run.roll_back(11)
+    late = [item.key for item in Feed(run.path).look(last=True)]
+    assert "samples:10" in late
+    # and lines that are no steps are left out
+    run.append("metrics.jsonl", [{"loss": 1.0}, {"step": True}, {"step": -1}])
+    assert [item.key for item in Feed(run.path).look(last=True)] == late
+    # and a run is shown once its last step and evaluations are
+    evaluations = "evaluations=[{name: held-out}, {name: b, at_end: false}]"
+    assert last_keys(small_spec("small", 5, evaluations)) == {"step:4", "evaluation:held-out:5"}
+    assert last_keys(small_spec("small", 5, "evaluations=null")) == {"step:4"}
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The fake monitors are installed; the path of their package."""
+    path = fake_monitors.install(tmp_path / "packages")
+    monkeypatch.syspath_prepend(path)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path, packages: str) -> LoggedRun:
+    """A whole run with a sound monitor."""
+    run = LoggedRun(tmp_path / "run", "kind: counting")
+    run.train(range(STEPS))
+    run.evaluate(0, 10, STEPS)
+    return run
 
 
 def steps(rows: list[dict[str, Any]]) -> list[int]:
     return [row["step"] for row in rows if "step" in row and row["rollouts"] == 0]
 
 
-def whole_run(tmp_path: Path, kind: str) -> LoggedRun:
-    run = LoggedRun(tmp_path / "run", f"kind: {kind}")
-    run.train(range(STEPS))
-    run.evaluate(0, 10, STEPS)
-    return run
+def change_kind(run: LoggedRun, kind: str) -> None:
+    path = run.path / "spec.json"
+    spec = json.loads(path.read_text())
+    spec["monitors"][0]["kind"] = kind
+    write_atomic(path, json.dumps(spec).encode())
 
 
 @pytest.mark.parametrize("kind", ["counting", "forgetful"])
-def test_everything_is_sent_once_over_several_sessions(tmp_path: Path, kind: str) -> None:
+def test_everything_is_sent_once_over_several_sessions(
+    tmp_path: Path, packages: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     # given a run that is looked at in the middle, twice at one place, and in the end
     run = LoggedRun(tmp_path / "run", f"kind: {kind}")
     for part in (range(12), (), range(12, STEPS)):
         run.train(part)
         run.follow()
     run.evaluate(0, STEPS)
-    run.follow()
+    with caplog.at_level(logging.INFO):
+        run.follow()
     # then there is one record, its entries numbered without gaps, with all there is
     [rows] = entries(run.folder).values()
     assert [each["number"] for each in rows] == list(range(len(rows)))
@@ -49,12 +138,13 @@ def test_everything_is_sent_once_over_several_sessions(tmp_path: Path, kind: str
     assert [each["step"] for each in rows if each["rollouts"] == 2] == [0, 10, 20]
     assert [each["version"] for each in rows if "version" in each] == [0, STEPS]
     assert rows[3]["scalars"]["figure_1"] == row(3)["figure_1"]
+    # and the last session began after 25 steps and 3 samples
+    assert " from entry 28 on" in caplog.text
 
 
 @pytest.mark.parametrize("lost", [1, 7])
-def test_what_a_tool_has_lost_is_sent_again(tmp_path: Path, lost: int) -> None:
+def test_what_a_tool_has_lost_is_sent_again(run: LoggedRun, lost: int) -> None:
     # given a tool that buffers, and has lost its newest entries in a crash
-    run = whole_run(tmp_path, "counting")
     run.follow()
     [path] = run.folder.glob("*.entries")
     whole = path.read_text()
@@ -64,7 +154,7 @@ def test_what_a_tool_has_lost_is_sent_again(tmp_path: Path, lost: int) -> None:
     assert path.read_text() == whole
 
 
-def test_a_torn_line_of_the_journal_costs_nothing(tmp_path: Path) -> None:
+def test_a_torn_line_of_the_journal_costs_nothing(tmp_path: Path, packages: str) -> None:
     # given a monitor that was killed while it numbered entries, which it has not sent
     run = LoggedRun(tmp_path / "run", "kind: counting")
     run.train(range(5))
@@ -78,8 +168,7 @@ def test_a_torn_line_of_the_journal_costs_nothing(tmp_path: Path) -> None:
     assert steps(rows) == list(range(STEPS))
 
 
-def test_after_a_rollback_another_record_has_everything(tmp_path: Path) -> None:
-    run = whole_run(tmp_path, "counting")
+def test_after_a_rollback_another_record_has_everything(run: LoggedRun) -> None:
     run.follow()
     # when the run goes back to version 10 and trains those steps again
     run.roll_back(10)
@@ -96,9 +185,8 @@ def test_after_a_rollback_another_record_has_everything(tmp_path: Path) -> None:
     assert steps(list(entries(run.folder).values())[2]) == list(range(5))
 
 
-def test_a_tool_that_has_more_than_was_sent_gets_another_record(tmp_path: Path) -> None:
+def test_a_tool_that_has_more_than_was_sent_gets_another_record(run: LoggedRun) -> None:
     # given a tool that has entries which the journal does not know
-    run = whole_run(tmp_path, "counting")
     run.follow()
     [path] = run.folder.glob("*.entries")
     whole = path.read_text()
@@ -108,41 +196,80 @@ def test_a_tool_that_has_more_than_was_sent_gets_another_record(tmp_path: Path) 
     assert steps(second) == list(range(STEPS))
 
 
-def test_what_a_plug_in_raises_is_one_message_and_nothing_is_lost(tmp_path: Path) -> None:
-    run = whole_run(tmp_path, "raising")
-    with pytest.raises(UserError) as caught:
+def test_what_a_plug_in_raises_is_one_message_and_nothing_is_lost(run: LoggedRun) -> None:
+    change_kind(run, "raising")
+    words = r"monitors\.m: raising: send failed: ConnectionError: the tool's server"
+    with pytest.raises(UserError, match=rf"(?s)^{words}.*the run goes on without it"):
         run.follow()
-    text = str(caught.value)
-    assert text.startswith("monitors.m: raising: send failed: ConnectionError: the tool's server")
-    assert "the run goes on without it" in text
     # when the tool is mended, then it gets the rest
-    spec = (run.path / "spec.json").read_text()
-    write_atomic(run.path / "spec.json", spec.replace("raising", "counting").encode())
+    change_kind(run, "counting")
     run.follow()
     [rows] = entries(run.folder).values()
     assert steps(rows) == list(range(STEPS))
-
-
-def test_a_kind_that_is_not_installed_is_not_tried_again(tmp_path: Path) -> None:
-    run = whole_run(tmp_path, "counting")
-    spec = (run.path / "spec.json").read_text()
-    write_atomic(run.path / "spec.json", spec.replace("counting", "absent").encode())
+    # and a kind that is not installed is not tried again
+    change_kind(run, "absent")
     with pytest.raises(RunStopped, match="no installed package offers the kind 'absent'"):
         run.follow()
 
 
-def test_two_processes_never_send_to_one_record(tmp_path: Path) -> None:
-    run = whole_run(tmp_path, "counting")
+def test_two_processes_never_send_to_one_record(run: LoggedRun) -> None:
     run.folder.mkdir(parents=True)
     with hold(run.folder), pytest.raises(RunLocked):
         run.follow()
 
 
-def test_a_monitor_tells_where_it_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = whole_run(tmp_path, "counting")
-    with caplog.at_level(logging.INFO):
-        run.follow()
-        run.follow()
-    told = [each.getMessage() for each in caplog.records if "logs to" in each.getMessage()]
-    # 25 steps, 3 samples and 3 evaluations
-    assert [text.partition(" from ")[2] for text in told] == ["entry 0 on", "entry 31 on"]
+MONITORS = (
+    "monitors=[{name: sound, kind: counting}, {name: killed, kind: counting}, "
+    "{name: broken, kind: raising}, {name: stuck, kind: hanging, deadline: 1s}, "
+    "{name: absent, kind: unimportable}]"
+)
+
+
+@pytest.mark.slow
+def test_no_monitor_costs_the_run_anything_and_each_failure_is_told_once(
+    tmp_path: Path, packages: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # given a run with a sound monitor, one that is killed, and plug-ins that raise, hang and miss
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{packages}")
+    victims: list[int] = []
+    done: list[bool] = []
+
+    def let_go(watch: Watch) -> None:
+        """The run waits after some steps until each monitor has done what it does."""
+        told = {name for name, text in watch.events if ": " in text}
+        if len(watch.rows) < 5 or done:
+            return
+        killed = watch.roles["monitor-killed"]
+        if killed.pid and not victims and entries(monitor_folder(run.directory, "killed")):
+            victims.append(killed.pid)
+            os.kill(killed.pid, signal.SIGKILL)
+        back = killed.restarts == 1 and killed.state == "running"
+        if back and told >= {"monitor-broken", "monitor-stuck", "monitor-absent"}:
+            done.append(True)
+            waits.unlink()
+
+    watch = Watch(let_go)
+    spec = small_spec("small", 10, MONITORS, "evaluations=null")
+    with prepared(spec, tmp_path) as run:
+        waits = run.directory / "hold"
+        waits.write_text("5")
+        monitors = role_specs(run, here=set(monitor_names(spec)))
+        # when it is driven to its end
+        outcome = drive_roles(run, [*usual_roles(run), *monitors], watch)
+    # then it has trained every step
+    assert outcome.kind == "finished"
+    assert steps_trained(run.directory) == list(range(10))
+    assert json.loads((run.directory / "summary.json").read_text())["steps"] == 10
+    # and the two that can have sent everything, once
+    for name in ("sound", "killed"):
+        [rows] = entries(monitor_folder(run.directory, name)).values()
+        assert [each["step"] for each in rows] == list(range(10))
+    # and what is wrong with the others was reported once
+    deaths = [(name, text) for name, text in watch.events if "ended with" in text]
+    for name, words in {
+        "broken": "1, starts again: monitors.broken: raising: send failed: ConnectionError: the ",
+        "stuck": "takes over 1 s: this process ends, to be started again",
+        "absent": "4, is not started again; the run goes on: ",
+    }.items():
+        [text] = [text for each, text in deaths if each == f"monitor-{name}"]
+        assert words in text

@@ -26,9 +26,8 @@ class Term:
             raise OSError("no opening book")
 
     def score(self, problem, answer):
-        if answer == "hang":
-            while True:
-                pass
+        while answer == "hang":
+            time.sleep(1)
         if answer == "raise":
             raise RuntimeError("no idea")
         if answer == "segfault":

@@ -1,54 +1,238 @@
-"""When a step of learner islands is committed, and what cannot be committed."""
+"""Learner islands: what every sequence of events keeps, and when a step is committed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.verify.coordinator.documents import documents_spec
 from tests.verify.coordinator.filled import Filled, digest
-from tests.verify.coordinator.island_run import NAMES, offer, outer, sampled_spec
-from tests.verify.coordinator.machine.island_rules import Run, named, policy_of
-from verify.coordinator.machine import islands
-from verify.coordinator.machine.events import (
-    CoordinatorStarted,
-    IllegalTransition,
-    OfferReceived,
-    OuterResult,
-    RolledBack,
-    ShareLost,
-)
+from tests.verify.coordinator.island_run import NAMES, islands_spec, offer, outer, sampled_spec
+from verify.coordinator.machine import events, islands
+from verify.coordinator.machine.events import IllegalTransition
+from verify.coordinator.machine.islands import Commit, IslandPolicy, IslandState, IslandTally
 from verify.coordinator.machine.stalls import uncommitted, waited_for
 from verify.coordinator.machine.state import Policy
-from verify.formats.islands import CommitRecord, Dropped, record_digest
+from verify.coordinator.machine.transitions import replay
+from verify.formats.islands import CommitRecord, Dropped, ShareOffered, record_digest
 
 GRACE_S, DEADLINE_S = 60.0, 1800.0
 
 
-# -- When a step is committed ----------------------------------------------------------------------
+def policy_of(**settings: Any) -> Policy:
+    return Policy.of(islands_spec(**settings))
+
+
+class Run(Filled):
+    """A run with islands, without IO; each step is closed as soon as a version allows it."""
+
+    def __init__(self, **settings: Any) -> None:
+        policy = policy_of(**settings)
+        super().__init__(policy)
+        assert policy.islands is not None
+        self.of_islands: IslandPolicy = policy.islands
+        self.publish(0)
+        self.advance()
+
+    @property
+    def islands(self) -> IslandState:
+        return self.state.islands
+
+    def offer(self, *names: str, **changes: Any) -> None:
+        for name in names:
+            made = offer(name, **{"step": self.islands.step, **changes})
+            self.record(events.OfferReceived(self.now, made, "signed"))
+
+    def report(self, *names: str, step: int = 0) -> None:
+        for name in names:
+            self.record(events.OuterResult(self.now, step, name, outer(step)))
+
+    def lose(self, island: str, by: str, step: int = 0) -> None:
+        self.record(events.ShareLost(self.now, step, island, by))
+
+    def decide(self) -> Commit | None:
+        return islands.decide_commit(self.of_islands, self.islands, self.now)
+
+    def commit(self, **changes: Any) -> CommitRecord:
+        """Records what is decided, as the coordinator does."""
+        decision = self.decide()
+        assert decision is not None
+        record = CommitRecord(
+            *(self.state.policy.run, decision.step, decision.base, self.of_islands.codec),
+            *(decision.contributors, decision.dropped, self.islands.previous),
+            *(len(self.events), digest("chain")),
+        )
+        record = replace(record, **changes)
+        self.record(events.IslandsCommitted(self.now, record, f"signed {len(self.events)}"))
+        return record
+
+    def overdue(self) -> bool:
+        return islands.overdue(self.of_islands, self.islands, self.now)
+
+    def due(self) -> float | None:
+        return islands.next_due(self.of_islands, self.islands, self.now)
+
+    def final_at(self) -> float | None:
+        return islands.final_at(self.of_islands, self.islands, 0)
+
+
+def named(found: Sequence[Any]) -> list[str]:
+    return [each.island for each in found]
+
+
+class Islands(RuleBasedStateMachine):
+    """Offers, restarts, rollbacks and time in any order."""
+
+    @initialize(quorum=st.integers(1, 3), bound=st.sampled_from([None, 5.0]))
+    def begin(self, quorum: int, bound: float | None) -> None:
+        self.run = Run(quorum=quorum, max_norm=bound, grace="10s", deadline="50s")
+        self.committed: dict[int, CommitRecord] = {}
+
+    def tick(self) -> None:
+        """What the coordinator does after each event and when a time has passed."""
+        if self.run.decide() is None:
+            return
+        before, now, policy = self.run.islands, self.run.now, self.run.of_islands
+        record = self.run.commit()
+        assert record.step == before.step and record.step not in self.committed
+        earlier = self.run.islands.digests.get(record.step - 1)
+        assert record.previous == before.previous == earlier
+        self.committed[record.step] = record
+        # it has the quorum, and the others had their time
+        assert len(record.contributors) >= policy.quorum
+        assert before.quorum_since is not None
+        late = [drop for drop in record.dropped if drop.island not in before.offers]
+        assert not set(before.lost) & set(named(record.contributors))
+        assert not late or now >= before.quorum_since + policy.grace_s
+        # each island is named once, and each share is one that was offered and counts
+        assert sorted(named(record.contributors) + named(record.dropped)) == sorted(NAMES)
+        offers = [before.offers[name].offer for name in named(record.contributors)]
+        assert all(not policy.refused(made) for made in offers)
+        assert {made.base for made in offers} == {record.base}
+        assert sum(made.weight for made in offers) > 0.0
+
+    def attempt(self, event: events.Event) -> None:
+        """Records an event that the rules may refuse; then nothing changes."""
+        before = self.run.state
+        try:
+            self.run.record(event)
+        except IllegalTransition:
+            assert self.run.state is before
+        self.tick()
+
+    @rule(
+        island=st.sampled_from(NAMES),
+        ahead=st.sampled_from([0, 0, 0, -1, 1]),
+        norm=st.sampled_from([1.0, 6.0]),
+        weight=st.sampled_from([0.0, 1.0]),
+        base=st.sampled_from(["", "", "", "other"]),
+    )
+    def offer(self, island: str, ahead: int, norm: float, weight: float, base: str) -> None:
+        step = max(0, self.run.islands.step + ahead)
+        changes = {"base": digest(base)} if base else {}
+        made: ShareOffered = offer(island, step, norm=norm, weight=weight, **changes)
+        self.attempt(events.OfferReceived(self.run.now, made, "signed"))
+
+    @rule(island=st.sampled_from(NAMES), back=st.integers(0, 2))
+    def report(self, island: str, back: int) -> None:
+        step = max(0, self.run.islands.step - back)
+        self.attempt(events.OuterResult(self.run.now, step, island, outer(step)))
+
+    @rule(island=st.sampled_from(NAMES), by=st.sampled_from(NAMES), back=st.integers(0, 2))
+    def lose(self, island: str, by: str, back: int) -> None:
+        newest = self.run.islands.step - 1
+        event = events.ShareLost(self.run.now, max(0, newest + 1 - back), island, by)
+        reporters = self.run.islands.reporters
+        try:
+            self.run.record(event)
+        except IllegalTransition:
+            return
+        # nobody went on from the record that is replaced, and the shares that are left suffice
+        assert event.step == newest
+        taken_back = self.committed.pop(newest)
+        assert island in named(taken_back.contributors)
+        reported = reporters & set(named(taken_back.contributors))
+        assert len(reported) < max(2, self.run.of_islands.quorum)
+        self.tick()
+        assert self.run.islands.step == newest + 1 or self.run.islands.quorum_since is not None
+
+    @rule(seconds=st.sampled_from([1.0, 10.0, 60.0]))
+    def wait(self, seconds: float) -> None:
+        due = self.run.due()
+        decided, overdue = self.run.decide(), self.run.overdue()
+        self.run.now += seconds
+        if due is None or self.run.now < due:  # then nothing was to do in between
+            assert (self.run.decide(), self.run.overdue()) == (decided, overdue)
+        self.tick()
+
+    @rule()
+    def publish(self) -> None:
+        newest = self.run.state.newest
+        if newest is None or newest.version < self.run.islands.step:
+            self.run.publish(self.run.islands.step)
+            self.run.advance()
+
+    @rule()
+    def restart(self) -> None:
+        self.run.record(events.CoordinatorStarted(self.run.now))
+        self.tick()
+
+    @rule(back=st.integers(0, 2))
+    def roll_back(self, back: int) -> None:
+        version = max(0, self.run.islands.step - back)
+        self.run.record(events.RolledBack(self.run.now, version))
+        self.committed = {s: r for s, r in self.committed.items() if s < version}
+
+    @invariant()
+    def every_step_is_committed_once_and_in_order(self) -> None:
+        assert sorted(self.committed) == list(range(self.run.islands.step))
+        assert sorted(self.run.islands.digests) == sorted(self.committed)
+        assert self.run.islands.step <= self.run.state.next_close
+        assert all(step < self.run.islands.step for step in self.run.islands.results)
+
+    def teardown(self) -> None:
+        if hasattr(self, "run"):
+            assert replay(self.run.state.policy, self.run.events) == self.run.state
+
+
+TestIslands = Islands.TestCase
+TestIslands.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+# -- When a step is committed --------------------------------------------------------------------
 
 
 def test_without_a_quorum_in_the_spec_a_step_waits_for_all() -> None:
-    run = Run(policy_of())
+    run = Run(steps=1)
     assert (run.of_islands.names, run.of_islands.quorum) == (NAMES, 3)
     for island in ("c", "a"):
         run.offer(island)
         run.now += 100.0
         assert run.decide() is None
+    assert run.state.finished
     assert waited_for(run.state) == "the share of step 0 of island b (no share offered)"
-    assert run.islands.missing(run.of_islands) == {"b": "no share offered"}
     # when the last has offered, then the step is committed at once, in the order of the spec
     run.offer("b")
     record = run.commit()
     assert (named(record.contributors), record.dropped, record.previous) == (list(NAMES), [], None)
-    assert record.base == digest("outer", 0)
+    assert (record.base, record.codec) == (digest("outer", 0), "float16")
     assert (run.islands.step, run.islands.offers) == (1, {})
+    assert waited_for(run.state) == "nobody: every step is closed"
 
 
 def test_after_the_quorum_others_have_the_grace_time_and_are_named() -> None:
-    run = Run(policy_of(quorum=2))
+    run = Run(quorum=2)
     run.offer("c")
     run.now += 500.0
     assert (run.decide(), run.due()) == (None, run.now - 500.0 + DEADLINE_S)
@@ -59,62 +243,53 @@ def test_after_the_quorum_others_have_the_grace_time_and_are_named() -> None:
     assert run.decide() is None
     run.now = reached + GRACE_S
     record = run.commit()
+    reason = "no share offered, 60 s after the quorum of 2"
     assert named(record.contributors) == ["b", "c"]
-    assert [(drop.island, drop.reason) for drop in record.dropped] == [
-        ("a", "no share offered, 60 s after the quorum of 2")
-    ]
-    tally = run.islands.tallies["a"]
-    assert (tally.dropped, tally.last_dropped[:7]) == (1, "step 0:")
-    assert run.islands.tallies["b"].bytes == 400
+    assert record.dropped == [Dropped("a", reason)]
+    assert run.islands.tallies == {
+        "a": IslandTally(dropped=1, last_dropped=f"step 0: {reason}"),
+        "b": IslandTally(committed=1, bytes=400),
+        "c": IslandTally(committed=1, bytes=400),
+    }
 
 
-def test_steps_go_on_while_nobody_publishes_versions() -> None:
-    # given a run whose first island is away, after version 0
-    run = Run(policy_of(quorum=2))
+def test_steps_go_on_while_nobody_publishes_and_each_record_names_the_one_before() -> None:
+    # given a run whose first island, which publishes, is away after version 0
+    run, previous = Run(quorum=2), None
     for step in range(4):
         # then each step is signed once those before are committed, and no more ahead than usual
         assert step < run.state.next_close <= step + 1 + run.state.policy.async_level
-        for island in ("b", "c"):
-            run.offer(island)
+        run.offer("b", "c")
         run.now += GRACE_S
-        run.commit()
-        run.advance()
-
-
-def test_the_next_record_names_the_one_before() -> None:
-    run = Run(policy_of(quorum=1, grace="1s"))
-    previous = None
-    for step in range(3):
-        run.offer("a")
-        run.now += 1.0
         record = run.commit()
         assert (record.step, record.previous) == (step, previous)
         previous = record_digest(run.islands.records[step].encode())
-        run.publish(step + 1)
         run.advance()
+    assert run.islands.tallies["b"] == IslandTally(committed=4, bytes=1600)
 
 
-def test_a_share_above_the_bound_on_the_norm_does_not_count() -> None:
-    run = Run(policy_of(quorum=2, max_norm=5.0))
+def test_a_share_above_the_bound_or_of_no_weight_does_not_count() -> None:
+    run = Run(quorum=2, max_norm=5.0)
     run.offer("a", norm=5.5)
-    run.offer("b")
-    run.now += 100.0
+    run.offer("b", weight=0.0, norm=5.0)
+    run.now += GRACE_S
+    assert run.decide() is None
+    run.offer("c", weight=0.0)
     assert run.decide() is None
     # when all have offered, then nobody waits for the grace time
     run.offer("c")
     record = run.commit()
     assert named(record.contributors) == ["b", "c"]
-    (drop,) = record.dropped
-    assert drop.reason == "its share has norm 5.5, learner.islands.max_norm is 5"
+    words = "its share has norm 5.5, learner.islands.max_norm is 5"
+    assert record.dropped == [Dropped("a", words)]
 
 
 def test_a_later_offer_of_an_island_replaces_its_earlier_one() -> None:
-    run = Run(policy_of(quorum=2, max_norm=5.0))
-    run.offer("a")
-    run.offer("b")
+    run = Run(quorum=2, max_norm=5.0)
+    run.offer("a", "b")
     reached = run.now
     run.now += 50.0
-    run.offer("a", share=digest("again"), base=digest("outer", 0))
+    run.offer("a", share=digest("again"))
     # then the grace time counts from the first quorum
     assert run.islands.quorum_since == reached
     run.offer("b", norm=9.0)
@@ -123,25 +298,14 @@ def test_a_later_offer_of_an_island_replaces_its_earlier_one() -> None:
     run.offer("b")
     assert run.islands.quorum_since == run.now
     run.now += GRACE_S
-    record = run.commit()
-    assert record.contributors[0].share == digest("again")
+    assert run.commit().contributors[0].share == digest("again")
 
 
-def test_weights_of_nothing_but_zero_are_not_committed() -> None:
-    run = Run(policy_of(quorum=2))
-    run.offer("a", weight=0.0)
-    run.offer("b", weight=0.0)
-    run.now += GRACE_S
-    assert run.decide() is None
-    run.offer("c")
-    assert named(run.commit().contributors) == list(NAMES)
-
-
-# -- Deadline and restarts -------------------------------------------------------------------------
+# -- Deadline and restarts -----------------------------------------------------------------------
 
 
 def test_a_missing_quorum_stalls_the_run_and_names_who_is_missing() -> None:
-    run = Run(policy_of(quorum=2, max_norm=5.0))
+    run = Run(quorum=2, max_norm=5.0)
     # given islands that train for long: nobody waits for anybody yet
     run.now += 100 * DEADLINE_S
     assert (run.overdue(), run.due()) == (False, None)
@@ -157,237 +321,189 @@ def test_a_missing_quorum_stalls_the_run_and_names_who_is_missing() -> None:
         "share offered)"
     )
     assert "learner.islands.deadline" in stalled.remedy
-
-
-def test_a_quorum_is_no_stall_however_long_the_grace() -> None:
-    run = Run(policy_of(quorum=1, grace="2h"))
+    # and a quorum is no stall, however long the grace
+    run = Run(quorum=1, grace="2h")
     run.offer("a")
     run.now += 2 * DEADLINE_S
     assert not run.overdue() and run.decide() is None
-    run.now += 7200.0
-    assert run.decide() is not None
 
 
 def test_a_restart_of_the_coordinator_restarts_grace_and_deadline() -> None:
-    run = Run(policy_of(quorum=2))
-    run.record(CoordinatorStarted(run.now))
+    run = Run(quorum=2)
+    run.record(events.CoordinatorStarted(run.now))
     assert run.due() is None
     run.offer("a")
     run.now += DEADLINE_S - 1.0
-    run.record(CoordinatorStarted(run.now))
+    run.record(events.CoordinatorStarted(run.now))
     run.now += 1.0
     assert not run.overdue()
     run.offer("b")
     run.now += GRACE_S - 1.0
-    run.record(CoordinatorStarted(run.now))
+    run.record(events.CoordinatorStarted(run.now))
     run.now += GRACE_S - 1.0
     assert run.decide() is None
     run.now += 1.0
     assert run.decide() is not None
 
 
-def test_the_status_names_the_islands_when_every_step_is_closed() -> None:
-    run = Run(policy_of(steps=1))
-    run.offer("a")
-    run.offer("b")
-    assert run.state.finished
-    assert waited_for(run.state) == "the share of step 0 of island c (no share offered)"
-    run.offer("c")
-    run.commit()
-    assert waited_for(run.state) == "nobody: every step is closed"
-
-
-def test_a_run_that_samples_has_islands_too() -> None:
-    policy = Policy.of(sampled_spec(quorum=2))
-    assert policy.islands is not None and policy.islands.quorum == 2
+def test_the_policy_is_the_specs_whatever_the_run_trains_on() -> None:
+    policy = Policy.of(sampled_spec(quorum=2)).islands
+    assert policy == IslandPolicy(*(NAMES, 2, GRACE_S, DEADLINE_S, "float16", None, 2.0 * GRACE_S))
     assert Policy.of(documents_spec()).islands is None
 
 
-# -- What cannot stand -----------------------------------------------------------------------------
+# -- What cannot stand ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"base": digest("other")}, "islands b and a differ at step 0: outer state"),
-        ({"data": digest("other")}, "islands b and a differ at step 0: data"),
-        ({"data": ""}, "against"),
-        ({"bytes": 401}, "size of the share 401 bytes, against 400 bytes"),
-    ],
-)
-def test_an_offer_that_contradicts_another_names_both(changes: dict[str, Any], words: str) -> None:
-    run = Run(policy_of())
-    run.offer("a")
-    made = offer("b", **changes)
-    assert words in islands.conflict(run.islands, made)
-    with pytest.raises(IllegalTransition, match=words):
-        run.offer("b", **changes)
-    # an island may contradict what it offered itself
-    run.offer("a", **changes)
-
-
-def test_an_offer_starts_where_the_step_before_ended() -> None:
-    run = Run(policy_of(quorum=1, grace="1s"))
-    run.offer("a")
-    run.now += 1.0
-    run.commit()
-    run.record(OuterResult(run.now, 0, "c", outer(0)))
-    fault = islands.conflict(run.islands, offer("a", 1, base=digest("other")))
-    assert "island a starts step 1" in fault and "island c reported" in fault
-    run.offer("a")
-
-
-@pytest.mark.parametrize("step", [1, 7])
-def test_offers_are_taken_for_the_next_step_only(step: int) -> None:
-    run = Run(policy_of())
-    with pytest.raises(IllegalTransition, match=f"an offer for step {step}"):
-        run.offer("a", step=step)
-
-
-def test_offers_need_a_signed_manifest_and_an_island_of_the_spec() -> None:
-    run = Run(policy_of())
-    with pytest.raises(IllegalTransition, match="no island z"):
-        run.offer("z")
-    early = Filled(policy_of())
-    with pytest.raises(IllegalTransition, match="an offer for step 0"):
-        early.record(OfferReceived(early.now, offer("a"), "signed"))
-
-
-def test_a_run_with_one_learner_has_no_islands() -> None:
-    run = Filled(Policy.of(documents_spec()))
-    with pytest.raises(IllegalTransition, match="one learner"):
-        run.record(OfferReceived(run.now, offer("a"), "signed"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"step": 1}, "out of order"),
-        ({"previous": digest("other")}, "another record"),
-        ({"contributors": []}, "each island once"),
-        ({"dropped": []}, "each island once"),
-        ({"base": digest("other")}, "another base"),
-    ],
-)
-def test_other_commits_are_refused(changes: dict[str, Any], words: str) -> None:
-    run = Run(policy_of(quorum=2))
-    run.offer("a")
-    run.offer("b")
+def offered() -> Run:
+    """A quorum whose grace is over."""
+    run = Run(quorum=2)
+    run.offer("a", "b")
     run.now += GRACE_S
-    decision = run.decide()
-    assert decision is not None
-    with pytest.raises(IllegalTransition, match=words):
-        run.record_commit(decision, **changes)
-    swapped = list(reversed(decision.contributors))
-    with pytest.raises(IllegalTransition, match="in order"):
-        run.record_commit(decision, contributors=swapped)
-    other = [replace(decision.contributors[0], weight=1e6), decision.contributors[1]]
-    with pytest.raises(IllegalTransition, match="island a did not offer this share"):
-        run.record_commit(decision, contributors=other)
-    run.record_commit(decision)
-    with pytest.raises(IllegalTransition, match="out of order"):
-        run.record_commit(decision)
+    return run
 
 
-def test_an_outer_state_is_recorded_once_and_after_its_commit() -> None:
-    run = Run(policy_of(quorum=1, grace="1s"))
-    with pytest.raises(IllegalTransition, match="not committed"):
-        run.record(OuterResult(run.now, 0, "a", outer(0)))
-    run.offer("a")
-    run.now += 1.0
+def committed(**settings: Any) -> Run:
+    """A step to which all islands contributed."""
+    run = Run(**{"quorum": 2, **settings})
+    run.offer(*NAMES)
     run.commit()
-    run.record(OuterResult(run.now, 0, "a", outer(0)))
-    with pytest.raises(IllegalTransition, match="a second outer state"):
-        run.record(OuterResult(run.now, 0, "b", digest("other")))
-    with pytest.raises(IllegalTransition, match="a report that is not needed"):
-        run.record(OuterResult(run.now, 0, "b", outer(0)))
+    return run
+
+
+def reported() -> Run:
+    """A step that one island has made."""
+    run = committed(quorum=1)
+    run.report("c")
+    return run
+
+
+def weightless() -> Run:
+    """A step to which one share with a weight contributed, and two without."""
+    run = Run(quorum=2)
+    run.offer("a")
+    run.offer("b", "c", weight=0.0)
+    run.commit()
+    return run
+
+
+OTHER = digest("other")
+DECIDED = offered().decide()
+assert DECIDED is not None
+A, B = DECIDED.contributors
+
+
+@pytest.mark.parametrize(
+    ("run_of", "act", "words"),
+    [
+        (Run, lambda run: run.offer("a", step=1), "an offer for step 1"),
+        (Run, lambda run: run.offer("z"), "no island z"),
+        (Run, lambda run: run.report("a"), "not committed"),
+        (offered, lambda run: run.offer("c", base=OTHER), "c and a differ at step 0: outer state"),
+        (offered, lambda run: run.offer("c", data=OTHER), "c and a differ at step 0: data"),
+        (offered, lambda run: run.offer("c", data=""), "data none, against"),
+        (offered, lambda run: run.offer("c", bytes=401), "share 401 bytes, against 400 bytes"),
+        (offered, lambda run: run.commit(step=1), "step 1 is committed out of order"),
+        (offered, lambda run: run.commit(previous=OTHER), "another record"),
+        (offered, lambda run: run.commit(contributors=[]), "each island once"),
+        (offered, lambda run: run.commit(dropped=[]), "each island once"),
+        (offered, lambda run: run.commit(contributors=[B, A]), "in order"),
+        (
+            offered,
+            lambda run: run.commit(contributors=[replace(A, weight=1e6), B]),
+            "island a did not offer this share",
+        ),
+        (
+            offered,
+            lambda run: run.commit(contributors=[replace(A, island="c"), B]),
+            "island c did not offer this share",
+        ),
+        (offered, lambda run: run.commit(base=OTHER), "island a has another base"),
+        (committed, lambda run: run.lose("z", by="b"), "of step 0 does not name island z"),
+        (committed, lambda run: run.lose("a", by="b", step=1), "step 1 is open"),
+        (weightless, lambda run: run.lose("a", by="b"), "shares of step 0 do not suffice"),
+        (reported, lambda run: run.offer("a", base=OTHER), "a starts step 1 .* island c reported"),
+        (
+            reported,
+            lambda run: run.record(events.OuterResult(0.0, 0, "b", OTHER)),
+            "a second outer state",
+        ),
+        (reported, lambda run: run.report("c"), "a report that is not needed"),
+    ],
+)
+def test_what_cannot_follow_is_refused_by_name(run_of: Any, act: Any, words: str) -> None:
+    run = run_of()
+    with pytest.raises(IllegalTransition, match=words):
+        act(run)
+
+
+def test_an_island_may_contradict_its_own_offer_and_none_is_taken_without_islands() -> None:
+    run = Run()
+    run.offer("a")
+    run.offer("a", base=OTHER, data=OTHER, bytes=1)
+    for policy, words in (
+        (policy_of(), "an offer for step 0"),  # no manifest is signed
+        (Policy.of(documents_spec()), "one learner"),
+    ):
+        with pytest.raises(IllegalTransition, match=words):
+            Filled(policy).record(events.OfferReceived(0.0, offer("a"), "signed"))
+
+
+# -- Lost shares, and when a record is final -----------------------------------------------------
 
 
 def test_a_share_that_is_lost_gives_the_step_another_record() -> None:
     # given a step of three islands
-    run = Run(policy_of(quorum=2))
-    for name in NAMES:
-        run.offer(name)
-    first = run.commit()
-    tallies = run.islands.tallies
+    run = committed()
+    assert run.islands.tallies["b"].committed == 1
     # when one of them cannot fetch another's share
-    run.record(ShareLost(run.now, 0, "b", "c"))
+    run.lose("b", by="c")
     # then the step is open, and is committed at once without it
     assert (run.islands.step, run.islands.previous, run.overdue()) == (0, None, False)
     second = run.commit()
     assert named(second.contributors) == ["a", "c"]
     assert second.dropped == [Dropped("b", "island c could not fetch its share")]
-    assert (second.step, second.base, second.previous) == (0, first.base, None)
-    assert tallies["b"].committed == 1
+    assert (second.step, second.base, second.previous) == (0, digest("outer", 0), None)
     assert (run.islands.tallies["b"].committed, run.islands.tallies["a"].committed) == (0, 1)
     # and of the next step every share counts again
     run.publish(1)
     run.advance()
-    for name in NAMES:
-        run.offer(name)
+    run.offer(*NAMES)
     assert len(run.commit().contributors) == 3
 
 
 @pytest.mark.parametrize(
-    ("step", "island", "words"),
+    ("quorum", "reporters", "waited_s", "final_after_s"),
     [
-        (0, "z", "does not name island z"),
-        (0, "d", "does not name island d"),
-        (1, "a", "step 1 is open"),
+        (2, "", 1e9, None),  # nobody goes on before somebody has reported
+        (2, "a", 2.0 * GRACE_S - 1.0, 2.0 * GRACE_S),
+        (2, "a", 2.0 * GRACE_S, 2.0 * GRACE_S),
+        (2, "ab", 0.0, 0.0),
+        (1, "b", 2.0 * GRACE_S - 1.0, 2.0 * GRACE_S),  # one alone is no quorum
+        (3, "", 0.0, 0.0),  # all its shares are needed
     ],
 )
-def test_a_share_that_must_stay_is_not_lost(step: int, island: str, words: str) -> None:
-    run = Run(policy_of(quorum=2))
-    for name in NAMES:
-        run.offer(name)
-    run.commit()
-    assert words in islands.kept(run.of_islands, run.islands, step, island, run.now)
-    with pytest.raises(IllegalTransition, match=words):
-        run.record(ShareLost(run.now, step, island, "b"))
-
-
-def test_a_record_is_final_once_the_quorum_has_reported() -> None:
-    run = Run(policy_of(quorum=2))
-    for name in NAMES:
-        run.offer(name)
-    run.commit()
-    assert islands.final_at(run.of_islands, run.islands, 0) is None
-    for name in NAMES[:2]:
+def test_a_record_is_final_once_the_quorum_or_some_time_after_the_first_has_reported(
+    quorum: int, reporters: str, waited_s: float, final_after_s: float | None
+) -> None:
+    run = committed(quorum=quorum)
+    begun = run.now
+    for name in reporters:
         assert islands.is_awaited(run.islands, 0, name)
-        run.record(OuterResult(run.now, 0, name, outer(0)))
-    assert islands.final_at(run.of_islands, run.islands, 0) == 0.0
-    with pytest.raises(IllegalTransition, match="its record is final"):
-        run.record(ShareLost(run.now, 0, "b", "c"))
-
-
-def test_a_record_is_final_some_time_after_the_first_report() -> None:
-    run = Run(policy_of(quorum=2))
-    for name in NAMES:
-        run.offer(name)
-    run.commit()
-    run.record(OuterResult(run.now, 0, "b", outer(0)))
-    # given that the first to report cannot be reached by another one
-    run.now += run.of_islands.settle_s - 1.0
-    assert not islands.kept(run.of_islands, run.islands, 0, "b", run.now)
-    run.now += 1.0
-    assert islands.final_at(run.of_islands, run.islands, 0) == run.now
-    with pytest.raises(IllegalTransition, match="its record is final"):
-        run.record(ShareLost(run.now, 0, "b", "c"))
-
-
-def test_a_record_whose_shares_are_all_needed_is_final_at_once() -> None:
-    run = Run(policy_of(quorum=2))
-    run.offer("a")
-    run.offer("b")
-    run.now += GRACE_S
-    run.commit()
-    assert islands.final_at(run.of_islands, run.islands, 0) == 0.0
-    with pytest.raises(IllegalTransition, match="its record is final"):
-        run.record(ShareLost(run.now, 0, "a", "b"))
+        run.report(name)
+        assert not islands.is_awaited(run.islands, 0, name)
+    final = islands.final_at(run.of_islands, run.islands, 0)
+    assert final == (begun + final_after_s if final_after_s else final_after_s)
+    run.now += waited_s
+    if final is not None and run.now >= final:
+        with pytest.raises(IllegalTransition, match="its record is final"):
+            run.lose("b", by="c")
+    else:
+        run.lose("b", by="c")
 
 
 def test_a_rollback_takes_the_islands_back_with_the_run() -> None:
-    run = Run(policy_of(quorum=1, grace="1s"))
+    run = Run(quorum=1, grace="1s")
 
     def step() -> CommitRecord:
         run.publish(run.islands.step) if run.islands.step else None
@@ -395,17 +511,18 @@ def test_a_rollback_takes_the_islands_back_with_the_run() -> None:
         run.offer("a")
         run.now += 1.0
         made = run.commit()
-        run.record(OuterResult(run.now, made.step, "a", outer(made.step)))
+        run.report("a", step=made.step)
         return made
 
     for _ in range(4):
         step()
-    kept = dict(run.islands.digests)
+    kept, tallies = dict(run.islands.digests), run.islands.tallies
     for _ in range(2):
         # when the run goes back to version 2, then steps 0 and 1 stay committed
-        run.record(RolledBack(run.now, 2))
+        run.record(events.RolledBack(run.now, 2))
         assert (run.islands.step, run.islands.offers, len(run.islands.records)) == (2, {}, 0)
-        assert sorted(run.islands.results) == [0, 1]
+        assert sorted(run.islands.results) == [0, 1] and run.islands.tallies == tallies
         assert run.islands.previous == kept[1]
         assert step().previous == kept[1]
         assert sorted(run.islands.results) == [0, 1, 2]
+        tallies = run.islands.tallies

@@ -1,0 +1,220 @@
+"""The gate's tests find faults that are planted at random into the code that matters most.
+
+A mutant is one small change of one line, drawn by a seed. Only the files of tests whose recorded
+coverage touches the line run, the quickest first, until one fails. A mutant that no test finds
+survives. Environment variables: MUTANTS (their number), MUTANTS_SEED, MUTANTS_TREE (the checkout
+whose tests are tried, by default this one), MUTANTS_FOLDER (where coverage and results are kept, so
+that a campaign that was interrupted goes on).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import coverage
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = (
+    "runspec/core/canonical.py",
+    "runspec/core/signed.py",
+    "runspec/local/processes.py",
+    "verify/checks/*.py",
+    "verify/coordinator/machine/*.py",
+    "verify/audit/*.py",
+    "verify/examiner.py",
+    "verify/formats/lease.py",
+    "verify/formats/submission.py",
+    "learner_jax/advantage.py",
+    "learner_jax/full_states.py",
+    "learner_jax/loss.py",
+    "learner_jax/packing.py",
+    "learner_jax/runner.py",
+    "learner_jax/training.py",
+    "bridge/delta/apply.py",
+    "bridge/publisher.py",
+    "bridge/weight_map.py",
+    "broadcast/fetcher.py",
+    "broadcast/manifest.py",
+    "sampler/engine/gumbel_sampling.py",
+    "sampler/sandbox/*.py",
+    "sampler/worker/worker.py",
+)
+"""The nucleus of docs/architecture.md, and what decides who is paid, trained and believed."""
+COMPARISONS = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
+}  # fmt: skip
+OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*"}
+LOGGING = {"debug", "info", "warning", "error", "exception", "log"}
+HANG_S = 900.0
+"""A mutant whose tests have not ended after this counts as found: it hangs."""
+CONFIG = """
+[run]
+branch = false
+parallel = true
+context = ${{COVERAGE_CONTEXT-}}
+data_file = {data}
+source = runspec, learner_jax, bridge, broadcast, sampler, verify
+concurrency = multiprocessing, thread
+patch = subprocess, _exit
+sigterm = true
+"""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of one expression or statement: bytes of a file's text, and what replaces them."""
+
+    file: str
+    line: int
+    start: int
+    end: int
+    new: str
+
+
+def sites(file: str, text: str) -> Iterator[Mutant]:
+    """Every change that could be made to a file."""
+    starts = [0]
+    for line in text.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    def change(node: ast.expr | ast.stmt, new: str, end: ast.expr | None = None) -> Mutant:
+        last = end or node
+        assert last.end_lineno is not None and last.end_col_offset is not None
+        start = starts[node.lineno - 1] + node.col_offset
+        stop = starts[last.end_lineno - 1] + last.end_col_offset
+        return Mutant(file, node.lineno, start, stop, new)
+
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in COMPARISONS:
+                new = f"{ast.unparse(left)} {COMPARISONS[type(op)]} {ast.unparse(right)}"
+                yield change(node, f"({new})")
+            case ast.BoolOp(op=op, values=values):
+                word = " or " if isinstance(op, ast.And) else " and "
+                yield change(node, f"({word.join(f'({ast.unparse(each)})' for each in values)})")
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+                if not any(isinstance(each, ast.JoinedStr) for each in (left, right)):
+                    new = f"({ast.unparse(left)}) {OPERATORS[type(op)]} ({ast.unparse(right)})"
+                    yield change(node, f"({new})")
+            case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
+                yield change(test, f"(not ({ast.unparse(test)}))")
+            case ast.Constant(value=bool(value)):
+                yield change(node, str(not value))
+            case ast.Constant(value=int(value)):
+                yield change(node, str(value + 1))
+            case ast.Return(value=ast.expr() as value) if not _is_none(value):
+                yield change(value, "None")
+            case ast.Expr(value=ast.Call() as call) if not _logs(call):
+                yield change(node, "pass")
+            case ast.Raise() | ast.AugAssign():
+                yield change(node, "pass")
+            case _:
+                pass
+
+
+def _logs(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Attribute) and call.func.attr in LOGGING
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def drawn(tree: Path, number: int, seed: int) -> list[Mutant]:
+    """Mutants of a checkout, each place as likely as any other."""
+    files = sorted(path for pattern in CODE for path in tree.glob(pattern))
+    every = [
+        mutant
+        for path in files
+        for mutant in sites(str(path.relative_to(tree)), path.read_text(encoding="utf-8"))
+    ]
+    return random.Random(seed).sample(every, number)
+
+
+def pytest(tree: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The tests of a checkout, whose packages come before those that are installed."""
+    here = str(Path(__file__).parent)
+    env = os.environ | {"PYTHONPATH": f"{tree}:{here}", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
+    with (folder / "pytest.log").open("a") as log:
+        return subprocess.run(
+            command, cwd=tree, env=env, stdout=log, stderr=log, text=True, timeout=None, check=False
+        )
+
+
+def recorded(tree: Path, folder: Path) -> coverage.CoverageData:
+    """Coverage of the gate by file of tests, measured once."""
+    data = folder / "coverage"
+    if not data.exists():
+        config = folder / "coverage.ini"
+        config.write_text(CONFIG.format(data=data))
+        os.environ["COVERAGE_PROCESS_START"] = str(config)
+        cores = str(len(os.sched_getaffinity(0)))
+        options = ("-n", cores, "--dist", "loadfile", "-m", "not nightly", "-p", "_contexts")
+        done = pytest(tree, folder, *options)
+        del os.environ["COVERAGE_PROCESS_START"]
+        if done.returncode:
+            raise RuntimeError(f"the tests fail without a mutant: {folder}/pytest.log")
+        combined = coverage.Coverage(data_file=str(data), config_file=str(config))
+        combined.combine([str(folder)])
+        combined.save()
+    found = coverage.CoverageData(str(data))
+    found.read()
+    return found
+
+
+def touching(data: coverage.CoverageData, tree: Path, mutant: Mutant) -> list[str]:
+    """Files of tests that execute the line of a mutant."""
+    lines = data.contexts_by_lineno(str(tree / mutant.file))
+    return sorted(name for name in lines.get(mutant.line, ()) if name.startswith("tests/"))
+
+
+def found(tree: Path, folder: Path, mutant: Mutant, files: list[str]) -> bool:
+    """Whether one of the tests fails, or none ends, with the mutant in its file."""
+    path = tree / mutant.file
+    text = path.read_bytes()
+    path.write_bytes(text[: mutant.start] + mutant.new.encode() + text[mutant.end :])
+    try:
+        words = ("-x", "-m", "not nightly", f"--timeout={HANG_S}", *files)
+        return bool(files) and pytest(tree, folder, *words).returncode != 0
+    finally:
+        path.write_bytes(text)
+
+
+def run() -> dict[str, dict[str, object]]:
+    """Tries every mutant, and returns by file how many were found, of how many."""
+    tree = Path(os.environ.get("MUTANTS_TREE", ROOT)).resolve()
+    folder = Path(os.environ.get("MUTANTS_FOLDER", tree / ".cache" / "mutants")).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    seed = int(os.environ.get("MUTANTS_SEED", "20261127"))
+    mutants = drawn(tree, int(os.environ.get("MUTANTS", "100")), seed)
+    data, results = recorded(tree, folder), folder / "results.jsonl"
+    known = results.read_text().splitlines() if results.exists() else []
+    with results.open("a") as out:
+        for number, mutant in enumerate(mutants[len(known) :], len(known)):
+            files = touching(data, tree, mutant)
+            row = asdict(mutant) | {
+                "tests": len(files),
+                "found": found(tree, folder, mutant, files),
+            }
+            print(f"{number}: {row}", file=sys.stderr, flush=True)
+            known.append(json.dumps(row))
+            out.write(known[-1] + "\n")
+            out.flush()
+    rows = [json.loads(line) for line in known]
+    killed = Counter(row["file"] for row in rows if row["found"])
+    figures: dict[str, dict[str, object]] = {
+        file: {"mutants": number, "found": killed[file]}
+        for file, number in sorted(Counter(row["file"] for row in rows).items())
+    }
+    return {"all": {"mutants": len(rows), "found": killed.total()}, **figures}

@@ -1,0 +1,511 @@
+"""`python -m verify calibrate`: a run is measured, limits derived from it, signed or refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bridge.safetensors_io import read_headers, read_tensor, write_safetensors
+from bridge.tensors import dtype_named
+from broadcast.client import WeightsClient
+from runspec.core.hashing import digest_file
+from runspec.core.keys import SigningKey
+from runspec.core.spec.schema import RunSpec
+from tests.verify.calibration.honest_run import WORKER, HonestRun
+from tests.verify.profiles import made_profile
+from tests.verify.small_model import (
+    HIDDEN,
+    RUN,
+    VOCAB,
+    NumpyEngine,
+    ParityTask,
+    SmallModel,
+    Worker,
+    small_spec,
+)
+from verify import plugins
+from verify.__main__ import main
+from verify.calibration import run
+from verify.calibration.derive import FLOOR, ROOM, derive, noise_of
+from verify.calibration.honest_run import NO_SERVER, find_version, place
+from verify.calibration.measure import Measurements
+from verify.calibration.prefills import noise, perturb
+from verify.calibration.tails import MIN_SAMPLES, samples_needed, tail_bound
+from verify.checks.prefill import judge_gaps
+from verify.plugins import WeightsLocation
+from verify.profile import Profile, looser_than_published, open_profile
+from verify.thresholds import BFLOAT16, DRIFT, SUBMISSIONS, GapNoise, Limits
+
+stats = pytest.importorskip("scipy.stats")
+MODEL = SmallModel.random(seed=3)
+RATE = 1e-6
+
+# --- the command, over a run directory ----------------------------------------------------------
+
+RUN_SUBMISSIONS = 48
+SHAPES = {"embed": (VOCAB, HIDDEN), "mix": (HIDDEN, HIDDEN), "head": (HIDDEN, VOCAB)}
+CONFIG = {"hidden_size": HIDDEN, "num_hidden_layers": 1, "vocab_size": VOCAB}
+
+
+class FileEngine(NumpyEngine):
+    """See `verify.plugins.PrefillEngine`: asks nobody, as all versions lie in its cache."""
+
+    def __init__(self, spec: RunSpec, weights: WeightsLocation) -> None:
+        super().__init__({}, weights.cache_dir)
+
+    def ensure_version(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
+        folder = self.directory / f"v{version}"
+        headers = read_headers(folder)
+        self.versions[version] = SmallModel(*(read_tensor(headers[name]) for name in SHAPES))
+        return folder
+
+
+def publish(made: HonestRun, version: int, model: SmallModel) -> None:
+    folder, tensors = made.weights(version), (getattr(model, name) for name in SHAPES)
+    write_safetensors(folder / "model.safetensors", SHAPES, dtype_named("float32"), tensors)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    made.publish(version)
+
+
+def honest_run(directory: Path, spec: RunSpec, versions: int, submissions: int) -> Path:
+    """A run whose workers compute in bfloat16, 8 rollouts a submission."""
+    made = HonestRun(directory, spec)
+    for version in range(versions):
+        model = MODEL if version == 0 else MODEL.perturbed(0.01, seed=version)
+        publish(made, version, model)
+        worker = Worker(WORKER, model.in_bfloat16(), spec, ParityTask())
+        for _ in range(submissions // versions):
+            signed, lease = made.lease(version, groups=2)
+            made.take(signed, lease, worker.rollouts(signed, lease))
+    made.close()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calibrate")
+    return honest_run(folder / "run", small_spec(dtype="bfloat16"), 2, RUN_SUBMISSIONS)
+
+
+@pytest.fixture
+def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The root's; and prefill engines are those of this module."""
+
+    class Point:
+        name, dist = "jax", None
+        load = staticmethod(lambda: FileEngine)
+
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [Point])
+    SigningKey.generate().save(tmp_path / "root.key")
+    return tmp_path / "root.key"
+
+
+def calibrated(run_dir: Path, key: Path, *more: str) -> tuple[int, Path]:
+    out = key.with_name("profile.json")
+    words = ["calibrate", str(run_dir), "--pool", "home", "--key", str(key), "--out", str(out)]
+    return main([*words, *more]), out
+
+
+def opened(path: Path, key: Path) -> Profile:
+    return open_profile(path.read_bytes(), root_public_key=SigningKey.load(key).public_hex)
+
+
+@pytest.mark.usefixtures("key")
+def test_a_pool_is_measured_and_held_against_perturbed_weights(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = digest_file(run_dir / "weights" / "v0" / "model.safetensors")
+    monkeypatch.setattr(run, "PERTURBED_SUBMISSIONS", 6)
+    perturbed = [("off by 1%", noise(0.01)), ("off by 4%", noise(0.04))]
+    outcome = run.calibrate(run.Order(run_dir, "home", perturbed=perturbed), logging.getLogger())
+    # then the profile says what of
+    profile = outcome.profile
+    assert (profile.sampler.precision, profile.validator.precision) == ("bfloat16", "float32")
+    sampling = profile.sampler.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.8, 1.0, -1)
+    measured = profile.measured
+    assert (measured.submissions, measured.rollouts) == (RUN_SUBMISSIONS, 8 * RUN_SUBMISSIONS)
+    assert (measured.oldest_version, measured.newest_version) == (0, 1)
+    assert profile.model.hidden_size == 64
+    # and its limits are above all that was measured, tighter than published, looser nowhere
+    limits, number = profile.as_limits(), profile.numbers["logprob_rollout"]
+    assert number.samples == 8 * RUN_SUBMISSIONS
+    assert number.quantiles["1"] < limits.logprob_rollout < BFLOAT16.logprob_rollout
+    assert limits.logprob_submission < BFLOAT16.logprob_submission
+    assert limits.gap == BFLOAT16.gap < limits.gap_max < BFLOAT16.gap_max
+    assert limits.gap_noise is not None
+    assert limits.gap_noise.largest_mean(30_000) < BFLOAT16.gap_mean
+    assert limits.mismatch_share < BFLOAT16.mismatch_share
+    assert profile.looser == []
+    # and short chunks have limits of their own
+    assert [row.below for row in limits.short] == [128, 256, 1024]
+    assert limits.for_chunk(300) != limits.for_chunk(2000)
+    # and the right weights pass, where others are told apart that passed the published limits
+    right, off, far = outcome.power
+    assert right.profile.rejected_submissions == 0
+    assert (off.published.rejected_submissions, off.profile.rejected_submissions) == (0, 6)
+    assert (far.published.named()["TOPLOC"], far.profile.named()["TOPLOC"]) == (0, 6)
+    # and the run's own files are as they were
+    assert digest_file(run_dir / "weights" / "v0" / "model.safetensors") == before
+
+
+def test_an_unseeded_pool_has_no_gaps_to_measure(tmp_path: Path, key: Path) -> None:
+    # given a trusted pool that cuts its distribution, and draws from it without a lease's noise
+    sampling = {"temperature": 0.8, "seeded": False, "top_p": 0.9}
+    spec = small_spec(dtype="bfloat16", trust="trusted", sampling=sampling)
+    code, out = calibrated(honest_run(tmp_path / "run", spec, 1, 6), key)
+    profile = opened(out, key)
+    assert code == 0 and not profile.measured.seeded
+    assert not [name for name in profile.numbers if name.startswith("gap")]
+    assert profile.as_limits().gap_mean == BFLOAT16.gap_mean
+    assert profile.as_limits().logprob_rollout < BFLOAT16.logprob_rollout
+
+
+def test_a_root_elsewhere_signs_what_was_calibrated(
+    run_dir: Path, key: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out = calibrated(run_dir, key)
+    assert code == 0
+    root, signed = tmp_path / "other.key", tmp_path / "signed.json"
+    SigningKey.generate().save(root)
+    capsys.readouterr()
+    assert main(["sign-profile", str(out), "--key", str(root), "--out", str(signed)]) == 0
+    assert opened(signed, root) == opened(out, key)
+    assert "logprob_rollout" in capsys.readouterr().out
+    # and in no other place than where it may
+    assert main(["sign-profile", str(out), "--key", str(root), "--out", str(tmp_path)]) == 1
+    assert "no profile can be written here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["--pool", "nobody"], "no pool 'nobody'"),
+        (["--rate", "1e-9"], "are needed for a rate of 1e-09"),
+        (["--weights", "/nowhere"], "whose weights are on this machine"),
+        ([], "other bytes than were published"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(
+    run_dir: Path, key: Path, change: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_dir / "weights" / "v1" / "config.json"
+    text = config.read_text()
+    config.write_text(text if change else text + " ")
+    try:
+        code, out = calibrated(run_dir, key, *change)
+    finally:
+        config.write_text(text)
+    assert code == 1 and words in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_whoever_ends_it_finds_no_copies_of_weights(
+    run_dir: Path, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    # given a calibration that is at its first perturbed weights
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    end = lambda *_: os.kill(os.getpid(), number)  # noqa: E731
+    monkeypatch.setattr("verify.calibration.prefills.perturb", end)
+    # when it is told to end, then nothing is left of it
+    code, out = calibrated(run_dir, key, "--perturbed")
+    assert (code, out.exists()) == (130, False)
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_version_is_taken_from_a_run_directory_and_perturbed_beside_it(tmp_path: Path) -> None:
+    made = HonestRun(tmp_path / "run", small_spec())
+    publish(made, 0, MODEL)
+    digest = made.lease(0, groups=1)[1].manifest_digest
+    made.close()
+
+    def fetched(cache: Path) -> Path:
+        """As an engine's client takes it, without asking anybody."""
+        options = {"run": RUN, "root_public_key": "0" * 64, "cache_dir": cache}
+        with closing(WeightsClient([NO_SERVER], **options)) as client:
+            return client.fetch(0, manifest_digest=digest, deadline_s=600.0)
+
+    def mix_in(folder: Path) -> np.ndarray:
+        return read_tensor(read_headers(folder)["mix"])
+
+    found = find_version(made.directory, RUN, 0, digest, None)
+    assert found is not None
+    place(found, tmp_path / "cache")
+    assert (mix_in(fetched(tmp_path / "cache")) == MODEL.mix).all()
+    # and what was fetched so is found again, as on a validator's machine
+    again = find_version(made.directory, RUN, 0, digest, tmp_path / "cache")
+    assert again is not None and (mix_in(place(again, tmp_path / "second")) == MODEL.mix).all()
+    # and perturbed weights take the place of a link and not of the file
+    perturb(place(found, tmp_path / "third"), noise(0.01))
+    ratio = mix_in(fetched(tmp_path / "third")) / MODEL.mix - 1
+    assert 0.009 < ratio.std() < 0.011 and abs(ratio.mean()) < 1e-3
+    assert (mix_in(made.weights(0)) == MODEL.mix).all()
+
+
+# --- from measurements to limits ----------------------------------------------------------------
+
+ROLLOUTS = 400
+
+
+def rounding(
+    rollouts: int, *, tokens: int = 300, share: float = 0.004, seed: int = 0
+) -> list[np.ndarray]:
+    """Gaps as bfloat16 has them: few, and most of them small."""
+    rng = np.random.default_rng(seed)
+    return [
+        (rng.exponential(0.015, tokens) * (rng.random(tokens) < share)).astype(np.float32)
+        for _ in range(rollouts)
+    ]
+
+
+def measured(scale: float = 1.0, **values: np.ndarray) -> Measurements:
+    """Numbers as bfloat16 has them, times a scale; keyword arguments take their place."""
+    rng = np.random.default_rng(0)
+    found = {
+        "logprob_submission": rng.normal(0.006, 0.0003, 60) * scale,
+        "logprob_rollout": rng.normal(0.006, 0.001, ROLLOUTS) * scale,
+        "gap": rng.exponential(0.002, ROLLOUTS) * scale,
+        "gap_max": rng.exponential(0.002, ROLLOUTS) * scale,
+        "mismatch_share": np.minimum(rng.poisson(2, ROLLOUTS) * scale, 128) / 128,
+        "miss_share 8": np.minimum(rng.poisson(2, ROLLOUTS) * scale, 128) / 128,
+        "miss_share 32": np.minimum(rng.poisson(1, ROLLOUTS) * scale, 128) / 128,
+        "mantissa_mean": rng.normal(2.0, 0.2, ROLLOUTS) * scale,
+        "mantissa_median": rng.poisson(0.3, ROLLOUTS) * scale,
+        **values,
+    }
+    rows = {key: each.tolist() for key, each in found.items()}
+    gaps = [gaps * np.float32(scale) for gaps in rounding(ROLLOUTS)]
+    return Measurements(defaultdict(list, rows), gaps, submissions=60, rollouts=ROLLOUTS)
+
+
+def limits_of(found: Measurements, *, allow_looser: bool = False) -> tuple[Limits, list[str]]:
+    derived = derive(found, BFLOAT16, rate=RATE, allow_looser=allow_looser)
+    return derived.limits, derived.looser
+
+
+def test_a_quiet_pool_gets_tighter_limits() -> None:
+    limits, looser = limits_of(measured())
+    assert looser == [] == looser_than_published(limits, BFLOAT16)
+    for name in ("logprob_submission", "logprob_rollout", "mismatch_share"):
+        assert getattr(limits, name) < getattr(BFLOAT16, name), name
+    # tau is more than a gap: it stays, and tails have their exceptions
+    assert (limits.gap, limits.gap_share) == (0.1, 0.01)
+    assert limits.gap_max == pytest.approx(0.3)
+    assert limits.constant_ratio == BFLOAT16.constant_ratio
+    # and of many tokens a tenth of the published mean gap is left, of a few it is the published
+    assert limits.gap_mean == BFLOAT16.gap_mean and limits.gap_noise is not None
+    assert limits.gap_noise.largest_mean(30_000) < 0.2 * BFLOAT16.gap_mean
+    assert limits.gap_noise.largest_mean(300) > BFLOAT16.gap_mean
+    # and one gap that no rollout had rejects nobody, as 6 of a million were; a larger one, or four
+    gaps = np.zeros(300, np.float32)
+    gaps[7] = 0.2035
+    assert judge_gaps(gaps, limits).passed
+    gaps[7] = 0.31
+    assert not judge_gaps(gaps, limits).passed
+    gaps[:8] = [0.2] * 4 + [0.0] * 4
+    assert not judge_gaps(gaps, limits).passed
+
+
+def test_a_noisy_pool_keeps_the_published_limits_unless_told_otherwise() -> None:
+    noisy = measured(8.0, mantissa_median=np.random.default_rng(6).poisson(0.3, ROLLOUTS))
+    limits, looser = limits_of(noisy)
+    assert looser == [] == looser_than_published(limits, BFLOAT16)
+    assert limits.logprob_rollout == BFLOAT16.logprob_rollout
+    # when looser ones are allowed
+    limits, looser = limits_of(noisy, allow_looser=True)
+    assert "logprob_rollout" in looser
+    assert set(looser_than_published(limits, BFLOAT16)) <= set(looser)
+    assert limits.logprob_rollout > max(noisy.values["logprob_rollout"])
+    # and a profile cannot hide that it is looser
+    profile = made_profile(sampler={"precision": "bfloat16"})
+    loose = profile.limits.model_copy(update={"gap_mean": 1.0})
+    hidden = profile.model_copy(update={"limits": loose})
+    assert looser_than_published(hidden.as_limits(), BFLOAT16) == ["gap_mean"]
+
+
+def test_no_limit_undercuts_the_floor() -> None:
+    limits, _ = limits_of(measured(1e-6))
+    assert limits.logprob_rollout == FLOOR.logprob_rollout
+    assert limits.mismatch_share >= FLOOR.mismatch_share
+    assert limits.mantissa_mean == FLOOR.mantissa_mean
+
+
+def test_a_profile_says_the_limit_that_is_judged_by() -> None:
+    # given too few submissions for a bound of their own, and misses whose bound is above that of
+    # mismatches
+    rng = np.random.default_rng(7)
+    found = measured(
+        logprob_submission=np.full(8, 0.006),
+        mismatch_share=rng.binomial(128, 0.005, ROLLOUTS) / 128,
+        **{"miss_share 8": rng.binomial(128, 0.01, ROLLOUTS) / 128},
+    )
+    derived = derive(found, BFLOAT16, rate=RATE, allow_looser=False)
+    limits, numbers = derived.limits, derived.numbers
+    # then what rollouts and mismatches may have is their limit, and the profile says so
+    assert limits.logprob_submission == limits.logprob_rollout < BFLOAT16.logprob_submission
+    assert limits.miss_share == limits.mismatch_share < numbers["miss_share"].bound
+    for name, of in (("logprob_submission", "logprob_rollout"), ("miss_share", "mismatch_share")):
+        assert numbers[name].limit == getattr(limits, name)
+        assert numbers[name].note == f"that of {of}"
+
+
+def test_unseeded_pools_keep_the_limits_of_gaps() -> None:
+    found = measured()
+    del found.values["gap"], found.values["gap_max"]
+    found.gaps.clear()
+    limits, _ = limits_of(found)
+    assert (limits.gap, limits.gap_share, limits.gap_max) == (0.1, 0.01, 2.0)
+    assert (limits.gap_mean, limits.gap_noise) == (BFLOAT16.gap_mean, None)
+
+
+# --- the mean of honest gaps --------------------------------------------------------------------
+
+
+def noise_in(gaps: list[np.ndarray]) -> GapNoise:
+    return noise_of(gaps, tau=0.1, least=1e-6, probability=1e-6)
+
+
+def test_the_mean_is_that_of_gaps_up_to_where_most_of_them_end() -> None:
+    gaps = rounding(2000)
+    found, together = noise_in(gaps), np.concatenate(gaps)
+    assert found.cap == pytest.approx(np.quantile(together[together > 0], 0.9), rel=0.01)
+    # of so many tokens little is not known, and of few groups the mean is hardly below the true one
+    assert found.mean / ROOM == pytest.approx(np.minimum(together, found.cap).mean(), rel=0.5)
+    assert found.probability == 1e-6
+    for seed in range(5):
+        assert noise_in(rounding(40, seed=seed)).mean / ROOM > 0.9 * 0.004 * 0.015
+
+
+def test_groups_that_differ_count_as_groups_and_keep_their_budget() -> None:
+    # given the same gaps, spread over all groups or all in every twentieth
+    even = rounding(400)
+    uneven = [each * (number % 20 == 0) for number, each in enumerate(rounding(400, share=0.08))]
+    assert noise_in(uneven).mean > 1.2 * noise_in(even).mean
+    # given prompts of which few have ten times the gaps of the others, in long outputs
+    calm = rounding(400, tokens=2000)
+    hard = rounding(8, tokens=20_000, share=0.04, seed=1)
+    found = noise_in(calm + hard)
+    # then none of them is rejected by itself, as one would be by the mean of all
+    means = [found.counted(each) / len(each) for each in hard]
+    assert max(means) <= found.largest_mean(20_000)
+    of_all = sum(map(found.counted, calm + hard)) / sum(map(len, calm + hard))
+    assert max(means) > replace(found, mean=ROOM * of_all).largest_mean(20_000)
+
+
+CAP, MEAN = 0.02, 5e-5
+
+
+@pytest.mark.parametrize("probability", [0.1, 1e-3, 1e-6])
+@pytest.mark.parametrize("tokens", [50, 1000, 30_000, 2_000_000])
+def test_a_submission_of_the_widest_gaps_keeps_its_budget(tokens: int, probability: float) -> None:
+    # given gaps of 0 or the cap alone, which spread most of all with a mean
+    largest = GapNoise(CAP, MEAN, probability).largest_mean(tokens)
+    # then the exact chance of more is at most the one stated
+    gaps = np.floor(largest * tokens / CAP + 1e-9)
+    assert stats.binom.sf(gaps, tokens, MEAN / CAP) <= probability
+    # and no more than a few standard deviations are given away
+    exact = stats.binom.isf(probability, tokens, MEAN / CAP)
+    assert gaps <= exact + 2 + np.sqrt(exact)
+
+
+def largest_sums(mean: float, *, workers: int, submissions: int) -> np.ndarray:
+    """f64 [workers]: the largest that a worker's sum of excesses came to, of gaps 0 or the cap."""
+    rng, tokens = np.random.default_rng(0), 3000
+    total, most = np.zeros(workers), np.zeros(workers)
+    for _ in range(submissions):
+        counted = CAP * rng.binomial(tokens, mean / CAP, workers)
+        total = np.maximum(0.0, total + counted - DRIFT * MEAN * tokens)
+        most = np.maximum(most, total)
+    return most
+
+
+def test_honest_workers_are_seldom_alarmed_at_and_one_of_twice_the_mean_in_time() -> None:
+    # given honest workers with 500 submissions each, and a chance that can be counted
+    workers, submissions, chance = 4000, 500, 0.2
+    most = largest_sums(MEAN, workers=workers, submissions=submissions)
+    limit = GapNoise(CAP, MEAN, chance).largest_excess
+    expected = workers * chance * submissions / SUBMISSIONS
+    assert (most > limit).sum() <= expected + 4 * np.sqrt(expected)
+    # and the chance is no idle one: a twentieth of the limit is exceeded by many
+    assert (most > limit / 20).mean() > 0.5
+    # given as many tokens as the excess of twice the mean takes to reach the limit, twice
+    one = GapNoise(CAP, MEAN, 1e-6)
+    needed = int(2 * one.largest_excess / ((2 - DRIFT) * MEAN) / 3000)
+    most = largest_sums(2 * MEAN, workers=500, submissions=needed)
+    assert (most > one.largest_excess).mean() > 0.99
+    # while in each of its submissions it passes
+    assert one.largest_mean(3000) > 3 * MEAN
+
+
+# --- bounds of tails ----------------------------------------------------------------------------
+
+Draw = Callable[[np.random.Generator, int], np.ndarray]
+TAILS: dict[str, tuple[Draw, Callable[[float], float], float | None]] = {
+    "half normal": (lambda g, n: np.abs(g.normal(size=n)), lambda x: 2 * stats.norm.sf(x), None),
+    "exponential": (lambda g, n: g.exponential(size=n), stats.expon.sf, None),
+    "gamma": (lambda g, n: g.gamma(3.0, size=n), lambda x: stats.gamma.sf(x, 3.0), None),
+    "mostly zero": (
+        lambda g, n: np.where(g.random(n) < 0.2, g.exponential(size=n), 0.0),
+        lambda x: 0.2 * stats.expon.sf(x),
+        None,
+    ),
+    "binomial": (
+        lambda g, n: g.binomial(128, 0.02, size=n),
+        lambda x: stats.binom.sf(x, 128, 0.02),
+        1.0,
+    ),
+    "geometric": (lambda g, n: g.geometric(0.4, size=n) - 1, lambda x: 0.6 ** (x + 1), 1.0),
+    "rare": (lambda g, n: g.poisson(0.05, size=n), lambda x: stats.poisson.sf(x, 0.05), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", TAILS)
+@pytest.mark.parametrize("n", [60, 1000])
+def test_the_bound_of_a_tail_holds_on_fresh_draws(name: str, n: int) -> None:
+    # given many calibrations of a known distribution
+    draw, above, unit = TAILS[name]
+    rng = np.random.default_rng(len(name))
+    found = [tail_bound(draw(rng, n).astype(float), RATE, unit=unit).value for _ in range(60)]
+    bounds = [value for value in found if value is not None]
+    assert len(bounds) > 40
+    # then a fresh draw exceeds a bound no more often than was asked for, on average, and nearly
+    # all of the bounds keep the rate by themselves
+    rates = np.array([above(bound) for bound in bounds])
+    assert rates.mean() <= RATE and np.quantile(rates, 0.9) <= RATE
+    # and they are no further out than twice where the rate is met
+    points = np.linspace(0.0, 60.0, 1201)
+    met = points[[above(x) >= RATE for x in points]].max()
+    assert np.median(bounds) < 2.2 * met + 3.0
+
+
+@pytest.mark.parametrize("draw", [lambda g, n: g.pareto(1.0, n), lambda g, n: g.standard_cauchy(n)])
+def test_heavy_tails_have_no_bound(draw: Draw) -> None:
+    rng = np.random.default_rng(0)
+    found = [tail_bound(np.abs(draw(rng, 2000)), RATE) for _ in range(20)]
+    assert sum(each.value is None for each in found) > 15
+    assert "heavier tail" in found[0].why
+
+
+def test_too_few_samples_or_values_have_no_bound() -> None:
+    values = np.random.default_rng(2).exponential(size=MIN_SAMPLES)
+    assert tail_bound(values, RATE).value is not None
+    found = tail_bound(values[1:], RATE)
+    assert (found.value, found.why) == (None, f"{MIN_SAMPLES - 1} samples, {MIN_SAMPLES} needed")
+    # and a rarer rate needs more of them
+    assert samples_needed(1e-9) > 800 and tail_bound(values, 1e-9).value is None
+    # given mantissa errors of which one in 128 is the only one above 0
+    found = tail_bound(np.repeat([0.0, 1 / 128], [470, 30]), RATE)
+    assert (found.value, found.why) == (None, "the 21 largest of 500 are all alike")
