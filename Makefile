@@ -13,7 +13,7 @@ PROFILE ?= laptop
 # Specs of runs that sample: the placements say where their pools are.
 SAMPLING := $(filter-out specs/metagene.yaml specs/opendiloco.yaml,$(wildcard specs/*.yaml))
 # One process more than cores, for tests also wait. tests/cost.py says which tests go together.
-WORKERS := -n $(shell expr $$(nproc) + 1) --maxprocesses=4 --dist loadgroup --no-loadscope-reorder
+WORKERS := -n $(shell expr $$(nproc) + 1) --maxprocesses=4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help install aot shardcast trackio eval-inspect eval-lm-eval eval-verifiers wheel quickstart lint test test-fast nightly campaigns bench accelerator clean
 

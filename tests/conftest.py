@@ -24,6 +24,7 @@ from tests.cost import (  # noqa: F401 (hooks of pytest's)
     pytest_runtest_makereport,
     pytest_terminal_summary,
     pytest_testnodedown,
+    pytest_xdist_make_scheduler,
 )
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

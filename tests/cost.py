@@ -1,5 +1,8 @@
 """Hooks of pytest's: how tests are divided among processes, and the CPU seconds they take.
 
+`--dist loadfile` keeps the tests of a file in one process, and those of a group here. (xdist's own
+`loadgroup` needs an attribute of tests that pytest 9.2 no longer has.)
+
 CPU seconds are those of a test process and of the child processes that it has waited for, from one
 report to the next; children that outlive a test count for a later one.
 """
@@ -11,6 +14,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 GROUPS = {
     "tests/e2e/": "runs",
@@ -19,8 +23,7 @@ GROUPS = {
     "tests/runspec/cli/test_serving.py": "engines",
 }
 """Tests that one process has all of: whole runs, and those that share a vLLM engine."""
-ORDER = ("tests/e2e/", "tests/sampler/engine/", "tests/learner_jax/", "tests/")
-"""Long tests first, so that no process is alone at the end."""
+ORDER = ("tests/e2e/", "tests/sampler/engine/", "tests/learner_jax/", "tests/attacks/", "tests/")
 SLOWEST = 40
 """Number of files whose CPU seconds are printed."""
 _reported = pytest.StashKey[float]()
@@ -32,13 +35,19 @@ def cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
-@pytest.hookimpl(tryfirst=True)
+class Groups(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::", 1)[0]
+        return next((name for path, name in GROUPS.items() if file.startswith(path)), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups | None:
+    return Groups(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group what shares a costly start; the tests of a file stay together."""
-    for item in items:
-        file = item.nodeid.split("::", 1)[0]
-        group = next((name for path, name in GROUPS.items() if file.startswith(path)), file)
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Put long tests first, so that no process is alone at the end."""
 
     def place(item: pytest.Item) -> int:
         return next((i for i, path in enumerate(ORDER) if item.nodeid.startswith(path)), len(ORDER))

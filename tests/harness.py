@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec.local.snapshot import look_at
-from tests.waiting import eventually, one_ended
+from tests.waiting import HANG_S, eventually, one_ended
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET_SHORT = ROOT / "specs" / "target_short.yaml"
@@ -29,13 +29,9 @@ SMALL: Mapping[str, Any] = {
     "evaluations": "null",
 }
 """The laptop profile, cut down until a run takes seconds once its engines are up."""
-PATIENCE_S = 1200.0
-"""After which whatever a test waits for counts as hanging."""
 
 
-def runspec(
-    *arguments: str | Path, timeout_s: float = PATIENCE_S
-) -> subprocess.CompletedProcess[str]:
+def runspec(*arguments: str | Path, timeout_s: float = HANG_S) -> subprocess.CompletedProcess[str]:
     """Runs the command to its end and returns what it printed."""
     return subprocess.run(
         [sys.executable, "-m", "runspec", *map(str, arguments)],
@@ -106,15 +102,15 @@ class LiveRun:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             try:
-                self.process.wait(PATIENCE_S)
+                self.process.wait(HANG_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
 
-    def finish(self, deadline_s: float = PATIENCE_S) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any]:
         """Waits for the run's own end and returns summary.json."""
         assert self.process is not None
-        code = self.process.wait(deadline_s)
+        code = self.process.wait(HANG_S)
         assert code == 0, self.output()
         return json.loads((self.dir / "summary.json").read_text())
 
@@ -129,7 +125,6 @@ class LiveRun:
         self,
         condition: Callable[[], Any],
         what: str,
-        deadline_s: float = PATIENCE_S,
         others: Sequence[subprocess.Popen[bytes]] = (),
     ) -> None:
         """Waits for a condition while the run and the `others` are alive."""
@@ -138,7 +133,6 @@ class LiveRun:
         eventually(
             condition,
             what,
-            deadline_s=deadline_s,
             hopeless=lambda: one_ended(needed),
             context=self.output,
             poll_s=0.1,

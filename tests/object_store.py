@@ -25,7 +25,7 @@ def s3_server() -> Iterator[dict[str, str]]:
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
-        eventually(lambda: _answers(port), "the S3 server", deadline_s=60.0)
+        eventually(lambda: _answers(port), "the S3 server")
         with urllib.request.urlopen(urllib.request.Request(f"{url}/{BUCKET}", method="PUT")):
             pass
         yield {

@@ -96,7 +96,6 @@ def test_a_process_imports_nothing_that_its_extra_does_not_install(extra: str) -
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr
 

@@ -68,7 +68,7 @@ def test_a_role_says_for_whom_it_waits(machines: Machines, tmp_path: Path, machi
         )
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait()
 
 
 def test_the_unit_starts_a_role(machines: Machines, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_the_unit_starts_a_role(machines: Machines, tmp_path: Path) -> None:
         )
     finally:
         process.terminate()
-        assert process.wait(30) == 0, log.read_text()
+        assert process.wait() == 0, log.read_text()
     assert (tmp_path / "lib" / "relay-local" / "spec.json").exists()
 
 

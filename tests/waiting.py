@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-DEADLINE_S = 1200.0
+HANG_S = 1200.0
+"""After which whatever a test waits for counts as hanging."""
 POLL_S = 0.005
 
 
@@ -17,27 +18,25 @@ def eventually(
     condition: Callable[[], Any],
     what: str,
     *,
-    deadline_s: float = DEADLINE_S,
     hopeless: Callable[[], str] = str,
     context: Callable[[], str] = str,
     poll_s: float = POLL_S,
 ) -> None:
-    """Returns once the condition holds, and fails where it does not in time.
+    """Returns once the condition holds, and fails where it never does.
 
     Args:
         condition: asked again and again.
         what: names it.
-        deadline_s: how long to wait.
         hopeless: why there is no use in waiting on; empty while there is.
         context: what to show with a failure.
         poll_s: between two looks.
     """
-    end = time.monotonic() + deadline_s
+    end = time.monotonic() + HANG_S
     while not condition():
         if why := hopeless():
             pytest.fail(f"{why} before {what}\n{context()}")
         if time.monotonic() > end:
-            pytest.fail(f"not within {deadline_s:g} s: {what}\n{context()}")
+            pytest.fail(f"not within {HANG_S:g} s: {what}\n{context()}")
         time.sleep(poll_s)
 
 

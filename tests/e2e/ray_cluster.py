@@ -23,7 +23,6 @@ from tests.site_page import RAY, command_on
 from tests.waiting import eventually
 
 CLIENT_PORT = 10001
-_SETUP_S = 120.0
 _STARTED = "Ray runtime started"
 """What `ray start` prints once the head knows the node."""
 _IN_NODE = """
@@ -39,7 +38,7 @@ exec "$@"
 
 
 def _root(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr} (namespaces need root)"
 
 
@@ -49,7 +48,7 @@ def _free_net() -> str:
     Another cluster may run here, or one whose process was killed may have left its bridge.
     """
     shown = subprocess.run(
-        ["ip", "-brief", "-4", "addr"], capture_output=True, text=True, timeout=30, check=True
+        ["ip", "-brief", "-4", "addr"], capture_output=True, text=True, check=True
     )
     for number in range(1, 255):
         if f" 10.231.{number}." not in shown.stdout:
@@ -134,7 +133,7 @@ class Node:
         if self.process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(30)
+            self.process.wait()
             self.process = None
 
 
@@ -218,7 +217,6 @@ class Cluster:
                 and (node.number > 1 or port_answers(node.ip, CLIENT_PORT, 1.0))
             ),
             f"node {node.number} is up",
-            deadline_s=_SETUP_S,
             hopeless=lambda: "" if process.poll() is None else "it ended",
             context=lambda: node.log.read_text()[-2000:],
             poll_s=0.5,

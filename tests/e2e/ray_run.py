@@ -11,10 +11,9 @@ from runspec.local.children import EXIT_INTERRUPTED
 from tests.e2e.ray_cluster import Cluster, Node
 from tests.harness import ROOT
 from tests.site_page import RAY, command_on
-from tests.waiting import eventually
+from tests.waiting import HANG_S, eventually
 
 NAME = "target-short"
-PATIENCE_S = 240.0
 
 
 class RayRun:
@@ -86,7 +85,7 @@ class RayRun:
             [sys.executable, "-P", "-m", "runspec", *self.words(), "--set", value],
             capture_output=True,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=HANG_S,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
@@ -97,7 +96,7 @@ class RayRun:
             [sys.executable, "-P", "-m", "runspec", *words, "--runs-dir", str(self.runs_dir)],
             capture_output=True,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=HANG_S,
             check=False,
         )
         assert done.returncode == code, done.stdout + done.stderr
@@ -124,7 +123,6 @@ class RayRun:
         eventually(
             lambda: self.steps() >= step,
             f"step {step} is trained",
-            deadline_s=PATIENCE_S,
             hopeless=str if alone else self.ended,
             context=self.shown,
         )
@@ -133,7 +131,7 @@ class RayRun:
         """Ends `apply` by Ctrl-C, and with it the run; then goes on with it."""
         assert self.process is not None
         self.process.send_signal(signal.SIGINT)
-        assert self.process.wait(60) == EXIT_INTERRUPTED, self.shown()
+        assert self.process.wait(HANG_S) == EXIT_INTERRUPTED, self.shown()
         assert "interrupted" in self.command("status", NAME)
         self.process = self.start("resume", NAME, "--runs-dir", str(self.runs_dir))
 
@@ -141,7 +139,7 @@ class RayRun:
         """Pauses the run, which ends `apply`, and goes on with it in the background."""
         self.command("pause", NAME)
         assert self.process is not None
-        assert self.process.wait(60) == 0, self.shown()
+        assert self.process.wait(HANG_S) == 0, self.shown()
         assert "paused" in self.command("status", NAME)
         self.command("resume", NAME, "--detach")
 
@@ -150,7 +148,6 @@ class RayRun:
         eventually(
             lambda: word in self.command("status", NAME),
             f"the run is {word}",
-            deadline_s=PATIENCE_S,
             context=self.shown,
             poll_s=1.0,
         )

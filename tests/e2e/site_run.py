@@ -61,7 +61,7 @@ class SiteRun(LiveRun):
         for process in self.others.values():
             process.terminate()
         for process in self.others.values():
-            process.wait(60)
+            process.wait()
 
     def output(self) -> str:
         logs = [f"--- {name}\n{self.log(name).read_text()[-1500:]}" for name in self.others]

@@ -17,7 +17,8 @@ from broadcast.store import newest_version
 from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.resolved import load_resolved
 from tests.e2e.family_model import installed, write_model
-from tests.harness import PATIENCE_S, LiveRun, runspec, standing_still
+from tests.harness import LiveRun, runspec, standing_still
+from tests.waiting import HANG_S
 from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import RolledBack
 
@@ -69,7 +70,7 @@ def changed(run, start):
     # when a rolling change is applied to it, so soon that most steps are left
     run.overrides = {**start, **ROLLING}
     with standing_still(before["learner"]["pid"]):
-        done = runspec("apply", *run.words, timeout_s=PATIENCE_S)
+        done = runspec("apply", *run.words)
         # then all but learner and servers are others
         assert done.returncode == 0, done.stderr + run.output()
         assert "taken over (serial 2)" in done.stdout
@@ -83,21 +84,21 @@ def changed(run, start):
     run.wait_for_step(4)
 
     # when it is paused, once and again
-    paused = runspec("pause", run.dir, timeout_s=PATIENCE_S)
+    paused = runspec("pause", run.dir)
     assert paused.returncode == 0, paused.stderr
-    assert run.process.wait(60) == 0
+    assert run.process.wait(HANG_S) == 0
     assert run.status()["state"] == "paused"
     assert runspec("pause", run.dir).returncode == 0, "a paused run is paused"
     trained, root = run.metrics(), (run.dir / "keys" / "root.key").read_bytes()
     # and taken back to version 2
-    back = runspec("rollback", run.dir, "--to", "2", "--yes", timeout_s=PATIENCE_S)
+    back = runspec("rollback", run.dir, "--to", "2", "--yes")
     assert back.returncode == 0, back.stderr
     assert run.metrics() == trained[:2]
     for log in logs_of(run):
         log.unlink()  # so that only what comes is looked at
     # and applied with other places and a little more to do
     run.overrides |= OTHER_PLACES
-    plan = json.loads(runspec("plan", *run.words, "--json", timeout_s=PATIENCE_S).stdout)
+    plan = json.loads(runspec("plan", *run.words, "--json").stdout)
     assert (plan["serial"], plan["change_class"]) == (3, "restart")
     run.apply()
     # then it reaches its end
@@ -156,10 +157,10 @@ def test_the_version_was_signed_and_published_anew_under_a_root_of_its_own(finis
 def test_all_other_commands_work_on_it(finished):
     run = finished[0]
     for words in (["status"], ["describe"], ["events"], ["logs"], ["resume"]):
-        done = runspec(*words, run.dir, timeout_s=PATIENCE_S)
+        done = runspec(*words, run.dir)
         assert done.returncode == 0, done.stderr
-    assert runspec("wait", run.dir, "--for", "Finished", timeout_s=PATIENCE_S).returncode == 0
-    assert runspec("delete", run.dir, "--yes", timeout_s=PATIENCE_S).returncode == 0
+    assert runspec("wait", run.dir, "--for", "Finished").returncode == 0
+    assert runspec("delete", run.dir, "--yes").returncode == 0
 
 
 def logs_of(run):

@@ -31,7 +31,7 @@ from tests.harness import LiveRun
 from tests.processes import alive, descendants
 from tests.site_page import TRUNK, Machines, command_on, hidden
 from tests.volunteer import environment_with_wheel
-from tests.waiting import eventually
+from tests.waiting import HANG_S, eventually
 
 pytestmark = pytest.mark.nightly
 
@@ -104,7 +104,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, home: Path) -> SiteRun:
         # when a stranger with nothing but the wheel and the link looks whether the machine fits
         key = ("--key", home / "mine.key")
         command = [home / "environment" / "bin" / "runspec", "join", link, *key, "--check"]
-        checked = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=120)
+        checked = subprocess.run(command, cwd=home, capture_output=True, text=True)
         assert checked.returncode == 0, checked.stdout + checked.stderr
         assert "this machine can serve pool volunteers" in checked.stdout
         assert "made a key" in checked.stdout + checked.stderr
@@ -122,7 +122,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, home: Path) -> SiteRun:
             below = descendants(volunteer.pid)
             assert len(below) > 1, "the worker, and vLLM's core"
             volunteer.send_signal(signal.SIGINT)
-            assert volunteer.wait(120) == 0, log.read_text()
+            assert volunteer.wait(HANG_S) == 0, log.read_text()
             eventually(lambda: not any(map(alive, below)), "no process of its is left")
         words = log.read_text()
         assert (home / "mine.key").stat().st_mode & 0o777 == 0o600
@@ -134,9 +134,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory, home: Path) -> SiteRun:
         shutil.rmtree(home / "volunteer" / "weights")
         with joined(link, home, log, away) as volunteer:
             run.finish()
-            assert volunteer.wait(120) == 0, log.read_text()
+            assert volunteer.wait(HANG_S) == 0, log.read_text()
         # and the validator ends by itself
-        assert run.others["validator"].wait(60) == 0, run.output()
+        assert run.others["validator"].wait(HANG_S) == 0, run.output()
         assert "the run is finished; thank you" in log.read_text()
     return run
 

@@ -14,7 +14,7 @@ import sys
 import pytest
 
 from tests.first_run_page import commands
-from tests.harness import PATIENCE_S, LiveRun, runspec
+from tests.harness import LiveRun, runspec
 
 pytestmark = pytest.mark.nightly
 
@@ -75,8 +75,8 @@ def test_the_report_and_the_commands_of_the_page_have_its_figures(finished):
     asked = [words for words in about if words[0] in ("status", "describe", "logs")]
     assert len(asked) == 3
     for words in asked:
-        done = runspec(*words, "--runs-dir", finished.dir.parent, timeout_s=PATIENCE_S)
+        done = runspec(*words, "--runs-dir", finished.dir.parent)
         assert done.returncode == 0, done.stderr
-    told = runspec("status", finished.dir, "--json", timeout_s=PATIENCE_S)
+    told = runspec("status", finished.dir, "--json")
     conditions = {each["type"]: each["status"] for each in json.loads(told.stdout)["conditions"]}
     assert (conditions["Finished"], conditions["NothingSolved"]) == ("True", "False")

@@ -300,6 +300,6 @@ def test_a_finished_run_says_so_and_can_be_deleted(finished: Finished) -> None:
     run.apply()
     assert run.process is not None and run.process.wait() == 0
     assert "finished" in run.output().lower()
-    done = runspec("delete", run.name, "--runs-dir", run.runs_dir, "--yes", timeout_s=600)
+    done = runspec("delete", run.name, "--runs-dir", run.runs_dir, "--yes")
     assert done.returncode == 0, done.stderr
     assert not run.dir.exists()

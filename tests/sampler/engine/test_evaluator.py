@@ -5,6 +5,7 @@ It is here because one process of tests has all that start vLLM.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack

@@ -1,27 +1,15 @@
-"""The winner of a race is the argmax of logits and public noise, of what top-k and top-p keep.
-
-In vLLM, where others' rows come and go, and beside CUDA graphs, where nothing waits for the device.
-"""
+"""The winner of a race is the argmax of logits and public noise, of what top-k and top-p keep."""
 
 from __future__ import annotations
 
 import shutil
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from vllm import SamplingParams
-from vllm.v1.sample.logits_processor import BatchUpdate
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from sampler.engine import gumbel_sampling
 from sampler.engine.gumbel_sampling import GumbelSampler, Rules, Vocabulary
-from sampler.engine.recorder import TokenRecorder
-from sampler.engine.seeded import SeededSampler, sampling_arguments
 from verify.noise import gumbel
 from verify.truncation import kept_from
 
@@ -134,6 +122,8 @@ def test_rows_that_are_nan_say_so_and_leave_the_others_alone():
 
 @pytest.mark.parametrize("cut", [*CUTS.values(), (0.05, None), (None, 1), (0.99, 1000)])
 def test_it_keeps_what_vllm_keeps(cut):
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
     rows, (top_p, top_k) = logits_of(200, 300), cut
     rules = rules_of(5, 200, top_p=top_p, top_k=top_k)
     theirs = apply_top_k_top_p(
@@ -171,85 +161,3 @@ def test_compiled_as_on_cuda_it_is_the_same_function(backend):
         same = tokens == plain[0]
         assert same.float().mean() > 0.9
         assert (logprobs - plain[1])[same].abs().max() < 2e-6
-
-
-# -- In vLLM's batches -----------------------------------------------------------------------------
-
-VOCABULARY, HIDDEN = 50, 16
-CONFIG = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))  # all that a sampler reads
-OTHER = SamplingParams(temperature=0.0)
-
-
-def ours(number: int) -> SamplingParams:
-    arguments = sampling_arguments(number, (11 * number, 7 + number), 0.9)
-    return SamplingParams(temperature=0.0, extra_args=arguments)
-
-
-def changed(size: int, *added, removed: int | None = None, outputs=()) -> BatchUpdate:
-    gone = [] if removed is None else [removed]
-    rows = [(row, params, None, outputs) for row, params in added]
-    return BatchUpdate(batch_size=size, removed=gone, moved=[], added=rows)
-
-
-def test_rows_of_others_may_join_and_leave_a_batch_that_is_all_ours():
-    sampler, logits = SeededSampler(CONFIG, CPU, False), logits_of(3, VOCABULARY)
-    # given a batch of two of ours
-    sampler.update_state(changed(2, (0, ours(0)), (1, ours(1))))
-    alone = sampler.apply(logits[:2].clone()).argmax(-1)
-    # when another joins it
-    sampler.update_state(changed(3, (2, OTHER)))
-    joined = sampler.apply(logits.clone())
-    # then ours are sampled as before, and the other's logits are as they were
-    assert torch.equal(joined[:2].argmax(-1), alone)
-    assert torch.equal(joined[2], logits[2])
-    # and when it leaves, all are ours again
-    sampler.update_state(changed(2, removed=2))
-    assert torch.equal(sampler.apply(logits[:2].clone()).argmax(-1), alone)
-    # and a batch without ours is left alone
-    sampler = SeededSampler(CONFIG, CPU, False)
-    sampler.update_state(changed(1, (0, OTHER)))
-    assert torch.equal(sampler.apply(logits[:1].clone()), logits[:1])
-
-
-# -- Beside CUDA graphs. There is no GPU: tensors of torch's fake one have shapes and no numbers ---
-
-
-class _NoWaiting(TorchDispatchMode):
-    """Fails where a copy between host and device waits for it."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._to_copy.default:
-            to = torch.device(kwargs.get("device") or args[0].device)
-            if to.type != args[0].device.type and not kwargs.get("non_blocking"):
-                raise AssertionError(f"a copy from {args[0].device} to {to} waits")
-        return func(*args, **kwargs)
-
-
-@contextmanager
-def fake_gpu(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # no driver here
-    with FakeTensorMode(allow_non_fake_inputs=True), _NoWaiting():
-        yield
-
-
-def test_sampling_and_recording_never_wait_for_the_device(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    outputs: list[int] = []
-    # given a fake GPU, which refuses what waits
-    with fake_gpu(monkeypatch):
-        tensor = torch.zeros(3, device=CUDA)
-        with pytest.raises(DataDependentOutputException):
-            tensor.sum().item()
-        with pytest.raises(AssertionError, match="waits"):
-            tensor.cpu()
-    # then sampling and recording do not
-    with fake_gpu(monkeypatch):
-        sampler = SeededSampler(CONFIG, CUDA, True)
-        sampler.recorder = TokenRecorder(4, 80, HIDDEN, CUDA)
-        sampler.update_state(changed(2, (0, ours(0)), (1, ours(1)), outputs=outputs))
-        for position in range(70):  # two chunks are selected on the way
-            outputs[:] = range(position)
-            sampler.see_hidden(torch.zeros(2, HIDDEN, dtype=torch.bfloat16, device=CUDA))
-            marks = sampler.apply(torch.zeros(2, VOCABULARY, device=CUDA))
-            assert marks.device == CUDA

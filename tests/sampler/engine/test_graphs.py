@@ -1,0 +1,117 @@
+"""Beside CUDA graphs: outputs are overwritten by the next step, and nothing waits for the device.
+
+There is no GPU here: devices are torch's fake ones, which have shapes and no numbers, so that
+whatever reads a number fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sampler.engine.gumbel_sampling import GumbelSampler, Rules, Vocabulary, _win
+from sampler.engine.recorder import TokenRecorder
+from sampler.engine.requests import split_recorded
+from sampler.engine.seeded import SeededSampler
+from tests.sampler.engine.test_seeded import VOCABULARY, changed, logits, ours
+from verify.toploc.codec import build_proofs, build_proofs_of
+
+CUDA = torch.device("cuda", 0)
+HIDDEN = 16
+
+
+def test_a_step_may_overwrite_the_outputs_of_the_one_before() -> None:
+    """A graph's outputs lie where those of its last replay lay."""
+    steps = 70
+    recorder = TokenRecorder(2, steps, HIDDEN, torch.device("cpu"))
+    states = torch.randn(steps, 1, HIDDEN, generator=torch.Generator().manual_seed(0))
+    tokens, logprobs, hidden = torch.zeros(1, dtype=torch.int64), torch.zeros(1), states[0].clone()
+    for position in range(steps):
+        tokens.fill_(position)
+        logprobs.fill_(-float(position))
+        hidden.copy_(states[position])
+        recorder.record(np.array([1]), np.array([position]), tokens, logprobs, hidden)
+    hidden.zero_()
+
+    (found,) = split_recorded(recorder.take([1], [steps]), [steps])
+
+    assert found.tokens.tolist() == list(range(steps))
+    assert found.logprobs.tolist() == [-float(position) for position in range(steps)]
+    bits = states[:, 0].to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    assert build_proofs_of([found.selection]) == [build_proofs(bits)]
+
+
+class _NoWaiting(TorchDispatchMode):
+    """Fails where a copy between host and device waits for it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default:
+            to = torch.device(kwargs.get("device") or args[0].device)
+            if to.type != args[0].device.type and not kwargs.get("non_blocking"):
+                raise AssertionError(f"a copy from {args[0].device} to {to} waits")
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors have shapes and devices alone; one that is read raises."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # no driver here
+    with FakeTensorMode(allow_non_fake_inputs=True), _NoWaiting():
+        yield
+
+
+def test_the_fake_gpu_refuses_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_gpu(monkeypatch):
+        tensor = torch.zeros(3, device=CUDA)
+        with pytest.raises(DataDependentOutputException):
+            tensor.sum().item()
+        with pytest.raises(AssertionError, match="waits"):
+            tensor.cpu()
+
+
+def test_sampling_and_recording_never_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
+    outputs: list[int] = []
+    with fake_gpu(monkeypatch):
+        sampler = SeededSampler(config, CUDA, True)
+        sampler.recorder = TokenRecorder(4, 80, HIDDEN, CUDA)
+        update = changed(2, (0, ours(0)), (1, ours(1)))
+        sampler.update_state(
+            update.__class__(2, [], [], [(*row[:3], outputs) for row in update.added])
+        )
+        for position in range(70):  # two chunks are selected on the way
+            outputs[:] = range(position)
+            sampler.see_hidden(torch.zeros(2, HIDDEN, dtype=torch.bfloat16, device=CUDA))
+            marks = sampler.apply(torch.zeros(2, VOCABULARY, device=CUDA))
+            assert marks.device == CUDA
+
+
+def test_the_race_is_one_graph_of_torch_and_chooses_as_without() -> None:
+    """`fullgraph` fails where Python would look at a number."""
+    rows = 3
+
+    def column(value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((rows, 1), value, dtype=dtype)
+
+    keys = [torch.arange(rows, dtype=torch.int32)[:, None] + n for n in (5, 900)]
+    rules = Rules(
+        *keys, column(0.7, torch.float32), column(0.9, torch.float32), column(20, torch.int32)
+    )
+    at = torch.arange(rows, dtype=torch.int32)[:, None]
+    graph = torch.compile(_win, fullgraph=True, dynamic=True, backend="eager")
+    vocabulary = Vocabulary.of(VOCABULARY, torch.device("cpu"))
+
+    expected = GumbelSampler(torch.device("cpu")).run(logits(rows), rules, at)
+    found = graph(logits(rows), rules, at, vocabulary)
+
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
