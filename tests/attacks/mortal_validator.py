@@ -1,7 +1,7 @@
 """A validator's process that dies of certain rollouts, as one with a fault of ours would.
 
 `python -m tests.attacks.mortal_validator URL ROOT_KEY DIRECTORY`. DIRECTORY/poison holds a file for
-each output that kills, named by its digest. Everything else is the real validator: its
+each rollout that kills, named by its noise key. Everything else is the real validator: its
 checks and its client. The model is the small one of the tests.
 """
 
@@ -14,9 +14,6 @@ import sys
 import threading
 from pathlib import Path
 
-import numpy as np
-
-from runspec.core.hashing import digest_bytes
 from tests.verify.bench import MODEL
 from tests.verify.small_model import RUN, NumpyEngine, ParityTask, fixed_key
 from verify.client import CoordinatorClient
@@ -25,15 +22,15 @@ from verify.validator import Validator
 VALIDATOR = fixed_key(4)
 
 
-def poison(directory: Path, tokens: np.ndarray) -> Path:
-    """The file that makes an output poison."""
-    return directory / "poison" / digest_bytes(np.asarray(tokens, np.int32).tobytes())
+def poison(directory: Path, key: tuple[int, int]) -> Path:
+    """The file that makes the rollout of a noise key poison; no other rollout has its key."""
+    return directory / "poison" / "{}_{}".format(*key)
 
 
 class MortalEngine(NumpyEngine):
     def prefill(self, version, inputs, **options):
         for each in inputs:
-            if poison(self.directory, each.output_tokens).exists():
+            if poison(self.directory, each.noise_key).exists():
                 os.kill(os.getpid(), signal.SIGKILL)
         return super().prefill(version, inputs, **options)
 

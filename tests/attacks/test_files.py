@@ -47,6 +47,7 @@ from verify.formats.submission import (
     sign_submission,
 )
 from verify.formats.tables import MalformedTable, _layout
+from verify.noise import noise_key
 from verify.request_auth import sign_request
 
 MAX_BYTES = 1 << 20
@@ -312,10 +313,10 @@ class PoisonWorker(Worker):
     def rollouts(self, signed_lease: bytes, lease: Lease) -> list[Rollout]:
         rows = super().rollouts(signed_lease, lease)
         if not self.poisoned:
-            longest = max((row.output_tokens for row in rows), key=len)  # as no other will be
-            path = poison(self.directory, longest)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
+            for row in rows:
+                path = poison(self.directory, noise_key(lease.seed, row.group, row.sample))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
         self.poisoned += 1
         return rows
 
