@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Set
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,6 @@ from verify.formats.verdict import RolloutVerdict, decode_verdicts
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("preload_server")]
 
 STEPS = 20
-LAST = 5
-"""Steps that are left when the learner is held, until every other role was killed."""
 HOSTILE = {"rubbish": 3, "silent": 3}
 """Keys of each attack."""
 CHEAT = """
@@ -76,14 +75,15 @@ Verdicts = dict[str, tuple[list[RolloutVerdict], dict[str, Any]]]
 """Table and signed statement of each submission."""
 
 
-def figures(run: LiveRun) -> dict[str, set[str]]:
-    """Names of the figures that each process in `targets.json` shows, of those that answer."""
+def figures(run: LiveRun, names: Set[str]) -> dict[str, set[str]]:
+    """Names of the figures that processes in `targets.json` show, of those that answer."""
     found = {}
     for target in json.loads((run.dir / "targets.json").read_text()):
-        [address] = target["targets"]
-        with suppress(OSError), urlopen(f"http://{address}/metrics", timeout=60) as answer:
-            names = re.findall(r"^(runspec_\w+)", answer.read().decode(), re.MULTILINE)
-            found[target["labels"]["process"]] = set(names)
+        [address], name = target["targets"], target["labels"]["process"]
+        if name in names:
+            with suppress(OSError), urlopen(f"http://{address}/metrics", timeout=60) as answer:
+                shown = re.findall(r"^(runspec_\w+)", answer.read().decode(), re.MULTILINE)
+                found[name] = set(shown)
     return found
 
 
@@ -172,8 +172,10 @@ def finished(runs_dir: Path) -> Finished:
         run.wait_for_step(1)
         names = run.pids().keys() - {"warm-start"}
         assert len(names) == 8
-        run.wait_until(lambda: figures(run).keys() == names, "the figures of every process")
-        shown = figures(run)
+        with standing_still(run.pids()["learner"]):  # or the run could end before all are asked
+            others = names - {"learner"}
+            run.wait_until(lambda: figures(run, others).keys() == others, "figures of all others")
+        shown = figures(run, names)
         assert {
             name: figure for name, figure in FIGURES.items() if figure in shown[name]
         } == FIGURES
@@ -192,11 +194,9 @@ def finished(runs_dir: Path) -> Finished:
             # and a volunteer joins, while the learner stands still, so that the run cannot end
             with standing_still(run.pids()["learner"]):
                 volunteer_works_and_leaves(run, runs_dir / "volunteer")
-        # and each role is killed; the learner last, and it is held before the run can end
-        with ExitStack() as held:
+        # and each role is killed; the learner stands still until it is the last
+        with standing_still(run.pids()["learner"]):
             for name in sorted(names - {"learner"}):
-                if len(run.metrics()) >= STEPS - LAST and not held._exit_callbacks:
-                    held.enter_context(standing_still(run.pids()["learner"]))
                 kill(run, name)
         kill(run, "learner")
         # then the run reaches its last step all the same
