@@ -19,6 +19,8 @@ from runspec.cli import app
 from runspec.core.models.family import MODELS_GROUP
 from runspec.core.spec.schema import Broadcast, Verify
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"^ *(?:\$ )?((?:[A-Z_]+=\S+ )*)(python -m|runspec|make) (.+)$")

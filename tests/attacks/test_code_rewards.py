@@ -19,6 +19,8 @@ from tests.sampler.tasks.grading.plugin import reward
 from tests.waiting import eventually
 from verify.plugins import Problem
 
+pytestmark = pytest.mark.slow
+
 HUMAN = {
     "prompt": 'def add(a: int, b: int) -> int:\n    """ The sum. """\n',
     "entry_point": "add",

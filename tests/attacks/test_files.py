@@ -50,6 +50,8 @@ from verify.formats.tables import MalformedTable, _layout
 from verify.noise import noise_key
 from verify.request_auth import sign_request
 
+pytestmark = pytest.mark.slow
+
 MAX_BYTES = 1 << 20
 PATIENCE_S = 600.0
 ELSEWHERE = ["../../x", "/etc/passwd", "a/../../x", "a\\..\\x", "..", "x\0y", "", "%2e%2e%2fx"]

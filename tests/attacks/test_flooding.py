@@ -32,6 +32,8 @@ from verify.coordinator.services import leasing
 from verify.coordinator.services.status import Cache
 from verify.request_auth import ENVELOPE, sign_request
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 600.0
 CONNECTIONS = 24
 ASK = canonical_json({"wait": 0, "holding": []})

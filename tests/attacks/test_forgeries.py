@@ -44,6 +44,8 @@ from verify.toploc.statistics import (
     verify_proofs_batch,
 )
 
+pytestmark = pytest.mark.slow
+
 WIDTH, CHUNKS, KNOWN = 128, 100, 300
 
 

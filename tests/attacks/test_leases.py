@@ -43,6 +43,8 @@ from verify.request_auth import RequestChecker, Unauthorised, sign_request
 from verify.toploc.codec import build_proofs
 from verify.validator import is_drawn
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 600.0
 NOW = 1_700_000_000.0
 

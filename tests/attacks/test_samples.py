@@ -30,6 +30,8 @@ from verify.formats.lease import assignments
 from verify.plugins import GradeItem, PrefillOutput
 from verify.truncation import Truncation, thresholds
 
+pytestmark = pytest.mark.slow
+
 TEMPERATURE, LONGEST = 0.8, 40
 
 

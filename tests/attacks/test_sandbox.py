@@ -30,6 +30,8 @@ from sampler.sandbox.limits import Finished
 from sampler.sandbox.process import SET_A, SET_B, Isolated, open_to_all
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CANARY = "hush-4c1d77e0aa"
 NOBODY = 65534

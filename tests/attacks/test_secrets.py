@@ -21,6 +21,8 @@ from runspec.local.machine import Machine
 from tests.runspec.local.fake_run import TARGET_SHORT, prepared, small_spec
 from tests.runspec.local.test_supervise import Watch
 
+pytestmark = pytest.mark.slow
+
 CANARY = "hush-9f3b7c51e2"
 """Of no form that a linter could know a secret by."""
 VARIABLE = "PLANTED_TOKEN"

@@ -24,6 +24,8 @@ from tests.attacks.conftest import (
 from tests.verify.bench import MODEL, Bench
 from tests.verify.small_model import EOS, VOCAB, SmallModel, Worker, log_softmax
 
+pytestmark = pytest.mark.slow
+
 SUBMISSIONS = 3
 TEMPERATURE, LONGEST = 0.8, 24
 

@@ -20,6 +20,8 @@ from benchmarks.references.ngram import NGram
 from learner_jax.corpus.generated import GeneratedReads
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 BROKEN = "tests.benchmarks.broken_parts"
 
 

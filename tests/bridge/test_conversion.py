@@ -35,6 +35,8 @@ from tests.bridge.leaves import iter_leaves
 
 from .conftest import FAMILIES
 
+pytestmark = pytest.mark.slow
+
 
 def imported(hf_dir: Path) -> Path:
     checkpoint = hf_dir.parent / "v0" / "params"
@@ -341,7 +343,6 @@ def test_the_bridge_imports_no_jax():
     assert in_a_process(f"{code}; print('jax' in sys.modules)") == "False"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count of peak memory")
 def test_import_and_export_hold_a_few_tensors_of_a_model(tmp_path):
     # given a model of 640 MB whose largest tensor has 61 MB, as a sparse file: all zeros

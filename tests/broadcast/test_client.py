@@ -52,6 +52,8 @@ from .conftest import (
 from .fake_relay import held_until, honest, not_there, only
 from .model_versions import ModelVersions
 
+pytestmark = pytest.mark.slow
+
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 KEY = SigningKey.generate()
 

@@ -18,6 +18,8 @@ from .conftest import CHUNK_BYTES, PATIENCE_S, Processes, Run, contents, fetched
 from .fake_relay import held_until, honest, only
 from .model_versions import ModelVersions
 
+pytestmark = pytest.mark.slow
+
 CHUNKS = 22
 
 

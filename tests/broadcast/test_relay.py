@@ -37,6 +37,8 @@ from .conftest import (
 )
 from .fake_relay import held_until, not_there, silent
 
+pytestmark = pytest.mark.slow
+
 ONE_FILE = {"model.safetensors": weights()["model.safetensors"]}
 OLD = "versions/0/manifest.json"
 KEY = SigningKey.generate()

@@ -48,6 +48,8 @@ from .conftest import (
     weights,
 )
 
+pytestmark = pytest.mark.slow
+
 A, B = "a" * 32, "B0._~+/=-" * 4
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
 POLL = b"GET /demo/latest.json?after=0&wait=60 HTTP/1.1\r\nHost: x\r\n\r\n"

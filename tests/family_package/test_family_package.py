@@ -21,6 +21,8 @@ from tests.family_package.installed import FOLDER, add_package, family_paths
 from tests.learner_jax.families import saved
 from tests.learner_jax.test_families import assert_parity
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:

@@ -8,6 +8,8 @@ from hypothesis import settings
 from tests.fuzz.bounds import Lane, run
 from tests.fuzz.lanes import LANES
 
+pytestmark = pytest.mark.slow
+
 CASES = 40
 
 

@@ -35,6 +35,8 @@ from runspec.estimate.learner import learner_memory
 from tests.harness import ROOT
 from tests.learner_jax.conftest import tiny_spec
 
+pytestmark = pytest.mark.slow
+
 TOKENS = 2304
 SHAPE: dict[str, Any] = {
     "model_type": "llama",
@@ -100,7 +102,6 @@ def compiled(topology: str, name: str, remat: str = "full", offload: bool = Fals
 
 
 @needs_libtpu
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "remat"),
     [
@@ -131,7 +132,6 @@ def test_the_step_compiles_for_tpus_with_splash_attention(topology: str, remat: 
 
 
 @needs_libtpu
-@pytest.mark.slow
 def test_flops_of_the_compiled_forward_pass_are_those_of_its_matrices() -> None:
     # When the products of the scoring program are counted, its loops as often as they run
     chunk, chunks = 512, 5  # of a device's 2,304 positions, the last one filled up
@@ -231,7 +231,6 @@ QWEN: dict[str, Any] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "shape", "changes"),
     [

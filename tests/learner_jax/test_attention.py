@@ -34,6 +34,8 @@ from learner_jax.sharding import make_mesh
 from runspec.core.errors import UserError
 from runspec.core.spec import schema
 
+pytestmark = pytest.mark.slow
+
 PADDING = 0
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -159,7 +161,6 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Arra
     return xla.attend(q, k, v, ids, jnp.arange(ids.shape[1], dtype=jnp.int32))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ids", "kv_heads", "dtype", "limit"),
     [
@@ -178,7 +179,6 @@ def test_output_and_gradients_are_those_of_the_whole_matrix(
         assert_dense(attend, arrays, ids, limit)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ids", [SHORT, LONG], ids=["at once", "in tiles"])
 def test_strongly_negative_scores_do_not_disturb_the_mask(ids: np.ndarray) -> None:
     # given scores down to some -1e5, where a mask of small numbers would leak
@@ -189,7 +189,6 @@ def test_strongly_negative_scores_do_not_disturb_the_mask(ids: np.ndarray) -> No
     assert np.linalg.norm(found[0] - expected) / np.linalg.norm(expected) < 1e-3
 
 
-@pytest.mark.slow
 def test_memory_grows_with_the_row_not_with_its_square() -> None:
     # given the gradient at 32k tokens
     length = 32768
@@ -211,7 +210,6 @@ def on_mesh(mesh: jax.sharding.Mesh, kernel: Kernel = xla.attend) -> Any:
     return in_order
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shards", [2, 3, 8])
 def test_each_shard_holds_a_chunk_from_the_front_and_its_mirror(shards: int) -> None:
     mesh = make_mesh(schema.Mesh(context=shards))
@@ -230,7 +228,6 @@ def test_each_shard_holds_a_chunk_from_the_front_and_its_mirror(shards: int) -> 
     assert to_zigzag(x, mesh) is x
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ids", "axes", "heads"),
     [
@@ -248,7 +245,6 @@ def test_meshes_give_the_gradients_of_one_device(
         assert_dense(on_mesh(make_mesh(schema.Mesh(**axes))), arrays, ids, 1e-13)
 
 
-@pytest.mark.slow
 def test_keys_and_values_are_all_that_is_gathered() -> None:
     # given the gradient at 4k tokens with 8 query heads to a key/value head
     mesh = make_mesh(schema.Mesh(context=4))
@@ -408,7 +404,6 @@ def test_class_lengths_cover_every_segment_and_grow_fourfold_at_most() -> None:
         assert all(short < long <= cudnn.SLOTS * short for short, long in pairwise(sizes))
 
 
-@pytest.mark.slow
 def test_only_segments_of_the_shortest_class_find_no_slot() -> None:
     # given rows filled with segments of one length, as tightly as can be: each the shortest of
     # its class, and one that is so short that five begin in 128 tokens
@@ -428,7 +423,6 @@ def test_copies_into_rows_of_their_own_are_exact() -> None:
         assert_dense(in_rows(rows), arrays, SEGMENTS, 1e-6)
 
 
-@pytest.mark.slow
 def test_packed_hands_over_what_cudnn_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     # given memory outside of the segments that nobody wrote
     monkeypatch.setattr(private, "dot_product_attention", flat_memory)
@@ -438,7 +432,6 @@ def test_packed_hands_over_what_cudnn_needs(monkeypatch: pytest.MonkeyPatch) -> 
         assert_dense(in_rows(cudnn.packed), arrays, SEGMENTS, 1e-13)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rows", [cudnn.packed, cudnn.bucketed])
 def test_lowers_for_cuda_with_a_call_for_each_class(
     rows: cudnn.Rows, monkeypatch: pytest.MonkeyPatch
@@ -458,7 +451,6 @@ def test_lowers_for_cuda_with_a_call_for_each_class(
     assert "PADDING_CAUSAL" in text
 
 
-@pytest.mark.slow
 def test_the_table_says_whether_this_jax_is_right_for_grouped_heads() -> None:
     # given the second of two segments, which begins at token 3, of two query heads on one
     q, k = jnp.zeros((1, 8, 2, 4)), jnp.zeros((1, 8, 1, 4))

@@ -29,6 +29,8 @@ from tests.learner_jax.conftest import Run, tiny_spec
 from tests.learner_jax.test_runner import assert_same_weights, lines, train_to_the_end, weights
 from verify.formats.ranges import RangeManifest, RowRange, sign_ranges
 
+pytestmark = pytest.mark.slow
+
 STEPS, ROWS = 6, 8
 WORDS = ("red", "green", "blue", "one", "two", "three", "sun", "moon")
 

@@ -41,6 +41,8 @@ from tests.learner_jax.families import (
     token_weights,
 )
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 GRADIENT_TOLERANCE = {"float32": 3e-5, "float64": 1e-10}
 """In float32 either program is about 1e-5 from the gradient in float64."""
@@ -83,7 +85,6 @@ def tensors_of(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"), [("qwen2, tied", "float32"), *((name, "float64") for name in FAMILIES)]
 )
@@ -201,7 +202,6 @@ def write(path: Path, rows: list[list[int]]) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_log_probs_are_those_of_transformers_in_the_files_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

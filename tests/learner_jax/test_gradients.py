@@ -36,6 +36,8 @@ from tests.learner_jax.reference import (
     relative_errors,
 )
 
+pytestmark = pytest.mark.slow
+
 CONFIG = ModelConfig("qwen2", 24, 16, 24, 2, 4, 2, 8, 64, 10000.0, 1e-6, False, True)
 TEMPERATURE = 0.7
 ALGORITHM = Grpo(kl={"coef": 0.1}, entropy_coef=0.3, importance={"cap": 1.5})
@@ -90,7 +92,6 @@ def expected() -> tuple[Any, dict[str, float]]:
     return program_gradient(spec_of({}, tokens=64, rows=4))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "tokens", "rows", "remat"),
     [
@@ -111,7 +112,6 @@ def test_gradient_is_the_same_on_every_mesh_and_packing(
     assert metrics == pytest.approx(expected[1], rel=1e-5)
 
 
-@pytest.mark.slow
 def test_gradient_is_that_of_the_formula(expected: tuple[Any, dict[str, float]]) -> None:
     # given the gradient by the plain formula in float64, one sample at a time
     with jax.enable_x64(True):
@@ -133,7 +133,6 @@ KEPT_INPUTS = 6 * ROWS * TOKENS * 32 * 4
 """Bytes of the inputs of all layers."""
 
 
-@pytest.mark.slow
 def test_each_remat_policy_keeps_less_than_the_one_before_and_gives_the_same_gradient() -> None:
     # given the gradient of a model of six layers, compiled under each policy
     weights = np.linspace(0.0, 1.0, 32, dtype=np.float32)
@@ -247,7 +246,6 @@ def test_a_dimension_that_the_mesh_does_not_divide_is_whole() -> None:
     assert params["layers"]["mlp"]["gate"]["weight"].addressable_shards[0].data.shape == (2, 16, 12)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"fsdp": 2, "tensor": 2}, {"data": 2, "context": 2}], ids=str)
 def test_embedding_is_a_look_up_and_its_gradient_a_sum_in_float32(mesh: dict[str, int]) -> None:
     # given a token that comes a thousand times, and activations in bfloat16
@@ -301,7 +299,6 @@ def collectives(mesh: Mesh) -> list[tuple[str, str, tuple[int, ...]]]:
     return found
 
 
-@pytest.mark.slow
 def test_only_weights_are_gathered_and_no_activations_of_other_rows() -> None:
     # given an update on a mesh
     mesh = Mesh(fsdp=2, context=2, tensor=2)

@@ -37,6 +37,8 @@ from tests.learner_jax.test_runner import (
 from tests.object_store import BUCKET, s3_server
 from tests.waiting import eventually, one_ended
 
+pytestmark = pytest.mark.slow
+
 LOG = logging.getLogger("test")
 STEPS = 4
 Processes = list[subprocess.Popen[bytes]]
@@ -127,7 +129,6 @@ def two(tmp_path_factory: pytest.TempPathFactory, compiled: Path) -> Run:
     return run
 
 
-@pytest.mark.slow
 def test_two_processes_train_what_one_does_and_an_error_of_the_first_ends_both(
     two: Run, tmp_path: Path
 ) -> None:

@@ -49,6 +49,8 @@ from runspec.core.spec.schema import Lora, Mesh
 from tests.learner_jax.conftest import Run, changed, tiny_spec, write_initial_model
 from tests.learner_jax.families import in_double, lines, loaded, saved
 
+pytestmark = pytest.mark.slow
+
 
 def test_initial_parameters_have_the_scales_of_the_recipe() -> None:
     # given a model large enough to measure a scale
@@ -164,7 +166,6 @@ def in_transformers(tensors: dict[str, torch.Tensor], lora: Lora) -> torch.Tenso
         return torch.func.functional_call(model, weights, (tokens,)).logits[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "lora",
     [LORA, Lora(rank=2, alpha=1.0, targets=["o", "down"])],
@@ -213,7 +214,6 @@ def test_adapters_beside_merged_and_exported_are_one_model(tmp_path: Path, lora:
         exported(tmp_path / "adapter", adapters, lora)
 
 
-@pytest.mark.slow
 def test_a_run_starts_at_its_base_model() -> None:
     # given fresh adapters of two seeds
     first, second = (init_lora(config(), LORA, jax.random.key(seed)) for seed in (0, 1))
@@ -237,7 +237,6 @@ def test_a_run_starts_at_its_base_model() -> None:
         np.testing.assert_array_equal(leaf, wanted, err_msg=str(path))
 
 
-@pytest.mark.slow
 def test_adapters_are_cut_as_their_matrices_are() -> None:
     # given a mesh that cuts what it can
     mesh = make_mesh(Mesh(fsdp=2, tensor=2))
@@ -252,7 +251,6 @@ def test_adapters_are_cut_as_their_matrices_are() -> None:
         assert b == PartitionSpec(cut[0], None, *cut[1 + inputs :])
 
 
-@pytest.mark.slow
 def test_a_run_exports_the_adapters_of_a_full_state(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,8 @@ from verify.plugins import (
 )
 from verify.truncation import Truncation, judged
 
+pytestmark = pytest.mark.slow
+
 TEMPERATURE = 0.7
 ROW = 64
 
@@ -141,7 +143,6 @@ def assert_alone(output: PrefillOutput, policy: Policy, rollout: PrefillInput) -
     assert output.hidden.dtype == np.uint16
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_every_rollout_gets_what_it_would_get_alone(devices: int) -> None:
     # given more rollouts than one microbatch holds, of all lengths, and groups that share prompts,
@@ -155,7 +156,6 @@ def test_every_rollout_gets_what_it_would_get_alone(devices: int) -> None:
         assert_alone(output, subject, rollout)
 
 
-@pytest.mark.slow
 def test_the_seeded_token_has_gap_zero_and_no_other_has() -> None:
     # given a prefix, and a rollout that continues it with each token of the vocabulary
     subject, (start,) = policy(), rollouts(1)
@@ -174,7 +174,6 @@ def test_the_seeded_token_has_gap_zero_and_no_other_has() -> None:
     assert np.exp([output.logprobs[-1] for output in outputs]).sum() == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", [Truncation(0.9, -1, 1e-3), Truncation(0.8, 10, 0.1)], ids=str)
 def test_a_truncated_distribution_is_judged_by_its_definition(rule: Truncation) -> None:
     # given rollouts of any tokens, most of which top-k and top-p would not have kept
@@ -193,7 +192,6 @@ def test_a_truncated_distribution_is_judged_by_its_definition(rule: Truncation) 
     assert outside > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", [None, Truncation(0.8, 10, 0.1)], ids=str)
 def test_unseeded_tokens_come_with_what_the_distributions_say(rule: Truncation | None) -> None:
     # given rollouts without noise, the first of which asks for nothing
@@ -245,7 +243,6 @@ def digest_of(run: Run, version: int) -> str:
     return digest_bytes((folder / "manifest.json").read_bytes())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [("jax", JaxPrefill), ("torch", TorchPrefill)])
 def test_versions_are_fetched_checked_and_kept_apart(
     name: str,

@@ -33,6 +33,8 @@ from runspec.core.run_files import params_folder, state_folder, versions_in, wei
 from runspec.core.spec.resolved import dump_resolved
 from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
 
+pytestmark = pytest.mark.slow
+
 LOG = logging.getLogger("test")
 BATCH = "rollouts/step_{}/batch.json"
 
@@ -142,7 +144,6 @@ def broken_adapters(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return broken_run(tmp_path_factory.mktemp("broken_adapters") / "run", **other_kinds())
 
 
-@pytest.mark.slow
 def test_every_step_makes_a_version_a_line_and_samples(
     straight: Run, broken: Run, tmp_path: Path
 ) -> None:
@@ -172,7 +173,6 @@ def test_every_step_makes_a_version_a_line_and_samples(
     assert lines(straight, "metrics") == metrics
 
 
-@pytest.mark.slow
 def test_a_crash_changes_no_bit_and_no_line(straight: Run, broken: Run, tmp_path: Path) -> None:
     # given the same run, that died at step 3, a step after its last state
     run = copied(broken, tmp_path / "run")
@@ -190,7 +190,6 @@ def test_a_crash_changes_no_bit_and_no_line(straight: Run, broken: Run, tmp_path
         assert ours["loss"] == theirs["loss"] and ours["grad_norm"] == theirs["grad_norm"]
 
 
-@pytest.mark.slow
 def test_a_crash_changes_no_bit_of_other_kinds_of_state(
     broken_adapters: Run, tmp_path: Path
 ) -> None:
@@ -224,7 +223,6 @@ main(["train", folder])
 """A learner that is killed when it calls a function of a module for the nth time."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "states"),
     [
@@ -278,7 +276,6 @@ def publish_other_bits(run: Run, version: int) -> Path:
     return published
 
 
-@pytest.mark.slow
 def test_a_replay_that_differs_stops_the_run_here_and_is_reported_elsewhere(
     broken: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -302,7 +299,6 @@ def test_a_replay_that_differs_stops_the_run_here_and_is_reported_elsewhere(
     assert_same_weights(before, tensors_in(published))
 
 
-@pytest.mark.slow
 def test_a_state_of_a_differing_replay_says_so_and_a_run_goes_on_from_it(
     broken: Run, tmp_path: Path
 ) -> None:
@@ -320,7 +316,6 @@ def test_a_state_of_a_differing_replay_says_so_and_a_run_goes_on_from_it(
     assert [line["step"] for line in lines(run, "metrics")] == [0, 1, 2, 3]
 
 
-@pytest.mark.slow
 def test_adapters_of_a_state_may_merge_into_other_bits_elsewhere(
     broken_adapters: Run, tmp_path: Path
 ) -> None:
@@ -337,7 +332,6 @@ def test_adapters_of_a_state_may_merge_into_other_bits_elsewhere(
     assert lines(run, "metrics")[-1]["replay_difference"] > 0
 
 
-@pytest.mark.slow
 def test_told_to_stop_or_given_a_file_that_cannot_be_decoded_it_saves_where_it_is(
     tmp_path: Path,
 ) -> None:
@@ -379,7 +373,6 @@ def another_batch(run: Run) -> None:
     run.add_batch(3, run.add_step(3, version=2)[1:])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "message", "place"),
     [

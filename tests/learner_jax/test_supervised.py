@@ -29,6 +29,8 @@ from tests.learner_jax.document_rows import joined, rows_of, supervised_spec
 from tests.learner_jax.reference import logits_of, relative_errors
 from tests.learner_jax.test_gradients import CONFIG, params_of
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = (13, 2, 31)
 RARE = CONFIG.vocab_size - 1
 """A token that only documents of a test's choice have."""
@@ -144,8 +146,6 @@ def accumulated(spec: RunSpec, rows: CorpusRows) -> tuple[float, Any, dict[str, 
     return float(total.metrics.loss), total.grads, total.metrics.means()
 
 
-@pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "mesh"), [("float64", MESHES[0]), ("float64", MESHES[1]), ("float32", MESHES[2])]
 )

@@ -39,6 +39,8 @@ from runspec.core.spec.schema import Lora, Mesh, Optimizer, RunSpec
 from tests.learner_jax.conftest import VOCABULARY, changed, tiny_spec, updates_made
 from verify.formats.batch import BatchGroup, BatchManifest
 
+pytestmark = pytest.mark.slow
+
 SUBMISSION = "5" * 64
 
 
@@ -142,7 +144,6 @@ def narrow(published: str, compute: str) -> RunSpec:
     return changed(RECOMPUTED, broadcast={"dtype": published}, learner={"compute_dtype": compute})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_ratio_before_the_first_update_is_one(dtype: str) -> None:
     # given one group, so one update, whose mu is far from what the policy says of it
@@ -154,7 +155,6 @@ def test_the_ratio_before_the_first_update_is_one(dtype: str) -> None:
     assert numbers["policy_drift"] > 4.0
 
 
-@pytest.mark.slow
 def test_a_policy_version_is_its_published_bits() -> None:
     # given a policy that is published in bfloat16 and computed in float32
     def numbers(read: Callable[[TrainState, Any], Any]) -> dict[str, float]:
@@ -173,7 +173,6 @@ def test_a_policy_version_is_its_published_bits() -> None:
     assert bits["ratio_max"] > 1 + 1e-5 > masters["ratio_max"]
 
 
-@pytest.mark.slow
 def test_a_state_is_what_a_restore_is_told_and_cut_over_fsdp() -> None:
     # given masters on two devices, their moments in the host's memory
     _, programs, state, published = begun(changed(RECOMPUTED, optimizer={"offload": True}))
@@ -189,13 +188,11 @@ def test_a_state_is_what_a_restore_is_told_and_cut_over_fsdp() -> None:
             assert leaf.addressable_shards[0].data.size == leaf.size // 2
 
 
-@pytest.mark.slow
 def test_pi_old_of_the_sampler_puts_the_distance_into_the_ratio() -> None:
     numbers = trained(SAMPLERS, batch_of(4, mu=-9.0)).numbers
     assert numbers["ratio_max"] > 50.0 and numbers["clip_fraction_high"] > 0.4
 
 
-@pytest.mark.slow
 def test_updates_take_contiguous_shares_with_pi_old_from_before_the_first() -> None:
     # given a step of two updates
     batch = batch_of(4)
@@ -211,7 +208,6 @@ def test_updates_take_contiguous_shares_with_pi_old_from_before_the_first() -> N
     assert updates_made(trained(RECOMPUTED, batch_of(1)).state) == 1
 
 
-@pytest.mark.slow
 def test_one_gradient_lies_in_memory_at_a_time_and_its_norm_is_told() -> None:
     # given programs that look at the gradients of the updates before
     gradients: list[weakref.ref[jax.Array]] = []
@@ -235,7 +231,6 @@ def test_one_gradient_lies_in_memory_at_a_time_and_its_norm_is_told() -> None:
     assert result.numbers["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-5)
 
 
-@pytest.mark.slow
 def test_an_update_that_is_not_finite_is_skipped_and_its_rollouts_named() -> None:
     # given a step of two updates, a rollout of the second with a log-prob that is not finite
     spec = spec_with(updates_per_step=2, old_logprobs="sampler")
@@ -251,7 +246,6 @@ def test_an_update_that_is_not_finite_is_skipped_and_its_rollouts_named() -> Non
     np.testing.assert_array_equal(flat(result), flat(trained(SAMPLERS, first)))
 
 
-@pytest.mark.slow
 def test_all_rollouts_are_named_where_no_number_tells() -> None:
     # given advantages whose gradient overflows, though every number of the tokens is finite
     result = trained(SAMPLERS, spoiled(batch_of(3), 0, 0, advantage=1e30))
@@ -261,7 +255,6 @@ def test_all_rollouts_are_named_where_no_number_tells() -> None:
     assert np.isnan(result.numbers["loss"]) and np.isnan(result.numbers["grad_norm"])
 
 
-@pytest.mark.slow
 def test_too_many_skipped_updates_in_a_row_stop_the_run() -> None:
     # given two steps, in which no update is finite, and one may be skipped
     spec = changed(SAMPLERS, optimizer={"max_skipped": 1})
@@ -274,7 +267,6 @@ def test_too_many_skipped_updates_in_a_row_stop_the_run() -> None:
     assert int(trained(spec, bad, batch_of(2), bad).state.skipped) == 1
 
 
-@pytest.mark.slow
 def test_adapters_are_trained_and_the_base_is_not() -> None:
     # given a run that trains bfloat16 adapters on two matrices
     lora = Lora(rank=2, alpha=4.0, targets=["q", "down"])
@@ -296,7 +288,6 @@ def test_adapters_are_trained_and_the_base_is_not() -> None:
     assert moved == {"q", "down"}
 
 
-@pytest.mark.slow
 def test_a_step_trains_bfloat16_masters_with_float32_moments() -> None:
     # given the same rollouts
     narrowed = changed(RECOMPUTED, learner={"master_dtype": "bfloat16"})
@@ -429,7 +420,6 @@ def test_updates_are_those_of_plain_optax(kind: str) -> None:
     assert_near(updated(settings_of(kind), params, gradients)[0], expected, 2e-6, 1e-8)
 
 
-@pytest.mark.slow
 def test_muon_is_that_of_optax_on_each_layers_matrix() -> None:
     # given optax's own on matrices that are not stacked, gradients clipped by the norm of all
     params, *gradients = random_trees(3)
@@ -476,7 +466,6 @@ def test_without_a_warm_up_the_first_update_has_the_whole_rate() -> None:
     assert float(learning_rate(Optimizer(lr=4.0), 10)(jnp.int32(0))) == 4.0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_update_that_is_not_made_changes_no_bit(kind: str) -> None:
     params, good, bad = random_trees(3)
@@ -489,7 +478,6 @@ def test_an_update_that_is_not_made_changes_no_bit(kind: str) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_moments_on_the_host_make_the_same_updates(kind: str) -> None:
     # given parameters on a mesh, and moments in the host's memory

@@ -34,6 +34,8 @@ from tests.bridge.leaves import iter_leaves
 from tests.learner_jax.conftest import tiny_spec
 from verify.plugins import Trace, load_task_set, load_warm_start_data
 
+pytestmark = pytest.mark.slow
+
 LOG = logging.getLogger("test")
 
 
@@ -59,7 +61,6 @@ def run_dir_of(path: Path, spec: RunSpec) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_a_start_is_made_once_and_both_runs_link_to_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,7 +161,6 @@ def test_a_damaged_start_in_the_cache_is_named_and_not_used(tmp_path: Path) -> N
         assert not (run_dir / "initial").is_symlink()
 
 
-@pytest.mark.slow
 def test_a_mark_out_of_reach_is_an_error_with_the_number_reached(tmp_path: Path) -> None:
     spec = spec_with({"max_updates": 7, "stop_answer_probability": 0.9})
     run_dir, cache = run_dir_of(tmp_path / "a", spec), tmp_path / "cache"
@@ -215,7 +215,6 @@ def outputs(model: Any) -> list[list[int]]:
     return list(sample(spec, config, params, PROMPTS, END))
 
 
-@pytest.mark.slow
 def test_each_token_is_drawn_from_a_forward_pass_over_those_before(
     model: Any, outputs: list[list[int]]
 ) -> None:
@@ -247,7 +246,6 @@ def test_each_token_is_drawn_from_a_forward_pass_over_those_before(
     assert all(END not in output[:-1] for output in outputs)
 
 
-@pytest.mark.slow
 def test_an_answer_counts_where_it_is_the_traces_behind_the_first_think_end(
     model: Any, outputs: list[list[int]]
 ) -> None:

@@ -19,6 +19,8 @@ from tests.verify.bench import MODEL, Bench, lease_for
 from verify.thresholds import BFLOAT16
 from verify.truncation import Truncation, judged, kept_from, thresholds
 
+pytestmark = pytest.mark.slow
+
 VOCABULARY = 300
 RULES = [
     *(Truncation(0.9, -1), Truncation(0.05, -1), Truncation(1.0, 20), Truncation(1.0, 1)),

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from learner_jax.__main__ import main
 
+pytestmark = pytest.mark.slow
+
 CONTEXT = 64
 
 
@@ -220,7 +222,6 @@ def test_text_is_bytes_with_single_digits(tmp_path: Path) -> None:
     assert loaded.decode(loaded.encode(text)) == text
 
 
-@pytest.mark.slow
 def test_vllm_loads_it(many_reads: Path, tmp_path: Path) -> None:
     from vllm.tokenizers import get_tokenizer
 

@@ -41,6 +41,8 @@ from tests.learner_jax.test_gradients import params_of
 from tests.learner_jax.test_supervised import documents_of, stepped
 from tests.learner_jax.test_training import batch_of, spec_with, trained
 
+pytestmark = pytest.mark.slow
+
 N = 1000
 
 

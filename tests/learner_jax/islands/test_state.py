@@ -36,6 +36,8 @@ from runspec.core.spec.schema import RunSpec
 from tests.learner_jax.test_document_runs import document_spec
 from verify.formats.islands import CommitRecord, Contribution, Dropped
 
+pytestmark = pytest.mark.slow
+
 NAMES, STEPS, DEADLINE_S = ("a", "b", "c"), 8, 600.0
 WEIGHTS = {"a": 3.0, "b": 1.0, "c": 2.0}
 N = 700

@@ -29,6 +29,8 @@ from runspec.core.spec.schema import Mesh, Optimizer, ZLoss
 from tests.learner_jax.document_rows import rows_of, supervised_spec
 from tests.learner_jax.families import in_double
 
+pytestmark = pytest.mark.slow
+
 UPDATES, VOCABULARY = 50, 40
 OPTIMIZER: dict[str, Any] = {
     "lr": 2e-2,

@@ -37,6 +37,8 @@ from tests.runspec.backends.stand_ins import cluster
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.local.fake_run import small_spec
 
+pytestmark = pytest.mark.slow
+
 SPECS = ROOT / "specs"
 PLACEMENTS = SPECS / "placements"
 LAPTOP = (TARGET_SHORT, "--profile", "laptop")

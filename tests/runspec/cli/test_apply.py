@@ -25,6 +25,8 @@ from tests.runspec.cli.in_process import runspec
 from tests.runspec.local.fake_run import prepared, small_spec
 from tests.sampler.tasks.grading.plugin import install
 
+pytestmark = pytest.mark.slow
+
 SMALL = (TARGET_SHORT, "--profile", "laptop", "--set", "name=small")
 FILE_THERE = "Not a directory: a file is there"
 ROWS = [

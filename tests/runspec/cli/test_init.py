@@ -28,6 +28,8 @@ from tests.harness import ROOT
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.lock.repository import COMMIT, cache, write_model
 
+pytestmark = pytest.mark.slow
+
 WORKFLOW, HOOK = ".github/workflows/runspec.yaml", ".pre-commit-config.yaml"
 FILES = [WORKFLOW, HOOK, "runspec.schema.json", "spec.yaml"]
 ANYWHERE = ("laptop", "problems", "sums", "model", "pretrain", "sft")

@@ -20,6 +20,8 @@ from tests.harness import ROOT, TARGET_SHORT
 from tests.runspec.core.spec.spec_files import SHIPPED, SMALL, SPECS, small_spec, write
 from tests.runspec.local import test_preflight
 
+pytestmark = pytest.mark.slow
+
 Text = pytest.CaptureFixture[str]
 
 

@@ -29,6 +29,8 @@ from tests.runspec.core.spec.spec_files import small_spec as spec_in
 from tests.runspec.local.fake_run import prepared, small_spec
 from tests.verify.profiles import document, made_profile
 
+pytestmark = pytest.mark.slow
+
 Prints = Callable[[], str]
 
 

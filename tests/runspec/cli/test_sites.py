@@ -24,6 +24,8 @@ from tests.harness import ROOT, TARGET_SHORT
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.local.fake_run import prepared, small_spec
 
+pytestmark = pytest.mark.slow
+
 
 def prepare(site: Path, *overrides: str) -> CompletedProcess[str]:
     """What `runspec prepare` says of a run `small`."""

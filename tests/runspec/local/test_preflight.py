@@ -39,6 +39,8 @@ from tests.runspec.core.spec.spec_files import SAMPLING, SPECS
 from tests.runspec.local.fake_run import ROOT, prepared, small_spec
 from tests.sampler.tasks.grading.plugin import install
 
+pytestmark = pytest.mark.slow
+
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
 LAPTOP = Facts(

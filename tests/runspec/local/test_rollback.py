@@ -52,6 +52,8 @@ from verify.coordinator.machine.events import (
 )
 from verify.coordinator.machine.state import Policy
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 
 
@@ -418,7 +420,6 @@ def untrained(runs_dir: Path) -> Path:
     return run_dir
 
 
-@pytest.mark.slow
 def test_a_run_that_has_trained_no_step_takes_any_change(
     tmp_path: Path, failing: list[str]
 ) -> None:

@@ -51,6 +51,8 @@ from tests.bridge.test_publisher import add_version
 from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
 from tests.runspec.local.fake_run import ZERO, prepared, small_spec, store
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_held_run_names_its_holder_and_is_free_afterwards(tmp_path: Path) -> None:
     assert holder(tmp_path) is None

@@ -16,6 +16,8 @@ from tests.runspec.simulate import mixtures
 from tests.runspec.simulate.found_mixtures import FOUND
 from tests.runspec.simulate.mixtures import KNOWN, STRANGERS, Group, Run
 
+pytestmark = pytest.mark.slow
+
 LAPTOP = [SPECS / "target_short.yaml", "--profile", "laptop"]
 """Steps of 16 groups in leases of 8; a lease lasts 60 s; undisturbed a step takes 0.42 s."""
 LONG, PLACEMENTS = SPECS / "target_long.yaml", SPECS / "placements"

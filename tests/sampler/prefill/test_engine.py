@@ -30,6 +30,8 @@ from verify.toploc.codec import build_proofs
 from verify.toploc.statistics import verify_proofs
 from verify.truncation import Truncation
 
+pytestmark = pytest.mark.slow
+
 CPU = [torch.device("cpu")]
 TEMPERATURE, END = 0.7, 3
 QWEN3 = "qwen3, head_dim is not D / H"

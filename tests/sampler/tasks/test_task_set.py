@@ -38,6 +38,8 @@ from tests.sampler.tasks.grading.plugin import install
 from tests.sampler.tasks.row_files import FORMS, Row, drawn, make_rows, source, write_jsonl
 from verify.plugins import Graded, GradeItem, GraderFault
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_dir):
@@ -274,7 +276,6 @@ def spec_of_form(form: str, folder: Path) -> RunSpec:
     return with_source(spec, FORMS[form](folder, rows).model_copy(update={"solve_rate": bounds}))
 
 
-@pytest.mark.slow
 def test_processes_draw_the_same_prompts_from_the_same_leases(tokenizer_dir, tmp_path, monkeypatch):
     # given a spec of each form with its files, drawn from here
     forms = [*FORMS, "gsm8k", "reasoning_gym"]

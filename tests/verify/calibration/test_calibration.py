@@ -47,6 +47,8 @@ from verify.plugins import WeightsLocation
 from verify.profile import Profile, looser_than_published, open_profile
 from verify.thresholds import BFLOAT16, DRIFT, SUBMISSIONS, GapNoise, Limits
 
+pytestmark = pytest.mark.slow
+
 stats = pytest.importorskip("scipy.stats")
 MODEL = SmallModel.random(seed=3)
 RATE = 1e-6

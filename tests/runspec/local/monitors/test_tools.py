@@ -29,6 +29,8 @@ from runspec.local.monitors import wandb
 from tests.harness import ROOT
 from tests.runspec.local.monitors.logged_run import KEYS, STEPS, LoggedRun, row
 
+pytestmark = pytest.mark.slow
+
 TRACKIO = Path(os.environ.get("TRACKIO_PYTHON", ROOT / ".venv" / "trackio" / "bin" / "python"))
 MEAN = "evaluations/held-out/mean"
 
@@ -146,7 +148,6 @@ def require_all(steps: list[dict[str, Any]], tool: Tool, count: int, *, attempt:
 
 
 @every_tool
-@pytest.mark.slow
 def test_a_tool_has_steps_evaluations_rollouts_and_the_spec(tmp_path: Path, tool: Tool) -> None:
     # given a run that is over
     run = LoggedRun(tmp_path / "run", f"kind: {tool.monitor}")
@@ -167,7 +168,6 @@ def test_a_tool_has_steps_evaluations_rollouts_and_the_spec(tmp_path: Path, tool
 
 
 @every_tool
-@pytest.mark.slow
 def test_killed_processes_leave_no_gap_and_no_double(tmp_path: Path, tool: Tool) -> None:
     # given a run of many steps, and monitors that are killed while they send
     run = LoggedRun(tmp_path / "run", f"kind: {tool.monitor}")
@@ -305,7 +305,6 @@ def fake_wandb_server() -> Iterator[FakeWandbServer]:
             server.shutdown()
 
 
-@pytest.mark.slow
 def test_a_server_has_each_entry_once_whatever_it_had_when_the_monitor_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
