@@ -42,6 +42,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 
 import torch
 
+from benchmarks.one_version import OneVersion
 from benchmarks.sampler_engine import Side
 from benchmarks.validating.judging import Judge
 from benchmarks.validating.run import make_version, spec_for
@@ -55,7 +56,6 @@ from runspec.core.spec import schema
 from sampler.engine.engine import Engine
 from sampler.prefill.engine import load_policy as load_torch
 from sampler.prefill.engine import prefill as prefill_torch
-from tests.verify.one_version import OneVersion
 from verify.plugins import load_task_set
 
 GROUP_SIZE = 8

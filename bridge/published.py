@@ -6,7 +6,8 @@ from pathlib import Path
 
 from bridge.safetensors_io import wrong_tensor
 from broadcast.manifest import FILE_NAME, MAX_BYTES, WeightsManifest, open_manifest
-from runspec.core.errors import UserError
+from broadcast.store import TENSORS_NAME
+from runspec.core.errors import UserError, one_line
 from runspec.core.files import read_bounded
 from runspec.core.hashing import digest_file
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
@@ -14,17 +15,23 @@ from runspec.core.roles import issued_at, open_roles
 from runspec.core.signed import BadSignature
 
 ROLES_NAME = "roles.json"
+CARD_NAME = "README.md"
+"""Name of the model card."""
+_BESIDE = {FILE_NAME, TENSORS_NAME, ROLES_NAME, CARD_NAME}
+"""Files that may lie beside those of the version. No library reads a model from them."""
 
 
 def require_published(folder: Path, manifest: WeightsManifest) -> None:
-    """Require that every tensor, and every file that the manifest lists whole, has its digest.
+    """Require that every tensor, and every file that the manifest lists whole, has its digest, and
+    that nothing else is there: libraries load a `model.safetensors` before an index of shards, or
+    a `chat_template.jinja` that happens to be there.
 
     Args:
-        folder: Hugging Face directory; files beside those of the version do not count.
+        folder: Hugging Face directory; manifest, roles and model card may lie in it, too.
         manifest: of the version; its signature was checked.
 
     Raises:
-        UserError: one is missing or differs.
+        UserError: a file is missing, differs, or does not belong to the version.
     """
     digests = {name: record["blake3"] for name, record in manifest.tensors.items()}
     wrong = wrong_tensor(folder, digests)
@@ -33,11 +40,16 @@ def require_published(folder: Path, manifest: WeightsManifest) -> None:
             path = folder / name
             if not path.is_file() or digest_file(path) != info.blake3:
                 wrong = f"{name} is missing or not what was published"
+    remedy = "fetch or export it again"
+    known = {*manifest.objects, *manifest.files, *_BESIDE}
+    if wrong is None and (others := sorted({path.name for path in folder.iterdir()} - known)):
+        wrong = f"{one_line(others[0], 80)!r} is none of its files"
+        remedy = "remove what does not belong to it, or export it to a new folder"
     if wrong is not None:
         raise UserError(
             f"not version {manifest.version} of {manifest.run}: {wrong}",
             place=str(folder),
-            remedy="fetch or export it again",
+            remedy=remedy,
         )
 
 

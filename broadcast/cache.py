@@ -22,7 +22,7 @@ from pathlib import Path
 
 from broadcast.manifest import FILE_NAME, MAX_BYTES, WeightsManifest, open_manifest
 from runspec.core.errors import UserError
-from runspec.core.files import read_bounded
+from runspec.core.files import open_lock, read_bounded
 from runspec.core.hashing import digest_bytes
 from runspec.core.signed import BadSignature
 
@@ -120,7 +120,7 @@ class Cache:
         """
         path = self._lock_path(version)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = open_lock(path)
         except OSError as error:
             raise _unusable(path, error) from error
         try:

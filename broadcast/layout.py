@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -65,7 +64,7 @@ def locked(store: Path, run: str, deadline_s: float) -> AbstractContextManager[N
     """
     folder = store / run
     folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = files.open_folder_lock(folder)
     held = UserError(
         f"another publisher or relay has held this store for {deadline_s:g} s",
         place=str(folder),

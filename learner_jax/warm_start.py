@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import time
 import uuid
@@ -36,7 +35,13 @@ from learner_jax.step import Programs, build_programs, microbatch_bound
 from learner_jax.supervised import score_rows, supervised_step
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
-from runspec.core.files import locked, new_directory, read_bounded, remove_leftovers
+from runspec.core.files import (
+    locked,
+    new_directory,
+    open_folder_lock,
+    read_bounded,
+    remove_leftovers,
+)
 from runspec.core.hashing import digest_bytes, digest_file
 from runspec.core.models import spec_model
 from runspec.core.models.config import ModelConfig
@@ -94,7 +99,7 @@ def _alone_in(cache: Path, log: logging.Logger) -> AbstractContextManager[None]:
         remedy="end that run, or wait for it",
     )
     waiting = partial(log.info, "waiting for another run's warm start in %s", cache)
-    return locked(os.open(cache, os.O_RDONLY), OTHERS_S, held, waiting)
+    return locked(open_folder_lock(cache), OTHERS_S, held, waiting)
 
 
 def _find_or_make(spec: RunSpec, data: WarmStartData, cache: Path, log: logging.Logger) -> Path:

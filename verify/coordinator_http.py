@@ -42,6 +42,11 @@ class SubmissionRefused(UserError):
     """
 
 
+class ContentRefused(UserError):
+    """Raised if the coordinator refuses the content of a request (400, 413): sent again, it would
+    be refused again."""
+
+
 class CoordinatorHttp:
     """Sends requests to one coordinator; threads may share it.
 
@@ -90,6 +95,7 @@ class CoordinatorHttp:
         Raises:
             RunFinished: the coordinator answers 410.
             SubmissionRefused: it answers 409.
+            ContentRefused: it answers 400 or 413.
             UserError: it refuses for another reason, cannot be reached until the deadline, or sends
                 too long an answer.
         """
@@ -133,7 +139,7 @@ class CoordinatorHttp:
             raise RunFinished(_words(answer))
         if answer.is_success:
             return answer
-        refused = SubmissionRefused if answer.status == HTTPStatus.CONFLICT else UserError
+        refused = _REFUSALS.get(answer.status, UserError)
         words = f"{method} {path}: {answer.status}, {_words(answer)}"
         raise refused(words, place=f"coordinator {self.url}")
 
@@ -205,6 +211,13 @@ class CoordinatorHttp:
             place=f"coordinator {self.url}",
             remedy="check --coordinator, --run and --public-key",
         )
+
+
+_REFUSALS: dict[int, type[UserError]] = {
+    HTTPStatus.CONFLICT: SubmissionRefused,
+    HTTPStatus.BAD_REQUEST: ContentRefused,
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: ContentRefused,
+}
 
 
 def _retry_after(answer: Answer) -> float:

@@ -3,8 +3,10 @@
 Every submission that a worker can send gets a verdict. If a check breaks, the submissions are
 examined one by one, so that the others get their verdicts. The submission at which it breaks goes
 back to the coordinator with the error, so that another validator can try
-(`verify.coordinator.services.claims`). If the coordinator or weights cannot be reached, or a check
-breaks at everything, the process ends, and its claimed submissions are offered again.
+(`verify.coordinator.services.claims`). If the coordinator refuses a rejection, the validator sends
+one whose reason repeats nothing of a stranger's; an acceptance that is refused goes back like a
+check that breaks. If the coordinator or weights cannot be reached, or a check breaks at everything,
+the process ends, and its claimed submissions are offered again.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from runspec.core.canonical import MalformedJson, parse_object
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, one_line
 from runspec.core.files import read_bounded
 from runspec.core.hashing import hash_parts
 from runspec.core.keys import SigningKey
@@ -32,6 +35,7 @@ from runspec.core.process import not_retried
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from verify.client import CoordinatorClient, RunFinished, WorkItem
+from verify.coordinator_http import ContentRefused
 from verify.examiner import (
     WEIGHTS_S,
     Examiner,
@@ -64,6 +68,9 @@ MAX_FAULTS = 3
 _MAX_CONFIG_BYTES = 1024 * 1024
 _MAX_FAULT = 300
 """Largest number of characters of a fault; it may repeat what a stranger sent."""
+_MAX_REASON = 1000
+"""The same of a verdict's reason."""
+_NEUTRAL_REASON = "verdict: rejected for a reason that cannot be sent; the validator's log has it"
 
 
 class Validator(Collector):
@@ -192,16 +199,40 @@ class Validator(Collector):
                     self._give_back([left.submission for left in files[number:]])
                     raise
                 self._log.exception("a check breaks at submission %s alone", file.submission[:12])
-                words = f"{type(error).__name__}: {error}"[:_MAX_FAULT]
-                self._coordinator.release_claims([file.submission], words)
-                self._faults_in_a_row += 1
+                self._failed(file, error)
                 if self._faults_in_a_row >= MAX_FAULTS:
                     self._give_back([left.submission for left in files[number + 1 :]])
                     raise
             else:
                 self._answer(file, verdict)
 
+    def _failed(self, file: SubmissionFile, error: Exception) -> None:
+        """Give a submission back with the error that it caused."""
+        words = one_line(f"{type(error).__name__}: {error}", _MAX_FAULT)
+        self._coordinator.release_claims([file.submission], words)
+        self._faults_in_a_row += 1
+
     def _answer(self, file: SubmissionFile, verdict: Verdict) -> None:
+        try:
+            try:
+                self._send(verdict)
+            except ContentRefused as error:
+                if verdict.accepted:
+                    raise
+                self._log.error("verdict refused: %s; its reason: %s", error, verdict.reason)
+                verdict = replace(verdict, reason=_NEUTRAL_REASON, rows=[])
+                self._send(verdict)
+        except ContentRefused as error:
+            self._log.exception("the verdict on %s is refused", verdict.submission[:12])
+            self._failed(file, error)
+            return
+        self._report(file, verdict)
+        self._faults_in_a_row = 0
+        self.checked += 1
+        if not verdict.accepted:
+            self._rejected[verdict.reason.partition(":")[0]] += 1
+
+    def _send(self, verdict: Verdict) -> None:
         table = encode_verdicts(verdict.rows)
         envelope = sign_verdict(
             table,
@@ -209,17 +240,12 @@ class Validator(Collector):
             step=verdict.step,
             submission=verdict.submission,
             accepted=verdict.accepted,
-            reason=verdict.reason,
+            reason=one_line(verdict.reason, _MAX_REASON),
             dropped_groups=verdict.dropped_groups,
             fault=verdict.fault,
             key=self._key,
         )
         self._coordinator.verdict(envelope, table)
-        self._report(file, verdict)
-        self._faults_in_a_row = 0
-        self.checked += 1
-        if not verdict.accepted:
-            self._rejected[verdict.reason.partition(":")[0]] += 1
 
     def _give_back(self, submissions: Sequence[str]) -> None:
         """Give submissions back to the coordinator without a failed attempt."""

@@ -15,12 +15,12 @@ from unittest import mock
 import verify.examiner
 import verify.recompute
 import verify.validator
+from benchmarks.one_version import OneVersion
 from benchmarks.sampler_engine import cpu_s
 from benchmarks.validating.sampling import COORDINATOR, Handed
 from runspec.core.keys import SigningKey
 from runspec.core.roles import Roles
 from runspec.core.spec import schema
-from tests.verify.one_version import OneVersion
 from verify.client import RunFinished, WorkItem
 from verify.formats.verdict import open_verdict
 from verify.plugins import TaskSet

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 import zlib
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,9 +20,9 @@ from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, TypeVar, cast
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from runspec.core.errors import UserError
+from runspec.core.parquet import open_parquet, parquet_rows
 
 T = TypeVar("T")
 Kind = Literal["text", "jsonl", "parquet", "fasta", "fastq"]
@@ -35,7 +36,6 @@ _SUFFIXES: dict[str, Kind] = {
 }
 _REPORT_EVERY_S = 10.0
 _GZIP_MAGIC = b"\x1f\x8b"
-_BATCH_ROWS = 256
 
 # IUPAC codes: https://doi.org/10.1093/nar/13.9.3021
 _BASES, _AMBIGUOUS = b"ACGTN", b"RYSWKMBDHV"
@@ -186,7 +186,8 @@ def readable(path: Path, counts: Counts) -> Iterator[None]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield number, from 1, and bytes of each line, without its end."""
+    """Yield number, from 1, and bytes of each line, without its end and without the byte order mark
+    that editors put before the first."""
     with path.open("rb") as plain:
         zipped = plain.peek(2)[:2] == _GZIP_MAGIC
         with cast(BinaryIO, gzip.open(plain)) if zipped else plain as stream:
@@ -195,7 +196,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 number += 1
                 if len(line) > MAX_DOCUMENT_BYTES:
                     raise too_long(path, number)
-                yield number, line.rstrip(b"\r\n")
+                yield number, (line if number > 1 else line.removeprefix(BOM_UTF8)).rstrip(b"\r\n")
 
 
 def too_long(path: Path, line: int) -> UserError:
@@ -226,8 +227,10 @@ def _jsonl(path: Path, counts: Counts, column: str) -> Iterator[Document]:
 
 
 def json_values(path: Path, column: str) -> Iterator[Value]:
-    """Yield a field of each JSON line."""
+    """Yield a field of each JSON line; blank lines are left out."""
     for number, line in _lines(path):
+        if not line.strip():
+            continue
         place = f"{path}:{number}"
         try:
             row = json.loads(line.decode())
@@ -249,7 +252,7 @@ def _parquet(path: Path, counts: Counts, column: str) -> Iterator[Document]:
 
 def parquet_values(path: Path, column: str) -> Iterator[Value]:
     """Yield a column of each row."""
-    with pq.ParquetFile(path) as file:
+    with open_parquet(path, {column}) as file:
         if column not in file.schema_arrow.names:
             raise UserError(
                 f"has no column {column!r}, but {', '.join(file.schema_arrow.names)}",
@@ -257,10 +260,10 @@ def parquet_values(path: Path, column: str) -> Iterator[Value]:
                 remedy="name the column that holds the text",
             )
         row = 0
-        for batch in file.iter_batches(_BATCH_ROWS, columns=[column], use_threads=False):
-            for value in batch.column(0).to_pylist():
+        for rows in parquet_rows(file, [column], most=MAX_DOCUMENT_BYTES, place=str(path)):
+            for found in rows:
                 row += 1
-                yield row, f"{path}, row {row}", value
+                yield row, f"{path}, row {row}", found[column]
 
 
 def _string(value: object, column: str, place: str) -> str:
@@ -282,6 +285,8 @@ def _fasta(path: Path, counts: Counts, column: str) -> Iterator[Document]:
             if name is not None:
                 yield Document(name, "".join(parts))
             name, parts, size = _name(line), [], 0
+        elif not line.strip():
+            continue
         elif name is None:
             raise _malformed(path, number, "FASTA", "a record begins with a line of `>` and a name")
         else:
@@ -301,6 +306,8 @@ def _name(line: bytes) -> str:
 def _fastq(path: Path, counts: Counts, column: str) -> Iterator[Document]:
     lines = _lines(path)
     for number, name in lines:
+        if not name.strip():
+            continue
         sequence, plus, quality = (next(lines, (0, b""))[1] for _ in range(3))
         if name[:1] != b"@" or plus[:1] != b"+" or len(quality) != len(sequence):
             expected = "a record has four lines: @name, bases, +, as many qualities as bases"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from array import array
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -27,7 +26,7 @@ from learner_jax.corpus.rows import CorpusRows
 from learner_jax.packing import TokenBatch
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
-from runspec.core.files import locked, new_directory, remove_leftovers
+from runspec.core.files import locked, new_directory, open_folder_lock, remove_leftovers
 from runspec.core.hashing import digest_bytes
 from runspec.core.models.family import load_config
 from runspec.core.spec.documents import is_generated
@@ -206,7 +205,7 @@ def open_corpus(spec: RunSpec, model_dir: Path, cache: Path, log: logging.Logger
         remedy="end that process, or wait for it",
     )
     waiting = partial(log.info, "waiting for another process that makes a corpus in %s", cache)
-    with locked(os.open(cache, os.O_RDONLY), OTHERS_S, held, waiting):
+    with locked(open_folder_lock(cache), OTHERS_S, held, waiting):
         remove_leftovers(cache)
         folder = cache / digest
         if not folder.is_dir():

@@ -29,16 +29,15 @@ from learner_jax.score import ROW_MULTIPLE, load_model, writable
 from learner_jax.sharding import shard_batch
 from learner_jax.step import policy_logprobs
 from runspec.core.errors import UserError
-from runspec.core.files import atomic_file, read_bounded, write_atomic
+from runspec.core.files import atomic_file, write_atomic
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.family import load_config
+from runspec.core.tokenizer_files import read_tokenizer
 
 ROW_TOKENS = 1 << 11
 """Shortest row; many short documents share one."""
 PACKED_TOKENS = 1 << 17
 """Tokens that are packed together."""
-TOKENIZER_NAME = "tokenizer.json"
-MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -154,18 +153,6 @@ def _some(found: Iterator[Window]) -> Iterator[Window]:
         size += len(window.ids)
         if size >= PACKED_TOKENS:
             return
-
-
-def _tokenizer(model_dir: Path) -> Tokenizer:
-    path = model_dir / TOKENIZER_NAME
-    try:
-        return Tokenizer.from_buffer(read_bounded(path, MAX_TOKENIZER_BYTES))
-    except Exception as error:  # the library raises nothing narrower
-        raise UserError(
-            f"cannot read the tokenizer: {error}",
-            place=str(path),
-            remedy="put the model's tokenizer.json there",
-        ) from error
 
 
 def bits(model: LoadedModel, documents: Iterable[Document], context: int) -> Iterator[Measured]:
@@ -292,7 +279,10 @@ def _write_header(file: BinaryIO, rows: int, columns: int) -> None:
 
 def _ready(options: Options, log: logging.Logger) -> tuple[LoadedModel, int]:
     """Return the model, and the longest window."""
-    config, tokenizer = load_config(options.model_dir), _tokenizer(options.model_dir)
+    config, tokenizer = (
+        load_config(options.model_dir),
+        read_tokenizer(options.model_dir / "tokenizer.json"),
+    )
     context = options.context or config.max_position_embeddings
     config.check_length(context, place="--context")
     if context < (least := max(2, tokenizer.num_special_tokens_to_add(is_pair=False) + 1)):

@@ -24,7 +24,7 @@ from runspec.cli.serve import bare_pool
 from runspec.cli.shipped_suites import named_suite
 from runspec.cli.spec_files import located
 from runspec.cli.view import plain_table
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, one_line
 from runspec.core.models.family import load_config
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.load import SpecFiles, load_layers
@@ -199,6 +199,7 @@ def _print(found: Mapping[str, Any], *, as_json: bool) -> None:
         console.print(table)
         for one in result.get("overlap", ()):
             how = "the same words as" if one["exact"] else "13 words in a row of"
-            print(f"  {one['problem_id']} has {how} {one['trained']}, which is trained on")
+            asked, trained = (one_line(one[name], 200) for name in ("problem_id", "trained"))
+            print(f"  {asked} has {how} {trained}, which is trained on")
         if result.get("overlap") == []:
             print("  no problem overlaps the training problems")

@@ -77,7 +77,7 @@ def invite_command(run: str, pool: str | None, uses: int, valid_s: float, runs_d
 def list_invites(run: str, as_json: bool, runs_dir: Path) -> int:
     """Lists the invites of a run that is up, with their uses; returns the exit code."""
     coordinator = coordinator_of(run, runs_dir)
-    rows = invite_rows(read_made(find_run(run, runs_dir)), coordinator.status()["invites"])
+    rows = invite_rows(read_made(find_run(run, runs_dir)), coordinator.entries("invites"))
     if as_json:
         print(json.dumps(rows, indent=2))
     elif rows:
@@ -95,7 +95,7 @@ def revoke_invite(run: str, named: str, reason: str, runs_dir: Path) -> int:
     """
     coordinator = coordinator_of(run, runs_dir)
     made = [each.key for each in read_made(find_run(run, runs_dir))]
-    seen = [each["key"] for each in coordinator.status()["invites"]]
+    seen = [each["key"] for each in coordinator.entries("invites")]
     key = _key_of(named, {*made, *seen})
     coordinator.order("revoke", key, reason)
     print(f"the invite {key} is revoked: no more keys come with it; those that did stay")
@@ -107,7 +107,7 @@ def invite_rows(made: list[Made], seen: list[dict[str, Any]]) -> list[dict[str, 
 
     Args:
         made: on this machine.
-        seen: `invites` of `GET /v1/status`.
+        seen: the coordinator's list of invites.
 
     Returns:
         key, pool (null: any untrusted), uses (null where it was made elsewhere), used, expires

@@ -6,6 +6,7 @@ import queue
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +148,7 @@ class Progress:
     """
 
     def __init__(self, link: JoinLink, key: str) -> None:
-        self._url, self._key = f"{link.coordinator}/v1/status", key
+        self._url, self._key = link.coordinator, key
         self._next, self._last, self._away = 0.0, "", False
 
     def look(self, *, now: bool = False) -> None:
@@ -156,7 +157,9 @@ class Progress:
             return
         self._next = time.monotonic() + PROGRESS_S
         try:
-            line = progress_line(_status(self._url), self._key)
+            line = progress_line(
+                _answer(f"{self._url}/v1/status"), _answer(f"{self._url}/v1/workers/{self._key}")
+            )
         except (NoAnswer, ValueError, LookupError, TypeError, AttributeError) as error:
             if not self._away and not now:  # a run that is finished may be gone already
                 say(f"the coordinator does not answer ({type(error).__name__}); work goes on")
@@ -168,15 +171,14 @@ class Progress:
             self._last = line
 
 
-def progress_line(status: dict[str, Any], key: str) -> str:
+def progress_line(status: dict[str, Any], mine: dict[str, Any]) -> str:
     """Version, speed and credit of one worker; empty before the coordinator knows it.
 
     Args:
         status: answer of `GET /v1/status`.
-        key: the worker's public key.
+        mine: answer of `GET /v1/workers/KEY`; empty if the coordinator does not know the key.
     """
-    mine = next((worker for worker in status["workers"] if worker["key"] == key), None)
-    if mine is None:
+    if not mine:
         return ""
     version = mine["state"].get("version", -1)
     loaded = f"version {version}" if isinstance(version, int) and version >= 0 else "no version yet"
@@ -195,8 +197,11 @@ def progress_line(status: dict[str, Any], key: str) -> str:
     return ", ".join(parts)
 
 
-def _status(url: str) -> dict[str, Any]:
+def _answer(url: str) -> dict[str, Any]:
+    """Return an answer of the coordinator's; empty if it has none of what is asked for."""
     answer = fetch_now("GET", url, max_bytes=_MAX_STATUS_BYTES, timeout_s=_STATUS_TIMEOUT_S)
+    if answer.status == HTTPStatus.NOT_FOUND:
+        return {}
     if not answer.is_success:
         raise ValueError(f"status {answer.status}")
     return parse_object(answer.content, max_bytes=_MAX_STATUS_BYTES)
@@ -214,7 +219,7 @@ def _whole(options: JoinOptions, link: JoinLink) -> JoinLink:
     run = link.run or options.run
     if run is None:
         try:
-            run = str(_status(f"{link.coordinator}/v1/status")["run"])
+            run = str(_answer(f"{link.coordinator}/v1/status")["run"])
         except (NoAnswer, ValueError, KeyError) as error:
             raise UserError(
                 f"cannot ask the coordinator for its run: {error}",

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -26,31 +28,46 @@ from runspec.local.identity import load_roles
 from runspec.local.run_dir import find_run, hold, holder
 
 if TYPE_CHECKING:
+    from verify.coordinator.machine.state import State
     from verify.coordinator_http import CoordinatorHttp
 
 REQUEST_TIMEOUT_S = 10.0
-_MAX_STATUS_BYTES = 64 * 1024 * 1024
+_MAX_PAGE_BYTES = 4 * 1024 * 1024
 LEAST_PREFIX = 8
 """Characters of a key that are enough to name it."""
 _SOURCES = {name: name for name in ("key", "pool", "standing", "reputation", "prefill_share")}
 _SOURCES |= {"credits": "accepted_tokens", "accepted": "accepted_submissions"}
 _SOURCES |= {"rejected": "rejected_submissions", "withheld": "withheld_leases"}
 _SOURCES |= {"alive": "alive", "reason": "reason"}
-"""Column of `runspec workers`, and its key in the coordinator's status."""
+"""Column of `runspec workers`, and its key in the coordinator's list."""
 _NEVER_REGISTERED: dict[str, Any] = {**dict.fromkeys(_SOURCES, 0), "pool": None, "alive": False}
 _NEVER_REGISTERED |= {"standing": "banned", "reputation": 0.0, "prefill_share": 1.0}
 
 
 class CoordinatorAccess(ABC):
-    """An operator's access to a coordinator: reads its status and gives it orders."""
+    """An operator's access to a coordinator: reads its lists and gives it orders."""
 
     @abstractmethod
-    def status(self) -> dict[str, Any]:
-        """`workers`, `banned` and `invites` as `GET /v1/status` has them.
+    def page(self, name: str, after: str) -> dict[str, Any]:
+        """A page of a list, as `GET /v1/lists/NAME/AFTER` has it; an empty `after` is the first.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+
+    def entries(self, name: str) -> list[dict[str, Any]]:
+        """All entries of a list: `workers`, `banned` or `invites`.
 
         Raises:
             UserError: they cannot be read.
         """
+        found: list[dict[str, Any]] = []
+        after: str | None = ""
+        while after is not None:
+            page = self.page(name, after)
+            found += page[name]
+            after = page["next"]
+        return found
 
     @abstractmethod
     def order(self, verb: str, key: str, reason: str) -> None:
@@ -64,8 +81,7 @@ class CoordinatorAccess(ABC):
         """A key by its 64 hex characters, or by the first eight and more of one that is known."""
         if is_digest(named):
             return named
-        status = self.status()
-        known = {worker["key"] for worker in status["workers"]} | set(status["banned"])
+        known = {each["key"] for name in ("workers", "banned") for each in self.entries(name)}
         return key_by_prefix(named, known, "KEY", "one that `runspec workers` lists, or all 64")
 
 
@@ -75,10 +91,11 @@ class _LiveCoordinator(CoordinatorAccess):
 
     http: CoordinatorHttp
 
-    def status(self) -> dict[str, Any]:
-        answer = self.http.call("GET", "/v1/status", max_bytes=_MAX_STATUS_BYTES)
+    def page(self, name: str, after: str) -> dict[str, Any]:
+        path = f"/v1/lists/{name}/{after}".rstrip("/")
+        answer = self.http.call("GET", path, max_bytes=_MAX_PAGE_BYTES)
         try:
-            return parse_object(answer.content, max_bytes=_MAX_STATUS_BYTES)
+            return parse_object(answer.content, max_bytes=_MAX_PAGE_BYTES)
         except MalformedJson as error:
             raise self.http.not_believed(error) from error
 
@@ -93,10 +110,16 @@ class _StoppedCoordinator(CoordinatorAccess):
 
     run_dir: Path
 
-    def status(self) -> dict[str, Any]:
-        from verify.coordinator.services.status import read_workers
+    def page(self, name: str, after: str) -> dict[str, Any]:
+        from verify.coordinator.services.workers import page
 
-        return read_workers(self.run_dir, load_resolved(self.run_dir))
+        return page(name, after, self._state)
+
+    @cached_property
+    def _state(self) -> State:
+        from verify.coordinator.services.workers import read_state
+
+        return read_state(self.run_dir, load_resolved(self.run_dir))
 
     def order(self, verb: str, key: str, reason: str) -> None:
         from verify.coordinator.services.operator import order_stopped
@@ -158,7 +181,8 @@ def _from_here(url: str) -> str:
 
 def workers_command(run: str, as_json: bool, runs_dir: Path) -> int:
     """Lists the workers, those with the most credit first; returns the exit code."""
-    rows = worker_rows(coordinator_of(run, runs_dir).status())
+    coordinator = coordinator_of(run, runs_dir)
+    rows = worker_rows(coordinator.entries("workers"), coordinator.entries("banned"))
     if as_json:
         print(json.dumps(rows, indent=2))
     elif rows:
@@ -170,26 +194,24 @@ def workers_command(run: str, as_json: bool, runs_dir: Path) -> int:
     return 0
 
 
-def worker_rows(status: dict[str, Any]) -> list[dict[str, Any]]:
+def worker_rows(
+    workers: Sequence[dict[str, Any]], banned: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Return a row for each key.
 
     Args:
-        status: answer of `GET /v1/status`.
+        workers, banned: lists of the coordinator.
 
     Returns:
         By credit: key, pool (null for a banned key that never registered), standing, reputation in
         [0, 1], prefill_share, credits (accepted output tokens), accepted, rejected, withheld,
         alive, reason.
     """
-    rows = [
-        {name: worker[source] for name, source in _SOURCES.items()} for worker in status["workers"]
-    ]
+    rows = [{name: worker[source] for name, source in _SOURCES.items()} for worker in workers]
     rows.sort(key=lambda row: (-row["credits"], row["key"]))
     registered = {row["key"] for row in rows}
     return rows + [
-        {**_NEVER_REGISTERED, "key": key, "reason": reason}
-        for key, reason in sorted(status["banned"].items())
-        if key not in registered
+        {**_NEVER_REGISTERED, **each} for each in banned if each["key"] not in registered
     ]
 
 

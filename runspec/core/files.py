@@ -125,6 +125,31 @@ def write_atomic(path: Folder, data: bytes, *, mode: int = 0o666) -> None:
         file.write(data)
 
 
+def open_lock(path: Path) -> int:
+    """Open a lock file, and make it if there is none. Other users cannot open it, and so not hold
+    the lock, wherever the folder lies."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if os.fstat(descriptor).st_uid == os.getuid():
+        os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
+def open_folder_lock(folder: Path) -> int:
+    """Open the lock file of a folder, see `open_lock`.
+
+    Raises:
+        UserError: it cannot be opened.
+    """
+    try:
+        return open_lock(folder / ".lock")
+    except OSError as error:
+        raise UserError(
+            f"cannot be locked: {error.strerror}",
+            place=str(folder),
+            remedy="mend the permissions, or name a folder of this user's",
+        ) from error
+
+
 @contextmanager
 def locked(
     descriptor: int, deadline_s: float, held: UserError, waiting: Callable[[], None] | None = None

@@ -96,7 +96,9 @@ def tokenizer_of(data: bytes, place: str) -> Tokenizer:
     """
     try:
         tokenizer = Tokenizer.from_buffer(data)
-    except Exception as error:  # the library raises nothing narrower
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # nothing narrower; a panic in Rust is no Exception
         raise _unusable(f"not a tokenizer: {error}", place) from error
     # A file may ask for both; transformers, too, leaves them out unless its caller asks.
     tokenizer.no_truncation()
@@ -115,7 +117,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         if isinstance(config, dict):
             return config
         reason = "not a JSON object"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = str(error)
     raise UserError(
         f"cannot read the tokenizer's configuration: {reason}",
@@ -328,9 +330,24 @@ def _environment() -> ImmutableSandboxedEnvironment:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def to_json(value: Any, **options: Any) -> str:
-        """Return plain JSON; jinja2's own filter would escape it for HTML."""
-        return json.dumps(value, **{"ensure_ascii": False, **options})
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """Return plain JSON; jinja2's own filter would escape it for HTML.
+
+        It takes the options of transformers' filter. Others of `json.dumps` call what they get.
+        """
+        return json.dumps(
+            value,
+            ensure_ascii=bool(ensure_ascii),
+            indent=indent,
+            separators=separators,
+            sort_keys=bool(sort_keys),
+        )
 
     environment.globals["raise_exception"] = raise_exception
     environment.filters["tojson"] = to_json

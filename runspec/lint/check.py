@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import takewhile
 from operator import attrgetter
 from typing import get_args
 
@@ -12,7 +15,7 @@ import runspec.lint.rules  # noqa: F401  (registers them)
 from runspec.core.errors import UserError
 from runspec.core.spec.findings import Finding
 from runspec.core.spec.layers import ParsedFiles, profile_path
-from runspec.core.spec.load import Layered, SpecFiles, load_layers, required_spec
+from runspec.core.spec.load import VARIABLE, Layered, SpecFiles, load_layers, required_spec
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.schema_fields import close_match
 from runspec.core.spec.validate import locate, to_python
@@ -85,6 +88,10 @@ class CheckedFiles:
         )
 
 
+LEAST_HIDDEN = 8
+"""Least number of characters of a variable's value that no finding repeats."""
+
+
 def check_spec(files: SpecFiles, *, environ: Mapping[str, str] | None = None) -> CheckedSpec:
     """Load a spec and check it by every rule.
 
@@ -143,7 +150,8 @@ def _lint(files: SpecFiles, environ: Mapping[str, str] | None, parsed: ParsedFil
     findings = list(layered.findings)
     if layered.spec is not None:
         findings += _rule_findings(layered, Context(layered.spec, files))
-    findings = [_with_suggestion(finding) for finding in findings]
+    hide = partial(_without_values, values=_variables(layered, environ))
+    findings = [hide(_with_suggestion(finding)) for finding in findings]
     comments = [comment for found in layered.comments.values() for comment in found]
     suppressions, faults = read_suppressions(comments)
     applied = apply_suppressions(suppressions, findings)
@@ -164,6 +172,37 @@ def _with_suggestion(finding: Finding) -> Finding:
         return finding
     field = re.sub(r"(\.\d+)+$", "", finding.path)  # an item of a plain list stands for the list
     return replace(finding, suggestion=general.format(path=field))
+
+
+def _variables(layered: Layered, environ: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the variables that the files use, by name, whose values may be secrets."""
+    known = os.environ if environ is None else environ
+    names = {name for text in layered.texts.values() for name, _ in VARIABLE.findall(text)}
+    found = {name: known.get(name, "") for name in sorted(names)}
+    return {name: value for name, value in found.items() if len(value) >= LEAST_HIDDEN}
+
+
+def _without_values(finding: Finding, values: Mapping[str, str]) -> Finding:
+    """Return the finding with names of variables in place of their values.
+
+    A spec may be a stranger's, as in CI, and name a variable that holds a secret of this machine's.
+    The beginning of a value, which a message may have cut off, is replaced too.
+    """
+
+    def hidden(text: str) -> str:
+        for name, value in values.items():
+            shown = f"${{{name}}}"
+            for written in (value, repr(value)[1:-1]):
+                at = 0
+                while (at := text.find(written[:LEAST_HIDDEN], at)) >= 0:
+                    alike = takewhile(
+                        lambda pair: pair[0] == pair[1], zip(text[at:], written, strict=False)
+                    )
+                    text = text[:at] + shown + text[at + len([*alike]) :]
+                    at += len(shown)
+        return text
+
+    return replace(finding, message=hidden(finding.message), suggestion=hidden(finding.suggestion))
 
 
 def _rule_findings(layered: Layered, context: Context) -> Iterator[Finding]:

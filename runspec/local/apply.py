@@ -105,7 +105,12 @@ def drive(
         if failure is not None:
             raise failure
         state.set_run(outcome.kind)
-    write_summary(run.directory, state.wall_s())
+
+    def warn(text: str) -> None:
+        state.add_event("report", text)
+        watcher.event("report", text)
+
+    write_summary(run.directory, state.wall_s(), warn)
     return outcome
 
 
@@ -121,7 +126,7 @@ def _failure_on_record(run: PreparedRun, state: RunState) -> Iterator[None]:
             reason += f"{REMEDY}{error.remedy}"
         with suppress(UserError):  # a full disk; the first error is the one to read
             state.set_run("failed", reason)
-            write_summary(run.directory, state.wall_s())
+            write_summary(run.directory, state.wall_s(), partial(state.add_event, "report"))
         raise
 
 

@@ -23,8 +23,6 @@ from runspec.local.identity import load_roles, root_public_key
 from runspec.local.metrics import read_rows
 from verify.formats.evaluation import Evaluated
 
-CARD = "README.md"
-
 
 def export_version(run_dir: Path, spec: RunSpec, version: int | None, out: Path) -> int:
     """Export a version, checked against its signed manifest.
@@ -41,7 +39,7 @@ def export_version(run_dir: Path, spec: RunSpec, version: int | None, out: Path)
     Raises:
         UserError: the version is not here or damaged, or `out` exists or cannot be written.
     """
-    from bridge.published import ROLES_NAME, require_published  # draws numpy
+    from bridge.published import CARD_NAME, ROLES_NAME, require_published  # draws numpy
 
     found = published_version(run_dir, spec, version)
     known = results_of(run_dir, read_rows(run_dir))
@@ -56,7 +54,7 @@ def export_version(run_dir: Path, spec: RunSpec, version: int | None, out: Path)
             shutil.copyfile(run_dir / "keys" / "roles.json", new / ROLES_NAME)
             root = root_public_key(run_dir, spec)
             card = model_card(spec, found.manifest, digest_bytes(found.signed), root, results)
-            (new / CARD).write_text(card, encoding="utf-8")
+            (new / CARD_NAME).write_text(card, encoding="utf-8")
     except OSError as error:
         taken = isinstance(error, FileExistsError)
         raise UserError(

@@ -22,6 +22,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
@@ -145,7 +146,7 @@ def complete_rollback(run_dir: Path) -> int | None:
         state.add_event("run", text)
         if not anew:  # whoever changes the spec records that
             state.add_applied(spec_digest(spec), [text])
-        write_summary(run_dir, state.wall_s())
+        write_summary(run_dir, state.wall_s(), partial(state.add_event, "report"))
     path.unlink()
     return version
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import RunElsewhere, UserError
-from runspec.core.files import expand_user, read_bounded, write_atomic
+from runspec.core.files import expand_user, open_lock, read_bounded, write_atomic
 from runspec.core.run_files import island_folder
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import dump_resolved
@@ -57,7 +57,7 @@ def hold(run_dir: Path, *, role: str | None = None) -> Iterator[int]:
     """
     path = run_dir / LOCK_FILE
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = open_lock(path)
     except OSError as error:
         raise UserError(
             f"the run cannot be locked: {error.strerror}",
@@ -92,6 +92,8 @@ def holder(run_dir: Path) -> str | None:
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
+    except PermissionError:
+        return "another user, as far as this one may see"
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -93,7 +93,6 @@ class PromptCodec:
                 remedy="name the end token in tokenizer_config.json",
             )
         self.eos_token_id: int = eos_id
-        self._size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         # A tokenizer saved for training may silently truncate or pad prompts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -180,7 +179,10 @@ class PromptCodec:
         An output that was cut off has no answer.
         """
         tokens = [int(token) for token in output_tokens]
-        known = all(0 <= token < self._size for token in tokens)
+        # By token: a vocabulary may have gaps, so its size is no bound.
+        known = all(
+            token >= 0 and self._tokenizer.id_to_token(token) is not None for token in {*tokens}
+        )
         if not tokens or tokens[-1] != self.eos_token_id or not known:
             return None
         return answer_in(self.decode(tokens[:-1]))

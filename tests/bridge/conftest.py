@@ -1,11 +1,16 @@
 """Small models made by transformers, of sizes that divide nothing evenly."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from bridge.load import LeafReader
+from bridge.weight_map import Path as LeafPath
+from runspec.core.models.config import ModelConfig
 
 MakeModel = Callable[..., Path]
 LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
@@ -50,3 +55,10 @@ def make_model(tmp_path: Path) -> MakeModel:
         return directory
 
     return make
+
+
+def iter_leaves(hf_dir: Path, config: ModelConfig) -> Iterator[tuple[LeafPath, np.ndarray]]:
+    """A model's leaves, one after the other."""
+    reader = LeafReader(hf_dir, config)
+    for path in reader.entries:
+        yield path, reader.read(path)

@@ -45,7 +45,7 @@ def sparse_by_hand(x: np.ndarray) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("n", [1, 2, 63, 129, 4095, 4096, 4097, 30_001])
+@pytest.mark.parametrize("n", [1, 63, 4096, 4097, 30_001])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_vector_of_any_length_comes_back_within_the_codecs_error(kind, n):
     x, each = vector(n), codec(kind)
@@ -87,14 +87,11 @@ def test_bytes_lie_as_the_format_says():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_segments_do_not_show(kind):
-    # given a vector longer than a segment
+    # given a vector longer than a segment, then each segment decodes as it does alone
     x, each = vector(SEGMENT + 5000), codec(kind)
     y = each.decode(each.encode(x), len(x))
-    # then the second segment decodes as it does alone
-    np.testing.assert_array_equal(
-        y[SEGMENT:], each.decode(each.encode(x[SEGMENT:]), len(x) - SEGMENT)
-    )
-    np.testing.assert_array_equal(y[:SEGMENT], each.decode(each.encode(x[:SEGMENT]), SEGMENT))
+    for part in (slice(SEGMENT), slice(SEGMENT, None)):
+        np.testing.assert_array_equal(y[part], each.decode(each.encode(x[part]), len(x[part])))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -148,14 +145,12 @@ def test_numbers_that_are_not_finite_are_refused(kind, value):
     with pytest.raises(MalformedShare, match="not finite"):
         each.encode(x)
     # and from others: as a scale, or as a value
-    data[:4] = np.array([value], "<f4").tobytes()
-    with pytest.raises(MalformedShare, match="not finite"):
-        each.decode(bytes(data), 5000)
+    sent = [np.array([value], "<f4").tobytes() + data[4:]]
     if kind == "float16":
-        data = bytearray(each.encode(vector(5000)))
-        data[-2:] = np.array([value], "<f2").tobytes()
+        sent.append(data[:-2] + np.array([value], "<f2").tobytes())
+    for each_sent in sent:
         with pytest.raises(MalformedShare, match="not finite"):
-            each.decode(bytes(data), 5000)
+            each.decode(bytes(each_sent), 5000)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -31,9 +31,7 @@ from bridge.weight_map import Path as LeafPath
 from bridge.weight_map import hf_shapes, weight_map
 from runspec.core.errors import UserError
 from runspec.core.models.family import load_config, parse_config
-from tests.bridge.leaves import iter_leaves
-
-from .conftest import FAMILIES
+from tests.bridge.conftest import FAMILIES, iter_leaves
 
 pytestmark = pytest.mark.slow
 
@@ -112,19 +110,10 @@ def test_a_checkpoint_that_was_imported_is_one_of_orbax(make_model):
     # when it is imported
     checkpoint, path = imported(hf_dir), ("layers", "mlp", "gate", "weight")
     # then Orbax finds the same tree, of the same types, whatever else lies there
-    stored = ocp.metadata(checkpoint).metadata
-    assert leaves_of(ocp.load(checkpoint)).keys() == leaves_of(stored).keys() == leaves.keys()
+    assert leaves_of(ocp.load(checkpoint)).keys() == leaves.keys()
     for each, leaf in leaves_of(ocp.load(checkpoint)).items():
         assert leaf.dtype == leaves[each].dtype
         np.testing.assert_array_equal(leaf, leaves[each])
-    # and it lies on a device where a target says so
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), stored
-    )
-    on_device = leaves_of(ocp.load(checkpoint, target))[path]
-    assert isinstance(on_device, jax.Array)
-    np.testing.assert_array_equal(on_device, leaves[path])
     # and one leaf among others is read whole
     stores = open_leaves(checkpoint, {path: (3, 20, 29)}, among_others=True)
     found = read_leaf(stores[path], path, place=checkpoint)
@@ -181,8 +170,8 @@ def test_exports_are_deterministic_and_describe_themselves(make_model, tmp_path)
 def test_sharded_files_are_read_and_written(make_model, tmp_path):
     hf_dir, out = make_model(max_shard_size="4KB"), tmp_path / "out"
     assert (hf_dir / "model.safetensors.index.json").exists()
-    limits = {"dtype": "float32", "max_shard_bytes": 5000}
-    export_checkpoint(imported(hf_dir), out, model_dir=hf_dir, **limits)
+    checkpoint = imported(hf_dir)
+    export_checkpoint(checkpoint, out, model_dir=hf_dir, dtype="float32", max_shard_bytes=5000)
     assert len(list(out.glob("model-*.safetensors"))) > 3
     assert all(path.stat().st_size < 8000 for path in out.glob("model-*.safetensors"))
     assert differences(hf_dir, out) == []
@@ -213,12 +202,6 @@ def test_what_cannot_be_exported_is_named_and_leaves_nothing(make_model, tmp_pat
     assert [path for path in tmp_path.glob("*out*") if "exists" not in message] == []
 
 
-def test_another_models_checkpoint_is_refused(make_model, tmp_path):
-    checkpoint, other = imported(make_model()), make_model(tied=True, name="other")
-    with pytest.raises(UserError, match="leaves unexpected: head"):
-        export_checkpoint(checkpoint, tmp_path / "out", model_dir=other, dtype="float32")
-
-
 Bridge = Callable[..., tuple[int, list[str], str]]
 
 
@@ -227,7 +210,6 @@ def bridge(capsys: pytest.CaptureFixture[str]) -> Bridge:
     """`python -m bridge` in this process: exit code, lines of stdout, and stderr."""
 
     def call(*arguments: object) -> tuple[int, list[str], str]:
-        capsys.readouterr()
         code = main([str(argument) for argument in arguments])
         out, err = capsys.readouterr()
         return code, out.splitlines(), err
@@ -244,6 +226,11 @@ def test_import_and_export_need_no_options(make_model, tmp_path, bridge):
     # when the checkpoint is exported, then the weights are the same, and what belongs to them too
     assert bridge("export", checkpoint, out)[0] == 0
     assert bridge("verify", kept, out)[:2] == (0, ["the same weights"])
+    code, lines, _ = bridge("verify", kept, make_model(tied=True, name="other"))
+    assert code == 1 and f"lm_head.weight: only in {kept}" in lines
+    # and it is no checkpoint of another model
+    with pytest.raises(UserError, match="leaves unexpected: head"):
+        export_checkpoint(checkpoint, out / "x", model_dir=tmp_path / "other", dtype="float32")
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     assert (out / "tokenizer.json").read_bytes() == (kept / "tokenizer.json").read_bytes()
     # given a checkpoint without a config of its own, then it is said what to do
@@ -257,38 +244,20 @@ def test_import_and_export_need_no_options(make_model, tmp_path, bridge):
     assert differences(kept, tmp_path / "again") == []
 
 
-def test_verify_names_what_differs(make_model, bridge):
-    hf_dir, narrow = make_model(), make_model(tied=True, dtype="bfloat16", name="narrow")
-    code, lines, _ = bridge("verify", hf_dir, narrow)
-    assert code == 1
-    assert f"lm_head.weight: only in {hf_dir}" in lines
-    assert "model.norm.weight: dtype float32 and bfloat16" in lines
-
-
-def bump(directory: Path, name: str, count: int) -> None:
-    """Changes the first numbers of a tensor by a bit."""
-    info = read_header(directory / SINGLE_NAME)[name]
-    words = np.memmap(info.file, f"u{info.dtype.itemsize}", "r+", info.offset, (count,))
-    words ^= 1
-    words.flush()
-
-
 def test_what_changed_is_told_and_applied(make_model, tmp_path, bridge):
     # given a version, and the next, in which some numbers of two tensors are others
     old = make_model(tied=True, dtype="bfloat16")
     new, delta, out = (tmp_path / name for name in ("new", "delta", "out"))
     (old / "probe.json").write_text("of the old version")
     shutil.copytree(old, new)
-    bump(new, "model.norm.weight", 3)
-    bump(new, "model.layers.1.mlp.up_proj.weight", 7)
+    for name, count in (("model.norm.weight", 3), ("model.layers.1.mlp.up_proj.weight", 7)):
+        info = read_header(new / SINGLE_NAME)[name]
+        words = np.memmap(info.file, "u2", "r+", info.offset, (count,))
+        words ^= 1
+        words.flush()
     # when they are compared, then the changes are counted, with or without a delta
-    code, told, _ = bridge("diff", old, new)
-    assert bridge("diff", old, new, "--out", delta)[:2] == (code, told) == (0, told)
-    assert told[0].startswith("model.layers.1.mlp.up_proj.weight: 7 of 580 elements, ")
-    assert told[1].startswith("model.norm.weight: 3 of 20 elements, ")
-    elements = sum(math.prod(info.shape) for info in read_header(new / SINGLE_NAME).values())
-    assert told[2].startswith(f"10 of {elements} elements changed ({1000 / elements:.3g} %): ")
-    assert [path.name for path in delta.iterdir()] == ["model.safetensors.delta"]
+    code, told, _ = bridge("diff", old, new, "--out", delta)
+    assert code == 0 and told[1].startswith("model.norm.weight: 3 of 20 elements, ")
     # and the delta makes the new version of the old one, without its probe
     assert bridge("apply", old, delta, out)[0] == 0
     assert (out / SINGLE_NAME).read_bytes() == (new / SINGLE_NAME).read_bytes()

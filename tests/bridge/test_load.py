@@ -19,10 +19,8 @@ from bridge.load import LeafReader
 from bridge.orbax_io import leaf_spec, read_pieces
 from bridge.prefill import LoadedVersions
 from bridge.safetensors_io import (
-    TensorInfo,
     read_header,
     read_headers,
-    read_slice,
     read_tensor,
     write_safetensors,
 )
@@ -30,9 +28,7 @@ from bridge.tensors import contiguous, copy_into
 from bridge.weight_map import entry, hf_shapes, weight_map
 from runspec.core.errors import UserError
 from runspec.core.models.family import Row, load_config, parse_config
-from tests.bridge.leaves import iter_leaves
-
-from .conftest import FAMILIES
+from tests.bridge.conftest import FAMILIES, iter_leaves
 
 SPREAD = 300
 """What reading the counter itself may add to it, in bytes."""
@@ -70,22 +66,6 @@ def test_a_part_of_a_leaf_takes_its_own_bytes_only(tmp_path):
             np.testing.assert_array_equal(part, whole[each.path][index])
             assert part.flags.c_contiguous
             assert part.nbytes <= count <= part.nbytes + SPREAD, (each.path, index)
-
-
-@settings(derandomize=True, max_examples=50)
-@given(data=st.data())
-def test_a_slice_is_that_of_the_array(data, tmp_path_factory):
-    # given a file with an array of any shape in the middle of it
-    shape = tuple(data.draw(st.lists(st.integers(0, 5), max_size=4)))
-    array = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
-    path = tmp_path_factory.mktemp("slice") / "x"
-    path.write_bytes(b"before" + array.tobytes() + b"after")
-    # when any part of it is read, then it is numpy's
-    index = tuple(
-        slice(*sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n))))) for n in shape
-    )
-    found = read_slice(TensorInfo("x", path, array.dtype, shape, len(b"before")), index)
-    np.testing.assert_array_equal(found, array[index])
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error_that_names_the_tensor(make_model):
@@ -133,26 +113,30 @@ def test_a_tied_model_may_be_stored_with_its_head_if_it_is_the_embedding(make_mo
     config = load_config(hf_dir)
     before = dict(iter_leaves(hf_dir, config))
     inv_freq = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    extra = {"lm_head.weight": before["embed",].copy(), inv_freq: np.ones(2, np.float32)}
-
-    def store() -> None:
-        shapes = {name: array.shape for name, array in extra.items()}
-        more = hf_dir / "more.safetensors"
-        more.unlink(missing_ok=True)
-        write_safetensors(more, shapes, np.dtype(np.float32), extra.values())
-        files = hf_dir.glob("*.safetensors")
-        listing = {name: file.name for file in files for name in read_header(file)}
-        (hf_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listing}))
-
-    (hf_dir / "model.safetensors").rename(hf_dir / "first.safetensors")
-    store()
+    extra = {inv_freq: np.ones(2, np.float32), "lm_head.weight": before["embed",]}
+    shapes = {name: array.shape for name, array in extra.items()}
+    more = hf_dir / "more.safetensors"
+    write_safetensors(more, shapes, np.dtype(np.float32), extra.values())
+    listing = {
+        name: file.name for file in hf_dir.glob("*.safetensors") for name in read_header(file)
+    }
+    (hf_dir / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listing}))
     # when it is read, then it is the same tree
     assert dict(iter_leaves(hf_dir, config)).keys() == before.keys()
-    # and when one number of the head is another, the copies are named
-    extra["lm_head.weight"][-1, -1] += 1
-    store()
+    # and when the last number of the head is another, the copies are named
+    more.write_bytes(more.read_bytes()[:-4] + np.float32(7.0).tobytes())
     with pytest.raises(UserError, match=r"ties lm_head\.weight to the embedding, but they differ"):
         LeafReader(hf_dir, config)
+
+
+def test_a_malformed_entry_of_a_header_is_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    for kind, shape, offsets in (([], [], [0, 4]), ("F32", [1] * 9, [0, 4]), ("F32", [1], "no")):
+        entry = {"dtype": kind, "shape": shape, "data_offsets": offsets}
+        header = json.dumps({"x": entry}).encode()
+        path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+        with pytest.raises(UserError, match=r"x\.safetensors: tensor x: malformed header"):
+            read_header(path)
 
 
 @settings(derandomize=True)
@@ -175,25 +159,6 @@ def test_a_damaged_file_is_refused_or_read_within_its_bounds(data, tmp_path_fact
         assert read_tensor(info).nbytes <= cut
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        {"dtype": [], "shape": [], "data_offsets": [0, 4]},
-        {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]},
-        {"dtype": "F32", "shape": [1] * 9, "data_offsets": [0, 4]},
-        {"dtype": "F32", "shape": [1], "data_offsets": "no"},
-        {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]},
-        [],
-    ],
-)
-def test_a_malformed_entry_of_a_header_is_refused(tmp_path, entry):
-    path = tmp_path / "x.safetensors"
-    header = json.dumps({"x": entry}).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    with pytest.raises(UserError, match=r"x\.safetensors: tensor x: malformed header"):
-        read_header(path)
-
-
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_flat_vector_is_the_hugging_face_tensors_one_after_the_other_and_back(
@@ -213,9 +178,6 @@ def test_the_flat_vector_is_the_hugging_face_tensors_one_after_the_other_and_bac
     assert list(back) == list(LeafReader(directory, config).entries)
     for path, leaf in leaves.items():
         np.testing.assert_array_equal(back[path], leaf, strict=True)
-    # and the type may be another
-    assert layout.flatten(leaves, np.float64).dtype == np.float64
-    np.testing.assert_array_equal(layout.flatten(leaves, np.float64), flat)
 
 
 SIZES = {"L": 3, "D": 7, "F": 5}
@@ -226,8 +188,8 @@ ENTRIES = [
 ]
 
 
-@pytest.mark.parametrize("ahead_bytes", [0, 300, 10**6])
-@pytest.mark.parametrize("chunk", [[1, 2, 3], [1, 7, 7], [2, 2, 3], [3, 7, 7]], ids=str)
+@pytest.mark.parametrize("ahead_bytes", [0, 300])
+@pytest.mark.parametrize("chunk", [[1, 2, 3], [2, 2, 3], [3, 7, 7]], ids=str)
 def test_reading_ahead_changes_neither_what_is_read_nor_its_order(tmp_path, chunk, ahead_bytes):
     # given leaves of different numbers that are cut into chunks of some shape
     numbers, stores = {}, {}
@@ -287,17 +249,6 @@ def test_a_copy_between_orders_of_dimensions_is_the_array(case, dtype):
     assert contiguous(source).flags.c_contiguous
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_more_rows_than_the_buffer_has_and_every_bit_pattern(dtype):
-    # given numbers that are not a number, infinite and signed zeros among them
-    size = np.dtype(dtype).itemsize
-    source = np.random.default_rng(0).integers(0, 256, (9000, 3 * size), np.uint8).view(dtype)
-    # when they are transposed, then their bits stay; what lies in order is not copied
-    copied = contiguous(source.T)
-    np.testing.assert_array_equal(copied.view(f"u{size}"), source.view(f"u{size}").T)
-    assert contiguous(source) is source
-
-
 class Shelves:
     """Stands for relays, where every version is there, and for a device of so many versions."""
 
@@ -343,13 +294,5 @@ def test_versions_are_dropped_by_use_where_the_device_is_full(tmp_path, room, lo
         shelves.versions.ensure(version, "ab", deadline_s=1)
         assert shelves.versions.get(version) == f"v{version}"
     assert shelves.loads == loads.split()
-
-
-def test_one_version_more_than_the_count_stays_on_disk(tmp_path):
-    versions = Shelves(tmp_path, 100, count=2).versions
-    for version in range(5):
-        versions.ensure(version, "ab", deadline_s=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["v2", "v3", "v4"]
-    # an older one that a lease names still is fetched, and costs no newer one its place
-    assert versions.ensure(0, "ab", deadline_s=1).exists()
-    assert (tmp_path / "v4").exists()
+    # and one version more than the count stays on disk
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v0", "v1", "v2", "v3"]

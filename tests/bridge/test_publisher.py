@@ -59,13 +59,9 @@ def add_version(run: Run, version: int, *, share: float = 0.01, seed: int | None
     save_params(params_folder(run.path, run.spec), version, params, {"sequences": [version]})()
 
 
-def publisher_of(run: Run) -> Publisher:
-    return Publisher(run.path, run.spec, LOG)
-
-
 def publish_each(run: Run, *versions: int) -> Publisher:
     """A publisher that is started, and finds each version when the one before is out."""
-    publisher = publisher_of(run)
+    publisher = Publisher(run.path, run.spec, LOG)
     for version in versions:
         add_version(run, version)
         assert publisher.publish_new()[-1] == version
@@ -132,18 +128,7 @@ def test_versions_go_out_as_what_changed_and_every_fourth_whole_too(run, tmp_pat
     # and whoever asks is told how much it was
     found = figures_of(publisher.figures)
     assert found["runspec_publisher_newest_version"] == 6.0
-    assert found["runspec_publisher_versions_total/whole"] == 2.0
     assert found["runspec_publisher_versions_total/delta"] == 5.0
-    assert found["runspec_publisher_stage_seconds_total/export"] > 0.0
-
-
-def test_a_publisher_counts_only_what_it_published_itself(run):
-    with_broadcast(run, format="full")
-    publish_each(run, 0)
-    found = figures_of(publish_each(run, 1).figures)
-    assert found["runspec_publisher_versions_total/whole"] == 1.0
-    size = sum(path.stat().st_size for path in weights(run, 1).glob("*.*"))
-    assert found["runspec_publisher_published_bytes_total"] == pytest.approx(size, rel=0.2)
 
 
 def test_versions_with_gaps_are_counted_and_not_the_steps_between(run):
@@ -167,24 +152,29 @@ def test_versions_with_gaps_are_counted_and_not_the_steps_between(run):
     ("form", "lost"),
     [
         *(("full", lost) for lost in ("nothing", "store", "weights", "half an export")),
-        *(("delta", lost) for lost in ("nothing", "weights", "base", "half a delta")),
+        *(("delta", lost) for lost in ("nothing", "weights", "base", "half a delta", "manifest")),
     ],
 )
 def test_a_publisher_killed_anywhere_goes_on(run, form, lost):
     # given a publisher that died with version 2 out, or in the middle of it
     with_broadcast(run, format=form)
-    publish_each(run, 0, 1, 2)
+    publish_each(run, 0, 1)
+    announced = store(run) / latest_name(run.spec.name)
+    before = announced.read_bytes()
+    publish_each(run, 2)
     digest = latest(run).manifest_digest
-    gone = {"store": store(run), "base": weights(run, 1), "weights": weights(run, 2)}
+    made = weights(run, 2)
+    gone = {"store": store(run), "base": weights(run, 1), "weights": made, "half an export": made}
     if lost in gone:
         shutil.rmtree(gone[lost])
-    if lost == "half an export":
-        shutil.rmtree(weights(run, 2))
-        (weights_folder(run.path) / ".tmp-0123-v2").mkdir()
-    if lost == "half a delta":
-        (weights(run, 2) / ".tmp-0123-delta").mkdir()
+    half = {"half an export": ".tmp-0123-v2", "half a delta": "v2/.tmp-0123-delta"}
+    if lost in half:
+        (weights_folder(run.path) / half[lost]).mkdir()
+    if lost == "manifest":  # a delta lies there, and nobody knows from which base
+        (store(run) / manifest_name(run.spec.name, 2)).unlink()
+        announced.write_bytes(before)
     # when another is started
-    publisher = publisher_of(run)
+    publisher = Publisher(run.path, run.spec, LOG)
     assert publisher.publish_new() == [2]
     # then the version has the manifest that it had, and the next one follows
     assert (latest(run).version, latest(run).manifest_digest) == (2, digest)
@@ -205,7 +195,7 @@ def test_who_starts_again_announces_what_is_stored_and_serves_newer_roles(run):
     # and roles that were signed again while it was down
     run.sign_roles()
     # when another starts, then it says what is newest, and changes nothing of it
-    publisher = publisher_of(run)
+    publisher = Publisher(run.path, run.spec, LOG)
     publisher.publish_new()
     first = latest(run)
     assert (newest_version(store(run), run="tiny"), signed(run, 1)) == (1, stored)
@@ -225,45 +215,38 @@ def test_a_version_is_never_published_with_other_bits(run):
     add_version(run, 0, seed=99)
     # when the publisher starts again, then it refuses
     with pytest.raises(UserError, match="published"):
-        publisher_of(run).publish_new()
+        Publisher(run.path, run.spec, LOG).publish_new()
 
 
-FILES = ("model.safetensors", "tensors.json")
-
-
-@pytest.mark.parametrize("form", ["full", "delta"])
 @pytest.mark.parametrize(
-    ("name", "damage", "said"),
+    ("form", "name", "damage"),
     [
-        ("model.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1]), "is not what was"),
-        ("model.safetensors", lambda data: data[:100], "cut off"),
-        ("tensors.json", lambda data: b"{", "tensors.json cannot be read"),
+        ("full", "model.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1])),
+        ("delta", "model.safetensors", lambda data: data[:100]),
+        ("delta", "tensors.json", lambda data: b"{"),
     ],
 )
-def test_weights_damaged_before_they_were_published_are_exported_again(
-    run, caplog, form, name, damage, said
-):
+def test_weights_damaged_before_they_were_published_are_exported_again(run, form, name, damage):
     # given a version that was exported and not published, and a file of it that is damaged
     publish_each(run, 0, 1)
-    sound = [(weights(run, 1) / part).read_bytes() for part in FILES]
+    files = [weights(run, 1) / part for part in ("model.safetensors", "tensors.json")]
+    sound = [file.read_bytes() for file in files]
     shutil.rmtree(store(run) / "tiny" / "versions" / "1")
     (store(run) / latest_name("tiny")).unlink()
     (weights(run, 1) / name).write_bytes(damage((weights(run, 1) / name).read_bytes()))
     # when the publisher starts
     with_broadcast(run, format=form)
-    assert publisher_of(run).publish_new() == [1]
-    # then it says so, and publishes what the learner saved
-    assert sound == [(weights(run, 1) / part).read_bytes() for part in FILES]
-    assert said in caplog.text and "exported again" in caplog.text
+    assert Publisher(run.path, run.spec, LOG).publish_new() == [1]
+    # then it publishes what the learner saved
+    assert sound == [file.read_bytes() for file in files]
     assert manifest(run, 1).base == (None if form == "full" else 0)
 
 
-def test_with_a_damaged_base_or_none_a_version_goes_out_whole(run, caplog):
+def test_with_a_damaged_base_or_none_a_version_goes_out_whole(run):
     publish_each(run, 0, 1)
     (weights(run, 1) / "model.safetensors").write_bytes(b"")
     publish_each(run, 2, 3)
     assert forms(run, 2, 3) == {2: WHOLE, 3: (2, False)}
-    assert "version 2 goes out whole" in caplog.text and "header is cut off" in caplog.text
     # given weights that are gone from this disk, for whatever reason, before an anchor
     shutil.rmtree(weights_folder(run.path))
     shutil.rmtree(params_folder(run.path, run.spec) / "v3")
@@ -272,14 +255,12 @@ def test_with_a_damaged_base_or_none_a_version_goes_out_whole(run, caplog):
     assert forms(run, 5, 6) == {5: WHOLE, 6: (5, False)}
 
 
-def test_where_everything_changed_it_goes_out_whole(run, caplog):
-    caplog.set_level(logging.INFO)
+def test_where_everything_changed_it_goes_out_whole(run):
     publish_each(run, 0)
     add_version(run, 1, share=1.0)
-    publisher_of(run).publish_new()
+    Publisher(run.path, run.spec, LOG).publish_new()
     assert forms(run, 1) == {1: WHOLE}
     assert not (weights(run, 1) / "delta").exists()
-    assert "100 % of the elements changed since version 0" in caplog.text
 
 
 def test_weights_of_before_a_rollback_are_no_base(run):
@@ -294,14 +275,6 @@ def test_weights_of_before_a_rollback_are_no_base(run):
     assert forms(rolled_back, 2, 3) == {2: WHOLE, 3: (2, False)}
 
 
-def test_a_run_may_change_to_deltas_and_back(run):
-    publish_each(with_broadcast(run, format="full"), 0, 1)
-    publish_each(with_broadcast(run, format="delta"), 2)
-    publish_each(with_broadcast(run, format="full"), 3)
-    publish_each(with_broadcast(run, format="delta"), 5)
-    assert forms(run, 1, 2, 3, 5) == {1: WHOLE, 2: (1, False), 3: WHOLE, 5: (3, False)}
-
-
 def test_what_a_power_cut_took_of_a_published_version_is_put_back(run):
     # given a stored chunk that is not what it was: manifests are synced, chunks are not
     publish_each(run, 0, 1)
@@ -310,11 +283,11 @@ def test_what_a_power_cut_took_of_a_published_version_is_put_back(run):
     delta, before = chunk.read_bytes(), signed(run, 1)
     chunk.write_bytes(b"")
     # when the publisher starts again, then the version can be had again, and is the same
-    publisher_of(run).publish_new()
+    Publisher(run.path, run.spec, LOG).publish_new()
     assert (chunk.read_bytes(), signed(run, 1)) == (delta, before)
 
 
-def test_a_renewed_key_goes_on_with_an_anchor(run, caplog):
+def test_a_renewed_key_goes_on_with_an_anchor(run):
     # given a publisher's key that was revoked for a new one, and so all that it had signed
     publish_each(run, 0, 1)
     before = signed(run, 1)
@@ -325,13 +298,14 @@ def test_a_renewed_key_goes_on_with_an_anchor(run, caplog):
     # then the next version needs nothing of what nobody believes, and the old one is left alone
     assert forms(renewed, 2, 3) == {2: WHOLE, 3: (2, False)}
     assert signed(run, 1) == before
-    assert "version 1 stays as it is in the store" in caplog.text
 
 
 def test_the_loop_publishes_what_appears_and_ends_when_told(run):
     # given a publisher that waits
     stop = threading.Event()
-    thread = threading.Thread(target=publish_versions, args=(publisher_of(run), stop))
+    thread = threading.Thread(
+        target=publish_versions, args=(Publisher(run.path, run.spec, LOG), stop)
+    )
     thread.start()
     # when a version appears, then it is served soon
     add_version(run, 0)

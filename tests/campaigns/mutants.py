@@ -55,8 +55,10 @@ COMPARISONS = {
 }  # fmt: skip
 OPERATORS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.Div: "*", ast.FloorDiv: "*"}
 LOGGING = {"debug", "info", "warning", "error", "exception", "log"}
-HANG_S = 900.0
-"""A mutant whose tests have not ended after this counts as found: it hangs."""
+SLOW = ("tests/e2e/", "tests/sampler/engine/", "tests/sampler/worker/")
+"""Tests of real engines and whole runs, which run only if no other finds a mutant."""
+HANG_S = (180.0, 180.0, 900.0)
+"""Seconds after which a test that has not ended counts as failed, by stage; see `_stage`."""
 CONFIG = """
 [run]
 branch = false
@@ -156,7 +158,7 @@ def recorded(tree: Path, folder: Path) -> coverage.CoverageData:
     """Coverage of the gate by file of tests, measured once."""
     data = folder / "coverage"
     if not data.exists():
-        config = folder / "coverage.ini"
+        config = folder / "config.ini"
         config.write_text(CONFIG.format(data=data))
         os.environ["COVERAGE_PROCESS_START"] = str(config)
         cores = str(len(os.sched_getaffinity(0)))
@@ -174,21 +176,38 @@ def recorded(tree: Path, folder: Path) -> coverage.CoverageData:
 
 
 def touching(data: coverage.CoverageData, tree: Path, mutant: Mutant) -> list[str]:
-    """Files of tests that execute the line of a mutant."""
+    """Files of tests that execute the line of a mutant; where it also runs outside of tests, at
+    import, those that execute any line of its file."""
     lines = data.contexts_by_lineno(str(tree / mutant.file))
-    return sorted(name for name in lines.get(mutant.line, ()) if name.startswith("tests/"))
+    here = set(lines.get(mutant.line, ()))
+    if not here or "" in here:
+        here = set().union(*lines.values())
+    return sorted(here - {""})
 
 
 def found(tree: Path, folder: Path, mutant: Mutant, files: list[str]) -> bool:
-    """Whether one of the tests fails, or none ends, with the mutant in its file."""
+    """Whether one of the tests fails, or does not end, with the mutant in its file."""
     path = tree / mutant.file
     text = path.read_bytes()
     path.write_bytes(text[: mutant.start] + mutant.new.encode() + text[mutant.end :])
     try:
-        words = ("-x", "-m", "not nightly", f"--timeout={HANG_S}", *files)
-        return bool(files) and pytest(tree, folder, *words).returncode != 0
+        for stage, hang_s in enumerate(HANG_S):
+            some = [file for file in files if _stage(file, mutant) == stage]
+            cores = str(min(len(some), len(os.sched_getaffinity(0))))
+            words = ("-x", "-m", "not nightly", f"--timeout={hang_s}", "-n", cores, *some)
+            if some and pytest(tree, folder, "--dist", "loadfile", *words).returncode != 0:
+                return True
+        return False
     finally:
         path.write_bytes(text)
+
+
+def _stage(file: str, mutant: Mutant) -> int:
+    """0 for tests beside the mutant's package, 2 for slow ones, 1 for the others."""
+    if file.startswith(SLOW):
+        return 2
+    package = mutant.file.rpartition("/")[0]
+    return 0 if file.startswith((f"tests/{package}/", f"tests/{package}.py")) else 1
 
 
 def run() -> dict[str, dict[str, object]]:

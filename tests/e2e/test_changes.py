@@ -24,7 +24,8 @@ from verify.coordinator.machine.events import RolledBack
 
 pytestmark = pytest.mark.nightly
 
-STEPS = 17
+STEPS = 41
+"""So many that the run is far from its end when it is paused."""
 # At so small a rate few float32 bits change.
 START = {
     "steps": STEPS - 1,
@@ -64,12 +65,12 @@ def finished(runs_dir, tmp_path_factory):
 
 def changed(run, start):
     """Takes the run to its end; returns its rows of metrics and its root key when it was paused."""
-    # given a run under way
+    # given a run under way, whose learner stands still, so that most steps are left
     run.wait_for_step(1)
-    before = run.status()["roles"]
-    # when a rolling change is applied to it, so soon that most steps are left
-    run.overrides = {**start, **ROLLING}
-    with standing_still(before["learner"]["pid"]):
+    with standing_still(run.pids()["learner"]):
+        before = run.status()["roles"]
+        # when a rolling change is applied to it
+        run.overrides = {**start, **ROLLING}
         done = runspec("apply", *run.words)
         # then all but learner and servers are others
         assert done.returncode == 0, done.stderr + run.output()
@@ -147,7 +148,7 @@ def test_the_version_was_signed_and_published_anew_under_a_root_of_its_own(finis
     # whole, for nobody has what it could be a delta of, and those after it as deltas again
     publisher = (run.dir / "logs" / "publisher.log").read_text()
     assert "version 2 published whole" in publisher
-    for version in range(3, STEPS + 1):
+    for version in range(3, load_resolved(run.dir).broadcast.anchor_every):
         assert f"version {version} published as a delta of version {version - 1}" in publisher
     with closing(Ledger(run.dir / STATE_FILE)) as ledger:
         events = list(ledger.events())

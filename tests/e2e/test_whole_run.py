@@ -31,7 +31,7 @@ from tests.attacks.hostile_keys import hostile, standings
 from tests.harness import LiveRun, runspec, standing_still
 from tests.preloaded import Program
 from tests.processes import alive, descendants
-from tests.runspec.local.dashboard.exported import report
+from tests.runspec.local.dashboard.made_run import report
 from tests.waiting import eventually
 from verify.formats.batch import FILE_NAME, open_batch
 from verify.formats.verdict import RolloutVerdict, decode_verdicts

@@ -25,8 +25,17 @@ from bridge.delta.container import SUFFIX
 from bridge.delta.layout import Records
 from bridge.safetensors_io import SINGLE_NAME
 from runspec.core.errors import UserError
-from tests.bridge.delta.hostile import packed, raw, u32
-from tests.bridge.delta.weights import BF16, F32, normal, nudged, records, write_weights
+from tests.bridge.delta.weights import (
+    BF16,
+    F32,
+    normal,
+    nudged,
+    packed,
+    raw,
+    records,
+    u32,
+    write_weights,
+)
 from tests.fuzz.bounds import Lane
 from tests.fuzz.strategies import changed, damaged
 from tests.runspec.cli.in_process import runspec

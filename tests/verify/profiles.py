@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 from runspec.core.keys import SigningKey
-from runspec.core.signed import sign_document
 from runspec.core.spec.schema import CalibrationProfile, RunSpec
 from tests.verify.small_model import fixed_key
 from verify import profile as form
@@ -56,11 +55,6 @@ def made_profile(limits: Limits | None = None, **changes: Any) -> form.Profile:
 
 def document(profile: form.Profile, key: SigningKey = ROOT) -> str:
     return form.sign_profile(profile, key).decode()
-
-
-def tampered(profile: form.Profile, key: SigningKey = ROOT, **payload: Any) -> bytes:
-    """Signed, with other values in the payload than a profile may have."""
-    return sign_document(form.KIND, {**profile.model_dump(mode="json"), **payload}, key)
 
 
 def with_profile(spec: RunSpec, text: str) -> RunSpec:

@@ -17,7 +17,7 @@ import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from runspec.core.keys import SigningKey
-from runspec.core.spec.schema import RunSpec, SamplerPool
+from runspec.core.spec.schema import RunSpec
 from verify.choices import describe
 from verify.formats.lease import Assignment, Lease, assignments, lease_digest
 from verify.formats.submission import Rollout
@@ -91,11 +91,9 @@ class SmallModel:
     def perturbed(self, scale: float, seed: int = 0) -> SmallModel:
         """The same with relative Gaussian noise on every weight."""
         rng = np.random.default_rng(seed)
-        noisy = [
-            (a * (1 + scale * rng.normal(size=a.shape))).astype(np.float32)
-            for a in (self.embed, self.mix, self.head)
-        ]
-        return replace(self, embed=noisy[0], mix=noisy[1], head=noisy[2])
+        arrays = [(name, getattr(self, name)) for name in ("embed", "mix", "head")]
+        noisy = {name: a * (1 + scale * rng.normal(size=a.shape)) for name, a in arrays}
+        return replace(self, **{name: a.astype(np.float32) for name, a in noisy.items()})
 
     def in_bfloat16(self) -> SmallModel:
         """The same model on an engine that rounds every activation to bf16."""
@@ -140,10 +138,9 @@ class ParityTask:
     faulty: frozenset[int] = frozenset()
     """Problems on which the grader fails."""
     repeatable: bool = True
-    prompts: int = 30
 
     def __len__(self) -> int:
-        return self.prompts
+        return 30
 
     def problem(self, index: int) -> Problem:
         return Problem(f"parity-{index}", "parity", f"problem {index}", {})
@@ -241,12 +238,6 @@ def token_noise(key: tuple[int, int], position: int | np.ndarray) -> np.ndarray:
         )
 
 
-def truncation_of(pool: SamplerPool) -> Truncation | None:
-    """What a worker of the pool cuts; no margin, which is the validator's."""
-    rule = Truncation(pool.sampling.top_p, pool.sampling.top_k)
-    return rule if rule.cuts else None
-
-
 @dataclass
 class Worker:
     """Samples what a lease asks for, honestly; an attack overrides one of its methods."""
@@ -255,6 +246,13 @@ class Worker:
     model: SmallModel
     spec: RunSpec
     task_set: ParityTask
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """What it cuts; no margin, which is the validator's."""
+        sampling = self.spec.samplers[0].sampling
+        rule = Truncation(sampling.top_p, sampling.top_k)
+        return rule if rule.cuts else None
 
     def rollouts(self, signed_lease: bytes, lease: Lease) -> list[Rollout]:
         """Every sample of every group of a lease."""
@@ -272,7 +270,7 @@ class Worker:
         while len(tokens) < pool.max_new_tokens and (not tokens or tokens[-1] != EOS):
             _, logits = self.model.output(state)
             scaled = logits / np.float32(pool.sampling.temperature)
-            if (rule := truncation_of(pool)) is not None:
+            if (rule := self.truncation) is not None:
                 least = thresholds(np, scaled, rule).kept
                 scaled = np.where(scaled >= least, scaled, -np.inf)
             tokens.append(int(np.argmax(scaled + noise[len(tokens)])))
@@ -283,7 +281,7 @@ class Worker:
         """The log-probs and hidden states that the worker claims for its tokens."""
         item = PrefillInput(np.array(prompt, np.int32), np.array(tokens, np.int32), None)
         pool = self.spec.samplers[0]
-        return recomputed(self.model, item, pool.sampling.temperature, truncation_of(pool))
+        return recomputed(self.model, item, pool.sampling.temperature, self.truncation)
 
     def _rollout(self, lease: Lease, digest: str, task: Assignment, sample: int) -> Rollout:
         sampling = self.spec.samplers[0].sampling

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +60,14 @@ def f32(*values: float) -> np.ndarray:
 def of_tokens(*tokens: int, **changes: object) -> Edit:
     """The last row with these output tokens."""
     return last(output_tokens=i32(*tokens), logprobs=np.full(len(tokens), -1.0, "f4"), **changes)
+
+
+def ended(reason: str, *tokens: int) -> Edit:
+    return of_tokens(*tokens, finish_reason=reason)
+
+
+def of_logprob(value: float) -> Edit:
+    return last(output_tokens=i32(5, 0), logprobs=f32(-1, value))
 
 
 def stamped(*versions: int) -> Edit:
@@ -125,12 +133,10 @@ def test_an_honest_bf16_sampler_passes_its_limits_and_not_stricter_ones(tmp_path
 
 def test_a_verdict_says_where_proofs_are_too_short_to_tell_from_a_guess(bench: Bench) -> None:
     rollouts = bench.honest()
-    found = [row.checks[-2] for row in bench.verdict(rollouts).rows]
-    said = ["too short or too predictable" in each.reason for each in found]
-    short = [len(rollout.output_tokens) < 3 for rollout in rollouts]
-    assert {each.name for each in found} == {"toploc"} and all(each.passed for each in found)
-    assert any(short) and not all(said)
-    assert all(told for told, is_short in zip(said, short, strict=True) if is_short)
+    reasons = [row.checks[-2].reason for row in bench.verdict(rollouts).rows]
+    told = ["too short or too predictable" in reason for reason in reasons]
+    short = [number for number, row in enumerate(rollouts) if len(row.output_tokens) < 3]
+    assert short and not all(told) and all(told[number] for number in short)
 
 
 def test_without_prefill_the_cheap_checks_decide(bench: Bench) -> None:
@@ -140,101 +146,51 @@ def test_without_prefill_the_cheap_checks_decide(bench: Bench) -> None:
     assert names(verdict) == [*ROWS, "duplicates"]
 
 
-def test_submissions_of_one_version_share_a_prefill_and_keep_their_own_verdict(
-    bench: Bench,
-) -> None:
-    rollouts = bench.honest()
-    good, bad = bench.packed(rollouts), bench.packed(every(task_reward=1.0)(rollouts))
-    files = [
-        replace(bench.file(*pair), submission=f"{number:064x}")
-        for number, pair in enumerate([good, bad, (good[0], b"junk"), good])
-    ]
-    verdicts = bench.examiner().examine(files)
-    assert [v.submission for v in verdicts] == [f.submission for f in files]
-    assert [v.accepted for v in verdicts] == [True, False, False, True]
-    assert verdicts[2].reason == "signature: the file is not the one that was signed"
-    assert bench.engine.prefills == [16]
-
-
 # --- each way of lying --------------------------------------------------------------------------
 
-LIES: dict[str, tuple[Edit, str]] = {
-    "another run": (every(run="other"), "assignment: row 0: run is 'other'"),
-    "another step": (every(step=1), "assignment: row 0: step is '1', assigned '0'"),
-    "another worker": (every(worker="ee" * 32), "assignment: row 0: worker is"),
-    "another lease": (every(lease="ee" * 32), "assignment: row 0: lease is"),
-    "an older version": (every(version=7), "assignment: row 0: version is '7', assigned '0'"),
-    "another temperature": (every(temperature=0.1), "assignment: row 0: temperature is"),
-    "top-p": (every(top_p=0.5), "assignment: row 0: top_p is"),
-    "top-k": (every(top_k=1), "assignment: row 0: top_k is '1', assigned '-1'"),
-    "a chosen target": (last(target=9), "assignment: row 7: target is '9'"),
-    "no target": (last(target=None), "assignment: row 7: target is 'None'"),
-    "a chosen problem": (last(problem_id="easy"), "assignment: row 7: problem_id is 'easy'"),
-    "another prompt": (last(prompt_tokens=i32(1, 2)), "assignment: row 7: the prompt is not"),
-    "a row missing": (lambda rows: rows[:-1], "assignment: row 0: 7 rows, the lease asks for 8"),
-    "a sample twice": (
-        lambda rows: [*rows[:-1], rows[0]],
-        "assignment: row 0: group 0 sample 0 appears 2 times",
-    ),
-    "a group too many": (last(group=2), "assignment: row 7: group 2 sample 3 is not of the lease"),
-    "a negative group": (last(group=-1), "assignment: row 7: group -1 sample 3 is not"),
-    "a sample too many": (last(sample=4), "assignment: row 7: group 1 sample 4 is not"),
-    "a negative sample": (last(sample=-1), "assignment: row 7: group 1 sample -1 is not"),
-    "one row too many": (lambda rows: [*rows, rows[0]], "format: 9 rows, more than the 8 allowed"),
-    "no rows": (lambda rows: [], "format: no rows"),
-    "no output": (of_tokens(proofs=[]), "bounds: row 7: 0 output tokens, outside [1, 40]"),
-    "too long an output": (of_tokens(*[5] * 41), "bounds: row 7: 41 output tokens"),
-    "a token beyond": (of_tokens(5, 48), "bounds: row 7: token 48 outside the vocabulary of 48"),
-    "a negative token": (of_tokens(-1), "bounds: row 7: token -1 outside"),
-    "log-probs missing": (last(logprobs=f32(0)), "bounds: row 7: 1 log-probs for"),
-    "a log-prob above 0": (
-        last(output_tokens=i32(5, 0), logprobs=f32(-1, 2e-4)),
-        "bounds: row 7: log-prob 0.000199",
-    ),
-    "a log-prob of nothing": (
-        last(output_tokens=i32(5, 0), logprobs=f32(-1, -10_001)),
-        "bounds: row 7: log-prob -10001",
-    ),
-    "a log-prob that is none": (
-        last(output_tokens=i32(5, 0), logprobs=f32(-1, np.nan)),
-        "bounds: row 7: log-prob nan",
-    ),
-    "infinite reward": (last(task_reward=float("inf")), "bounds: row 7: task_reward inf"),
-    "NaN penalty": (last(length_penalty=float("nan")), "bounds: row 7: length_penalty nan"),
-    "versions": (stamped(0, 1), "versions: row 0: versions of tokens, from a pool that does not"),
-    "an unknown finish": (last(finish_reason="tired"), "termination: row 7: finish reason 'tired'"),
-    "stopped without an end": (
-        of_tokens(5, 5, finish_reason="stop"),
-        "termination: row 7: stopped, with end tokens at [] of 2",
-    ),
-    "on after the end": (
-        of_tokens(5, 0, 5, 0, finish_reason="stop"),
-        "termination: row 7: stopped, with end tokens at [1, 3] of 4",
-    ),
-    "cut after the end": (
-        of_tokens(*[5] * 38, 0, 5, finish_reason="length"),
-        "termination: row 7: went on after the end token at 38",
-    ),
-    "cut short": (
-        of_tokens(*[5] * 39, finish_reason="length"),
-        "termination: row 7: cut at 39 tokens, not at 40",
-    ),
-    "proofs missing": (last(proofs=[]), "proof_format: row 7: 0 proofs for"),
-    "a malformed proof": (
-        lambda rows: last(proofs=[b"\xff" * 258] * len(rows[-1].proofs))(rows),
-        "proof_format: row 7: proof 0:",
-    ),
-    "claimed task reward": (every(task_reward=1.0), "reward: row 0: claimed against re-graded"),
-    "claimed length penalty": (every(length_penalty=0.0), "reward: row 0: claimed against"),
+LIES: dict[str, Edit] = {
+    "assignment: row 0: run is 'other'": every(run="other"),
+    "assignment: row 0: step is '1', assigned '0'": every(step=1),
+    "assignment: row 0: worker is": every(worker="ee" * 32),
+    "assignment: row 0: lease is": every(lease="ee" * 32),
+    "assignment: row 0: version is '7', assigned '0'": every(version=7),
+    "assignment: row 0: temperature is": every(temperature=0.1),
+    "assignment: row 0: top_p is": every(top_p=0.5),
+    "assignment: row 0: top_k is '1', assigned '-1'": every(top_k=1),
+    "assignment: row 7: target is '9'": last(target=9),
+    "assignment: row 7: problem_id is 'easy'": last(problem_id="easy"),
+    "assignment: row 7: the prompt is not": last(prompt_tokens=i32(1, 2)),
+    "assignment: row 0: 7 rows, the lease asks for 8": lambda rows: rows[:-1],
+    "assignment: row 0: group 0 sample 0 appears 2 times": lambda rows: [*rows[:-1], rows[0]],
+    "assignment: row 7: group 2 sample 3 is not of the lease": last(group=2),
+    "assignment: row 7: group -1 sample 3 is not": last(group=-1),
+    "assignment: row 7: group 1 sample 4 is not": last(sample=4),
+    "assignment: row 7: group 1 sample -1 is not": last(sample=-1),
+    "format: 9 rows, more than the 8 allowed": lambda rows: [*rows, rows[0]],
+    "format: no rows": lambda rows: [],
+    "bounds: row 7: 0 output tokens, outside [1, 40]": of_tokens(proofs=[]),
+    "bounds: row 7: 41 output tokens": of_tokens(*[5] * 41),
+    "bounds: row 7: token 48 outside the vocabulary of 48": of_tokens(5, 48),
+    "bounds: row 7: token -1 outside": of_tokens(-1),
+    "bounds: row 7: 1 log-probs for": last(logprobs=f32(0)),
+    "bounds: row 7: log-prob 0.000199": of_logprob(2e-4),
+    "bounds: row 7: log-prob -10001": of_logprob(-10_001),
+    "bounds: row 7: log-prob nan": of_logprob(np.nan),
+    "bounds: row 7: task_reward inf": last(task_reward=float("inf")),
+    "bounds: row 7: length_penalty nan": last(length_penalty=float("nan")),
+    "versions: row 0: versions of tokens, from a pool that does not": stamped(0, 1),
+    "termination: row 7: finish reason 'tired'": last(finish_reason="tired"),
+    "termination: row 7: stopped, with end tokens at [] of 2": ended("stop", 5, 5),
+    "termination: row 7: stopped, with end tokens at [1, 3] of 4": ended("stop", 5, 0, 5, 0),
+    "termination: row 7: went on after the end token at 38": ended("length", *[5] * 38, 0, 5),
+    "termination: row 7: cut at 39 tokens, not at 40": ended("length", *[5] * 39),
+    "proof_format: row 7: 0 proofs for": last(proofs=[]),
+    "proof_format: row 7: proof 0:": lambda rows: last(
+        proofs=[b"\xff" * 258] * len(rows[-1].proofs)
+    )(rows),
+    "reward: row 0: claimed against re-graded": every(task_reward=1.0),
+    "reward: row 0: claimed against": every(length_penalty=0.0),
 }
-
-
-@pytest.mark.parametrize("name", LIES)
-def test_a_lie_in_the_rows_is_named_and_the_model_is_not_asked(bench: Bench, name: str) -> None:
-    edit, reason = LIES[name]
-    verdict = bench.verdict(edit(bench.honest()))
-    assert not verdict.accepted and verdict.reason.startswith(reason)
-    assert bench.engine.prefills == []
 
 
 def off(by: float) -> Edit:
@@ -245,42 +201,35 @@ def proofs_of_another(rows: list[Rollout]) -> list[Rollout]:
     return [*rows[:5], replace(rows[5], proofs=rows[0].proofs[:1] * len(rows[5].proofs)), *rows[6:]]
 
 
-LATER_LIES: dict[str, tuple[dict[str, object], Edit, str]] = {
-    "log-probs of others": ({}, off(-0.01), "logprobs_submission: row 0: mean over the submission"),
-    "the proof of another row": ({}, proofs_of_another, "toploc: row 5: "),
-    "the proof beside versions": (
+LIES_OF_POOLS: dict[str, tuple[dict[str, object], Edit]] = {
+    "logprobs_submission: row 0: mean over the submission": ({}, off(-0.01)),
+    "toploc: row 5: ": ({}, proofs_of_another),
+    "toploc: row 5:": (
         IN_FLIGHT,
         lambda rows: [*stamped(0, 1)(rows[:3]), *proofs_of_another(stamped(0)(rows))[3:]],
-        "toploc: row 5: ",
     ),
-    "an older version after": (IN_FLIGHT, stamped(1, 0), "versions: row 0: a token of an older"),
-    "a version before": (IN_FLIGHT, stamped(-1, 0), "versions: row 0: a token of version -1, outs"),
-    "a version to come": (IN_FLIGHT, stamped(0, 5), "versions: row 0: a token of version 5, outsi"),
-    "versions kept back": (IN_FLIGHT, every(), "versions: row 0: no versions of tokens"),
-    "versions of some": (
+    "versions: row 0: a token of an older": (IN_FLIGHT, stamped(1, 0)),
+    "versions: row 0: a token of version -1, outs": (IN_FLIGHT, stamped(-1, 0)),
+    "versions: row 0: a token of version 5, outsi": (IN_FLIGHT, stamped(0, 5)),
+    "versions: row 0: no versions of tokens": (IN_FLIGHT, every()),
+    "versions: row 7: 1 versions for": (
         IN_FLIGHT,
         lambda rows: last(versions=i32(0))(stamped(0)(rows)),
-        "versions: row 7: 1 versions for",
     ),
-    "versions of a trusted pool": (
-        {"trust": "trusted"},
-        stamped(0, 1),
-        "versions: row 0: versions",
-    ),
-    "versions of an untrusted pool": (
-        {**IN_FLIGHT, "trust": "untrusted"},
-        stamped(0, 1),
-        "versions: row 0: versions of tokens, from a pool that does not update in flight",
-    ),
+    "versions: row 0: versions of": ({**IN_FLIGHT, "trust": "untrusted"}, stamped(0, 1)),
 }
+ROWS_OF_LIES = [*((reason, {}, edit) for reason, edit in LIES.items())]
+ROWS_OF_LIES += [(reason, *lie) for reason, lie in LIES_OF_POOLS.items()]
 
 
-@pytest.mark.parametrize("name", LATER_LIES)
-def test_a_lie_of_a_pool_or_against_the_prefill_is_named(tmp_path: Path, name: str) -> None:
-    pool, edit, reason = LATER_LIES[name]
+@pytest.mark.parametrize(("reason", "pool", "edit"), ROWS_OF_LIES)
+def test_a_lie_is_named_and_one_in_the_rows_alone_asks_no_model(
+    tmp_path: Path, reason: str, pool: dict[str, object], edit: Edit
+) -> None:
     bench = Bench(tmp_path, **pool)
     verdict = bench.verdict(edit(bench.honest()))
     assert not verdict.accepted and verdict.reason.startswith(reason)
+    assert bool(bench.engine.prefills) == reason.startswith(("logprobs", "toploc"))
 
 
 def test_a_rollout_of_several_versions_is_not_recomputed_and_the_verdict_says_so(
@@ -343,6 +292,7 @@ def test_an_honest_claim_of_any_size_is_accepted_and_its_neighbour_is_not(tmp_pa
 # --- a prefill that is not finite ---------------------------------------------------------------
 
 
+@dataclass(kw_only=True)
 class DamagedEngine(NumpyEngine):
     """Honest but for the last rollout, as a faulty device would be."""
 
@@ -374,8 +324,6 @@ DAMAGE: dict[str, tuple[dict[str, object], Callable[[PrefillOutput], PrefillOutp
     "gave a seeded gap": ({}, lambda o: replace(o, seeded_gap=with_first(o.seeded_gap, np.inf))),
     "gave a hidden state": ({}, lambda o: replace(o, hidden=with_first(o.hidden, 0xFFC0))),
     r"a distribution \(log_powers\) that": (FREE, choice("log_powers", np.nan)),
-    r"a distribution \(below_top\) that": (FREE, choice("below_top", np.inf)),
-    r"a distribution \(end_most\) that": (FREE, choice("end_most", np.nan)),
     r"a distribution \(end_least\) that": (FREE, choice("end_least", np.inf)),
     "does not compute the distributions": (FREE, lambda o: replace(o, choices=None)),
 }
@@ -385,8 +333,7 @@ DAMAGE: dict[str, tuple[dict[str, object], Callable[[PrefillOutput], PrefillOutp
 def test_a_prefill_at_fault_is_our_own_and_rejects_nobody(tmp_path: Path, words: str) -> None:
     pool, damage = DAMAGE[words]
     bench = Bench(tmp_path, **pool)
-    bench.engine = engine = DamagedEngine({0: MODEL}, tmp_path)
-    engine.damage = damage
+    bench.engine = DamagedEngine({0: MODEL}, tmp_path, damage=damage)
     with pytest.raises(UserError, match=words):
         bench.verdict(bench.honest())
 
@@ -454,11 +401,10 @@ def shared(one: list[int], two: list[int]) -> int:
     return len(set(one) & set(two))
 
 
-def test_a_copy_shares_everything_and_other_rollouts_nothing() -> None:
+def test_other_rollouts_share_nothing() -> None:
     prints = [fingerprints(*sampled(600, seed)) for seed in range(100)]
     assert all(len(each) == MAX_FINGERPRINTS for each in prints)
     assert len({p for row in prints for p in row}) == 100 * MAX_FINGERPRINTS
-    assert fingerprints(*sampled(600, 0)) == prints[0]
 
 
 @pytest.mark.parametrize(("edits", "noise", "least"), [(1, 0.0, 1), (3, 0.0, 1), (0, 0.01, 6)])
@@ -470,6 +416,13 @@ def test_neither_edits_nor_rounding_hide_a_copy(edits: int, noise: float, least:
         copy[places] = (copy[places] + 1) % 50
         theirs = logprobs + noise * rng.normal(size=1000).astype(np.float32)
         assert shared(fingerprints(tokens, logprobs), fingerprints(copy, theirs)) >= least
+
+
+def test_a_run_begins_at_every_token_that_enough_follows() -> None:
+    tokens, eight_nats = np.arange(16, dtype=np.int32), np.full(16, -8.0, np.float32)
+    # 48 nats are 6 tokens, and so 8: nine runs, of which none is the whole output
+    assert len(set(fingerprints(tokens, eight_nats))) == 1 + 9
+    assert len(set(fingerprints(tokens[:8], eight_nats[:8]))) == 1
 
 
 def test_what_carries_little_information_may_be_alike() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import http.server
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +12,6 @@ from runspec.core.errors import UserError
 from runspec.core.http_client import Answer, LongAnswer, NoAnswer
 from tests.verify.small_model import fixed_key
 from verify import coordinator_http
-from verify.client import CoordinatorClient
 from verify.coordinator_http import CoordinatorHttp, RunFinished, SubmissionRefused
 from verify.request_auth import (
     BODY,
@@ -44,9 +40,10 @@ class Coordinator:
     now: float = 1000.0
     asked: list[dict[str, Any]] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
-    client: CoordinatorHttp = field(
-        default_factory=lambda: CoordinatorHttp(URL + "/", KEY, run="demo", deadline_s=DEADLINE_S)
-    )
+
+    @property
+    def client(self) -> CoordinatorHttp:
+        return CoordinatorHttp(URL + "/", KEY, run="demo", deadline_s=DEADLINE_S)
 
     def monotonic(self) -> float:
         return self.now
@@ -56,18 +53,20 @@ class Coordinator:
         self.now += seconds
 
     def fetch_now(self, method: str, url: str, **options: Any) -> Answer:
-        self.asked.append({"method": method, "url": url, **options})
-        found = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        found = self._next(method=method, url=url, **options)
         if isinstance(found, Exception):
             raise found
         assert isinstance(found, Answer)
         return found
 
+    def _next(self, **asked: Any) -> Answer | Exception | bytes:
+        self.asked.append(asked)
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
     def stream(self, url: str, *, idle_s: float, take: Any) -> Answer:
         """Bytes are an answer that breaks off behind them, after a second."""
         self.now += 1.0
-        self.asked.append({"url": url})
-        found = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        found = self._next(url=url)
         if isinstance(found, bytes):
             take(iter([found]))
             raise NoAnswer("the connection broke")
@@ -118,7 +117,6 @@ def test_a_coordinator_may_take_the_time_that_it_was_given_besides(
     [
         (AWAY, "cannot be reached: refused", "check that the coordinator runs and that its addr"),
         (answer(503, b'{"error": "waits for its disk"}'), "answers 503: waits for", "its log says"),
-        (answer(507, b"x"), "answers 507: x", "its log says"),
         (answer(429, b"busy", "30"), "answers 429: busy", "overloaded"),
     ],
 )
@@ -165,7 +163,7 @@ def test_more_bytes_than_were_asked_for_are_not_believed(coordinator: Coordinato
 
 
 @pytest.mark.parametrize(
-    ("said", "pause"), [("1", 1.0), ("3600", 60.0), ("0", 0.05), ("-1", 2.0), ("soon", 2.0)]
+    ("said", "pause"), [("1", 1.0), ("3600", 60.0), ("0", 0.05), ("soon", 2.0)]
 )
 def test_a_coordinator_with_too_much_to_do_is_asked_when_it_says(
     coordinator: Coordinator, said: str, pause: float
@@ -173,12 +171,8 @@ def test_a_coordinator_with_too_much_to_do_is_asked_when_it_says(
     coordinator.answers = [answer(429, retry_after=said), answer(200, b"here")]
     assert coordinator.client.call("GET", "/v1/roles", backlog_s=1.0).content == b"here"
     assert coordinator.pauses == [pause]
-
-
-def test_a_backlog_counts_as_no_absence_until_it_has_lasted_too_long(
-    coordinator: Coordinator,
-) -> None:
-    coordinator.answers = [answer(429, retry_after="30")]
+    # and no longer than the caller allows
+    coordinator.answers, coordinator.pauses = [answer(429, retry_after="30")], []
     with pytest.raises(UserError, match="answers 429"):
         coordinator.client.call("GET", "/v1/roles", backlog_s=100.0)
     assert coordinator.pauses == [30.0] * 4
@@ -209,107 +203,59 @@ def test_what_is_long_is_asked_for_again_while_more_comes_each_time(
     assert len(coordinator.asked) == 1
 
 
-def test_what_is_no_address_of_a_server_is_refused() -> None:
-    with pytest.raises(UserError, match="is no address of a coordinator"):
-        CoordinatorHttp("ftp://x", KEY, run="demo", deadline_s=1.0)
-
-
-@pytest.fixture
-def dripping() -> Iterator[str]:
-    """A server that answers a byte at a time and never ends; each read alone is quick."""
-    over = threading.Event()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Length", "60000")
-            self.end_headers()
-            with suppress(OSError):  # the client has hung up
-                while not over.wait(0.05):
-                    self.wfile.write(b" ")
-
-        def log_message(self, format: str, *arguments: object) -> None:
-            """Nothing."""
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        over.set()
-        server.shutdown()
-        thread.join()
-
-
-def test_an_answer_that_drips_ends_at_the_deadline(dripping: str) -> None:
-    client = CoordinatorClient(
-        dripping, KEY, run="demo", root_public_key=KEY.public_hex, deadline_s=0.3
-    )
-    with pytest.raises(UserError, match=r"no whole answer within 0\.3 s") as failure:
-        client.roles()
-    assert failure.value.place == f"coordinator {dripping}"
-
-
 # --- signed requests ----------------------------------------------------------------------------
 
 
-def signed(*, run: str = "run", at: float = NOW) -> dict[str, str]:
-    return sign_request(KEY, run=run, method="POST", path="/v1/leases?a=1", body=b"{}", now=at)
+PATH = "/v1/leases?a=1"
+
+
+def signed(at: float = NOW) -> dict[str, str]:
+    return sign_request(KEY, run="run", method="POST", path=PATH, body=b"{}", now=at)
 
 
 def checked(
-    headers: dict[str, str], checker: RequestChecker | None = None, **asked: Any
+    checker: RequestChecker, headers: dict[str, str] | None = None, **asked: Any
 ) -> SignedRequest:
-    sent = {"method": "POST", "path": "/v1/leases?a=1", "now": NOW, **asked}
-    return (checker or RequestChecker("run")).check(headers, **sent)
+    headers = headers or signed()
+    return checker.check(headers, **{"method": "POST", "path": PATH, "now": NOW, **asked})
 
 
 def test_a_request_is_believed_once_for_five_minutes() -> None:
     checker, headers = RequestChecker("run"), signed()
-    # given that it was refused for another path, which does not use it up
+
+    def refuse(key: str) -> None:
+        raise PermissionError(key)
+
+    # given that it was refused for another path, or for who asks, which does not use it up
     with pytest.raises(Unauthorised):
-        checked(headers, checker, path="/v1/verdicts")
-    assert checked(headers, checker) == SignedRequest(KEY.public_hex, headers[BODY])
+        checked(checker, headers, path="/v1/verdicts")
+    with pytest.raises(PermissionError, match=KEY.public_hex):
+        checked(checker, headers, admit=refuse)
+    assert checked(checker, headers) == SignedRequest(KEY.public_hex, headers[BODY])
     with pytest.raises(Unauthorised, match="made before"):
-        checked(headers, checker, now=NOW + 300)
+        checked(checker, headers, now=NOW + 300)
     with pytest.raises(Unauthorised, match="set the clock"):
-        checked(headers, checker, now=NOW + 302)
-    checked(signed(at=NOW + 302), checker, now=NOW + 302)
+        checked(checker, headers, now=NOW + 302)
+    checked(checker, signed(at=NOW + 302), now=NOW + 302)
     assert len(checker._seen) == 1  # what has expired is forgotten
 
 
 @pytest.mark.parametrize("way", [-1, 1])
 def test_clocks_may_differ_by_five_minutes_and_no_more(way: int) -> None:
-    checked(signed(), now=NOW + 300 * way)
+    checked(RequestChecker("run"), now=NOW + 300 * way)
     with pytest.raises(Unauthorised, match="behind" if way > 0 else "ahead of"):
-        checked(signed(), now=NOW + 301 * way)
+        checked(RequestChecker("run"), now=NOW + 301 * way)
 
 
 @pytest.mark.parametrize(
-    ("headers", "asked"),
+    ("run", "asked"),
     [
-        (signed(run="other"), {}),
-        (signed(), {"method": "GET"}),
-        (signed(), {"path": "/v1/leases"}),
-        (signed(), {"path": "/v1/leases?a=2"}),
+        ("other", {}),
+        ("run", {"method": "GET"}),
+        ("run", {"path": "/v1/leases"}),
+        ("run", {"path": PATH + "2"}),
     ],
 )
-def test_a_signature_is_for_one_run_method_and_path(
-    headers: dict[str, str], asked: dict[str, Any]
-) -> None:
+def test_a_signature_is_for_one_run_method_and_path(run: str, asked: dict[str, Any]) -> None:
     with pytest.raises(Unauthorised, match="does not match"):
-        checked(headers, **asked)
-
-
-def test_whoever_may_not_ask_uses_up_no_nonce() -> None:
-    def refuse(key: str) -> None:
-        raise PermissionError(key)
-
-    checker, headers = RequestChecker("run"), signed()
-    with pytest.raises(PermissionError, match=KEY.public_hex):
-        checked(headers, checker, admit=refuse)
-    checked(headers, checker)
-
-
-def test_a_weak_key_signs_nothing() -> None:
-    with pytest.raises(Unauthorised, match="a weak key"):
-        checked({**signed(), "Runspec-Key": "00" * 32})
+        checked(RequestChecker(run), **asked)

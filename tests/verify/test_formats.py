@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, sign_document
 from tests.fuzz.documents import DIGEST, KEY, KINDS, said
 from tests.fuzz.files import SUBMISSION, VERDICT, Kind, check_rows
-from tests.verify.coordinator.deployment import tiny_spec
 from verify.formats.batch import BatchGroup, BatchManifest, open_batch, sign_batch
-from verify.formats.islands import IslandShare, divide, record_digest
+from verify.formats.islands import IslandShare, divide
 from verify.formats.lease import Lease, assignments
-from verify.formats.ranges import RangeManifest, RowRange, open_ranges, rows_per_step, sign_ranges
+from verify.formats.ranges import RangeManifest, RowRange, open_ranges, sign_ranges
 from verify.formats.submission import decode_rollouts, encode_rollouts
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import MAX_CHECKS, MAX_FAULT, decode_verdicts, encode_verdicts
@@ -45,45 +43,40 @@ def test_a_document_is_read_as_its_role_signed_it_and_no_other(name: str) -> Non
             kind.open(data)
 
 
-A, B = KINDS["commit"].payloads[0]["contributors"]
+A = KINDS["commit"].payloads[0]["contributors"][0]
+OF_STEPS = ("batch", "ranges", "commit")
 LIES: list[tuple[str, dict[str, Any], str]] = [
-    *(
-        (name, {"run": "other"}, "of other step 3, not demo step 3")
-        for name in ("batch", "ranges", "commit")
-    ),
-    *(("batch", {"step": step}, f"of demo step {step}, not demo step 3") for step in (2, 4)),
-    ("ranges", {"step": 4}, "of demo step 4, not demo step 3"),
-    ("commit", {"step": 4}, "of demo step 4, not demo step 3"),
-    *((name, {"ledger_rows": 0}, "ledger_rows") for name in ("batch", "ranges", "commit")),
-    *((name, {"ledger_chain": "x"}, "ledger_chain") for name in ("batch", "ranges", "commit")),
+    *((name, {"run": "other"}, "of other step 3, not demo step 3") for name in OF_STEPS),
+    *((name, {"step": 4}, "of demo step 4, not demo step 3") for name in OF_STEPS),
+    *((name, {"ledger_rows": 0}, "ledger_rows") for name in OF_STEPS),
+    *((name, {"ledger_chain": "x"}, "ledger_chain") for name in OF_STEPS),
     ("batch", {"groups": [KINDS["batch"].payloads[0]["groups"][0]] * 2}, "a group is named twice"),
-    ("ranges", {"rows": {"first": 18, "last": 23}}, "rows 18 to 23 in step 3, which has 18 to 24"),
-    ("ranges", {"rows": {"first": 17, "last": 23}}, "rows 17 to 23 in step 3"),
-    ("ranges", {"rows": {"first": 24, "last": 18}}, "rows 24 to 18 in step 3"),
-    ("ranges", {"rows": {"first": -6, "last": 0}}, "rows.first"),
-    ("share", {"run": "other"}, "of run other, not demo"),
-    ("share", {"island": "b"}, "of island b, signed by another island"),
-    ("share", {"island": "../b"}, "island"),
-    ("share", {"step": -1}, "step"),
-    ("share", {"base": "x"}, "base"),
-    ("share", {"data": "x"}, "data"),
-    ("share", {"url": "ftp://a"}, "url"),
-    ("share", {"url": "http://" + "a" * 394}, "url"),
-    ("share", {"bytes": 0}, "bytes"),
-    ("share", {"bytes": 2**53}, "bytes"),
-    ("share", {"weight": -1.0}, "weight"),
-    ("share", {"norm": 2.0**53}, "norm"),
+    *(
+        ("ranges", {"rows": {"first": first, "last": last}}, words)
+        for first, last, words in (
+            *((18, 23, "rows 18 to 23 in step 3, which has 18 to 24"), (17, 23, "in step 3")),
+            *((24, 18, "rows 24 to 18 in step 3"), (-6, 0, "rows.first")),
+        )
+    ),
+    *(
+        ("share", {name: value}, words)
+        for name, value, words in (
+            *(("run", "other", "of run other, not demo"), ("step", -1, "step")),
+            ("island", "b", "of island b, signed by another island"),
+            *(("island", "../b", "island"), ("base", "x", "base"), ("url", "ftp://a", "url")),
+            *(("url", "http://" + "a" * 394, "url"), ("bytes", 0, "bytes")),
+            *(("bytes", 2**53, "bytes"), ("weight", -1.0, "weight"), ("norm", 2.0**53, "norm")),
+        )
+    ),
     ("commit", {"contributors": []}, "contributors"),
     ("commit", {"contributors": [A, A]}, "named twice"),
     ("commit", {"dropped": [{"island": "a", "reason": "late"}]}, "named twice"),
     ("commit", {"dropped": [{"island": "c", "reason": "x" * 401}]}, "dropped"),
     ("commit", {"contributors": [{**A, "weight": 0.0}]}, "weights"),
     ("commit", {"previous": "x"}, "previous"),
-    ("commit", {"codec": "x" * 41}, "codec"),
     ("lease", {"step": 2**31}, "step"),
     ("lease", {"groups": -1}, "groups"),
     ("lease", {"expires": 2.0**53}, "expires"),
-    ("lease", {"issued": -1.0}, "issued"),
     ("lease", {"worker": "x"}, "64 hex characters"),
     ("submission", {"worker": DIGEST}, "signed by another key than its worker's"),
     ("submission", {"bytes": "1"}, "bytes"),
@@ -94,7 +87,6 @@ LIES: list[tuple[str, dict[str, Any], str]] = [
         for fault in ("two\nlines", "\x1b[2Jgone", "a" * (MAX_FAULT + 1))
     ),
     ("site", {"run": "other"}, "of run 'other', not 'demo'"),
-    ("site", {"weights": [""]}, "weights"),
     *(
         ("site", {"files": [{"source": "s", "path": path, "bytes": 7, "digest": DIGEST}]}, "files")
         for path in ("/a", "../a", "a/../../b", "a\\b", "a\0", "", "x" * 401)
@@ -109,29 +101,6 @@ def test_another_payload_is_refused_and_named(
     kind = KINDS[name]
     with pytest.raises(BadSignature, match=words):
         kind.open(kind.signed({**kind.payloads[0], **changes}))
-
-
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("share", {"data": "", "weight": 0.0}),
-        ("share", {"url": "http://" + "a" * 393}),
-        ("commit", {"previous": None, "dropped": []}),
-        ("commit", {"contributors": [A, {**B, "weight": 0.0}]}),
-        ("verdict", {"accepted": False, "reason": "why"}),
-        ("lease", {"step": 2**31 - 1}),
-    ],
-)
-def test_a_payload_within_its_bounds_is_believed(name: str, changes: dict[str, Any]) -> None:
-    kind = KINDS[name]
-    payload = {**kind.payloads[0], **changes}
-    assert said(kind.open(kind.signed(payload))) == payload
-
-
-def test_a_record_is_named_by_all_its_bytes() -> None:
-    kind = KINDS["commit"]
-    one, two = (kind.signed({**kind.payloads[0], "ledger_rows": rows}) for rows in (7, 8))
-    assert record_digest(one) == digest_bytes(one) != record_digest(two)
 
 
 # --- shares of a step ---------------------------------------------------------------------------
@@ -187,12 +156,6 @@ def test_a_manifest_names_shares_that_divide_its_step_or_has_no_field_for_them(n
             opened(name, sign(shares))
 
 
-def test_the_rows_of_a_step_follow_from_the_spec() -> None:
-    assert rows_per_step(tiny_spec()) == 0  # of a run with samplers
-    found = [RowRange.of_step(step, 6) for step in range(3)]
-    assert found == [RowRange(0, 6), RowRange(6, 12), RowRange(12, 18)]
-
-
 # --- what a lease seeds -------------------------------------------------------------------------
 
 TARGETS = [8, 16, 24, 32]
@@ -211,11 +174,6 @@ def test_each_part_of_the_seed_changes_problems_and_noise(change: dict[str, obje
     other = replace(LEASE, **change)
     assert not set(drawn(other)) & set(drawn(LEASE))
     assert noise_key(other.seed, 0, 0) != noise_key(LEASE.seed, 0, 0)
-
-
-def test_equal_numbers_in_other_places_give_other_seeds() -> None:
-    leases = [replace(LEASE, step=step, index=index) for step in range(12) for index in range(12)]
-    assert len({lease.seed for lease in leases}) == len(leases)
 
 
 def test_problems_and_targets_follow_the_seed_alone_and_every_target_is_drawn() -> None:
@@ -245,14 +203,12 @@ def test_safetensors_reads_the_columns_and_a_group_shares_its_prompt() -> None:
     assert np.array_equal(found["logprobs"], np.concatenate([row.logprobs for row in rows]))
     assert found["proofs"].shape == (sum(len(row.proofs) for row in rows), 258)
     assert found["prompt_tokens.index"].tolist() == [0, 0, 1, 1]
+    # and its arrays are views that nobody can write
+    (row, *_) = decode_rollouts(SUBMISSION.file, max_rows=4, max_bytes=1 << 20)
+    assert row.logprobs.flags.aligned and not row.logprobs.flags.writeable
     row = replace(rows[0], prompt_tokens=np.arange(10_000, dtype=np.int32))
     one, many = (len(encode_rollouts([row] * count)) for count in (1, 9))
     assert many - one < 8 * 1500
-
-
-def test_arrays_are_views_that_nobody_can_write() -> None:
-    (row, *_) = decode_rollouts(SUBMISSION.file, max_rows=4, max_bytes=1 << 20)
-    assert row.logprobs.flags.aligned and not row.logprobs.flags.writeable
 
 
 def test_proofs_and_checks_of_a_row_are_bounded() -> None:

@@ -1,22 +1,27 @@
-"""Noise, log-probs, gaps and distributions: one definition in numpy, torch and JAX."""
+"""Noise, log-probs, gaps, distributions and their cuts: one definition in numpy, torch and JAX."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
+from tests.verify.bench import MODEL, Bench
 from verify.checks.distribution import ALPHA, END_NAMES, NAMES, end_sums, evidence, log_ratios
 from verify.choices import HEADS, POWERS, Choices, describe
 from verify.noise import gumbel, hashed, noise_key, token_words
 from verify.token_facts import Drawn, Vocabulary, Wanted, facts_of, token_facts
-from verify.truncation import Truncation, thresholds
+from verify.truncation import Truncation, judged, kept_from, thresholds
 
 LIBRARIES = [(torch, torch.from_numpy), (jnp, jnp.asarray)]
 """Each with what makes an array of one of numpy's."""
@@ -61,14 +66,7 @@ def test_noise_is_standard_gumbel_and_differs_by_four_units_in_the_last_place_at
 
 @pytest.mark.parametrize(
     ("step", "of"),
-    [
-        (1, "token"),
-        (1, "position"),
-        (2, "position"),
-        (1, "key_0"),
-        (1 << 31, "key_0"),
-        (2, "key_1"),
-    ],
+    [(1, "token"), (1, "position"), (1, "key_0"), (1 << 31, "key_0"), (2, "key_1")],
 )
 def test_noise_of_neighbours_is_independent(step: int, of: str) -> None:
     drawn = dict(zip(("key_0", "key_1", "position", "token"), arguments(2, 20_000), strict=True))
@@ -202,12 +200,6 @@ def test_each_number_of_a_distribution_is_its_definition(rule: Truncation | None
             np.testing.assert_allclose(np.asarray(values), expected, atol=1e-5, err_msg=name)
 
 
-def test_a_token_that_nobody_keeps_lies_outside() -> None:
-    scaled = logits(100)
-    found = described(scaled, scaled.argmin(-1), Truncation(0.5, -1, 1e-3))
-    assert (found.outside > 0.1).mean() > 0.9 and (found.sure == 0.0).all()
-
-
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_the_ratios_of_every_alternative_have_mean_one(rule: Truncation | None) -> None:
     """Exactly so: the sum over the vocabulary, each token weighed with its probability.
@@ -223,17 +215,6 @@ def test_the_ratios_of_every_alternative_have_mean_one(rule: Truncation | None) 
     assert (mean <= 1 + 1e-4).all()
     if rule is None:
         np.testing.assert_allclose(mean, 1.0, atol=1e-4)
-
-
-def test_honest_evidence_keeps_markovs_bound() -> None:
-    rollouts, length = 1000, 50
-    scaled = logits(rollouts * length)
-    tokens = drawn_from(kept_probabilities(scaled, None), 0)
-    ratios = log_ratios(described(scaled, tokens)).reshape(rollouts, length, -1).sum(1)
-    found = np.array([evidence(row)[0] for row in ratios])
-    for level in (0.5, 0.1, 0.01):
-        assert (found >= math.log(1 / level)).mean() <= level
-    assert found.max() < math.log(1 / ALPHA)
 
 
 @pytest.mark.parametrize(
@@ -268,3 +249,119 @@ def test_the_ratios_of_ends_have_mean_one() -> None:
     np.testing.assert_allclose(mean, 1.0, rtol=1e-4)
     # and an end that is as good as certain convicts nobody
     assert end_sums(with_ends(np.array([0.01, 1.0])), ended=True, tau=0.0).max() < 1.0
+
+
+# --- top-k and top-p ----------------------------------------------------------------------------
+
+CUTS = [Truncation(*rule) for rule in ((0.9, -1), (0.05, -1), (1.0, 20), (0.7, 30))]
+SMALL_ROWS = arrays(np.float32, 40, elements=st.floats(-8, 8, width=32))
+
+
+def keeping(rule: Truncation) -> dict[str, Any]:
+    return {
+        "top_p": rule.top_p if rule.top_p < 1.0 else None,
+        "top_k": rule.top_k if rule.top_k > 0 else None,
+    }
+
+
+def kept_by_sorting(row: np.ndarray, rule: Truncation) -> np.ndarray:
+    """The definition, in float64: bool [V]."""
+    order = np.argsort(-row, kind="stable")
+    kept = np.zeros(len(row), bool)
+    kth = row[order[min(rule.top_k, len(row)) - 1]] if rule.top_k > 0 else -np.inf
+    left = [token for token in order if row[token] >= kth]
+    weights = np.exp(row[left].astype(np.float64) - row.max())
+    weights /= weights.sum()
+    for token in left:
+        kept[token] = weights[row[left] > row[token]].sum() < rule.top_p
+    return kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", CUTS, ids=str)
+def test_every_library_keeps_what_the_definition_keeps(rule: Truncation) -> None:
+    rows = (3 * np.random.default_rng(0).normal(size=(200, 300))).astype(np.float32)
+    least = kept_from(np, rows, **keeping(rule))
+    assert least.shape == (len(rows), 1) and least.dtype == np.float32
+    expected = np.stack([kept_by_sorting(row, rule) for row in rows])
+    # A sum in float32 may fall on the other side of top_p than one in float64.
+    assert ((rows >= least) == expected).all(axis=1).mean() > 0.99
+    assert (rows == least).any(axis=1).all()
+
+    def loop(count: int, step: Any, state: Any) -> Any:
+        return jax.lax.fori_loop(0, count, lambda _, reached: step(reached), state)
+
+    compiled = jax.jit(lambda x: kept_from(jnp, x, **keeping(rule), repeat=loop))
+    in_torch = torch.from_numpy(rows)
+    assert (kept_from(torch, in_torch, **keeping(rule)).numpy() == least).mean() > 0.99
+    assert (np.asarray(compiled(rows)) == least).mean() > 0.99
+    # and they are sure of the same where both may be off
+    margin = replace(rule, margin=0.1)
+    here = rows >= thresholds(np, rows, margin).sure
+    theirs = (in_torch >= thresholds(torch, in_torch, margin).sure).numpy()
+    assert (theirs == here).mean() > 0.999
+    assert (np.asarray(rows >= thresholds(jnp, rows, margin).sure) == here).mean() > 0.999
+
+
+def test_equals_at_the_threshold_share_their_fate() -> None:
+    row = np.log(np.array([0.4, 0.2, 0.2, 0.2], np.float32))
+    assert (row >= kept_from(np, row, top_k=2)).tolist() == [True] * 4
+    assert (row >= kept_from(np, row, top_p=0.5)).tolist() == [True] * 4
+    assert (row >= kept_from(np, row, top_p=0.3)).tolist() == [True, False, False, False]
+
+
+@pytest.mark.slow
+@settings(max_examples=100, derandomize=True)
+@given(
+    row=SMALL_ROWS,
+    top_p=st.floats(0.05, 0.99),
+    top_k=st.sampled_from([-1, 1, 5, 20]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_what_a_sampler_keeps_is_allowed_and_what_is_sure_it_keeps(
+    row: np.ndarray, top_p: float, top_k: int, seed: int
+) -> None:
+    """Whatever each logit is off by, up to half the margin."""
+    off = np.random.default_rng(seed).uniform(-0.05, 0.05, row.shape)
+    # Exact equals at the kth place would be kept beyond k by one side alone: no rounding does that.
+    if len(np.unique(row)) < len(row):
+        row = row + np.arange(len(row), dtype=np.float32) * 1e-5
+    sampler = (row + off).astype(np.float32)
+    theirs = sampler >= kept_from(np, sampler, **keeping(Truncation(top_p, top_k)))
+    ours = thresholds(np, row, Truncation(top_p, top_k, 0.1))
+    slack = 1e-4  # float32 sums
+    assert (row[theirs] >= ours.allowed - slack).all()
+    assert theirs[row >= ours.sure + slack].all()
+    assert ours.allowed <= ours.kept
+
+
+def test_gaps_and_log_probs_are_of_the_tokens_that_may_be_kept() -> None:
+    # of two all but equal either may be the only one
+    row, noise = np.log(np.array([[0.48, 0.47, 0.05], np.exp([9, 0, 0])], np.float32))
+    for rule in (Truncation(top_k=1, margin=0.1), Truncation(top_p=0.4, margin=0.1)):
+        gaps = [judged(np, row, noise, np.arange(3) == token, rule)[1] for token in range(3)]
+        assert gaps[0] == gaps[1] == 0.0 and gaps[2] > 1.0
+    # one outside, which would win were it kept, is as far below as its distance and the margin
+    row, noise = np.array([4.0, 3.0, -5.0], np.float32), np.array([0.0, 0.0, 50.0], np.float32)
+    logprob, gap = judged(np, row, noise, np.arange(3) == 2, Truncation(top_k=2, margin=0.1))
+    assert gap == pytest.approx(0.1 + (3.0 - 0.1) + 5.0) and np.isfinite(logprob)
+    # and a log-prob is of those kept alone
+    logprob, gap = judged(np, row, 0 * noise, np.arange(3) == 1, Truncation(top_k=2))
+    assert logprob == pytest.approx(-np.log(1 + np.e), abs=1e-6) and gap == 1.0
+
+
+@pytest.mark.slow
+# --- submissions of pools that cut --------------------------------------------------------------
+def test_more_than_one_edge_is_not_explained(tmp_path: Path) -> None:
+    # given outputs of up to 40 tokens, with log-probs that are off by the bound all along
+    sampling = {"temperature": 0.8, "top_p": 0.7, "seeded": True}
+    bench = Bench(tmp_path, dtype="bfloat16", sampling=sampling)
+    bench.worker.model = MODEL.in_bfloat16()
+    rollouts = bench.honest()
+    assert bench.verdict(rollouts).accepted
+    tampered = [replace(row, logprobs=row.logprobs + math.log(0.7)) for row in rollouts]
+    assert bench.verdict(tampered).reason.startswith("logprobs_submission: ")
+    # or of one of them alone
+    longest = max(range(len(rollouts)), key=lambda number: len(rollouts[number].output_tokens))
+    rollouts[longest] = tampered[longest]
+    assert not bench.verdict(rollouts).accepted

@@ -14,12 +14,12 @@ from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, sign_document
 from runspec.core.spec.resolved import MAX_PROFILE_BYTES
 from tests.verify.bench import MODEL, Bench
-from tests.verify.profiles import DAY_S, ROOT, document, made_profile, tampered, with_profile
+from tests.verify.profiles import DAY_S, ROOT, document, made_profile, with_profile
 from tests.verify.small_model import Worker, small_spec
 from verify.coordinator.machine.gap_history import excess_of
 from verify.pool_limits import gap_noise_by_pool, limits_by_pool, require_model, require_profiles
-from verify.profile import Profile, open_profile
-from verify.thresholds import BFLOAT16, DRIFT, FLOAT32, ChunkLimits, GapNoise, Limits
+from verify.profile import KIND, Profile, open_profile
+from verify.thresholds import BFLOAT16, DRIFT, FLOAT32, ChunkLimits, GapNoise
 
 PROFILE = made_profile()
 TABLE = PROFILE.limits.model_dump()
@@ -45,12 +45,9 @@ def test_a_profile_opens_as_it_was_signed_and_holds_for_a_time() -> None:
 @pytest.mark.parametrize(
     "payload",
     [
-        {"version": 2},
         {"formula": "other/1"},
-        {"rate": 0.0},
         {"more": 1},
         {"limits": {**TABLE, "gap": -1.0}},
-        {"limits": {**TABLE, "gap": "0.1"}},
         {"limits": {**TABLE, "mismatch_share": 1.5}},
         {"limits": {**TABLE, "gap_mean": 1.0}},
         {"limits": {k: v for k, v in TABLE.items() if k != "gap"}},
@@ -58,13 +55,11 @@ def test_a_profile_opens_as_it_was_signed_and_holds_for_a_time() -> None:
         {"limits": {**TABLE, "short": [{"below": n + 1, **SHORT} for n in range(9)]}},
         {"limits": {**TABLE, "short": [{"below": 128, **SHORT, "mismatch_share": 0.5}]}},
         {"sampler": {"engine": "vllm", "precision": "int3", "hardware": "cpu"}},
-        {"looser": ["x"] * 65},
-        {"numbers": []},
     ],
 )
 def test_other_forms_are_refused_though_the_root_signed_them(payload: dict[str, Any]) -> None:
     with pytest.raises(BadSignature):
-        opened(tampered(PROFILE, **payload))
+        opened(sign_document(KIND, {**PROFILE.model_dump(mode="json"), **payload}, ROOT))
 
 
 @pytest.mark.parametrize(
@@ -72,11 +67,9 @@ def test_other_forms_are_refused_though_the_root_signed_them(payload: dict[str, 
     [
         document(PROFILE, SigningKey.generate()).encode(),
         document(PROFILE).replace("0.005", "0.006").encode(),
-        sign_document("roles", PROFILE.model_dump(mode="json"), ROOT),
         b" " * (MAX_PROFILE_BYTES + 1),
-        b"",
     ],
-    ids=["other key", "tampered", "other kind", "oversized", "empty"],
+    ids=["other key", "tampered", "oversized"],
 )
 def test_what_the_root_did_not_sign_is_refused(data: bytes) -> None:
     with pytest.raises(BadSignature):
@@ -116,10 +109,6 @@ def bench_of(tmp_path: Path, profile: Profile, shift: float = 0.0, **pool: objec
     return bench
 
 
-def in_bfloat16(limits: Limits) -> Profile:
-    return made_profile(limits, sampler={"precision": "bfloat16"})
-
-
 def test_a_validator_judges_by_the_profile(tmp_path: Path) -> None:
     # given what `calibrate` derived of this pair (test_calibration.py), and weights off by 1 %
     measured = replace(BFLOAT16, logprob_submission=0.0145, logprob_rollout=0.0558)
@@ -127,7 +116,8 @@ def test_a_validator_judges_by_the_profile(tmp_path: Path) -> None:
         [(BFLOAT16, 0.01, ""), (measured, 0.0, ""), (measured, 0.01, "logprobs_submission")]
     ):
         folder = tmp_path / str(number)
-        bench = bench_of(folder, in_bfloat16(limits), shift, dtype="bfloat16")
+        profile = made_profile(limits, sampler={"precision": "bfloat16"})
+        bench = bench_of(folder, profile, shift, dtype="bfloat16")
         assert bench.verdict(bench.honest()).reason.partition(":")[0] == reason
 
 
@@ -145,25 +135,21 @@ def test_verdicts_on_a_calibrated_pool_say_what_gaps_come_to(tmp_path: Path) -> 
     assert excess > -DRIFT * NOISE.mean * sum(row.length for row in other)
 
 
-DRAWN = {"temperature": 0.8, "top_p": 1.0, "top_k": -1}
-
-
 @pytest.mark.parametrize(
-    ("sampler", "pool", "covers"),
+    ("sampler", "sampling", "covers"),
     [
         ({}, {}, True),
         ({"hardware": "h100-80g"}, {}, False),
-        ({}, {"sampling": {**DRAWN, "temperature": 0.2}}, False),
-        ({}, {"sampling": {**DRAWN, "top_p": 0.9}}, False),
-        ({}, {"sampling": {**DRAWN, "top_k": 20}}, False),
+        *(({}, other, False) for other in ({"temperature": 0.2}, {"top_p": 0.9}, {"top_k": 20})),
     ],
 )
 def test_a_profile_of_another_pool_leaves_the_published_limits(
-    sampler: dict[str, str], pool: dict[str, object], covers: bool
+    sampler: dict[str, str], sampling: dict[str, object], covers: bool
 ) -> None:
     measured = replace(FLOAT32, gap_mean=1e-6)
-    spec = with_profile(small_spec(**pool), document(made_profile(measured, sampler=sampler)))
-    assert limits_by_pool(spec) == {"home": measured if covers else FLOAT32}
+    spec = small_spec(sampling={"temperature": 0.8, "top_p": 1.0, "top_k": -1, **sampling})
+    found = limits_by_pool(with_profile(spec, document(made_profile(measured, sampler=sampler))))
+    assert found == {"home": measured if covers else FLOAT32}
 
 
 def test_of_gaps_a_seeded_pools_profile_says_nothing_to_one_that_draws_freely(
@@ -177,6 +163,5 @@ def test_of_gaps_a_seeded_pools_profile_says_nothing_to_one_that_draws_freely(
     # then its log-probs and proofs are judged by the profile, and no gap is
     assert limits_by_pool(bench.spec) == {"home": replace(BFLOAT16, logprob_submission=0.0145)}
     # and the coordinator takes its verdicts, which cannot say what gaps come to
-    verdict = bench.verdict(bench.honest())
-    assert verdict.accepted, verdict.reason
-    assert excess_of(verdict.rows, gap_noise_by_pool(bench.spec).get("home")) is None
+    assert gap_noise_by_pool(bench.spec).get("home") is None
+    assert bench.verdict(bench.honest()).accepted

@@ -21,7 +21,7 @@ from verify.thresholds import BFLOAT16
 from verify.toploc.codec import PROOF_BYTES, MalformedProof, build_proofs, parse_proof
 from verify.toploc.field import PRIME, canonical, evaluate, interpolate
 from verify.toploc.selection import MAGNITUDE, TOP_K
-from verify.toploc.statistics import ChunkStatistics, verify_proofs, verify_proofs_batch
+from verify.toploc.statistics import verify_proofs, verify_proofs_batch
 
 # --- the package's bytes ------------------------------------------------------------------------
 
@@ -106,20 +106,6 @@ def test_proofs_are_the_published_packages_bytes(vector: dict[str, Any]) -> None
     assert found.mantissa_error_median == vector["mantissa_error_median"]
 
 
-@pytest.mark.parametrize("hidden", [64, 1024, 4096])
-def test_each_verifies_what_the_other_built(hidden: int) -> None:
-    package = pytest.importorskip("toploc", reason="the published package is not installed")
-    torch = pytest.importorskip("torch")
-    bits = bf16_bits(hidden_states(32, hidden))
-    tensor = torch.from_numpy(bits).view(torch.bfloat16)
-    theirs = package.build_proofs_bytes(list(tensor[:, None]), 32, 128, True)
-    of_theirs = verify_proofs(bits, theirs)[0]
-    of_ours = package.verify_proofs_bytes(tensor, build_proofs(bits), 32, 128, True)[0]
-    # Up to 4 positions differ between frameworks, which break ties at the kth in their own way.
-    assert of_theirs.exponent_mismatches <= 4 and of_theirs.mantissa_error_median == 0
-    assert of_ours.exp_mismatches <= 4 and of_ours.mant_err_median == 0
-
-
 # --- polynomials --------------------------------------------------------------------------------
 
 
@@ -140,12 +126,16 @@ def test_interpolation_goes_through_its_points(seed: int, count: int) -> None:
 # --- what honest rollouts show ------------------------------------------------------------------
 
 
+def words(*values: int) -> bytes:
+    return np.array(values, ">u2").tobytes()
+
+
 def hidden_states(rows: int, hidden: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=(rows, hidden)).astype(np.float32)
 
 
-@pytest.mark.parametrize("rows, chunks", [(1, 1), (31, 1), (32, 1), (33, 2), (70, 3)])
-@pytest.mark.parametrize("hidden", [1, 3, 64, 300])
+@pytest.mark.parametrize("rows, chunks", [(1, 1), (32, 1), (33, 2)])
+@pytest.mark.parametrize("hidden", [1, 3, 300])
 def test_a_proof_of_the_same_activations_has_no_error(rows: int, chunks: int, hidden: int) -> None:
     bits = bf16_bits(hidden_states(rows, hidden))
     proofs = build_proofs(bits)
@@ -172,24 +162,20 @@ def test_activations_that_are_not_finite_are_not_proved() -> None:
         build_proofs(bits)
 
 
-def published_limits_hold(s: ChunkStatistics) -> bool:
-    """arXiv 2501.16007: 38 of 128 positions, mantissa errors of 10 in the mean, 8 in the median."""
-    shares = (BFLOAT16.mismatch_share, BFLOAT16.mantissa_mean, BFLOAT16.mantissa_median)
-    assert shares == (38 / 128, 10.0, 8.0)
-    few = s.exponent_mismatches <= 38 / 128 * s.k
-    return few and s.mantissa_error_mean <= 10 and s.mantissa_error_median <= 8
-
-
 @pytest.mark.parametrize("hidden", [64, 1024])
 def test_bf16_noise_is_told_from_other_activations(hidden: int) -> None:
     true = hidden_states(96, hidden)
     noisy = true + np.float32(0.01) * hidden_states(96, hidden, seed=1)
     proofs = build_proofs(bf16_bits(noisy))
-    for honest in verify_proofs(bf16_bits(true), proofs):
-        assert published_limits_hold(honest)
-        assert honest.error_median < 0.5 * honest.constant_error
-    others = verify_proofs(bf16_bits(hidden_states(96, hidden, seed=9)), proofs)
-    assert not any(map(published_limits_hold, others))
+    # arXiv 2501.16007: 38 of 128 positions, mantissa errors of 10 in the mean, 8 in the median
+    limits = (BFLOAT16.mismatch_share, BFLOAT16.mantissa_mean, BFLOAT16.mantissa_median)
+    assert limits == (38 / 128, 10.0, 8.0)
+    for seed, passes in ((0, True), (9, False)):
+        for found in verify_proofs(bf16_bits(hidden_states(96, hidden, seed)), proofs):
+            errors = (found.mantissa_error_mean, found.mantissa_error_median)
+            shares = (found.exponent_mismatches / found.k, *errors)
+            assert all(a <= b for a, b in zip(shares, limits, strict=True)) == passes
+            assert not passes or found.error_median < 0.5 * found.constant_error
 
 
 @pytest.mark.parametrize("hidden", [64, 1024, 5120])
@@ -223,46 +209,30 @@ def test_one_token_repeated_without_end_is_honest() -> None:
 # --- hostile bytes ------------------------------------------------------------------------------
 
 
-def words(*values: int) -> bytes:
-    return np.array(values, ">u2").tobytes()
+SHORT, WHOLE, TWO = (bf16_bits(hidden_states(rows, 64)) for rows in (1, 32, 64))
 
 
 @pytest.mark.parametrize(
-    ("data", "reason"),
+    ("bits", "proofs", "reason"),
     [
-        (b"", "0 bytes"),
-        (words(0, *[0] * 128), "modulus 0"),
-        (words(PRIME, *[0] * 128)[:-1], "257 bytes"),
-        (words(PRIME, *[0] * 129), "260 bytes"),
-        (words(127, *[0] * 128), "modulus 127"),
-        (words(PRIME + 1, *[0] * 128), "modulus 65498"),
-        (words(PRIME, *[0] * 127, PRIME), "coefficient 65497"),
+        (WHOLE, [b""], "0 bytes"),
+        (WHOLE, [words(0, *[0] * 128)], "modulus 0"),
+        (WHOLE, [words(PRIME, *[0] * 128)[:-1]], "257 bytes"),
+        (WHOLE, [words(PRIME, *[0] * 129)], "260 bytes"),
+        (WHOLE, [words(127, *[0] * 128)], "modulus 127"),
+        (WHOLE, [words(PRIME + 1, *[0] * 128)], "modulus 65498"),
+        (WHOLE, [words(PRIME, *[0] * 127, PRIME)], "coefficient 65497"),
+        (SHORT, [words(PRIME, *[1] * 128)], "beyond the 64"),
+        (TWO, build_proofs(TWO)[:1], "1 proofs for 2 chunks"),
+        (TWO, build_proofs(TWO) + build_proofs(WHOLE), "3 proofs for 2 chunks"),
     ],
 )
-def test_malformed_proofs_are_refused_with_the_reason(data: bytes, reason: str) -> None:
-    with pytest.raises(MalformedProof, match=reason):
-        parse_proof(data)
-    with pytest.raises(MalformedProof, match=reason):
-        verify_proofs(bf16_bits(hidden_states(32, 64)), [data])
-
-
-def test_a_short_chunk_has_no_coefficients_to_spare() -> None:
-    with pytest.raises(MalformedProof, match="beyond the 64"):
-        verify_proofs(bf16_bits(hidden_states(1, 64)), [words(PRIME, *[1] * 128)])
-
-
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_too_few_or_too_many_proofs_are_refused(count: int) -> None:
-    bits = bf16_bits(hidden_states(64, 8))
-    with pytest.raises(MalformedProof, match=f"{count} proofs for 2 chunks"):
-        verify_proofs(bits, (build_proofs(bits) * 2)[:count])
-
-
-def test_one_malformed_rollout_does_not_cost_the_others_their_result() -> None:
-    bits = bf16_bits(hidden_states(8, 64))
+def test_malformed_proofs_are_refused_with_the_reason_and_cost_no_others_their_result(
+    bits: np.ndarray, proofs: list[bytes], reason: str
+) -> None:
     good = build_proofs(bits)
-    first, bad, last = verify_proofs_batch([bits] * 3, [good, [b"junk"], good])
-    assert isinstance(bad, MalformedProof)
+    first, bad, last = verify_proofs_batch([bits] * 3, [good, proofs, good])
+    assert isinstance(bad, MalformedProof) and reason in str(bad)
     assert first == last == verify_proofs(bits, good)
 
 

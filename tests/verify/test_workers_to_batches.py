@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import shlex
-import signal
-import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,25 +16,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runspec.core.errors import describe_error, one_line
 from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
-from runspec.core.keys import SigningKey
 from runspec.core.process import EXIT_FINAL, RunStopped
 from runspec.core.roles import sign_roles
 from runspec.core.run_files import evaluation_files, submission_files
-from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import Evaluation, RunSpec
 from runspec.core.spec.source_files import source_files
-from sampler.__main__ import main as sampler
 from sampler.tasks.grading.graders import Graders
 from tests.runspec.cli.in_process import runspec
-from tests.runspec.local.fake_run import small_spec as laptop_spec
 from tests.sampler.tasks.grading.plugin import TERM, answers, install_term, reward
 from tests.verify.bench import MODEL, packed
 from tests.verify.coordinator.deployment import Site, tiny_spec
-from tests.verify.coordinator.filled import started
-from tests.verify.coordinator.over_http import check, granted, sample, status
+from tests.verify.coordinator.over_http import granted
 from tests.verify.profiles import document, made_profile, with_profile
 from tests.verify.small_model import NumpyEngine, ParityTask, Worker, fixed_key, small_spec
 from tests.waiting import eventually
@@ -47,29 +36,18 @@ from verify import validator
 from verify.__main__ import main as verify
 from verify.audit.replay import audit
 from verify.client import RunFinished, SubmissionRefused
-from verify.coordinator.machine.filling import decide_close
-from verify.coordinator.machine.stalls import RUN_DIR, Stalled
 from verify.formats.evaluation import Evaluated, Figure, sign_evaluation
 from verify.formats.lease import open_lease
 from verify.formats.submission import decode_rollouts
-from verify.formats.verdict import decode_verdicts
 from verify.plugins import GradeItem, GraderFault
 from verify.problem_files import problem_files
 from verify.validator import Validator
 
-HONEST, DISHONEST, EVALUATOR = fixed_key(5), fixed_key(6), fixed_key(7)
+HONEST, EVALUATOR = fixed_key(5), fixed_key(7)
 DEADLINE_S = 600.0
 STEPS = 3
 SPEC = small_spec().model_copy(update={"steps": STEPS})
 LOG = logging.getLogger("validator")
-
-
-@contextmanager
-def at_work(site: Site) -> Iterator[None]:
-    """The coordinator of a run whose newest version is 0."""
-    site.publish(0)
-    with site.origin(), site.serving():
-        yield
 
 
 def work(site: Site, worker: Worker) -> int:
@@ -83,11 +61,9 @@ def work(site: Site, worker: Worker) -> int:
                 continue
             lease = open_lease(signed, coordinators=frozenset({site.coordinator.public_hex}))
             rollouts = worker.rollouts(signed, lease)
-            try:
+            with suppress(SubmissionRefused):  # the step was filled meanwhile
                 client.submit(*packed(rollouts, signed, lease, worker.key))
-            except SubmissionRefused:
-                continue
-            answered += 1
+                answered += 1
     except RunFinished:
         return answered
 
@@ -114,33 +90,6 @@ def validate(site: Site, directory: Path, spec: RunSpec = SPEC) -> int:
 # --- batches ------------------------------------------------------------------------------------
 
 
-def test_honest_rollouts_reach_the_batches_and_no_others(tmp_path: Path) -> None:
-    # given a run with an honest worker and one that serves perturbed weights
-    site = Site(tmp_path, SPEC)
-    workers = [
-        Worker(HONEST, MODEL, SPEC, ParityTask()),
-        Worker(DISHONEST, MODEL.perturbed(0.05), SPEC, ParityTask()),
-    ]
-    # when it runs to its last step
-    with at_work(site), ThreadPoolExecutor(3) as pool:
-        checked = pool.submit(validate, site, tmp_path / "weights")
-        answers = [pool.submit(work, site, worker) for worker in workers]
-        answered = [answer.result() for answer in answers]
-        assert checked.result() > 0
-    # then both took part, and every batch is whole, made of the honest worker's groups alone
-    assert all(answered)
-    manifests = [site.batch(step) for step in range(STEPS)]
-    for manifest in manifests:
-        assert manifest.complete and len(manifest.groups) == SPEC.algorithm.prompts_per_step
-        for group in manifest.groups:
-            files = submission_files(site.run_dir, group.step, group.submission)
-            rows = decode_rollouts(files.submission.read_bytes(), max_rows=64, max_bytes=1 << 20)
-            verdicts = decode_verdicts(files.verdict.read_bytes())
-            assert {row.worker for row in rows} == {HONEST.public_hex}
-            assert all(v.logprob_diff is not None and v.logprob_diff < 1e-5 for v in verdicts)
-    assert sum(m.stats["rejected_submissions"] for m in manifests) > 0
-
-
 def trained(folder: Path, patch: pytest.MonkeyPatch, *, evaluated: bool) -> list[dict[str, Any]]:
     """The rollouts of all steps of a synchronous run, in the order in which they train."""
     drawn = iter(range(1000))
@@ -157,7 +106,8 @@ def trained(folder: Path, patch: pytest.MonkeyPatch, *, evaluated: bool) -> list
     roles = sign_roles(spec.name, named, site.root, valid_s=3600.0)
     write_atomic(site.run_dir / "keys" / "roles.json", roles)
     rows = []
-    with at_work(site), ThreadPoolExecutor(2) as pool:
+    site.publish(0)
+    with site.origin(), site.serving(), ThreadPoolExecutor(2) as pool:
         judging = pool.submit(validate, site, folder / "weights", spec)
         working = pool.submit(work, site, Worker(HONEST, MODEL, spec, ParityTask()))
         for step in range(STEPS):
@@ -252,55 +202,6 @@ def test_what_a_reward_raises_is_in_the_validators_log_in_the_stall_and_in_statu
     assert audit(site.run_dir, root_key=site.root.public_hex).findings == []
 
 
-def test_the_command_that_a_stall_names_reads_the_spec_of_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # given a step whose problems the model never solves, of a run that has its spec
-    run, spec = started(max_groups=2), laptop_spec()
-    record = run.lease("x")
-    assert record is not None
-    run.submit(record)
-    run.judge(record, ["filtered"] * 2, task_reward=0.0)
-    stalled = decide_close(run.state, run.now)
-    assert isinstance(stalled, Stalled)
-    write_atomic(tmp_path / "spec.json", dump_resolved(spec))
-    # when its command is given, with the name of a source
-    command = stalled.remedy.split("`")[1].replace(RUN_DIR, str(tmp_path))
-    words = shlex.split(command.replace("NAME", spec.data.sources[0].name))
-    assert words[:3] == ["python", "-m", "sampler"] and sampler(words[3:]) != 0
-    # then all that it lacks is the model, which this test does not make
-    lacks = f"{tmp_path}/initial/tokenizer_config.json: cannot read the tokenizer's"
-    assert lacks in capsys.readouterr().err
-
-
-def test_a_coordinator_that_starts_again_still_knows_the_fault(tmp_path: Path) -> None:
-    site = Site(tmp_path, tiny_spec())
-    site.publish(0)
-    told = {"groups": 1, "newest": "p7: KeyError: 'gold' at mine/grading.py:17"}
-    with site.origin():
-        with site.serving():
-            assert status(site)["dropped_by_grader"] == {"groups": 0, "newest": ""}
-            key, client = site.worker()
-            sample(site, key, client)
-            check(site, site.client(site.validator), dropped=(1,), fault=told["newest"])
-            assert status(site)["dropped_by_grader"] == told
-        with site.serving():
-            eventually(lambda: status(site)["dropped_by_grader"] == told, "the fault")
-
-
-def test_an_error_is_put_into_one_line_with_the_line_of_its_package() -> None:
-    try:
-        json.loads("{")
-    except ValueError as error:
-        assert describe_error(error, "tests").startswith("JSONDecodeError: Expecting property")
-        assert " at verify/test_workers_to_batches.py:" in describe_error(error, "tests")
-        assert " at json/decoder.py:" in describe_error(error)
-    assert describe_error(KeyError("a\n\x1b[2J" * 99)).isprintable()
-    assert len(describe_error(KeyError("a" * 10_000))) < 250
-    assert one_line(" a\n\tb\x1b[0m ", 100) == "a b?[0m"
-    assert one_line("a" * 100, 10) == "a" * 10
-
-
 # --- what a role needs --------------------------------------------------------------------------
 
 ROWS = b"rows" * 1000
@@ -312,41 +213,29 @@ def with_source(**changes: object) -> RunSpec:
     return spec.model_copy(update={"data": spec.data.model_copy(update={"sources": [source]})})
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    """A coordinator beside the file of its problems."""
-    (tmp_path / "rows.parquet").write_bytes(ROWS)
-    site = Site(tmp_path, with_source(uri=str(tmp_path / "rows.parquet")))
-    with site.origin(), site.serving():
-        yield site
-
-
-def test_equal_files_of_problems_are_used_where_they_are(site: Site, tmp_path: Path) -> None:
-    _, client = site.worker()
-    spec = with_source(uri=str(tmp_path / "rows.parquet"))
-    assert problem_files(client, spec, tmp_path / "own", LOG) is None
-    assert not (tmp_path / "own").exists()
-
-
-@pytest.mark.parametrize("here", [None, b"other rows"])
-def test_others_are_fetched_once_and_again_where_they_changed(
-    site: Site, tmp_path: Path, here: bytes | None
+def test_equal_files_of_problems_are_used_and_others_fetched_once_and_where_they_changed(
+    tmp_path: Path,
 ) -> None:
-    # given a machine that has no file at the spec's path, or another one
-    if here is not None:
-        (tmp_path / "there").write_bytes(here)
-    spec, (_, client) = with_source(uri=str(tmp_path / "there")), site.worker()
-    # when it asks for the problems' files, twice, then it has the coordinator's, and they stay
-    folder = problem_files(client, spec, tmp_path / "own", LOG)
-    (copy,) = source_files(spec.data.sources[0], folder).values()
-    first = copy.stat().st_ino, copy.stat().st_mtime_ns
-    assert problem_files(client, spec, tmp_path / "own", LOG) == folder == tmp_path / "own"
-    assert copy.read_bytes() == ROWS
-    assert (copy.stat().st_ino, copy.stat().st_mtime_ns) == first
-    # but where a copy changed
-    copy.write_bytes(b"damaged")
-    problem_files(client, spec, tmp_path / "own", LOG)
-    assert copy.read_bytes() == ROWS
+    # given a coordinator beside the file of its problems, and a machine with the same
+    here, own = tmp_path / "rows.parquet", tmp_path / "own"
+    here.write_bytes(ROWS)
+    spec = with_source(uri=str(here))
+    site = Site(tmp_path, spec)
+    with site.origin(), site.serving():
+        _, client = site.worker()
+        assert problem_files(client, spec, own, LOG) is None and not own.exists()
+        # given one that has no file at the spec's path, and then another one
+        spec = with_source(uri=str(tmp_path / "there"))
+        # when it asks for the problems' files, then it has the coordinator's, and they stay
+        (copy,) = source_files(spec.data.sources[0], problem_files(client, spec, own, LOG)).values()
+        first = copy.stat().st_ino, copy.stat().st_mtime_ns
+        (tmp_path / "there").write_bytes(b"other rows")
+        assert problem_files(client, spec, own, LOG) == own and copy.read_bytes() == ROWS
+        assert (copy.stat().st_ino, copy.stat().st_mtime_ns) == first
+        # but where a copy changed
+        copy.write_bytes(b"damaged")
+        problem_files(client, spec, own, LOG)
+        assert copy.read_bytes() == ROWS
 
 
 def test_a_generator_of_another_version_ends_the_role(
@@ -408,30 +297,3 @@ def test_a_coordinator_that_cannot_read_its_spec_ends_with_the_code_that_stops_t
         verify(["coordinator", str(site.run_dir), "--listen", "127.0.0.1:0", *words]) == EXIT_FINAL
     )
     assert "spec.json" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "after"),
-    [((), "waiting for the coordinator"), (("-X", "importtime"), "verify.examiner")],
-    ids=["it waits for a quarter of an hour", "it is still importing"],
-)
-def test_a_validator_that_finds_no_coordinator_ends_when_it_is_told_to(
-    tmp_path: Path, options: tuple[str, ...], after: str
-) -> None:
-    SigningKey.generate().save(tmp_path / "key")
-    with socket.socket() as nobody:  # bound and not listening: whoever connects is refused
-        nobody.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        words = ["--run", "tiny", "--coordinator", url, "--weights", url, "--public-key", "ab" * 32]
-        words += ["--key", str(tmp_path / "key"), "--dir", str(tmp_path / "validator")]
-        process = subprocess.Popen(
-            [sys.executable, *options, "-m", "verify", "validator", *words],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stderr is not None
-        assert any(after in line for line in process.stderr)
-        process.send_signal(signal.SIGTERM)
-        _, rest = process.communicate()
-    assert process.returncode == 0 and "Traceback" not in rest

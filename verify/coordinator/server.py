@@ -11,7 +11,7 @@ import base64
 import binascii
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from runspec.core.errors import NotNow, UserError
-from runspec.core.hashing import is_digest
+from runspec.core.hashing import digest_bytes, is_digest
 from runspec.core.roles import Roles
 from runspec.core.signed import BadSignature
 from verify.coordinator.edge.authentication import Authentication
@@ -37,6 +37,7 @@ from verify.coordinator.services.leasing import Leasing
 from verify.coordinator.services.operator import OperatorService
 from verify.coordinator.services.status import Status
 from verify.coordinator.services.view import View
+from verify.coordinator.services.workers import LISTS
 from verify.coordinator.view_server import ViewApi
 from verify.formats.evaluation import MAX_EVALUATION_BYTES
 from verify.formats.submission import open_submission
@@ -50,6 +51,8 @@ _MAX_HOLDING = 64
 _CHUNK_BYTES = 1 << 20
 _SMALL_BYTES = 64 * 1024
 """Larger answers count as downloads, and few downloads may be sent at once."""
+_LIST = f"{{name:{'|'.join(LISTS)}}}"
+_KEY = "{key:[0-9a-f]{64}}"
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -123,6 +126,9 @@ class Api:
                 web.get("/v1/site", self._public(self._get_site)),
                 web.get("/v1/data/{digest:[0-9a-f]{64}}", self._public(self._get_data)),
                 web.get("/v1/status", self._public(self._get_status)),
+                web.get(f"/v1/lists/{_LIST}", self._public(self._get_list)),
+                web.get(f"/v1/lists/{_LIST}/{_KEY}", self._public(self._get_list)),
+                web.get(f"/v1/workers/{_KEY}", self._public(self._get_worker)),
                 web.get("/metrics", self._public(self._metrics)),
                 web.get("/healthz", self._public(self._healthz)),
                 web.post("/v1/workers", self._register),
@@ -176,14 +182,30 @@ class Api:
     async def _get_status(self, request: web.Request) -> web.StreamResponse:
         return await self._send_json(request, self._status.document())
 
+    async def _get_list(self, request: web.Request) -> web.StreamResponse:
+        at = request.match_info
+        document = self._status.page(at["name"], at.get("key", ""))
+        tag = f'"{digest_bytes(document)}"'
+        if request.headers.get("If-None-Match") == tag:
+            return web.Response(status=304, headers={"ETag": tag})
+        return await self._send_json(request, document, {"ETag": tag})
+
+    async def _get_worker(self, request: web.Request) -> web.StreamResponse:
+        found = self._status.worker(request.match_info["key"])
+        if found is None:
+            raise Refusal(404, "no worker has this key")
+        return web.json_response(found)
+
     async def _get_evaluations(self, request: web.Request) -> web.StreamResponse:
         return await self._send_json(request, self._evaluations.document())
 
-    async def _send_json(self, request: web.Request, document: bytes) -> web.StreamResponse:
+    async def _send_json(
+        self, request: web.Request, document: bytes, headers: Mapping[str, str] | None = None
+    ) -> web.StreamResponse:
         if len(document) <= _SMALL_BYTES:
-            return web.Response(body=document, content_type="application/json")
+            return web.Response(body=document, content_type="application/json", headers=headers)
         with self._authentication.download(request):
-            return await send_json(request, document)
+            return await send_json(request, document, headers or {})
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         headers = {"Content-Type": CONTENT_TYPE_LATEST}

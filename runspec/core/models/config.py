@@ -115,7 +115,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         config = json.loads(read_bounded(path, MAX_BYTES))
         if not isinstance(config, dict):
             raise ValueError("not a JSON object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"cannot read the model's config: {error}",
             place=str(path),

@@ -34,7 +34,7 @@ from runspec.core.spec.yaml_nodes import (
 )
 
 _MISSING = ("missing-key", "no-seed")
-_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::\?([^}]*))?\}")
+VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::\?([^}]*))?\}")
 Location = tuple[str | int, ...]
 """Keys and indices from the root of a spec."""
 
@@ -224,10 +224,10 @@ class _Filler:
 
     def _scalar(self, node: ScalarNode, text: str, path: str) -> ScalarNode:
         before = len(self._findings)
-        if "${" in _VARIABLE.sub("", text):
+        if "${" in VARIABLE.sub("", text):
             message = "a variable is written ${NAME} or ${NAME:?message}"
             self._report(node, message, path)
-        filled = _VARIABLE.sub(lambda match: self._value(match, node, path), text)
+        filled = VARIABLE.sub(lambda match: self._value(match, node, path), text)
         try:
             value = resolve_scalar(filled) if node.plain else filled
         except ValueError as error:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import time
 from collections.abc import Callable, Sequence
 from importlib import resources
 from string import Template
 from typing import Any
 
+from runspec.local.dashboard.rollouts import MAX_TOKENS
 from runspec.local.dashboard.view import RunView
 
 MAX_EXPORT_BYTES = 20_000_000
@@ -27,6 +29,10 @@ SCRIPTS = (
     "main.js",
 )
 STYLES = ("uPlot.min.css", "style.css")
+MAX_DECODING_S = 10.0
+"""Seconds after which an export takes no more rollouts of a run."""
+_TOKEN_BYTES = 5
+"""Least number of bytes of a token in an export: a piece of text and a log-prob, with commas."""
 _ROOM = 2_000
 """Bytes left for the policy and the title."""
 
@@ -61,8 +67,9 @@ def _run(view: RunView) -> dict[str, Any]:
 
 
 def _add_rollouts(view: RunView, run: dict[str, Any], room: int) -> None:
-    """Add rollouts to a run's data while there is room: whole groups, the rejected ones first, then
-    the newest and the oldest steps in turn."""
+    """Add rollouts to a run's data while there is room and time: whole groups, the rejected ones
+    first, then the newest and the oldest steps in turn. A group that does not fit is left out."""
+    deadline = time.monotonic() + MAX_DECODING_S
     changes = view.rollouts.changes(-1)
     groups: dict[str, list[list[Any]]] = {}
     at = {name: i for i, name in enumerate(changes["fields"])}
@@ -70,10 +77,15 @@ def _add_rollouts(view: RunView, run: dict[str, Any], room: int) -> None:
         groups.setdefault(row[at["group"]], []).append(row)
     rows, details = [], {}
     for members in _by_interest(list(groups.values()), lambda row: row[at["outcome"]]):
-        found = {row[at["id"]]: view.rollouts.detail(row[at["id"]]) for row in members}
-        room -= len(_json(members).encode()) + len(_json(found).encode())
-        if room < 0:
+        if room < sum(_TOKEN_BYTES * min(row[at["length"]], MAX_TOKENS) for row in members):
+            continue
+        if time.monotonic() > deadline:
             break
+        found = {row[at["id"]]: view.rollouts.detail(row[at["id"]]) for row in members}
+        size = len(_json(members).encode()) + len(_json(found).encode())
+        if size > room:
+            continue
+        room -= size
         rows += members
         details.update(found)
     left_out = len(changes["rows"]) - len(rows)

@@ -28,7 +28,7 @@ from verify.formats.verdict import MAX_BYTES as MAX_VERDICT_BYTES
 from verify.formats.viewing import MAX_PIECE_BYTES, MAX_ROW_BYTES
 
 DEADLINE_S = 10.0
-_MAX_STATUS_BYTES = 64 * 1024 * 1024
+_MAX_STATUS_BYTES = 4 * 1024 * 1024
 
 
 class CoordinatorSource:
@@ -127,6 +127,7 @@ class CoordinatorSource:
             "roles": [],
             "events": [],
             "workers": status["workers"],
+            "crowd": status["crowd"],
             "validators": status["validators"],
             "servers": [
                 {"name": role, "upstream": up, "url": url, "versions": [], "bytes_sent": None}

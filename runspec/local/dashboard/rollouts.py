@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from runspec.core.errors import UserError
 from runspec.local.dashboard.source import Source
@@ -38,6 +37,8 @@ MAX_TOKENS = 20_000
 """Output tokens of one rollout that are shown; the page says how many more there are."""
 _FILES_KEPT = 8
 """Submissions whose files stay in memory: a page asks for all rollouts of a group."""
+_PENDING = 8
+"""Tokens that may begin a character before they count as broken: more than the bytes of one."""
 _SEARCHED_TOKENS = 1000
 """Tokens at either end of a prompt and an output that a search looks through."""
 
@@ -305,13 +306,39 @@ class Rollouts:
         ends = tokens[:_SEARCHED_TOKENS], tokens[-_SEARCHED_TOKENS:]
         return "\n".join(map(self._decoded, ends))
 
-    def _decoded(self, tokens: np.ndarray) -> str:
-        return self._words.decode([int(token) for token in tokens], skip_special_tokens=False)
+    def _decoded(self, tokens: Iterable[int]) -> str:
+        """Return the text of tokens; a worker may have sent some that are outside the vocabulary,
+        which are shown as numbers."""
+        parts = []
+        for known, run in groupby(map(int, tokens), key=self._is_known):
+            alike = list(run)
+            parts.append(
+                self._words.decode(alike, skip_special_tokens=False)
+                if known
+                else "".join(f"<{token}>" for token in alike)
+            )
+        return "".join(parts)
+
+    def _is_known(self, token: int) -> bool:
+        return token >= 0 and self._words.id_to_token(token) is not None
 
     def _pieces(self, tokens: Sequence[int]) -> list[str]:
-        """Return each token's part of the text; the last token of a split character has it."""
-        stream = DecodeStream(skip_special_tokens=False)
-        return [stream.step(self._words, token) or "" for token in tokens]
+        """Return each token's part of the text; the last token of a split character has it.
+
+        A token's part is what the text of a few tokens before it grows by, for a tokenizer may
+        write the first token of a text differently. So the time is linear in the tokens.
+        """
+        pieces, context, begin = [], 0, 0
+        for end in range(1, len(tokens) + 1):
+            before = self._decoded(tokens[context:begin])
+            text = self._decoded(tokens[context:end])
+            waits = text.endswith("\ufffd") or len(text) <= len(before)
+            if waits and end < len(tokens) and end - begin < _PENDING:
+                pieces.append("")
+                continue
+            pieces.append(text[len(before) :])
+            context, begin = begin, end
+        return pieces
 
     @property
     def _words(self) -> Tokenizer:

@@ -28,7 +28,7 @@ from verify.coordinator.ledger.ledger import BadRow, decode_event
 from verify.coordinator.ledger.snapshot import damaged, open_snapshot
 from verify.coordinator.ledger.store import NoLedger
 from verify.coordinator.machine.events import Event
-from verify.coordinator.services.status import read_workers
+from verify.coordinator.services.workers import read_state, summary
 from verify.formats.evaluation import Evaluated
 from verify.formats.submission import largest_accepted_bytes
 from verify.formats.verdict import MAX_BYTES as MAX_VERDICT_BYTES
@@ -68,7 +68,8 @@ class Source(Protocol):
 
         Keys: `state`, `reason`, `waiting_for`, `wall_s`, `weights_bytes_sent`,
         `shares_bytes_sent`, `published`, `diagnosis` (lines), `conditions`, `roles`, `events`,
-        `workers`, `validators`, `servers` (of the broadcast tree).
+        `workers` (the first by credit), `crowd` (figures of all workers, or null), `validators`,
+        `servers` (of the broadcast tree).
         """
 
 
@@ -140,6 +141,7 @@ class FolderSource:
             ],
             "events": [[event.time, event.role, event.text] for event in reversed(seen.events)],
             "workers": status.get("workers", []),
+            "crowd": status.get("crowd"),
             "validators": status.get("validators", []),
             "servers": self._servers(seen),
         }
@@ -150,7 +152,7 @@ class FolderSource:
             endpoints = load_endpoints(self._run_dir)
             return coordinator_status(endpoints.coordinator) if endpoints else {}
         if self._workers[0] != seen.trained:
-            self._workers = seen.trained, read_workers(self._run_dir, self.spec)
+            self._workers = seen.trained, summary(read_state(self._run_dir, self.spec))
         return self._workers[1]
 
     def _servers(self, seen: Snapshot) -> list[dict[str, Any]]:

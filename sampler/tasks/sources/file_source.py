@@ -26,6 +26,7 @@ import pyarrow as pa
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.hashing import hash_parts
+from runspec.core.parquet import bounded_rows
 from runspec.core.spec.schema import Source
 from runspec.core.spec.source_files import file_digest, row_files, source_files
 from sampler.tasks.interfaces import Keep, Part
@@ -239,13 +240,20 @@ class Pieces(ABC):
     def row(self, number: int) -> Mapping[str, Any]:
         """See `Table`."""
         at = bisect_right(self._starts, number) - 1
-        return self.piece(at).slice(number - self._starts[at], 1).to_pylist()[0]
+        found = self.piece(at).slice(number - self._starts[at], 1)
+        name, first = self._in_file(number)
+        ((row,),) = bounded_rows(found, most=MAX_ROW_BYTES, place=name, first=first)
+        return row
 
     def place(self, number: int) -> str:
         """See `Table`."""
+        name, of_file = self._in_file(number)
+        return f"{name}, row {of_file + 1}"
+
+    def _in_file(self, number: int) -> tuple[str, int]:
+        """Return the file of a row, and the row's number in it from 0."""
         file = self._file_of[bisect_right(self._starts, number) - 1]
-        first = self._starts[self._file_of.index(file)]
-        return f"{self._names[file]}, row {number - first + 1}"
+        return self._names[file], number - self._starts[self._file_of.index(file)]
 
 
 def require_columns(columns: Sequence[str], there: Sequence[str], name: str) -> None:

@@ -13,13 +13,14 @@ from typing import Any
 import pyarrow as pa
 
 from runspec.core.errors import UserError
+from runspec.core.parquet import bounded_rows
 from sampler.tasks.sources.file_source import (
+    MAX_ROW_BYTES,
     FileSource,
     Pieces,
     Stamp,
     require_columns,
 )
-from sampler.tasks.sources.rows import BATCH_ROWS
 
 
 class ArrowRows(Pieces):
@@ -43,9 +44,9 @@ class ArrowRows(Pieces):
 
     def batches(self) -> Iterator[list[Mapping[str, Any]]]:
         """See `Table`."""
-        for batch in self._batches:
-            for at in range(0, batch.num_rows, BATCH_ROWS):
-                yield batch.slice(at, BATCH_ROWS).to_pylist()
+        for start, batch in zip(self._starts, self._batches, strict=False):
+            name, first = self._in_file(start)
+            yield from bounded_rows(batch, most=MAX_ROW_BYTES, place=name, first=first)
 
 
 def _read(name: str, path: Path, columns: list[str]) -> list[pa.RecordBatch]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from sampler.tasks.sources.file_source import MAX_ROW_BYTES, FileSource, Stamp
 from sampler.tasks.sources.rows import BATCH_ROWS
 
 _BLOCK_BYTES = 16 * 1024 * 1024
+_MAX_BLANK_BYTES = 32
+"""Largest line that is looked at for being blank; a longer one of white space is an error."""
 
 
 class JsonLines:
@@ -28,7 +30,8 @@ class JsonLines:
     def __init__(self, files: Mapping[str, Path], columns: list[str]) -> None:
         self._names = list(files)
         self._stamps = [Stamp(path) for path in files.values()]
-        self._ends = [_line_ends(path, name) for name, path in files.items()]
+        found = [_line_ends(path, name) for name, path in files.items()]
+        self._ends, self._lines = [ends for ends, _ in found], [lines for _, lines in found]
         self._starts = [0, *accumulate(len(ends) for ends in self._ends)]
 
     def __len__(self) -> int:
@@ -58,7 +61,7 @@ class JsonLines:
     def place(self, number: int) -> str:
         """See `Table`."""
         file, line = self._find(number)
-        return f"{self._names[file]}:{line + 1}"
+        return f"{self._names[file]}:{self._lines[file](line) + 1}"
 
     def _find(self, number: int) -> tuple[int, int]:
         file = bisect_right(self._starts, number) - 1
@@ -75,8 +78,11 @@ class JsonLines:
         raise UserError(reason, place=self.place(number), remedy="write one object a line")
 
 
-def _line_ends(path: Path, name: str) -> np.ndarray:
-    """Return i64 [lines]: the offset after each line; the last line may lack its line break."""
+def _line_ends(path: Path, name: str) -> tuple[np.ndarray, Callable[[int], int]]:
+    """Return i64 [rows], the offset after each row, and a function from row to line, both from 0.
+
+    The last line may lack its line break. A blank line is no row: it counts to the one after it.
+    """
     found, size = [np.zeros(0, dtype=np.int64)], 0
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK_BYTES):
@@ -85,7 +91,7 @@ def _line_ends(path: Path, name: str) -> np.ndarray:
             size += len(block)
     ends = np.concatenate(found)
     if size == 0:
-        return ends
+        return ends, int
     if not len(ends) or ends[-1] != size:
         ends = np.append(ends, size)
     longest = int(np.diff(ends, prepend=0).max())
@@ -96,7 +102,24 @@ def _line_ends(path: Path, name: str) -> np.ndarray:
             place=f"{name}:{line}",
             remedy="leave the row out",
         )
-    return ends.astype(np.int64)
+    ends = ends.astype(np.int64)
+    blank = _blank_lines(path, ends)
+    if not blank:
+        return ends, int
+    lines = np.delete(np.arange(len(ends)), blank)
+    return np.delete(ends, blank), lambda row: int(lines[row])
+
+
+def _blank_lines(path: Path, ends: np.ndarray) -> list[int]:
+    """Return the numbers, from 0, of lines without a character but white space."""
+    short = np.flatnonzero(np.diff(ends, prepend=0) <= _MAX_BLANK_BYTES)
+    found = []
+    with path.open("rb") as stream:
+        for line in short.tolist():
+            stream.seek(ends[line - 1] if line else 0)
+            if not stream.read(int(ends[line]) - stream.tell()).strip():
+                found.append(line)
+    return found
 
 
 class JsonlSource(FileSource):

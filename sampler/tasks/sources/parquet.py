@@ -13,16 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from runspec.core.errors import UserError
+from runspec.core.parquet import open_parquet, parquet_rows, require_small_groups
 from sampler.tasks.sources.file_source import (
+    MAX_ROW_BYTES,
     FileSource,
     Pieces,
     Stamp,
     require_columns,
 )
-from sampler.tasks.sources.rows import BATCH_ROWS
 
-MAX_GROUP_BYTES = 1024**3
-"""Most uncompressed bytes of a row group, of the columns that are read."""
 CACHED_BYTES = 512 * 1024**2
 """Most bytes of cached row groups; the one read last is always cached."""
 
@@ -47,25 +46,14 @@ class ParquetRows(Pieces):
         """See `Table`."""
         for file, name in enumerate(self._names):
             with self._open(file, name) as reader:
-                for group in range(reader.num_row_groups):  # limits memory to one
-                    for batch in reader.iter_batches(
-                        BATCH_ROWS,
-                        row_groups=[group],
-                        columns=self._columns,
-                        use_threads=False,
-                    ):
-                        yield batch.to_pylist()
+                yield from parquet_rows(reader, self._columns, most=MAX_ROW_BYTES, place=name)
 
     @contextmanager
     def _open(self, file: int, name: str) -> Iterator[pq.ParquetFile]:
-        """Open a file with a reader that uses only the caller's thread.
-
-        Its methods have to be called with `use_threads=False`. A thread of Arrow's might release
-        the Python file while Python ends, which aborts the process.
-        """
+        """Open a file; see `open_parquet`."""
         try:
             with self._stamps[file].open() as stream:
-                yield pq.ParquetFile(stream, pre_buffer=False)
+                yield open_parquet(stream, self._columns)
         except (pa.ArrowException, OSError) as error:
             raise UserError(
                 f"cannot be read as Parquet: {error}",
@@ -77,23 +65,9 @@ class ParquetRows(Pieces):
         """Return the number of rows of each row group of a file, after checking its columns."""
         with self._open(file, name) as reader:
             metadata, there = reader.metadata, reader.schema_arrow.names
-        require_columns(self._columns, there, name)
-        sizes = []
-        for number in range(metadata.num_row_groups):
-            group = metadata.row_group(number)
-            size = sum(
-                group.column(i).total_uncompressed_size
-                for i in range(group.num_columns)
-                if group.column(i).path_in_schema.partition(".")[0] in self._columns
-            )
-            if size > MAX_GROUP_BYTES:
-                raise UserError(
-                    f"row group {number} is {size} bytes, more than {MAX_GROUP_BYTES}",
-                    place=name,
-                    remedy="write the file with row groups of a thousand rows",
-                )
-            sizes.append(group.num_rows)
-        return sizes
+            require_columns(self._columns, there, name)
+            require_small_groups(reader, self._columns, name)
+        return [metadata.row_group(n).num_rows for n in range(metadata.num_row_groups)]
 
     def piece(self, number: int) -> pa.Table:
         """See `Pieces`."""

@@ -31,7 +31,7 @@ class Table(Protocol):
         """Return the row at 0 <= number < len(self)."""
 
     def batches(self) -> Iterator[list[Mapping[str, Any]]]:
-        """Yield all rows in order, up to `BATCH_ROWS` at a time."""
+        """Yield all rows in order, a few at a time."""
 
     def place(self, number: int) -> str:
         """Return file and row, for messages; rows count from 1."""

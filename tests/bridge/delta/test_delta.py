@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.delta import DamagedWeights, apply_deltas, delta_tensors, write_delta
-from bridge.delta.changes import changed_indices
 from bridge.delta.container import MAGIC, SUFFIX
 from bridge.delta.layout import Records
 from bridge.delta.segments import SEGMENT_ELEMENTS, UNCHANGED, MalformedSegment, encode, overwrite
@@ -24,16 +23,20 @@ from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME, TENSORS_NAME, read_he
 from bridge.versions import differences
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
-from tests.bridge.delta.hostile import full, packed, raw, sparse, u32, write_blocks
 from tests.bridge.delta.weights import (
     BF16,
     F32,
-    Tensors,
     bits,
+    full,
     normal,
     nudged,
+    packed,
+    raw,
     records,
+    sparse,
+    u32,
     weights_of,
+    write_blocks,
     write_weights,
 )
 
@@ -100,36 +103,30 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(data)
 
 
-Next = Callable[[np.random.Generator, Tensors], Tensors]
-WIDE = 2**18
+WIDE, LONG = 2**18, (SEGMENT_ELEMENTS // 1000 + 1, 1003)
 
 
-def share_of(share: float) -> Next:
-    return lambda rng, old: nudged(rng, old, share)
+def same(rng: np.random.Generator) -> np.ndarray:
+    return np.zeros(WIDE, np.uint16)
 
 
-def everywhere(make: Callable[[np.random.Generator], np.ndarray]) -> Next:
-    return lambda rng, old: {**old, "a": make(rng).view(old["a"].dtype).reshape(old["a"].shape)}
+def random(rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(0, 2**16, WIDE, np.uint16)
+
+
+def weights(rng: np.random.Generator) -> np.ndarray:
+    return bits(normal(rng, (WIDE,), BF16))
 
 
 @pytest.mark.parametrize(
     ("dtype", "shape", "change", "bytes_at_most"),
     [
         # any share of changes, of a tensor longer than a segment
-        *(
-            (dtype, (SEGMENT_ELEMENTS // 1000 + 1, 1003), share_of(share), None)
-            for dtype in (BF16, F32)
-            for share in (0.0, 0.001, 0.01, 0.3, 1.0)
-        ),
+        *((BF16, LONG, share, None) for share in (0.0, 0.001, 0.3)),
+        *((F32, LONG, share, None) for share in (0.01, 1.0)),
         # what changed everywhere costs no more than its bytes, compressed where they can be
-        (BF16, (WIDE,), everywhere(lambda rng: np.zeros(WIDE, np.uint16)), 200),
-        (
-            BF16,
-            (WIDE,),
-            everywhere(lambda rng: rng.integers(0, 2**16, WIDE, np.uint16)),
-            2 * WIDE + 64,
-        ),
-        (BF16, (WIDE,), everywhere(lambda rng: bits(normal(rng, (WIDE,), BF16))), 1.4 * WIDE),
+        *((BF16, (WIDE,), same, 200), (BF16, (WIDE,), random, 2 * WIDE + 64)),
+        (BF16, (WIDE,), weights, 1.4 * WIDE),
     ],
 )
 def test_the_delta_between_two_versions_makes_the_newer_of_the_older(
@@ -137,7 +134,7 @@ def test_the_delta_between_two_versions_makes_the_newer_of_the_older(
 ):
     # given two versions
     old = {"a": normal(rng, shape, dtype), "b": normal(rng, (5,), dtype)}
-    new = change(rng, old)
+    new = {**old, "a": change(rng).view(dtype)} if callable(change) else nudged(rng, old, change)
     before, after = write_weights(tmp_path / "old", old), write_weights(tmp_path / "new", new)
     # when the delta between them is written and applied to a copy of the older
     summary = write_delta(before, after, tmp_path / "delta")
@@ -147,11 +144,8 @@ def test_the_delta_between_two_versions_makes_the_newer_of_the_older(
     assert weights_of(target) == weights_of(after)
     counts = {name: int((bits(old[name]) != bits(new[name])).sum()) for name in old}
     assert {tensor.name: tensor.changed for tensor in summary.tensors} == counts
-    assert summary.elements == sum(tensor.size for tensor in old.values())
-    assert summary.changed == sum(counts.values())
     [file] = (tmp_path / "delta").iterdir()
     assert (file.name, file.stat().st_size) == ("model.safetensors.delta", summary.delta_bytes)
-    assert sum(tensor.nbytes for tensor in summary.tensors) < summary.delta_bytes
     assert summary.weights_bytes == sum(tensor.nbytes for tensor in old.values())
     assert bytes_at_most is None or summary.tensors[0].nbytes <= bytes_at_most
 
@@ -219,23 +213,6 @@ def test_no_tensor_is_read_whole(tmp_path, rng):
     assert line.startswith("a: blake3 ")
 
 
-@settings(derandomize=True)
-@given(
-    dtype=TYPES,
-    elements=st.integers(0, 3000),
-    share=st.sampled_from([0, 0.001, 0.02, 0.04, 0.1, 0.5, 1]),
-    seed=st.integers(0, 2**32),
-    skew=st.integers(0, 3),
-)
-def test_changes_are_those_that_numpy_sees(dtype, elements, share, seed, skew):
-    # given arrays that begin anywhere within a word
-    rng = np.random.default_rng(seed)
-    old = rng.integers(0, 2**16, elements + skew).astype(dtype)[skew:]
-    new = old.copy()
-    new[rng.random(elements) < share] ^= dtype(1 << rng.integers(0, 8 * new.itemsize))
-    assert np.array_equal(changed_indices(old, new), np.flatnonzero(old != new))
-
-
 GAPS = st.integers(0, 5) | st.sampled_from([253, 254, 255, 256, 509, 510, 511, 2000])
 
 
@@ -266,13 +243,14 @@ A, B = ((4, 4), BF16), ((3,), BF16)
 @pytest.mark.parametrize(
     ("other", "files", "message"),
     [
-        pytest.param({"a": ((4, 4), F32), "b": B}, 1, "anchor", id="type"),
-        pytest.param({"a": ((2, 8), BF16), "b": B}, 1, "anchor", id="shape"),
-        pytest.param({"a": A, "c": B}, 1, "anchor", id="name"),
-        pytest.param({"b": B, "a": A}, 1, "anchor", id="order"),
-        pytest.param({"a": A}, 1, "anchor", id="missing"),
-        pytest.param({"a": A, "b": B}, 2, "its weights lie in model-00001", id="files"),
+        *(
+            (other, 1, "anchor")
+            for other in ({"a": ((4, 4), F32), "b": B}, {"a": ((2, 8), BF16), "b": B})
+        ),
+        *((other, 1, "anchor") for other in ({"a": A, "c": B}, {"b": B, "a": A}, {"a": A})),
+        ({"a": A, "b": B}, 2, "its weights lie in model-00001"),
     ],
+    ids=["type", "shape", "name", "order", "missing", "files"],
 )
 def test_no_delta_between_layouts(tmp_path, rng, other, files, message):
     first, second = (
@@ -285,11 +263,6 @@ def test_no_delta_between_layouts(tmp_path, rng, other, files, message):
         write_delta(before, after, tmp_path / "delta")
     assert files == 2 or "no delta from" in str(error.value)
     assert not (tmp_path / "delta").exists()
-
-
-def test_a_delta_is_never_written_over(versions, deltas):
-    with pytest.raises(UserError, match="delta-0: exists already"):
-        write_delta(versions[1], versions[2], deltas[0])
 
 
 def test_no_delta_of_damaged_weights(tmp_path, versions):
@@ -305,13 +278,13 @@ def test_no_delta_of_damaged_weights(tmp_path, versions):
     (versions[1] / SECOND).write_bytes((versions[2] / SECOND).read_bytes() + b"\0")
     with pytest.raises(UserError, match=rf"{SECOND}: .*one after the other"):
         write_delta(versions[0], versions[1], tmp_path / "delta")
-
-
-@pytest.mark.parametrize("text", ["[]", "{}", '{"tensors": 1}', '{"tensors": {"a": {}}}', "\xff"])
-def test_a_list_of_other_tensors(tmp_path, versions, text):
-    (versions[1] / TENSORS_NAME).write_text(text, encoding="latin-1")
+    # and a list of other tensors is none, and no delta is written over
+    (versions[2] / TENSORS_NAME).write_text('{"tensors": {"a": {}}}')
     with pytest.raises(UserError, match=rf"{TENSORS_NAME}: not the tensors' records"):
-        write_delta(versions[0], versions[1], tmp_path / "delta")
+        write_delta(versions[0], versions[2], tmp_path / "delta")
+    (tmp_path / "delta").mkdir()
+    with pytest.raises(UserError, match="delta: exists already"):
+        write_delta(versions[0], versions[3], tmp_path / "delta")
 
 
 def refused(base: Path, chosen: list[Path], wanted: Records, message: str) -> None:
@@ -391,13 +364,6 @@ def test_a_damaged_base(versions, deltas, name):
         apply_deltas(versions[0], deltas[:1], records(versions[1]))
 
 
-def test_a_file_that_cannot_be_written(versions, deltas):
-    (versions[0] / SECOND).unlink()
-    (versions[0] / SECOND).symlink_to("/proc/version")
-    with pytest.raises(UserError, match=SECOND):
-        apply_deltas(versions[0], deltas[:1], records(versions[1]))
-
-
 N = 600
 """Elements of the tensor that the hostile blocks are for, of two bytes."""
 SAME = bytes([UNCHANGED])
@@ -419,41 +385,30 @@ BLOCKS = {
     "unknown kind": b"\x03",
     "bytes after it": SAME + SAME,
     "no counts": b"\x01",
-    "cut off in the counts": sparse(1, 1, 0)[:-1],
     "no changes": sparse(0, 0, 0, raw(b""), raw(b""), raw(b"")),
     "more changes than elements": sparse(N + 1, N + 1, 0, *[raw(bytes(N + 1))] * 3),
     "a billion changes": sparse(2**32 - 1, 2**32 - 1, 0, *[raw(b"x")] * 3),
     "fewer gaps than changes": sparse(2, 1, 0, raw(b"\0"), raw(b"xx"), raw(b"xx")),
-    "more gaps than could be": sparse(1, 4, 0, raw(b"\xff\xff\xff\0"), raw(b"x"), raw(b"x")),
     "a gap that ends nowhere": sparse(1, 2, 0, raw(b"\0\xff"), raw(b"x"), raw(b"x")),
-    "gaps of more changes": sparse(1, 2, 0, raw(b"\0\0"), raw(b"x"), raw(b"x")),
     "gaps of fewer changes": sparse(2, 2, 0, raw(b"\xff\0"), raw(b"xx"), raw(b"xx")),
     "the element after the last": sparse(
         1, 3, 0, raw(bytes([255, 255, N - 510])), raw(b"x"), raw(b"x")
     ),
     "elements beyond by a sum": sparse(3, 3, 0, raw(b"\xfe" * 3), raw(b"xxx"), raw(b"xxx")),
     "a shift that is none": sparse(1, 1, 9, raw(b"\0"), raw(b"\0"), raw(b"x"), raw(b"x")),
-    "an element beyond by the shift": sparse(
-        1, 1, 8, raw(b"\x03"), raw(b"\0"), raw(b"x"), raw(b"x")
-    ),
+    "beyond by the shift": sparse(1, 1, 8, raw(b"\x03"), raw(b"\0"), raw(b"x"), raw(b"x")),
     "low bits that are high": sparse(1, 1, 1, raw(b"\0"), raw(b"\x02"), raw(b"x"), raw(b"x")),
-    "no values": sparse(1, 1, 0, raw(b"\0"), raw(b"x")),
     "a stream that is cut off": sparse(1, 1, 0, raw(b"\0"), raw(b"x"), u32(1)),
     "a stream that is too long": sparse(1, 1, 0, raw(b"\0"), raw(b"xx"), raw(b"x")),
     "a stream longer than the file": sparse(1, 1, 0, u32(2**32 - 1)),
-    "no stream": sparse(2, 2, 0, raw(b""), raw(b"xx"), raw(b"xx")),
     "no frame": full(raw(b"x" * 20), ZEROS),
     "a frame of fewer bytes": full(packed(bytes(N - 1)), ZEROS),
-    "a frame of more bytes": full(packed(bytes(N + 1)), ZEROS),
     "a frame that fills the memory": full(packed(bytes(2**26)), ZEROS),
     "a frame without its size": full(packed(bytes(N), write_content_size=False), ZEROS),
-    "a frame that is cut off": full(raw(packed(bytes(N))[4:-1]), ZEROS),
     "a frame and a byte": full(raw(packed(bytes(N))[4:] + b"x"), ZEROS),
-    "two frames": full(raw(packed(bytes(N))[4:] * 2), ZEROS),
     "a damaged frame": full(raw(packed(bytes(N), write_checksum=True)[4:-1] + b"\xff"), ZEROS),
     "a frame to be skipped": full(raw(b"\x50\x2a\x4d\x18" + u32(N - 100) + bytes(N - 100)), ZEROS),
     "one plane": full(ZEROS),
-    "a plane too many": full(ZEROS, ZEROS, ZEROS),
 }
 
 
@@ -471,25 +426,6 @@ def test_a_malformed_block(tmp_path, pair, block):
     before, now = ((folder / SINGLE_NAME).read_bytes() for folder in (base, target))
     end = info.offset + info.nbytes
     assert (now[: info.offset], now[end:]) == (before[: info.offset], before[end:])
-
-
-def test_a_full_segment_may_lie_anyhow(tmp_path, pair):
-    """The cases above fail for what is wrong with them: the same made well is right."""
-    base, _, after = pair
-    data = np.arange(N, dtype=np.uint16)
-    info = read_header(after / SINGLE_NAME)["b"]
-    whole = bytearray((after / SINGLE_NAME).read_bytes())
-    whole[info.offset : info.offset + info.nbytes] = data.tobytes()
-    (after / SINGLE_NAME).write_bytes(whole)
-    high, low = ((data >> shift).astype(np.uint8).tobytes() for shift in (8, 0))
-    for number, block in enumerate(
-        [full(raw(high), raw(low)), full(packed(high), raw(low)), full(packed(high), packed(low))]
-    ):
-        blocks = {"a": SAME, "b": block, "c": SAME}
-        delta = write_blocks(tmp_path / f"delta-{number}", base, after, blocks)
-        target = Path(shutil.copytree(base, tmp_path / f"target-{number}"))
-        apply_deltas(target, [delta], records(after))
-        assert (target / SINGLE_NAME).read_bytes() == whole
 
 
 Fields = dict[str, Any]
@@ -510,15 +446,10 @@ def renamed(fields: Fields) -> Fields:
 
 HEADERS: dict[str, Callable[[Fields], object]] = {
     "no object": lambda fields: [],
-    "no fields": lambda fields: {},
     "a field too many": lambda fields: {**fields, "more": 1},
-    "no digest": lambda fields: {**fields, "base": "0"},
     "no tensors": lambda fields: {**fields, "tensors": None},
     "no record": tensors(a=1),
-    "a record of less": tensors(a={}),
     "less than nothing": sized(-1),
-    "a huge size": sized(2**48),
-    "a size that is no number": sized(True),
     "a size beyond the file": sized(10**6),
     "a size within the file": sized(0),
     "another tensor": renamed,

@@ -159,6 +159,20 @@ def test_what_a_pod_mounts_is_made_and_holds_its_bundle(plain, case):
                 assert volume["persistentVolumeClaim"]["claimName"] in claims
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_a_pod_has_no_token_of_the_cluster_and_few_capabilities(plain, case):
+    sandboxes = {"CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID"}
+    for pod in pods(plain[case]).values():
+        assert pod["automountServiceAccountToken"] is False
+        tpu = "cloud.google.com/gke-tpu-accelerator" in pod.get("nodeSelector", {})
+        for container in pod["containers"]:
+            security = container["securityContext"]
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["capabilities"]["drop"] == ["ALL"]
+            locks_memory = {"SYS_RESOURCE"} if tpu else set()  # the TPU's driver
+            assert {*security["capabilities"]["add"]} == sandboxes | locks_memory
+
+
 def test_rendering_again_keeps_the_keys(plain, render):
     assert of_kind(render("laptop"), "Secret") == of_kind(plain["laptop"], "Secret")
 

@@ -121,19 +121,19 @@ def test_who_has_no_invite_asks_for_no_trusted_pool():
 def test_a_volunteer_reads_version_speed_and_credit():
     worker = {"key": "me", "state": {"version": 3}, "open_leases": 2, "tokens_per_s": 1234.4}
     worker |= {"accepted_rollouts": 48, "accepted_tokens": 56789, "rejected_submissions": 1}
-    status = {"workers": [worker], "steps": 300, "steps_closed": 7}
-    assert progress_line(status, "me") == (
+    status = {"steps": 300, "steps_closed": 7}
+    assert progress_line(status, worker) == (
         "step 7 of 300, version 3, 2 leases open, 1,234 tokens/s, 48 rollouts accepted, "
         "1 submissions rejected, credit 56,789 tokens"
     )
-    assert progress_line(status, "somebody else") == ""
+    assert progress_line(status, {}) == ""
     doubted = {**worker, "standing": "quarantined", "reason": "format: no rows\x1b"}
-    line = progress_line({**status, "workers": [doubted]}, "me")
+    line = progress_line(status, doubted)
     assert line.endswith("credit 56,789 tokens, quarantined: format: no rows?")
 
 
 @pytest.mark.parametrize(
-    "answer", [{"workers": [{"key": "me", "state": []}]}, {"workers": 3}, {}, NoAnswer("too late")]
+    "answer", [{"key": "me", "state": []}, {"state": {}}, NoAnswer("too late")]
 )
 def test_a_volunteer_is_not_stopped_by_what_a_coordinator_answers(answer, monkeypatch, capsys):
     # given a coordinator that does not answer, or with no status
@@ -142,7 +142,7 @@ def test_a_volunteer_is_not_stopped_by_what_a_coordinator_answers(answer, monkey
             raise answer
         return answer
 
-    monkeypatch.setattr("runspec.cli.join._status", status)
+    monkeypatch.setattr("runspec.cli.join._answer", status)
     # when it is asked for our progress, then that is said, and the command goes on
     Progress(LINK, "me").look()
     assert "the coordinator does not answer" in capsys.readouterr().out
@@ -233,7 +233,7 @@ def test_workers_are_listed_by_credit_and_reasons_cannot_move_the_cursor():
     worker |= {"accepted_submissions": 1, "rejected_submissions": 1, "withheld_leases": 0}
     worker |= {"alive": True, "reason": "format: \x1b[2J"}
     few, many = ({**worker, "key": k * 64, "accepted_tokens": n} for k, n in (("a", 5), ("b", 7)))
-    found = worker_rows({"workers": [few, many], "banned": {}})
+    found = worker_rows([few, many], [])
     assert [row["credits"] for row in found] == [7, 5]
     out = io.StringIO()
     Console(width=200, file=out).print(worker_table(found))

@@ -25,7 +25,6 @@ from runspec.local.processes import PreparedRun, RoleSpec
 from runspec.local.run_dir import run_directory
 from runspec.local.state import RunState
 from runspec.local.supervisor import Watcher
-from runspec.plan.saved import Seen
 from tests.runspec.supervised import supervised_spec
 from verify.formats.evaluation import Evaluated, Figure, sign_evaluation
 
@@ -60,10 +59,8 @@ def store(run_dir: Path, *results: Evaluated) -> None:
         write_atomic(path, sign_evaluation(result, key))
 
 
-def prepared(
-    spec: RunSpec, runs_dir: Path, *, seen: Seen | None = None
-) -> AbstractContextManager[PreparedRun]:
-    return prepare_run(make_plan(spec, run_directory(spec, runs_dir), seen))
+def prepared(spec: RunSpec, runs_dir: Path) -> AbstractContextManager[PreparedRun]:
+    return prepare_run(make_plan(spec, run_directory(spec, runs_dir)))
 
 
 def role(behaviour: str, run_dir: Path, *arguments: str, name: str | None = None) -> RoleSpec:

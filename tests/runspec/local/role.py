@@ -16,7 +16,7 @@ from typing import Any
 
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
-from runspec.core.process import RunStopped, not_retried, run_role, stop_event
+from runspec.core.process import not_retried, run_role, stop_event
 
 STEP_S = 0.05
 
@@ -79,10 +79,6 @@ def dying(run_dir: Path, log: logging.Logger) -> None:
     for number in range(40):
         log.info("line %d", number)
     raise UserError("the cable is cut", place="socket 7", remedy="mend it")
-
-
-def stalled(run_dir: Path, log: logging.Logger) -> None:
-    raise RunStopped("step 3 stalled", remedy="look at the workers")
 
 
 @not_retried()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -205,9 +204,9 @@ TestAnyRun = AnyRun.TestCase
 TestAnyRun.settings = settings(derandomize=True, max_examples=250, stateful_step_count=30)
 
 
-def play(fleet: Fleet, *timed: Any) -> tuple[Fleet, list[str]]:
+def play(*timed: Any, after: Fleet | None = None) -> tuple[Fleet, list[str]]:
     """The fleet after (time, what happens, arguments)s, and what it does upon the last one."""
-    fleet, actions = deepcopy(fleet), []
+    fleet, actions = deepcopy(after or RUNNING), []
     for now, what, *arguments in timed:
         if what in ("stepped", "sampled", "trained", "published"):
             fleet.reached(Reached(**{what: True}))
@@ -218,86 +217,72 @@ def play(fleet: Fleet, *timed: Any) -> tuple[Fleet, list[str]]:
     return fleet, [f"{action.do} {action.role}" for action in actions]
 
 
-def started(rules: Rules = RULES, *names: str) -> Fleet:
-    return play(Fleet({name: RoleState() for name in names or ROLES}, rules), (0.0, "tick"))[0]
-
-
-def running() -> Fleet:
-    return play(started(), *((0.0, "ready", name) for name in ROLES))[0]
-
-
-RENEW = 1.0, "changed", Changed(restarts=2, budget_ends_at=None, renew=("origin", "worker"))
-RENEWED = (RENEW, (1.0, "tick"))
+RUNNING = Fleet({name: RoleState() for name in ROLES}, RULES)
+RUNNING, _ = play((0.0, "tick"), *((0.0, "ready", name) for name in ROLES))
 TRAINED = ((5.0, "sampled"), (5.0, "trained"), (5.0, "published"), (5.0, "exited", "learner", 0))
 SENT = tuple((5.0, "exited", name, 0) for name in ("worker", "monitor", "evaluator"))
 
 
 def test_a_trained_run_waits_for_its_evaluator() -> None:
-    fleet, actions = play(running(), *TRAINED, *SENT[:2], (64.9, "tick"))
+    fleet, actions = play(*TRAINED, *SENT[:2], (64.9, "tick"))
     assert fleet.phase is Phase.DRAINING and actions == []
     # until that has ended, also where it died meanwhile
-    over, actions = play(fleet, (64.9, "exited", "evaluator", 0), (64.9, "tick"))
+    over, actions = play((64.9, "exited", "evaluator", 0), (64.9, "tick"), after=fleet)
     assert over.outcome == Outcome("finished") and actions == ["stop island"]
-    dead, actions = play(fleet, (10.0, "exited", "evaluator", -9), (20.0, "tick"))
+    dead, actions = play((10.0, "exited", "evaluator", -9), (20.0, "tick"), after=fleet)
     assert actions == ["start evaluator"] and dead.outcome is None
-    over, _ = play(dead, (21.0, "exited", "evaluator", EXIT_FINAL), (21.0, "tick"))
+    over, _ = play((21.0, "exited", "evaluator", EXIT_FINAL), (21.0, "tick"), after=dead)
     assert over.outcome == Outcome("finished")
     # or its time is up
-    over, actions = play(fleet, (65.0, "tick"))
+    over, actions = play((65.0, "tick"), after=fleet)
     assert over.outcome == Outcome("finished") and "stop evaluator" in actions
 
 
 def test_a_monitor_that_keeps_dying_is_tried_ever_more_seldom_and_ends_no_run() -> None:
-    fleet, now, pauses = started(), 0.0, []
-    for _ in range(20):
-        now += 1.0
-        died = (now, "ready", "monitor"), (now, "stepped"), (now, "exited", "monitor", 1)
-        fleet, _ = play(fleet, *died)
+    fleet, now, pauses = RUNNING, 0.0, []
+    for _ in range(12):
+        fleet, _ = play((now, "stepped"), (now, "exited", "monitor", 1), after=fleet)
         pauses.append(fleet.roles["monitor"].retry_at - now)
         # then only its first death is reported
         assert fleet.keeps_dying("monitor") == (len(pauses) > 1)
-        now = fleet.roles["monitor"].retry_at
-        early, late = play(fleet, (now - 0.1, "tick"))[1], play(fleet, (now, "tick"))[1]
-        assert ("start monitor" in early, "start monitor" in late) == (False, True)
-        fleet, _ = play(fleet, (now, "tick"))
-        fleet.rules = replace(fleet.rules, budget_ends_at=None)
+        now += pauses[-1]
+        fleet, actions = play((now, "tick"), after=fleet)
+        assert actions == ["start monitor"] and fleet.outcome is None
     assert pauses[:4] == [0.5, 1.0, 2.0, 4.0] and pauses[-1] == ONLOOKER_PAUSE_S == 600.0
-    assert fleet.outcome is None
+
+
+def test_readers_of_a_changed_spec_end_one_after_the_other_and_who_does_not_is_killed() -> None:
+    changed = (1.0, "changed", Changed(2, None, ("origin", "worker"))), (1.0, "tick")
+    back = *changed, (2.0, "exited", "origin", 0), (2.0, "tick")
+    for events, actions in (
+        (changed, ["stop origin"]),
+        ((*changed, (20.9, "tick")), []),
+        ((*changed, (21.0, "tick")), ["kill origin"]),
+        ((*changed, (21.0, "tick"), (22.0, "tick")), []),
+        (back, ["start origin"]),
+        ((*back, (9.0, "tick")), []),
+        ((*back, (9.0, "ready", "origin"), (9.0, "tick")), ["stop worker"]),
+    ):
+        fleet, found = play(*events)
+        assert (found, fleet.outcome) == (actions, None)
 
 
 STOP = [f"stop {name}" for name in ROLES if name != "origin"]
-KILL = [f"kill {name}" for name in ROLES]
-BACK = (2.0, "exited", "origin", 0), (2.0, "tick")
 
 
 @pytest.mark.parametrize(
     ("events", "actions", "outcome"),
     [
-        # a killed role starts again after half a second, but not once the run ends
-        ([(10.0, "exited", "origin", -9), (10.4, "tick")], [], None),
-        ([(10.0, "exited", "origin", -9), (10.5, "tick")], ["start origin"], None),
-        ([(9.0, "exited", "evaluator", 1), (9.1, "interrupted")], STOP[1:], "interrupted"),
         # a stop is a kill after its deadline, or on a second Ctrl-C, but not on a second pause
         ([(1.0, "interrupted"), (20.9, "tick")], [], "interrupted"),
-        ([(1.0, "interrupted"), (21.0, "tick")], KILL, "interrupted"),
-        ([(1.0, "interrupted"), (21.0, "tick"), (22.0, "tick")], [], "interrupted"),
-        ([(0.0, "paused"), (0.1, "interrupted")], KILL, "paused"),
+        ([(1.0, "interrupted"), (21.0, "tick")], [f"kill {name}" for name in ROLES], "interrupted"),
+        ([(0.0, "paused"), (0.1, "interrupted")], [f"kill {name}" for name in ROLES], "paused"),
         ([(0.0, "paused"), (0.1, "paused")], [], "paused"),
         # the budget, and a change of it
         ([(4999.9, "tick")], [], None),
         ([(5000.0, "tick")], STOP, "over_budget"),
         ([(9.0, "changed", Changed(0, 50.0)), (50.0, "tick")], STOP, "over_budget"),
         ([(9.0, "changed", Changed(0, None)), (9999.0, "tick")], [], None),
-        # readers of a changed spec end one after the other; who does not end is killed once
-        ([*RENEWED], ["stop origin"], None),
-        ([*RENEWED, (20.9, "tick")], [], None),
-        ([*RENEWED, (21.0, "tick")], ["kill origin"], None),
-        ([*RENEWED, (21.0, "tick"), (22.0, "tick")], [], None),
-        ([*RENEWED, *BACK], ["start origin"], None),
-        ([*RENEWED, *BACK, (9.0, "tick")], [], None),
-        ([*RENEWED, *BACK, (9.0, "ready", "origin"), (9.0, "tick")], ["stop worker"], None),
-        # one that was down starts with what is new, after its pause
-        ([(1.0, "exited", "origin", 1), RENEW, (1.2, "tick")], [], None),
         # a trained run waits for its last version, and its workers, only so long
         ([TRAINED[1], TRAINED[3], (104.9, "tick")], [], None),
         ([TRAINED[1], TRAINED[3], (105.0, "tick")], [*STOP[:2], *STOP[3:]], "unpublished"),
@@ -308,5 +293,5 @@ BACK = (2.0, "exited", "origin", 0), (2.0, "tick")
 def test_what_is_done_at_its_time(
     events: list[Any], actions: list[str], outcome: str | None
 ) -> None:
-    fleet, found = play(running(), *events)
+    fleet, found = play(*events)
     assert (found, fleet.outcome) == (actions, Outcome(outcome) if outcome else None)

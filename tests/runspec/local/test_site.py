@@ -6,18 +6,15 @@ import json
 import stat
 from dataclasses import replace
 from pathlib import Path, PurePath
+from typing import Any
 
 import pytest
 
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.roles import Roles, open_roles, read_own_workers, sign_roles
-from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.role_names import relay_names
 from runspec.core.spec.schema import RunSpec
-from runspec.lint.check import check_spec
-from runspec.lint.rules.placement import RESERVED
 from runspec.local.bundle import (
     MAX_BYTES,
     Bundle,
@@ -29,12 +26,11 @@ from runspec.local.bundle import (
 from runspec.local.endpoints import fixed_endpoints
 from runspec.local.identity import YEAR_S, Identity, make_identity
 from runspec.local.run_dir import write_spec
-from runspec.local.site import BASE_PORT, Disk, Group, Restart, groups_of, site_spec
-from tests.runspec.local.fake_run import ROOT, island_run, small_spec
+from runspec.local.site import BASE_PORT, Disk, groups_of, site_spec
+from tests.runspec.local.fake_run import island_run, small_spec
 from tests.runspec.supervised import supervised_spec
 
 ROOT_KEY = "ab" * 32
-LARGE = ("learner.hosts=2", "verify.validators=2", "samplers.volunteers.replicas=2")
 THREE_ISLANDS = ({"name": "a"}, {"name": "b", "hosts": 2}, {"name": "c"})
 
 
@@ -102,9 +98,8 @@ def test_every_island_has_a_key_that_the_root_names(tmp_path: Path) -> None:
     # and a pinned root that names island a alone lets b start elsewhere only
     root = SigningKey.load(identity.key("root"))
     held = {role: [public(identity, role)] for role in ("publisher", "coordinator")}
-    signed = sign_roles(
-        "reads", held | {"validator": []}, root, valid_s=1e6, islands={"a": islands["a"]}
-    )
+    held["validator"] = []
+    signed = sign_roles("reads", held, root, valid_s=1e6, islands={"a": islands["a"]})
     identity.roles_file.write_bytes(signed)
     pinned = supervised_spec(identity={"root_public_key": root.public_hex}).identity
     spec = island_run().model_copy(update={"identity": pinned})
@@ -114,57 +109,16 @@ def test_every_island_has_a_key_that_the_root_names(tmp_path: Path) -> None:
     make_identity(tmp_path, spec.model_copy(update={"placement": away}))
 
 
-def groups(spec: RunSpec) -> dict[str, Group]:
-    return {group.name: group for group in groups_of(spec)}
-
-
-def spread(hosts: int) -> RunSpec:
-    """The full run, whose learner has so many hosts."""
-    spec = check_spec(SpecFiles(ROOT / "specs" / "target_long.yaml"), environ={}).require()
-    learner = spec.learner.model_copy(update={"hosts": hosts})
-    return spec.model_copy(update={"learner": learner})
-
-
-def test_the_trunk_keeps_the_run_and_all_others_wait_for_it() -> None:
-    found = groups(small_spec())
+def test_the_trunk_keeps_the_run_and_all_others_wait_for_it(tmp_path: Path) -> None:
+    found = {group.name: group for group in groups_of(small_spec())}
     assert list(found) == ["trunk", "relay-local", "validators", "evaluator", "volunteers"]
     for name, group in found.items():
         assert (group.disk is Disk.RUN) == (name == "trunk")
         assert group.waits_for == (() if name == "trunk" else ("trunk",))
-        assert (group.devices, group.hardware) == (0, None)
     # and a command is what a person types
     command = found["validators"].command("validator-0", PurePath("bundles"), PurePath("/data"))
     words = "runspec role validator-0 --bundle bundles/validator-0.json --dir /data"
     assert " ".join(command) == words
-    assert "--dir" not in found["validators"].command("validator-0", PurePath("bundles"), None)
-
-
-def test_the_learners_share_their_devices_and_are_restarted_together() -> None:
-    found = groups(spread(16))
-    assert found["learners"].members == tuple(f"learner-{i}" for i in range(1, 16))
-    assert found["learners"].disk is Disk.CHECKPOINTS
-    together, alone = Restart.TOGETHER, Restart.ALONE
-    for name, restart in (("trunk", together), ("learners", together), ("volunteers", alone)):
-        assert (found[name].devices, found[name].restart) == (4, restart)
-    one = groups(spread(1))
-    assert "learners" not in one
-    assert (one["trunk"].devices, one["trunk"].restart) == (64, alone)
-    # and no pool can be called like a group
-    spec = spread(16)
-    pools = {pool.name for pool in spec.samplers}
-    assert found.keys() - pools - set(relay_names(spec)) <= set(RESERVED)
-
-
-def test_a_site_starts_an_island_by_two_commands_from_one_bundle(tmp_path: Path) -> None:
-    found = groups(island_run())
-    assert list(found) == ["trunk", "island-b"]
-    island = found["island-b"]
-    assert (island.members, island.beside) == (("island-b",), ("shares-b",))
-    assert (island.disk, island.restart) == (Disk.OWN, Restart.ALONE)
-    for process in (*island.members, *island.beside):
-        assert island.command(process, PurePath("bundles"), PurePath("/data")) == (
-            *("runspec", "role", process, "--bundle", "bundles/island-b.json", "--dir", "/data"),
-        )
     # and islands find the resolved spec in their folders
     spec = island_run(*THREE_ISLANDS)
     write_spec(spec, tmp_path, {"learner", "island-b-1"})
@@ -181,26 +135,19 @@ def test_a_sites_spec_pins_the_root_and_every_address() -> None:
         "relay-local": f"http://10.0.0.7:{BASE_PORT + 2}",
     }
     # and URLs of the spec's own stay
-    url = "placement.url=https://run.example.org/"
-    named = small_spec("small", 5, "placement.base_port=9000", "placement.host=::1", url)
-    relay = named.broadcast.relays[0].model_copy(update={"url": "https://r.example.org/"})
-    broadcast = named.broadcast.model_copy(update={"relays": [relay]})
-    several = named.learner.model_copy(update={"hosts": 2})
-    named = named.model_copy(update={"broadcast": broadcast, "learner": several})
+    own = ("placement.url=https://run.example.org/", "learner.hosts=2")
+    named = small_spec("small", 5, "placement.base_port=9000", "placement.host=::1", *own)
     assert fixed_endpoints(site_spec(named, ROOT_KEY)).all() == {
         "coordinator": "https://run.example.org",
         "origin": "http://[::1]:9001",
-        "relay-local": "https://r.example.org",
+        "relay-local": "http://[::1]:9002",
         "learner": "http://[::1]:9003",
     }
     # and islands have addresses; the processes of one meet on the machine of the first
     far = {"name": "b", "hosts": 2, "url": "http://10.0.0.7:9000"}
-    spec = site_spec(island_run({"name": "a"}, far, {"name": "c"}, host="10.0.0.1"), ROOT_KEY)
-    assert fixed_endpoints(spec).shares == {
-        "a": f"http://10.0.0.1:{BASE_PORT + 3}",
-        "b": "http://10.0.0.7:9000",
-        "c": f"http://10.0.0.1:{BASE_PORT + 5}",
-    }
+    spec = site_spec(island_run({"name": "a"}, far, host="10.0.0.1"), ROOT_KEY)
+    shares = {"a": f"http://10.0.0.1:{BASE_PORT + 3}", "b": "http://10.0.0.7:9000"}
+    assert fixed_endpoints(spec).shares == shares
     assert fixed_endpoints(spec).islands == {"island-b-0": f"http://10.0.0.7:{BASE_PORT + 2}"}
 
 
@@ -212,7 +159,8 @@ def bundles_of(folder: Path, spec: RunSpec) -> tuple[Identity, dict[str, Bundle]
 
 def test_a_bundle_holds_the_private_keys_of_its_own_processes_alone(tmp_path: Path) -> None:
     # given a site with more than one of everything
-    identity, bundles = bundles_of(tmp_path, small_spec("small", 5, *LARGE))
+    two = ("learner.hosts=2", "verify.validators=2", "samplers.volunteers.replicas=2")
+    identity, bundles = bundles_of(tmp_path, small_spec("small", 5, *two))
     # then each bundle has the keys of its processes, and relays and learner hosts have none
     keyed = ("evaluator", "validator-0", "validator-1", "volunteers-0", "volunteers-1")
     assert {name: set(bundle.keys) for name, bundle in bundles.items()} == {
@@ -235,24 +183,18 @@ def test_a_bundle_holds_the_private_keys_of_its_own_processes_alone(tmp_path: Pa
         assert bundle.roles == (trunk if name == "trunk" else (name,))
         # and its file brings all of it back
         assert decode_bundle(bundle.encode(), place="here") == bundle
-        assert bundle.root_public_key == identity.root_public_key
-        assert bundle.spec.placement.base_port is not None
-
-
-def test_a_bundle_has_an_island_and_its_server_and_one_key(tmp_path: Path) -> None:
+    # and so has each island's, which lays out the folder that the island takes for a run directory
     _, bundles = bundles_of(tmp_path / "site", island_run(*THREE_ISLANDS))
-    trunk = ("trunk", "origin", "coordinator", "publisher", "learner", "shares-a")
     assert {name: (bundle.roles, set(bundle.keys)) for name, bundle in bundles.items()} == {
-        "trunk": (trunk, {"coordinator", "publisher", "island-a"}),
+        "trunk": ((*trunk, "shares-a"), {"coordinator", "publisher", "island-a"}),
         "island-b-0": (("island-b-0", "shares-b"), {"island-b"}),
         "island-b-1": (("island-b-1",), set()),
         "island-c": (("island-c", "shares-c"), {"island-c"}),
     }
-    # and lays out the folder that the island takes for a run directory
-    own = tmp_path / "own"
-    install(decode_bundle(bundles["island-c"].encode(), place="test"), own)
-    assert load_resolved(own / "work" / "island-c") == load_resolved(own)
-    assert (own / "keys" / "island-c.key").exists()
+    folder = tmp_path / "own"
+    install(decode_bundle(bundles["island-c"].encode(), place="test"), folder)
+    assert load_resolved(folder / "work" / "island-c") == load_resolved(folder)
+    assert (folder / "keys" / "island-c.key").exists()
 
 
 def test_a_folder_gets_what_the_bundle_has_for_its_owner_alone(tmp_path: Path) -> None:
@@ -281,28 +223,27 @@ def test_what_is_no_bundle_is_named_with_its_place_and_remedy(tmp_path: Path) ->
     identity, bundles = bundles_of(tmp_path, small_spec())
     bundle, root = bundles["validator-0"], SigningKey.load(identity.key("root"))
     whole = json.loads(bundle.encode())
-    changes = {
-        "another format": {"format": 2},
-        "a bad spec": {"spec": {"name": "small"}},
-        "no root": {"spec": {**whole["spec"], "identity": {"root_public_key": None}}},
-        "no key": {"keys": {"validator-0": "abc"}},
-        "keys as a list": {"keys": []},
-        "a key's path": {"keys": {"../key": "ab" * 32}},
-        "a strange role": {"roles": ["validator-7"]},
-    }
-    damaged = {what: json.dumps({**whole, **change}) for what, change in changes.items()}
-    damaged |= {"cut short": json.dumps(whole)[:-20], "no JSON object": "[]", "bytes": "\udcff"}
-    damaged |= {"too large": " " * (MAX_BYTES + 1), "no spec": json.dumps({"format": 1})}
+    unpinned = {**whole["spec"], "identity": {"root_public_key": None}}
+    changes: list[dict[str, Any]] = [
+        {"format": 2},
+        {"spec": {"name": "small"}},
+        {"spec": unpinned},
+        {"keys": {"validator-0": "abc"}},
+        {"keys": []},
+        {"keys": {"../key": "ab" * 32}},
+        {"roles": ["validator-7"]},
+    ]
+    damaged = [json.dumps({**whole, **change}) for change in changes]
+    damaged += [json.dumps(whole)[:-20], "[]", "\udcff", " " * (MAX_BYTES + 1)]
     path = tmp_path / "bundle.json"
-    for what, text in damaged.items():
+    for text in damaged:
         path.write_bytes(text.encode(errors="surrogateescape"))
         with pytest.raises(UserError, match="not a bundle: ") as error:
             load_bundle(path)
-        assert error.value.place == str(path), what
-        assert "runspec prepare" in error.value.remedy, what
-    with pytest.raises(UserError, match="cannot read the bundle: No such file") as error:
+        assert error.value.place == str(path), text[:80]
+        assert "runspec prepare" in error.value.remedy, text[:80]
+    with pytest.raises(UserError, match="cannot read the bundle: No such file"):
         load_bundle(tmp_path / "gone")
-    assert "runspec prepare" in error.value.remedy
     # and so is a roles.json that has expired, or that another root signed
     held = {role: [root.public_hex] for role in ("publisher", "coordinator", "validator")}
     for signed, why in (

@@ -116,7 +116,7 @@ def test_rows_of_another_data_set_are_mapped_column_by_column(tmp_path):
         ({"rate": "0.5"}, "rate is '0.5', not a share"),
         ({"problem_id": "p-1"}, "problem_id 'p-1' is that of rows.jsonl:2 too"),
         ({"prompt": "x" * 100_000}, "more than the 20000 that a row may have"),
-        ("", "an empty line"),
+        (" " * 40, "an empty line"),
         ("{", "no JSON: "),
         ("[1]", "no JSON object"),
         ("\udcff", "no JSON: .*utf-8"),
@@ -226,7 +226,7 @@ def test_a_row_of_a_shard_a_missing_column_and_a_cut_file_are_named(tmp_path, ki
 
 
 def test_a_row_group_too_large_to_hold_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("sampler.tasks.sources.parquet.MAX_GROUP_BYTES", 1000)
+    monkeypatch.setattr("runspec.core.parquet.MAX_GROUP_BYTES", 1000)
     path = write_parquet(tmp_path / "rows.parquet", make_rows(200), group=200)
     with pytest.raises(UserError, match=r"row group 0 is [0-9]+ bytes, more than 1000"):
         read(source("parquet", path))
@@ -423,8 +423,8 @@ def test_without_a_place_to_remember_it_works_and_says_so(tmp_path, monkeypatch,
 @pytest.mark.parametrize("form", ["one_jsonl", "one_parquet", "saved_dataset"])
 def test_a_source_holds_a_part_of_its_files(tmp_path, monkeypatch, form):
     # given 16 MB of long rows, and little room for what is read
-    for module in ("jsonl", "parquet", "hf_dataset"):
-        monkeypatch.setattr(f"sampler.tasks.sources.{module}.BATCH_ROWS", 20)
+    monkeypatch.setattr("sampler.tasks.sources.jsonl.BATCH_ROWS", 20)
+    monkeypatch.setattr("runspec.core.parquet._TOGETHER_BYTES", 2**20)
     monkeypatch.setattr("sampler.tasks.sources.jsonl._BLOCK_BYTES", 2**20)
     monkeypatch.setattr("sampler.tasks.sources.parquet.CACHED_BYTES", 2**20)
     rows = make_rows(400)

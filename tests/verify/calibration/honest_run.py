@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from broadcast.store import publish
@@ -13,11 +14,12 @@ from runspec.core.roles import sign_roles
 from runspec.core.run_files import STATE_FILE, submission_files, weights_folder
 from runspec.core.spec.resolved import FILE_NAME, dump_resolved
 from runspec.core.spec.schema import RunSpec
+from tests.verify.bench import lease_for, packed
 from tests.verify.small_model import fixed_key
 from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import LeaseGranted, SubmissionReceived
 from verify.formats.lease import Lease, lease_digest, sign_lease
-from verify.formats.submission import Rollout, encode_rollouts, sign_submission
+from verify.formats.submission import Rollout
 
 COORDINATOR, PUBLISHER, WORKER = fixed_key(2), fixed_key(3), fixed_key(1)
 
@@ -55,28 +57,15 @@ class HonestRun:
     def lease(self, version: int, groups: int) -> tuple[bytes, Lease]:
         """The next lease of the first pool."""
         index, self._leases = self._leases, self._leases + 1
-        lease = Lease(
-            run=self.spec.name,
-            step=version,
-            nonce=f"{version + 1:064x}",
-            worker=WORKER.public_hex,
-            pool=self.spec.samplers[0].name,
-            index=index,
-            groups=groups,
-            version=version,
-            manifest_digest=self._digests[version],
-            issued=0.0,
-            expires=1e9,
-        )
+        _, lease = lease_for(WORKER, COORDINATOR, step=version, index=index, version=version)
+        pool, digest = self.spec.samplers[0].name, self._digests[version]
+        lease = replace(lease, run=self.spec.name, pool=pool, groups=groups, manifest_digest=digest)
         return sign_lease(lease, COORDINATOR), lease
 
     def take(self, signed: bytes, lease: Lease, rollouts: list[Rollout]) -> None:
         """What the coordinator does with a submission."""
-        table, digest = encode_rollouts(rollouts), lease_digest(signed)
-        envelope = sign_submission(
-            table, run=lease.run, step=lease.step, index=lease.index, lease=digest, key=WORKER
-        )
-        name = digest_bytes(table)
+        envelope, table = packed(rollouts, signed, lease, WORKER)
+        name, digest = digest_bytes(table), lease_digest(signed)
         files = submission_files(self.directory, lease.step, name)
         write_atomic(files.submission, table)
         write_atomic(files.submission_envelope, envelope)

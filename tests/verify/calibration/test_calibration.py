@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import signal
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +14,6 @@ import pytest
 
 from bridge.safetensors_io import read_headers, read_tensor, write_safetensors
 from bridge.tensors import dtype_named
-from broadcast.client import WeightsClient
 from runspec.core.hashing import digest_file
 from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import RunSpec
@@ -26,7 +21,6 @@ from tests.verify.calibration.honest_run import WORKER, HonestRun
 from tests.verify.profiles import made_profile
 from tests.verify.small_model import (
     HIDDEN,
-    RUN,
     VOCAB,
     NumpyEngine,
     ParityTask,
@@ -38,14 +32,13 @@ from verify import plugins
 from verify.__main__ import main
 from verify.calibration import run
 from verify.calibration.derive import FLOOR, ROOM, derive, noise_of
-from verify.calibration.honest_run import NO_SERVER, find_version, place
 from verify.calibration.measure import Measurements
-from verify.calibration.prefills import noise, perturb
+from verify.calibration.prefills import noise
 from verify.calibration.tails import MIN_SAMPLES, samples_needed, tail_bound
 from verify.checks.prefill import judge_gaps
 from verify.plugins import WeightsLocation
 from verify.profile import Profile, looser_than_published, open_profile
-from verify.thresholds import BFLOAT16, DRIFT, SUBMISSIONS, GapNoise, Limits
+from verify.thresholds import BFLOAT16, DRIFT, SUBMISSIONS, GapNoise
 
 pytestmark = pytest.mark.slow
 
@@ -73,19 +66,15 @@ class FileEngine(NumpyEngine):
         return folder
 
 
-def publish(made: HonestRun, version: int, model: SmallModel) -> None:
-    folder, tensors = made.weights(version), (getattr(model, name) for name in SHAPES)
-    write_safetensors(folder / "model.safetensors", SHAPES, dtype_named("float32"), tensors)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    made.publish(version)
-
-
 def honest_run(directory: Path, spec: RunSpec, versions: int, submissions: int) -> Path:
     """A run whose workers compute in bfloat16, 8 rollouts a submission."""
     made = HonestRun(directory, spec)
     for version in range(versions):
         model = MODEL if version == 0 else MODEL.perturbed(0.01, seed=version)
-        publish(made, version, model)
+        folder, tensors = made.weights(version), (getattr(model, name) for name in SHAPES)
+        write_safetensors(folder / "model.safetensors", SHAPES, dtype_named("float32"), tensors)
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        made.publish(version)
         worker = Worker(WORKER, model.in_bfloat16(), spec, ParityTask())
         for _ in range(submissions // versions):
             signed, lease = made.lease(version, groups=2)
@@ -162,7 +151,9 @@ def test_a_pool_is_measured_and_held_against_perturbed_weights(
     assert digest_file(run_dir / "weights" / "v0" / "model.safetensors") == before
 
 
-def test_an_unseeded_pool_has_no_gaps_to_measure(tmp_path: Path, key: Path) -> None:
+def test_an_unseeded_pool_has_no_gaps_to_measure_and_a_root_elsewhere_signs_its_profile(
+    tmp_path: Path, key: Path
+) -> None:
     # given a trusted pool that cuts its distribution, and draws from it without a lease's noise
     sampling = {"temperature": 0.8, "seeded": False, "top_p": 0.9}
     spec = small_spec(dtype="bfloat16", trust="trusted", sampling=sampling)
@@ -170,24 +161,15 @@ def test_an_unseeded_pool_has_no_gaps_to_measure(tmp_path: Path, key: Path) -> N
     profile = opened(out, key)
     assert code == 0 and not profile.measured.seeded
     assert not [name for name in profile.numbers if name.startswith("gap")]
-    assert profile.as_limits().gap_mean == BFLOAT16.gap_mean
-    assert profile.as_limits().logprob_rollout < BFLOAT16.logprob_rollout
-
-
-def test_a_root_elsewhere_signs_what_was_calibrated(
-    run_dir: Path, key: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out = calibrated(run_dir, key)
-    assert code == 0
+    limits = profile.as_limits()
+    assert (limits.gap_share, limits.gap_max) == (BFLOAT16.gap_share, BFLOAT16.gap_max)
+    assert (limits.gap_mean, limits.gap_noise) == (BFLOAT16.gap_mean, None)
+    assert limits.logprob_rollout < BFLOAT16.logprob_rollout
+    # and a root elsewhere signs what was calibrated
     root, signed = tmp_path / "other.key", tmp_path / "signed.json"
     SigningKey.generate().save(root)
-    capsys.readouterr()
     assert main(["sign-profile", str(out), "--key", str(root), "--out", str(signed)]) == 0
-    assert opened(signed, root) == opened(out, key)
-    assert "logprob_rollout" in capsys.readouterr().out
-    # and in no other place than where it may
-    assert main(["sign-profile", str(out), "--key", str(root), "--out", str(tmp_path)]) == 1
-    assert "no profile can be written here" in capsys.readouterr().err
+    assert opened(signed, root) == profile
 
 
 @pytest.mark.parametrize(
@@ -211,50 +193,6 @@ def test_what_cannot_be_measured_is_said(
         config.write_text(text)
     assert code == 1 and words in capsys.readouterr().err
     assert not out.exists()
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_whoever_ends_it_finds_no_copies_of_weights(
-    run_dir: Path, key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    # given a calibration that is at its first perturbed weights
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
-    end = lambda *_: os.kill(os.getpid(), number)  # noqa: E731
-    monkeypatch.setattr("verify.calibration.prefills.perturb", end)
-    # when it is told to end, then nothing is left of it
-    code, out = calibrated(run_dir, key, "--perturbed")
-    assert (code, out.exists()) == (130, False)
-    assert list((tmp_path / "temporary").iterdir()) == []
-
-
-def test_a_version_is_taken_from_a_run_directory_and_perturbed_beside_it(tmp_path: Path) -> None:
-    made = HonestRun(tmp_path / "run", small_spec())
-    publish(made, 0, MODEL)
-    digest = made.lease(0, groups=1)[1].manifest_digest
-    made.close()
-
-    def fetched(cache: Path) -> Path:
-        """As an engine's client takes it, without asking anybody."""
-        options = {"run": RUN, "root_public_key": "0" * 64, "cache_dir": cache}
-        with closing(WeightsClient([NO_SERVER], **options)) as client:
-            return client.fetch(0, manifest_digest=digest, deadline_s=600.0)
-
-    def mix_in(folder: Path) -> np.ndarray:
-        return read_tensor(read_headers(folder)["mix"])
-
-    found = find_version(made.directory, RUN, 0, digest, None)
-    assert found is not None
-    place(found, tmp_path / "cache")
-    assert (mix_in(fetched(tmp_path / "cache")) == MODEL.mix).all()
-    # and what was fetched so is found again, as on a validator's machine
-    again = find_version(made.directory, RUN, 0, digest, tmp_path / "cache")
-    assert again is not None and (mix_in(place(again, tmp_path / "second")) == MODEL.mix).all()
-    # and perturbed weights take the place of a link and not of the file
-    perturb(place(found, tmp_path / "third"), noise(0.01))
-    ratio = mix_in(fetched(tmp_path / "third")) / MODEL.mix - 1
-    assert 0.009 < ratio.std() < 0.011 and abs(ratio.mean()) < 1e-3
-    assert (mix_in(made.weights(0)) == MODEL.mix).all()
 
 
 # --- from measurements to limits ----------------------------------------------------------------
@@ -293,13 +231,9 @@ def measured(scale: float = 1.0, **values: np.ndarray) -> Measurements:
     return Measurements(defaultdict(list, rows), gaps, submissions=60, rollouts=ROLLOUTS)
 
 
-def limits_of(found: Measurements, *, allow_looser: bool = False) -> tuple[Limits, list[str]]:
-    derived = derive(found, BFLOAT16, rate=RATE, allow_looser=allow_looser)
-    return derived.limits, derived.looser
-
-
 def test_a_quiet_pool_gets_tighter_limits() -> None:
-    limits, looser = limits_of(measured())
+    derived = derive(measured(), BFLOAT16, rate=RATE, allow_looser=False)
+    limits, looser = derived.limits, derived.looser
     assert looser == [] == looser_than_published(limits, BFLOAT16)
     for name in ("logprob_submission", "logprob_rollout", "mismatch_share"):
         assert getattr(limits, name) < getattr(BFLOAT16, name), name
@@ -319,30 +253,30 @@ def test_a_quiet_pool_gets_tighter_limits() -> None:
     assert not judge_gaps(gaps, limits).passed
     gaps[:8] = [0.2] * 4 + [0.0] * 4
     assert not judge_gaps(gaps, limits).passed
+    # and of one without any rounding none undercuts the floor
+    limits = derive(measured(1e-6), BFLOAT16, rate=RATE, allow_looser=False).limits
+    assert (limits.logprob_rollout, limits.mantissa_mean) == (
+        *(FLOOR.logprob_rollout, FLOOR.mantissa_mean),
+    )
+    assert limits.mismatch_share >= FLOOR.mismatch_share
 
 
 def test_a_noisy_pool_keeps_the_published_limits_unless_told_otherwise() -> None:
     noisy = measured(8.0, mantissa_median=np.random.default_rng(6).poisson(0.3, ROLLOUTS))
-    limits, looser = limits_of(noisy)
-    assert looser == [] == looser_than_published(limits, BFLOAT16)
+    derived = derive(noisy, BFLOAT16, rate=RATE, allow_looser=False)
+    limits = derived.limits
+    assert derived.looser == [] == looser_than_published(limits, BFLOAT16)
     assert limits.logprob_rollout == BFLOAT16.logprob_rollout
     # when looser ones are allowed
-    limits, looser = limits_of(noisy, allow_looser=True)
-    assert "logprob_rollout" in looser
-    assert set(looser_than_published(limits, BFLOAT16)) <= set(looser)
-    assert limits.logprob_rollout > max(noisy.values["logprob_rollout"])
+    derived = derive(noisy, BFLOAT16, rate=RATE, allow_looser=True)
+    assert "logprob_rollout" in derived.looser
+    assert set(looser_than_published(derived.limits, BFLOAT16)) <= set(derived.looser)
+    assert derived.limits.logprob_rollout > max(noisy.values["logprob_rollout"])
     # and a profile cannot hide that it is looser
     profile = made_profile(sampler={"precision": "bfloat16"})
     loose = profile.limits.model_copy(update={"gap_mean": 1.0})
     hidden = profile.model_copy(update={"limits": loose})
     assert looser_than_published(hidden.as_limits(), BFLOAT16) == ["gap_mean"]
-
-
-def test_no_limit_undercuts_the_floor() -> None:
-    limits, _ = limits_of(measured(1e-6))
-    assert limits.logprob_rollout == FLOOR.logprob_rollout
-    assert limits.mismatch_share >= FLOOR.mismatch_share
-    assert limits.mantissa_mean == FLOOR.mantissa_mean
 
 
 def test_a_profile_says_the_limit_that_is_judged_by() -> None:
@@ -359,18 +293,8 @@ def test_a_profile_says_the_limit_that_is_judged_by() -> None:
     # then what rollouts and mismatches may have is their limit, and the profile says so
     assert limits.logprob_submission == limits.logprob_rollout < BFLOAT16.logprob_submission
     assert limits.miss_share == limits.mismatch_share < numbers["miss_share"].bound
-    for name, of in (("logprob_submission", "logprob_rollout"), ("miss_share", "mismatch_share")):
+    for name in ("logprob_submission", "miss_share"):
         assert numbers[name].limit == getattr(limits, name)
-        assert numbers[name].note == f"that of {of}"
-
-
-def test_unseeded_pools_keep_the_limits_of_gaps() -> None:
-    found = measured()
-    del found.values["gap"], found.values["gap_max"]
-    found.gaps.clear()
-    limits, _ = limits_of(found)
-    assert (limits.gap, limits.gap_share, limits.gap_max) == (0.1, 0.01, 2.0)
-    assert (limits.gap_mean, limits.gap_noise) == (BFLOAT16.gap_mean, None)
 
 
 # --- the mean of honest gaps --------------------------------------------------------------------
@@ -378,17 +302,6 @@ def test_unseeded_pools_keep_the_limits_of_gaps() -> None:
 
 def noise_in(gaps: list[np.ndarray]) -> GapNoise:
     return noise_of(gaps, tau=0.1, least=1e-6, probability=1e-6)
-
-
-def test_the_mean_is_that_of_gaps_up_to_where_most_of_them_end() -> None:
-    gaps = rounding(2000)
-    found, together = noise_in(gaps), np.concatenate(gaps)
-    assert found.cap == pytest.approx(np.quantile(together[together > 0], 0.9), rel=0.01)
-    # of so many tokens little is not known, and of few groups the mean is hardly below the true one
-    assert found.mean / ROOM == pytest.approx(np.minimum(together, found.cap).mean(), rel=0.5)
-    assert found.probability == 1e-6
-    for seed in range(5):
-        assert noise_in(rounding(40, seed=seed)).mean / ROOM > 0.9 * 0.004 * 0.015
 
 
 def test_groups_that_differ_count_as_groups_and_keep_their_budget() -> None:
@@ -456,18 +369,11 @@ def test_honest_workers_are_seldom_alarmed_at_and_one_of_twice_the_mean_in_time(
 
 Draw = Callable[[np.random.Generator, int], np.ndarray]
 TAILS: dict[str, tuple[Draw, Callable[[float], float], float | None]] = {
-    "half normal": (lambda g, n: np.abs(g.normal(size=n)), lambda x: 2 * stats.norm.sf(x), None),
-    "exponential": (lambda g, n: g.exponential(size=n), stats.expon.sf, None),
     "gamma": (lambda g, n: g.gamma(3.0, size=n), lambda x: stats.gamma.sf(x, 3.0), None),
     "mostly zero": (
         lambda g, n: np.where(g.random(n) < 0.2, g.exponential(size=n), 0.0),
         lambda x: 0.2 * stats.expon.sf(x),
         None,
-    ),
-    "binomial": (
-        lambda g, n: g.binomial(128, 0.02, size=n),
-        lambda x: stats.binom.sf(x, 128, 0.02),
-        1.0,
     ),
     "geometric": (lambda g, n: g.geometric(0.4, size=n) - 1, lambda x: 0.6 ** (x + 1), 1.0),
     "rare": (lambda g, n: g.poisson(0.05, size=n), lambda x: stats.poisson.sf(x, 0.05), 1.0),
@@ -493,10 +399,9 @@ def test_the_bound_of_a_tail_holds_on_fresh_draws(name: str, n: int) -> None:
     assert np.median(bounds) < 2.2 * met + 3.0
 
 
-@pytest.mark.parametrize("draw", [lambda g, n: g.pareto(1.0, n), lambda g, n: g.standard_cauchy(n)])
-def test_heavy_tails_have_no_bound(draw: Draw) -> None:
+def test_heavy_tails_have_no_bound() -> None:
     rng = np.random.default_rng(0)
-    found = [tail_bound(np.abs(draw(rng, 2000)), RATE) for _ in range(20)]
+    found = [tail_bound(rng.pareto(1.0, 2000), RATE) for _ in range(20)]
     assert sum(each.value is None for each in found) > 15
     assert "heavier tail" in found[0].why
 

@@ -7,6 +7,7 @@ all of its rows or none.
 from __future__ import annotations
 
 import fcntl
+import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from runspec.core.errors import UserError
+from runspec.core.files import open_lock
 
 LOCK_SUFFIX = ".lock"
 _BUSY_TIMEOUT_S = 10.0
@@ -164,7 +166,8 @@ class SqliteStore:
         if self._lock is not None:
             return
         with _store_errors():
-            lock = self._path.with_name(self._path.name + LOCK_SUFFIX).open("ab")
+            path = self._path.with_name(self._path.name + LOCK_SUFFIX)
+            lock = os.fdopen(open_lock(path), "ab")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -10,7 +10,7 @@ import asyncio
 import io
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -103,18 +103,21 @@ async def send_file(request: web.Request, path: Path) -> web.StreamResponse:
         raise Refusal(404, f"the file cannot be read any more: {error.strerror}") from error
     with file:
         size = os.fstat(file.fileno()).st_size
-        return await _send(request, file, size, "application/octet-stream")
+        return await _send(request, file, size, {"Content-Type": "application/octet-stream"})
 
 
-async def send_json(request: web.Request, document: bytes) -> web.StreamResponse:
+async def send_json(
+    request: web.Request, document: bytes, headers: Mapping[str, str]
+) -> web.StreamResponse:
     """Answer with a document that may be large; a slow reader keeps one piece in memory."""
-    return await _send(request, io.BytesIO(document), len(document), "application/json")
+    headers = {"Content-Type": "application/json", **headers}
+    return await _send(request, io.BytesIO(document), len(document), headers)
 
 
 async def _send(
-    request: web.Request, file: BinaryIO, left: int, content_type: str
+    request: web.Request, file: BinaryIO, left: int, headers: Mapping[str, str]
 ) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": content_type})
+    response = web.StreamResponse(headers=headers)
     response.content_length = left
     await response.prepare(request)
     try:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -15,25 +13,21 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from runspec.core.metrics import PREFIX, counter, gauge
-from runspec.core.spec.schema import RunSpec
 from verify.coordinator.edge.backlog import Backlog
 from verify.coordinator.journal import Journal
-from verify.coordinator.ledger.snapshot import damaged, read_events
-from verify.coordinator.ledger.store import NoLedger
-from verify.coordinator.machine.events import Event, IllegalTransition
 from verify.coordinator.machine.filling import needed_groups, tried_groups
-from verify.coordinator.machine.reputation import reputation
 from verify.coordinator.machine.stalls import waited_for
-from verify.coordinator.machine.state import LeaseRecord, Policy, State
-from verify.coordinator.machine.transitions import replay
-from verify.coordinator.services import islands
-from verify.coordinator.services.activity import Activity, Peer, Peers
+from verify.coordinator.machine.state import LeaseRecord, State
+from verify.coordinator.services import islands, workers
+from verify.coordinator.services.activity import Peers
 from verify.coordinator.services.judging import Judging
 
 T = TypeVar("T")
 
 LONG_S = 0.02
 """A value that takes less time to compute is not cached."""
+SET_ASIDE = 20
+"""Submissions that were set aside, the newest, in a status."""
 SHARE = 0.05
 """Largest share of the time that computing may take, however often the value is requested."""
 
@@ -79,9 +73,10 @@ class Status(Collector):
         self._islands = peers.islands
         registry = CollectorRegistry()
         self.report = Cache(self._of_now).get
-        """Returns the status; times are seconds since the epoch, ages seconds. With thousands of
-        workers all three are some seconds old."""
-        self.document = Cache(lambda: json.dumps(self.report()).encode()).get
+        """Returns the status, whose size does not grow with the number of workers; times are
+        seconds since the epoch, ages seconds. With thousands of workers all three are some seconds
+        old."""
+        self.document = Cache(lambda: json.dumps(self.report(), ensure_ascii=False).encode()).get
         """Returns the answer of `GET /v1/status`: the report as JSON."""
         self.metrics = Cache(lambda: generate_latest(registry)).get
         """Returns the answer of `GET /metrics`."""
@@ -100,9 +95,10 @@ class Status(Collector):
             "steps_closed": state.next_close,
             "rows_signed": state.next_close * state.policy.rows_per_step,
             "open_steps": [_step(state, number, now) for number in state.steps],
-            **workers_report(state, self._workers, now),
+            **workers.summary(state, self._workers, now),
             "validators": [
-                {"key": key, **_peer(peer, now)} for key, peer in self._validators.peers.items()
+                {"key": key, **workers.activity(peer, now)}
+                for key, peer in self._validators.peers.items()
             ],
             "queue": {
                 "to_judge": waiting,
@@ -110,7 +106,7 @@ class Status(Collector):
                 "suspects": self._judging.claims.suspects,
             },
             "dropped_by_grader": {"groups": state.dropped_groups, "newest": state.last_fault},
-            "set_aside": [_set_aside(r) for r in state.leases.values() if r.attempts],
+            "set_aside": [_set_aside(r) for r in state.leases.values() if r.attempts][-SET_ASIDE:],
             "backlog": self._backlog.report(),
             "latency": {
                 "verdict": self._journal.history.to_verdict.report(),
@@ -120,24 +116,31 @@ class Status(Collector):
             "islands": islands.report(state, self._islands, now),
         }
 
+    def page(self, name: str, after: str) -> bytes:
+        """Return a page of a list as JSON; see `workers.page`."""
+        state, now = self._journal.state, self._journal.clock()
+        found = workers.page(name, after, state, self._workers, now)
+        return json.dumps(found, ensure_ascii=False).encode()
+
+    def worker(self, key: str) -> dict[str, Any] | None:
+        """Return what is known of one worker; None if the key is none's."""
+        state, now = self._journal.state, self._journal.clock()
+        if key not in state.workers:
+            return None
+        (found,) = workers.rows(state, [key], self._workers, now)
+        return found
+
     def collect(self) -> Iterator[Metric]:
         """Yield gauges, counters and histograms made from the report, at each scrape."""
-        report = self.report()
-        workers, validators = report["workers"], report["validators"]
+        report, known = self.report(), self._journal.state.workers.values()
         queue, backlog = report["queue"], report["backlog"]
-
-        def of_workers(name: str) -> float:
-            return float(sum(worker[name] for worker in workers))
-
-        def alive(peers: list[dict[str, Any]]) -> float:
-            return float(sum(peer["alive"] for peer in peers))
-
+        validators = sum(validator["alive"] for validator in report["validators"])
         gauges = {
             "newest_version": ("Newest published policy version.", report["newest_version"]),
             "finished": ("1 once every step is signed, else 0.", report["state"] == "finished"),
             "open_steps": ("Steps that are being filled.", len(report["open_steps"])),
-            "workers_alive": ("Workers that sent a heartbeat lately.", alive(workers)),
-            "validators_alive": ("Validators that sent a heartbeat lately.", alive(validators)),
+            "workers_alive": ("Workers that sent a heartbeat lately.", report["crowd"]["alive"]),
+            "validators_alive": ("Validators that sent a heartbeat lately.", validators),
             "waiting_submissions": ("Submissions without a verdict.", queue["to_judge"]),
             "suspect_submissions": ("Submissions at which a validator failed.", queue["suspects"]),
             "deferred_submissions": ("Submissions told to come later.", backlog["deferred"]),
@@ -148,20 +151,23 @@ class Status(Collector):
             yield gauge(f"coordinator_{name}", text, value)
         counters = {
             "steps_closed": ("Batch manifests signed.", report["steps_closed"]),
-            "accepted_rollouts": ("Rollouts accepted.", of_workers("accepted_rollouts")),
+            "accepted_rollouts": ("Rollouts accepted.", sum(w.accepted_rollouts for w in known)),
             "accepted_tokens": (
                 "Output tokens of accepted rollouts.",
-                of_workers("accepted_tokens"),
+                sum(w.accepted_tokens for w in known),
             ),
             "accepted_submissions": (
                 "Submissions accepted by a verdict.",
-                of_workers("accepted_submissions"),
+                sum(w.standing.accepted for w in known),
             ),
             "rejected_submissions": (
                 "Submissions rejected by a verdict.",
                 report["rejected_submissions"],
             ),
-            "withheld_leases": ("Leases that ended unanswered.", of_workers("withheld_leases")),
+            "withheld_leases": (
+                "Leases that ended unanswered.",
+                sum(w.standing.withheld for w in known),
+            ),
         }
         for name, (text, value) in counters.items():
             yield counter(f"coordinator_{name}", text, value)
@@ -202,81 +208,3 @@ def _set_aside(record: LeaseRecord) -> dict[str, Any]:
         "groups": record.lease.groups,
         "attempts": [asdict(attempt) for attempt in record.attempts],
     }
-
-
-def workers_report(state: State, seen: Activity | None = None, now: float = 0.0) -> dict[str, Any]:
-    """Return `workers` in the order of registration, `banned` (reasons by key), and `invites`.
-
-    Args:
-        state: state of the run.
-        seen: activity of the workers since the coordinator started; None: none.
-        now: seconds since the epoch.
-    """
-    open_leases = Counter(r.lease.worker for r in state.leases.values() if r.status == "open")
-    known = seen.peers if seen else {}
-    workers = [
-        {**_worker(state, key, open_leases[key]), **_peer(known.get(key), now)}
-        for key in sorted(state.workers, key=lambda key: state.workers[key].number)
-    ]
-    invites = [
-        {"key": key, "used": state.invited.get(key, 0), "revoked": state.revoked.get(key)}
-        for key in sorted({*state.invited, *state.revoked})
-    ]
-    return {"workers": workers, "banned": dict(sorted(state.bans.items())), "invites": invites}
-
-
-def _worker(state: State, key: str, open_leases: int) -> dict[str, Any]:
-    worker, ban = state.workers[key], state.bans.get(key)
-    standing = worker.standing
-    return {
-        "key": key,
-        "pool": worker.pool,
-        "invite": worker.invite,
-        "accepted_rollouts": worker.accepted_rollouts,
-        "accepted_tokens": worker.accepted_tokens,
-        "accepted_submissions": standing.accepted,
-        "rejected_submissions": standing.rejected,
-        "withheld_leases": standing.withheld,
-        "reputation": round(reputation(standing), 4),
-        "prefill_share": round(state.share_of(key), 4),
-        "gap_excess": round(worker.gap_excess, 4),
-        "standing": _standing(state, key),
-        "reason": ban or standing.quarantine or "",
-        "open_leases": open_leases,
-    }
-
-
-def _standing(state: State, key: str) -> str:
-    """`banned`, `quarantined`, or its rank: `known`, `recorded` or `new`."""
-    if key in state.bans:
-        return "banned"
-    quarantined = state.workers[key].standing.quarantine is not None
-    return "quarantined" if quarantined else state.workers[key].rank.name.lower()
-
-
-def _peer(peer: Peer | None, now: float) -> dict[str, Any]:
-    if peer is None:  # it has sent no request since the coordinator started
-        return {"alive": False, "silent_s": None, "info": {}, "state": {}}
-    return {
-        "alive": peer.alive(now),
-        "silent_s": round(now - peer.last_seen, 3),
-        "info": peer.info,
-        "state": peer.state,
-        "busy_fraction": peer.busy_fraction,
-        "tokens_per_s": peer.tokens_per_s,
-    }
-
-
-def read_workers(run_dir: Path, spec: RunSpec) -> dict[str, Any]:
-    """Return what `workers_report` does, from the ledger of a run without a coordinator.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    policy = Policy.of(spec)
-    try:
-        return workers_report(replay(policy, [*read_events(run_dir, spec, Event)]))
-    except NoLedger:  # no coordinator was started
-        return workers_report(State(policy))
-    except IllegalTransition as error:
-        raise damaged(run_dir, f"it cannot be replayed: {error}") from error

@@ -60,17 +60,13 @@ function tree(head) {
     return el("li", {}, `${server.name} `, el("span", { className: "soft" }, parts.join(" · ")),
       el("ul", { className: "tree" }, ...below(server.name).map(item)));
   };
-  const holding = new Map();
-  for (const each of head.workers.filter((worker) => worker.alive)) {
-    const version = each.state.version ?? "?";
-    holding.set(version, (holding.get(version) ?? 0) + 1);
-  }
-  const workers = [...holding].map(([version, count]) => `${count} with version ${version}`).join(", ");
+  const holding = head.crowd?.versions ?? [];
+  const workers = holding.map(([version, count]) => `${count} with version ${version}`).join(", ");
   return el("ul", { className: "tree" }, ...below("").map(item), el("li", {}, `workers: ${workers || "none alive"}`));
 }
 
 function drawWorkers() {
-  const { workers = [], validators = [], published } = run.head ?? {};
+  const { workers = [], validators = [], published, crowd } = run.head ?? {};
   const lag = (each) => (typeof each.state?.version === "number" && typeof published === "number" ? Math.max(0, published - each.state.version) : "-");
   const alive = (each) => el("span", { className: each.alive ? "good" : "soft" }, each.alive ? "alive" : "away");
   const sorted = [...workers].sort((a, b) => b.accepted_tokens - a.accepted_tokens);
@@ -79,6 +75,7 @@ function drawWorkers() {
     table(["key", "pool", "engine", "", "standing", "reputation", "credit, tokens", "rejected", "withheld", "recomputed", "version", "lag", "tokens/s", "busy", "why"],
       sorted.map((w) => [w.key.slice(0, 8), w.pool, [w.info?.engine, w.info?.dtype].filter(Boolean).join(" ") || "-", alive(w), w.standing, w.reputation, w.accepted_tokens, w.rejected_submissions,
         w.withheld_leases, w.prefill_share, String(w.state?.version ?? "-"), lag(w), number(w.tokens_per_s), number(w.busy_fraction, 2), w.reason])),
+    el("p", { className: "soft" }, (crowd?.registered ?? 0) > workers.length ? `the first of ${crowd.registered} by credit` : ""),
     el("h2", {}, "Validators"),
     table(["key", "", "silent, s", "state"], validators.map((v) =>
       [v.key.slice(0, 8), alive(v), number(v.silent_s), Object.entries(v.state).map(([k, x]) => `${k} ${x}`).join(", ")])));

@@ -144,7 +144,7 @@ def _call(name: Any, given: Any, expected: Any, place: str) -> CallTest:
     if not isinstance(name, str) or not name.isidentifier() or name.startswith("__"):
         raise Malformed("fn_name", f"{name!r:.80} is no name ({place})")
     if isinstance(given, str):  # LiveCodeBench: a line of JSON an argument, the result as JSON
-        arguments = [_json(line, place) for line in given.splitlines() if line.strip()]
+        arguments = [_json(line, place) for line in given.split("\n") if line.strip()]
         return CallTest(name, arguments, _json(expected, place, else_text=True))
     return CallTest(name, given if isinstance(given, list) else [given], expected)
 

@@ -23,6 +23,7 @@ def main() -> None:
     setup = json.loads(requests.readline())
     exec(compile(setup["plain"], "plain.py", "exec"), plain.__dict__)
     sys.setrecursionlimit(setup["recursion"])
+    sys.set_int_max_str_digits(0)
 
     def reply(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message).encode() + b"\n")
@@ -31,6 +32,8 @@ def main() -> None:
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     try:
+        exec(setup["names"], module.__dict__)
+        given = dict(module.__dict__)
         exec(chosen(setup["candidates"], setup["entry_point"]), module.__dict__)
     except BaseException as error:
         reply({"failed": say(error)})
@@ -39,7 +42,7 @@ def main() -> None:
     while line := requests.readline():
         call = json.loads(line)
         try:
-            function = found(module, call["name"])
+            function = found(module, call["name"], given)
             arguments, named = plain.decode(call["args"]), plain.decode(call["named"])
             answer = {"value": plain.encode(function(*arguments, **named))}
         except BaseException as error:
@@ -92,9 +95,10 @@ def public(module: types.ModuleType) -> list[str]:
     ][:1000]
 
 
-def found(module: types.ModuleType, name: str) -> Any:
-    """Return a top-level function, or a method of the class Solution."""
-    if hasattr(module, name):
+def found(module: types.ModuleType, name: str, given: dict[str, Any]) -> Any:
+    """Return a top-level function that the program was not `given`, or a method of the class
+    Solution."""
+    if hasattr(module, name) and getattr(module, name) is not given.get(name):
         return getattr(module, name)
     if hasattr(module, "Solution") and hasattr(module.Solution, name):
         return getattr(module.Solution(), name)

@@ -7,11 +7,12 @@ sandbox.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from textwrap import dedent, indent, shorten
 from typing import Any
 
@@ -19,9 +20,16 @@ from sampler.sandbox import PYTHON, Limits, run
 from sampler.tasks.grading.channel import ChannelClosed, Overdue
 from sampler.tasks.rewards.code.formats import CallTest, CheckTests, StdioTest, Tests
 from sampler.tasks.rewards.code.plain import decode, encode
+from sampler.tasks.rewards.code.preamble import started_by, with_names
 from sampler.tasks.rewards.code.sessions import Program, ProgramFailed, Session
 
 _MAX_NUMBER_CHARS = 400
+_NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(\.[0-9]*)?|(\.[0-9]+))([eE][+-]?[0-9]{1,4})?")
+"""A number, as opposed to a string of digits, which may begin with zeros. The groups are what a
+whole number lacks."""
+_BLANK = " \t\r\n\f\v"
+DEFAULT_TOLERANCE = 1e-6
+"""Tolerance, relative or absolute, for numbers whose expected value is no whole number."""
 FENCE = "```"
 MAX_PROGRAM_CHARS = 256 * 1024
 MAX_CALLS = 200_000
@@ -70,14 +78,15 @@ class Judge:
         return ""
 
     def _run_stdio(self, program: str, tests: list[StdioTest], tolerance: float) -> None:
-        files = {"main.py": program.encode(errors="replace")}
+        source = program.encode(errors="replace")
+        files = {"main.py": started_by(program).encode(), "program.py": source}
         for number, test in enumerate(tests, start=1):
             place = f"test {number} of {len(tests)}"
             left = self.deadline - time.monotonic()
             if left <= 0:
                 raise ProgramFailed(f"{place}: the program took too long")
             done = run(
-                [*PYTHON, "main.py"],
+                [*PYTHON, "-X", "int_max_str_digits=0", "main.py"],
                 stdin=test.given.encode(errors="replace"),
                 limits=replace(self.limits, wall_s=left),
                 files=files,
@@ -90,7 +99,7 @@ class Judge:
                 raise ProgramFailed(f"{place}: printed {_short(printed)}")
 
     def _run_calls(self, program: str, tests: list[CallTest], tolerance: float) -> None:
-        setup = {"candidates": [program], "entry_point": None}
+        setup = {"candidates": [program], "entry_point": None, "names": with_names(program)}
         with self._session("inside_program", setup) as session:
             called = Program(session)
             called.load()
@@ -104,7 +113,7 @@ class Judge:
 
     def _run_check(self, program: str, tests: CheckTests) -> None:
         candidates = completions(tests.prompt, program) if tests.prompt else [program]
-        model = {"candidates": candidates, "entry_point": tests.entry_point}
+        model = {"candidates": candidates, "entry_point": tests.entry_point, "names": ""}
         data_set: dict[str, Any] = {
             "prompt": tests.prompt,
             "entry_point": tests.entry_point,
@@ -174,13 +183,18 @@ def same_output(printed: str, expected: str, tolerance: float) -> bool:
     """Compare outputs line by line, without blanks at the ends of lines and of the whole.
 
     Lines also match if all their words are numbers of equal value (1.0 and 1.00), which may differ
-    by `tolerance`, relative or absolute.
+    by `tolerance`, relative or absolute; without one, those that are no whole numbers may differ by
+    `DEFAULT_TOLERANCE`. Only a line feed ends a line.
     """
-    ours, theirs = (text.strip().splitlines() for text in (printed, expected))
+    ours, theirs = (text.strip(_BLANK).split("\n") for text in (printed, expected))
     return len(ours) == len(theirs) and all(
-        a.strip() == b.strip() or _same_numbers(a.split(), b.split(), tolerance)
+        a.strip(_BLANK) == b.strip(_BLANK) or _same_numbers(_words(a), _words(b), tolerance)
         for a, b in zip(ours, theirs, strict=True)
     )
+
+
+def _words(line: str) -> list[str]:
+    return [word for word in re.split(f"[{_BLANK}]+", line) if word]
 
 
 def same_value(returned: Any, expected: Any, tolerance: float) -> bool:
@@ -202,17 +216,17 @@ def _same_numbers(ours: list[str], theirs: list[str], tolerance: float) -> bool:
             continue
         if max(len(a), len(b)) > _MAX_NUMBER_CHARS:
             return False
-        try:
-            left, right = Decimal(a), Decimal(b)
-            if left == right:
-                continue
-            if not tolerance or not math.isclose(
-                float(left), float(right), rel_tol=tolerance, abs_tol=tolerance
-            ):
-                return False
-        except (InvalidOperation, OverflowError):
+        if not _NUMBER.fullmatch(a) or (wanted := _NUMBER.fullmatch(b)) is None:
+            return False
+        left, right = Decimal(a), Decimal(b)
+        apart = tolerance or (DEFAULT_TOLERANCE if any(wanted.groups()) else 0.0)
+        if left != right and not _close(float(left), float(right), apart):
             return False
     return True
+
+
+def _close(left: float, right: float, apart: float) -> bool:
+    return math.isclose(left, right, rel_tol=apart, abs_tol=apart)
 
 
 def _as_json(value: Any) -> Any:
@@ -232,8 +246,10 @@ def _equal(ours: Any, theirs: Any, tolerance: float) -> bool:
         return ours.keys() == theirs.keys() and all(
             _equal(ours[key], theirs[key], tolerance) for key in theirs
         )
-    if tolerance and isinstance(ours, float) and isinstance(theirs, (int, float)):
-        return math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=tolerance)
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return _close(ours, theirs, tolerance or DEFAULT_TOLERANCE)
+    if tolerance and isinstance(ours, float) and isinstance(theirs, int):
+        return _close(ours, theirs, tolerance)
     return bool(ours == theirs)
 
 
@@ -242,7 +258,7 @@ def program_of(answer: str) -> str:
     block: list[str] | None = None
     last: str | None = None
     margin = 0
-    for line in answer.splitlines():
+    for line in answer.replace("\r\n", "\n").split("\n"):
         text = line.lstrip()
         if not text.startswith(FENCE):
             if block is not None:

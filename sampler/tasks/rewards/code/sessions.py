@@ -14,7 +14,8 @@ from sampler.tasks.rewards.code.plain import NotPlain, decode, encode
 
 MAX_REPLY_BYTES = 2 * 1024 * 1024
 """Longest message from a program or from tests."""
-RECURSION = 20_000
+RECURSION = 50_000
+"""As LeetCode's and LiveCodeBench's evaluators have it."""
 
 
 class ProgramFailed(Exception):

@@ -1,34 +1,25 @@
-"""Run directories with rollouts: a real ledger and real tables, which no role wrote."""
+"""Run directories with rollouts, which no role wrote, and what an exported page holds."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
 from runspec.core.run_files import initial_model, submission_files
 from runspec.core.spec.resolved import FILE_NAME, dump_resolved
 from runspec.local.state import RunState
 from tests.runspec.local.fake_run import small_spec
 from verify.coordinator.ledger.ledger import Ledger
-from verify.coordinator.machine.events import (
-    Event,
-    GroupGrade,
-    LeaseGranted,
-    NonceDrawn,
-    StepClosed,
-    SubmissionJudged,
-    SubmissionReceived,
-    TrainedGroup,
-    VersionPublished,
-    WorkerRegistered,
-)
+from verify.coordinator.machine import events
 from verify.formats.lease import Lease
 from verify.formats.submission import Rollout, encode_rollouts
 from verify.formats.verdict import CheckResult, RolloutVerdict, encode_verdicts
@@ -80,19 +71,18 @@ class MadeRun:
         self, runs_dir: Path, name: str = "small", say: Say = lambda s, g, n: f"out {s}-{g}-{n}"
     ) -> None:
         self.dir, self._say, self.steps = runs_dir / name, say, 0
-        self.dir.mkdir(parents=True)
         self._tokenizer = bytes_tokenizer()
         sizes = ("algorithm.prompts_per_step=2", "algorithm.group_size=4", "evaluations=null")
         spec = small_spec(name, 5000, *sizes)
         pools = [pool.model_copy(update={"max_new_tokens": 2**21}) for pool in spec.samplers]
         self.spec = spec.model_copy(update={"samplers": pools})  # room for megabytes
-        (self.dir / FILE_NAME).write_bytes(dump_resolved(self.spec))
+        write_atomic(self.dir / FILE_NAME, dump_resolved(self.spec))
         initial_model(self.dir).mkdir()
         self._tokenizer.save(str(initial_model(self.dir) / "tokenizer.json"))
         with closing(RunState(self.dir)) as state:
             state.begin(name, "0" * 64, self.spec.steps)
             state.set_run("paused", "for a test")
-        self._append([WorkerRegistered(BEGAN, WORKER, "volunteers")])
+        self._append([events.WorkerRegistered(BEGAN, WORKER, "volunteers")])
 
     def add_steps(self, count: int) -> None:
         """Trains that many steps more, by the files."""
@@ -102,11 +92,11 @@ class MadeRun:
             file.writelines(json.dumps(metrics_row(step)) + "\n" for step in new)
         self.steps += count
 
-    def _append(self, events: Iterable[Event]) -> None:
+    def _append(self, added: Iterable[events.Event]) -> None:
         with closing(Ledger(self.dir / "state.db")) as ledger:
-            ledger.append(list(events))
+            ledger.append(list(added))
 
-    def _step(self, step: int) -> Sequence[Event]:
+    def _step(self, step: int) -> Sequence[events.Event]:
         at, accepted = BEGAN + 10.0 * step, step % 5 != 4
         pool = (WORKER, "volunteers", 0, 2, step)
         lease = Lease(self.spec.name, step, "ab" * 32, *pool, "cd" * 32, at, at + 60)
@@ -115,60 +105,68 @@ class MadeRun:
         table = encode_rollouts(rollouts)
         submission = digest_bytes(table)
         verdicts = encode_verdicts(
-            [self._verdict(submission, i, r, accepted) for i, r in enumerate(rollouts)]
+            [_verdict(submission, i, r, accepted or i != 3) for i, r in enumerate(rollouts)]
         )
         files = submission_files(self.dir, step, submission)
         files.submission.parent.mkdir(parents=True)
         files.submission.write_bytes(table)
         files.verdict.write_bytes(verdicts)
-        grades = [GroupGrade(g, "usable", 4, 40, 8, 0.5, 0.4, 1.0, 1e-6) for g in range(2)]
-        trained = tuple(TrainedGroup(digest, g) for g in range(2)) if accepted else ()
+        grades = [events.GroupGrade(g, "usable", 4, 40, 8, 0.5, 0.4, 1.0, 1e-6) for g in range(2)]
+        trained = [events.TrainedGroup(digest, g) for g in range(2)] if accepted else []
+        judged = ("", tuple(grades)) if accepted else (REASON, ())
         return [
-            VersionPublished(at, step, "ef" * 32),
-            NonceDrawn(at, step, "ab" * 32, 1),
-            LeaseGranted(at + 0.5, lease, digest, "{}"),
-            SubmissionReceived(at + 3, digest, submission, len(table)),
-            SubmissionJudged(
-                *(at + 4, digest, submission, digest_bytes(verdicts), VALIDATOR, accepted),
-                *("" if accepted else REASON, tuple(grades) if accepted else ()),
+            events.VersionPublished(at, step, "ef" * 32),
+            events.NonceDrawn(at, step, "ab" * 32, 1),
+            events.LeaseGranted(at + 0.5, lease, digest, "{}"),
+            events.SubmissionReceived(at + 3, digest, submission, len(table)),
+            events.SubmissionJudged(
+                *(at + 4, digest, submission, digest_bytes(verdicts), VALIDATOR, accepted), *judged
             ),
-            StepClosed(at + 5, step, trained, "{}"),
+            events.StepClosed(at + 5, step, tuple(trained), "{}"),
         ]
 
     def _rollout(self, step: int, lease: str, group: int, sample: int) -> Rollout:
         output = np.asarray(self._tokenizer.encode(self._say(step, group, sample)).ids, np.int32)
         prompt = np.asarray(self._tokenizer.encode(f"Prompt {step} {group}").ids, np.int32)
+        logprobs = np.full(len(output), -0.5, np.float32)
         return Rollout(
-            run=self.spec.name,
-            step=step,
-            worker=WORKER,
-            lease=lease,
-            problem_id=f"problem-{step % 7}",
-            group=group,
-            sample=sample,
-            version=step,
-            prompt_tokens=prompt,
-            output_tokens=output,
-            logprobs=np.full(len(output), -0.5, np.float32),
-            finish_reason="stop",
-            temperature=1.0,
-            top_p=1.0,
-            top_k=-1,
+            *(self.spec.name, step, WORKER, lease, f"problem-{step % 7}", group, sample, step),
+            *(prompt, output, logprobs, "stop", 1.0, 1.0, -1),
             target=8,
             task_reward=float(sample % 2),
             length_penalty=-0.1,
             proofs=[],
         )
 
-    def _verdict(
-        self, submission: str, row: int, rollout: Rollout, accepted: bool
-    ) -> RolloutVerdict:
-        failed = not accepted and row == 3
-        off, reward = 0.25 if failed else 0.0, rollout.task_reward - 0.1
-        measured, text = (9, "9 errors") if failed else (1, "")
-        toploc = CheckResult("toploc", not failed, measured, 8, text)
-        return RolloutVerdict(
-            *(submission, row, rollout.group, rollout.task_reward, -0.1, reward),
-            *(len(rollout.output_tokens), 8, rollout.logprobs + np.float32(off), off),
-            checks=[CheckResult("signature", True, 0, 0), toploc],
-        )
+
+def _verdict(submission: str, row: int, rollout: Rollout, passed: bool) -> RolloutVerdict:
+    off, reward = 0.0 if passed else 0.25, rollout.task_reward - 0.1
+    toploc = CheckResult("toploc", passed, *((1, 8, "") if passed else (9, 8, "9 errors")))
+    return RolloutVerdict(
+        *(submission, row, rollout.group, rollout.task_reward, -0.1, reward),
+        *(len(rollout.output_tokens), 8, rollout.logprobs + np.float32(off), off),
+        checks=[CheckResult("signature", True, 0, 0), toploc],
+    )
+
+
+class Page(HTMLParser):
+    """Elements of a page, and the data that it holds."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.data: dict[str, Any] = {}
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and self.tags[-1][1].get("id") == "data" and data.strip():
+            self.data = json.loads(data)
+
+
+def report(path: Path) -> dict[str, Any]:
+    """The data of the one run of a page: head, figures and the rest, without revisions."""
+    [run] = Page(path.read_text()).data["runs"]
+    return {name: value[1] if isinstance(value, list) else value for name, value in run.items()}

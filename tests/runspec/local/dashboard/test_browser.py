@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ STEPS = 1250
 # No sandbox: it cannot be had as root. Nothing is fetched but the page, from this machine.
 OPTIONS = ("headless=new", "no-sandbox", "disable-gpu", "disable-quic", "disable-sync")
 OPTIONS += ("disable-background-networking", "disable-component-update", "disable-dev-shm-usage")
-OPTIONS += ("no-first-run",)
+OPTIONS += ("no-first-run", "window-size=1400,1000")
 
 
 def say(step: int, group: int, sample: int) -> str:
@@ -49,26 +48,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> MadeRun:
     return made
 
 
-@contextmanager
-def browser(profile: Path, width: int = 1400, height: int = 1000) -> Iterator[Chrome]:
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     """Debian's Chromium with an empty profile, driven by selenium."""
     binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
     assert binary and driver, "install it: apt-get install chromium chromium-driver"
     options = Options()
     options.binary_location = binary
-    for option in (*OPTIONS, f"window-size={width},{height}", f"user-data-dir={profile}"):
+    for option in (*OPTIONS, f"user-data-dir={tmp_path_factory.mktemp('profile')}"):
         options.add_argument(f"--{option}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    started = Chrome(options=options, service=Service(driver))
-    try:
-        yield started
-    finally:
-        started.quit()
-
-
-@pytest.fixture(scope="module")
-def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
-    with browser(tmp_path_factory.mktemp("profile")) as started:
+    with Chrome(options=options, service=Service(driver)) as started:
         yield started
 
 
@@ -152,25 +142,17 @@ def test_filters_and_search_find_rollouts(run: MadeRun, chrome: Chrome, url: str
     search = chrome.find_element("id", "search")
     page.press("/")
     assert chrome.switch_to.active_element == search
-    search.send_keys("OUT 1004-1")
+    search.send_keys("OUT 1004-0")
     page.counts(4)
     # when one is chosen by a key, then its group is shown with the check, its number and its limit
+    search.send_keys("-3")
+    page.counts(1)
     search.send_keys(Keys.ESCAPE)
     page.press("j")
-    page.until(lambda: len(page.found(".card")) == 4, "its group")
-    assert f"rejected: {REASON}" in page.text("detail")
-    page.choose("Outcome", "", "change")
-    search.clear()
-    search.send_keys("out 1004-0-3")
-    page.counts(1)
-    page.press("j")
     page.until(lambda: "1 checks failed" in page.text("detail"), "the failed check")
+    assert len(page.found(".card")) == 4
+    assert f"rejected: {REASON}" in page.text("detail")
     assert "toploc\tfailed\t9\t8\t9 errors" in page.text("detail").splitlines()
-    # and tokens have the colours of their difference
-    page.press("c")
-    page.press("c")
-    title = page.found(".card.chosen .tokens span")[0].get_attribute("title")
-    assert "claimed -0.5, recomputed -0.25" in (title or "")
     page.require_no_error()
 
 
@@ -203,10 +185,8 @@ def test_an_export_is_the_page(run: MadeRun, chrome: Chrome, tmp_path: Path) -> 
     # then it finds rollouts without a server
     chrome.find_element("id", "search").send_keys("out 19-1")
     page.counts(4)
-    # on a phone nothing is wider than the screen, and by night it is dark
+    # and on a phone nothing is wider than the screen
     chrome.set_window_size(400, 800)
-    page.press("t")
     width = chrome.execute_script("return document.documentElement.scrollWidth - window.innerWidth")
-    ground = chrome.execute_script("return getComputedStyle(document.body).backgroundColor")
-    assert width <= 0 and ground == "rgb(20, 24, 30)"
+    assert width <= 0
     page.require_no_error()

@@ -6,12 +6,12 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import asynccontextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestClient, TestServer
 
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
@@ -20,14 +20,12 @@ from runspec.local.dashboard.page import exported_page, live_page
 from runspec.local.dashboard.remote import CoordinatorSource
 from runspec.local.dashboard.rollouts import FIELDS, Rollouts
 from runspec.local.dashboard.server import TOKEN, Dashboard, is_loopback
-from runspec.local.dashboard.source import FolderSource
-from runspec.local.dashboard.view import RunView, thinned
-from runspec.local.plots import figures
-from tests.runspec.local.dashboard.exported import Page
+from runspec.local.dashboard.source import FolderSource, Source
+from runspec.local.dashboard.view import RunView
 from tests.runspec.local.dashboard.made_run import (
-    BEGAN,
     REASON,
     MadeRun,
+    Page,
     bytes_tokenizer,
     metrics_row,
 )
@@ -48,12 +46,12 @@ def ten(tmp_path_factory: pytest.TempPathFactory) -> MadeRun:
 
 
 @pytest.fixture
-def run(ten: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MadeRun:
+def run(ten: MadeRun, tmp_path: Path) -> MadeRun:
     """A copy to change."""
     shutil.copytree(ten.dir, tmp_path / "small")
-    monkeypatch.setattr(ten, "dir", tmp_path / "small")
-    monkeypatch.setattr(ten, "steps", ten.steps)
-    return ten
+    copied = copy(ten)
+    copied.dir = tmp_path / "small"
+    return copied
 
 
 def read(run: MadeRun, most: int = 1000) -> Rollouts:
@@ -65,17 +63,16 @@ def read(run: MadeRun, most: int = 1000) -> Rollouts:
     return found
 
 
-def view_of(source: Any) -> RunView:
-    view = RunView(FolderSource(source.dir) if isinstance(source, MadeRun) else source)
+def view_of(source: Source) -> RunView:
+    view = RunView(source)
     view.refresh(60.0)
     assert view.trouble == ""
     return view
 
 
 def answer(view: RunView) -> dict[str, Any]:
-    return {
-        name: part[1] for name, part in json.loads(view.answer({})).items() if name != "trouble"
-    }
+    found = json.loads(view.answer({}))
+    return {name: part[1] for name, part in found.items() if name != "trouble"}
 
 
 def column(rows: list[list[Any]], name: str) -> list[Any]:
@@ -92,7 +89,6 @@ def test_each_rollout_has_its_outcome_advantage_and_failed_check(ten: MadeRun) -
     assert Counter(column(rows, "check")) == {None: 78, "toploc": 2}
     # and advantages are rewards less their group's mean
     assert {*column(rows, "advantage")} == {-0.5, 0.5}
-    assert len({*column(rows, "group")}) == 20
     # and a detail shows the check with its number and limit, pieces of the output, both log-probs
     [failed, _] = [row for row in rows if row[AT["check"]]]
     detail = rollouts.detail(failed[AT["id"]])
@@ -102,18 +98,8 @@ def test_each_rollout_has_its_outcome_advantage_and_failed_check(ten: MadeRun) -
     assert set(detail["logprobs"]) == {-0.5} and set(detail["recomputed"]) == {-0.25}
     assert rollouts.detail(10**6) is None
     # and words are found in whatever case
-    found = [
-        rollouts.search(text) for text in ("ONERROR=Y>&AMP; (3, 1, 2", "Problem-3 prompt", "no")
-    ]
-    assert [len(each) for each in found] == [1, 8, 0]
-
-
-def test_a_character_of_several_tokens_is_shown_once(tmp_path: Path) -> None:
-    made = MadeRun(tmp_path, say=lambda step, group, sample: "aé☃b")
-    made.add_steps(1)
-    detail = read(made).detail(0)
-    assert detail is not None
-    assert detail["pieces"] == ["a", "", "é", "", "", "☃", "b"]
+    for text, found in (("ONERROR=Y>&AMP; (3, 1, 2", 1), ("Problem-3 prompt", 8), ("no", 0)):
+        assert len(rollouts.search(text)) == found
 
 
 def test_only_new_rollouts_are_sent_and_those_that_a_rollback_took(run: MadeRun) -> None:
@@ -131,22 +117,16 @@ def test_only_new_rollouts_are_sent_and_those_that_a_rollback_took(run: MadeRun)
     rollouts.take(RolledBack(0.0, 9))
     assert len(rollouts.changes(known)["removed"]) == 2 * 8
     assert {*column(rollouts.changes(-1)["rows"], "step")} == set(range(9))
-
-
-def test_the_newest_are_listed_where_there_are_too_many_and_gone_files_counted(
-    run: MadeRun,
-) -> None:
-    changes = read(run, most=32).changes(-1)
-    assert sorted({*column(changes["rows"], "step")}) == [6, 7, 8, 9]
-    assert changes["judged"] == 80 and changes["unread"] == 0
+    # and the newest are listed where there are too many, and files that are gone are counted
+    assert {*column(read(run, most=32).changes(-1)["rows"], "step")} == {7, 8, 9, 10}
     for step in range(5):
         shutil.rmtree(run.dir / "rollouts" / f"step_{step}")
     changes = read(run).changes(-1)
-    assert (changes["unreadable"], len(changes["rows"])) == (5, 40)
+    assert (changes["unreadable"], len(changes["rows"])) == (5, 48)
 
 
 def test_a_section_is_sent_again_only_once_it_changed(run: MadeRun) -> None:
-    view = view_of(run)
+    view = view_of(FolderSource(run.dir))
     first = json.loads(view.answer({}))
     known = {name: first[name][0] for name in ("head", "figures", "timeline", "rollouts")}
     view.refresh(60.0)
@@ -163,51 +143,10 @@ def test_a_section_is_sent_again_only_once_it_changed(run: MadeRun) -> None:
     assert "state.db" in view.trouble and len(answer(view)["rollouts"]["rows"]) == 88
 
 
-def test_head_and_timeline_say_how_far_the_run_is_and_who_waited(ten: MadeRun) -> None:
-    sections = answer(view_of(ten))
-    head, timeline = sections["head"], sections["timeline"]
-    assert (head["state"], head["reason"], head["step"]) == ("paused", "for a test", 10)
-    assert ["Task reward", pytest.approx(0.3225), pytest.approx(0.3225)] in head["ends"]
-    assert head["workers"][0]["rejected_submissions"] == 2
-    assert [server["name"] for server in head["servers"]] == ["origin", "relay-local"]
-    lanes = dict(timeline["lanes"])
-    assert (timeline["origin"], [*lanes]) == (
-        BEGAN,
-        ["learner", "publisher", "coordinator", "validator bbbbbbbb", "volunteers aaaaaaaa"],
-    )
-    sampled = [0.5, 3.0, "sampling", "step 0: 2 groups by version 0"]
-    assert lanes["volunteers aaaaaaaa"][0] == sampled
-    assert lanes["validator bbbbbbbb"][4] == [43.0, 44.0, "rejected", f"step 4: {REASON}"]
-    # and the learner's waits by whom they were for, then its work
-    assert [span for span in lanes["learner"] if "step 1:" in span[3]] == [
-        [13.7, 13.9, "waiting", "step 1: waits for the coordinator"],
-        [13.9, 14.0, "waiting", "step 1: waits for the checkpoint"],
-        [14.0, 20.0, "training", "step 1: trains"],
-    ]
-
-
-def test_figures_without_numbers_are_left_out_and_long_curves_are_means() -> None:
-    # given a run on a CPU, whose peak nobody knows
-    rows = [{**metrics_row(step), "mfu": None, "mfu_update": None} for step in range(3)]
-    drawn = figures(rows)["Time"]
-    # then there is no figure of MFU, and waits are drawn by whom they were for, a 0 where none was
-    verdict = "Wait for a verdict and for training"
-    titles = ["Busy share", verdict, "The learner's seconds", "Learner's speed"]
-    assert [figure.title for figure in drawn] == titles
-    curves = {curve.label: list(curve.points) for curve in drawn[2].curves}
-    assert curves["for the coordinator"] == [(0, 0.0), (1, 0.2), (2, 0.0)]
-    assert curves["for the checkpoint"] == [(0, 0.0), (1, 0.1), (2, 0.0)]
-    assert figures([{"step": 0}]) == {}
-    points = [(float(i), float(i % 2)) for i in range(4000)]
-    few = thinned(points, 1000)
-    assert len(few) == 1000 and few[-1] == (3999.0, 0.5)
-    assert thinned(points[:10]) == points[:10]
-
-
 def test_a_page_fetches_nothing_runs_its_own_scripts_alone_and_holds_text_as_data(
     ten: MadeRun,
 ) -> None:
-    page = exported_page([view_of(ten)])
+    page = exported_page([view_of(FolderSource(ten.dir))])
     tags = Page(page).tags
     [policy] = [attrs["content"] or "" for tag, attrs in tags if "http-equiv" in attrs]
     scripts = [attrs for tag, attrs in tags if tag == "script"]
@@ -226,7 +165,7 @@ def test_a_page_fetches_nothing_runs_its_own_scripts_alone_and_holds_text_as_dat
 
 
 def test_an_export_leaves_out_what_does_not_fit_and_says_so(ten: MadeRun) -> None:
-    view = view_of(ten)
+    view = view_of(FolderSource(ten.dir))
     whole = Page(exported_page([view])).data["runs"][0]["rollouts"][1]
     assert len(whole["rows"]) == 80 and whole["left_out"] == 0
     # when there is room for few
@@ -235,8 +174,7 @@ def test_an_export_leaves_out_what_does_not_fit_and_says_so(ten: MadeRun) -> Non
     # then rejected ones come first, whole groups, then the newest and the oldest
     assert len(page) <= empty + 60_000
     part = Page(page).data["runs"][0]["rollouts"][1]
-    at = part["fields"].index("step")
-    steps = [row[at] for row in part["rows"]]
+    steps = column(part["rows"], "step")
     assert steps[:16] == [9] * 8 + [4] * 8 and steps[16:24] == [8] * 4 + [0] * 4
     assert part["left_out"] == 80 - len(steps) > 0
 
@@ -249,7 +187,6 @@ def test_an_export_leaves_out_what_does_not_fit_and_says_so(ten: MadeRun) -> Non
         ("secret", {TOKEN: "secret2"}, 401),
         ("secret", {TOKEN: "secret"}, 200),
         # on loopback another site's page, by a name that leads here, is refused
-        (None, {}, 200),
         (None, {"Host": "evil.example:80"}, 403),
         (None, {"Host": "localhost:1"}, 200),
     ],
@@ -257,33 +194,17 @@ def test_an_export_leaves_out_what_does_not_fit_and_says_so(ten: MadeRun) -> Non
 async def test_only_this_machine_or_who_has_the_token_may_read(
     ten: MadeRun, token: str | None, headers: dict[str, str], status: int
 ) -> None:
-    async with serving(view_of(ten), token) as (session, url):
+    app = Dashboard([view_of(FolderSource(ten.dir))], token).application()
+    async with TestClient(TestServer(app)) as client:
         for path in ("/api/0", "/api/0/search?q=out", "/api/0/rollout/0"):
-            async with session.get(url + path, headers=headers) as got:
-                assert got.status == status
+            assert (await client.get(path, headers=headers)).status == status
         # the page itself holds no data
-        async with session.get(url) as got:
-            assert got.status == 200 and "onerror=y" not in await got.text()
-            assert got.headers["Referrer-Policy"] == "no-referrer"
+        got = await client.get("/")
+        assert got.status == 200 and "onerror=y" not in await got.text()
+        assert got.headers["Referrer-Policy"] == "no-referrer"
         missing = ("/api/1", "/api/0/rollout/99", "/api/0/rollout/x", "/../etc/passwd")
         for path in missing if status == 200 else ():
-            async with session.get(url + path, headers=headers) as got:
-                assert got.status == 404
-
-
-@asynccontextmanager
-async def serving(view: RunView, token: str | None) -> Any:
-    runner = web.AppRunner(Dashboard([view], token).application())
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        async with ClientSession() as session:
-            yield session, f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
-def test_loopback_is_known() -> None:
+            assert (await client.get(path, headers=headers)).status == 404
     here = {"127.0.0.1": True, "::1": True, "localhost": True, "0.0.0.0": False, "a.b": False}
     assert {host: is_loopback(host) for host in here} == here
 
@@ -320,16 +241,10 @@ def test_a_page_elsewhere_shows_what_the_run_directory_does(site: Site) -> None:
     assert remote.rollouts.detail(0) == local.rollouts.detail(0)
     head = there["head"]
     assert (head["state"], head["step"], head["published"]) == ("running", 2, 0)
-    assert [worker["pool"] for worker in head["workers"]] == ["near"]
     # and what comes later, too, also where the learner trains a step again
     (site.run_dir / "metrics.jsonl").write_text(json.dumps(metrics_row(0)) + "\n")
     remote.refresh()
     assert answer(remote)["head"]["step"] == 1
-    # and files that are gone are counted
-    for path in (site.run_dir / "rollouts").glob("*/*.verdict.safetensors"):
-        path.unlink()
-    gone = view_of(CoordinatorSource(site.url, site.coordinator))
-    assert answer(gone)["rollouts"]["unreadable"] == 2
 
 
 def test_only_the_coordinators_own_key_may_read(site: Site) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from runspec.core.files import write_atomic
 from runspec.core.run_files import monitor_folder
-from runspec.core.spec.resolved import FILE_NAME, dump_resolved, load_resolved
+from runspec.core.spec.resolved import FILE_NAME, dump_resolved
 from runspec.local.monitors.follow import follow
 from runspec.local.run_dir import hold
 from tests.runspec.local.fake_run import ZERO, small_spec, store
@@ -38,10 +38,11 @@ class LoggedRun:
 
     def __init__(self, run_dir: Path, monitor: str) -> None:
         monitors = f"monitors=[{{name: m, deadline: 50m, {monitor}}}]"
-        spec = small_spec("small", STEPS, monitors, "evaluations=[{name: held-out, every: 10}]")
+        self.spec = small_spec(
+            "small", STEPS, monitors, "evaluations=[{name: held-out, every: 10}]"
+        )
         self.path, self.folder = run_dir, monitor_folder(run_dir, "m")
-        run_dir.mkdir()
-        write_atomic(run_dir / FILE_NAME, dump_resolved(spec))
+        write_atomic(run_dir / FILE_NAME, dump_resolved(self.spec))
 
     def train(self, steps: Iterable[int], *, attempt: int = 1) -> None:
         """Appends rows and samples; rows of another attempt differ."""
@@ -63,9 +64,8 @@ class LoggedRun:
 
     def follow(self) -> None:
         """Sends what is there: nobody holds the run, so it is over."""
-        spec = load_resolved(self.path)
-        [setting] = spec.monitors
-        follow(self.path, spec, setting, threading.Event(), logging.getLogger("monitor-m"))
+        [setting], log = self.spec.monitors, logging.getLogger("monitor-m")
+        follow(self.path, self.spec, setting, threading.Event(), log)
 
     def process(self) -> subprocess.Popen[bytes]:
         """The same in a process of its own."""
@@ -94,18 +94,15 @@ class LoggedRun:
             finally:
                 process.kill()
                 process.communicate()
-        eventually(self._closed, "the end of what the process had started")
-
-    def _closed(self) -> bool:
-        return not any(
-            _target(link).startswith(str(self.folder)) for link in Path("/proc").glob("[0-9]*/fd/*")
-        )
+        eventually(lambda: not _is_open(self.folder), "the end of what the process had started")
 
 
-def _target(link: Path) -> str:
-    with suppress(OSError):  # it was closed, or is another user's
-        return str(link.readlink())
-    return ""
+def _is_open(folder: Path) -> bool:
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # it was closed, or is another user's
+            if str(link.readlink()).startswith(str(folder)):
+                return True
+    return False
 
 
 def row(step: int, attempt: int = 1) -> dict[str, Any]:

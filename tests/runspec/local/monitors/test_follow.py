@@ -2,65 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runspec.core.errors import UserError
-from runspec.core.files import write_atomic
-from runspec.core.process import RunStopped
 from runspec.core.run_files import monitor_folder
 from runspec.core.spec.role_names import monitor_names
-from runspec.local.monitors.feed import Feed, evaluation_item, last_keys, samples_item, step_item
+from runspec.local.monitors.feed import Feed, last_keys
 from runspec.local.processes import role_specs
 from runspec.local.run_dir import RunLocked, hold
-from tests.runspec.local.fake_run import (
-    ROOT,
-    ZERO,
-    drive_roles,
-    prepared,
-    small_spec,
-    usual_roles,
-)
+from tests.runspec.local.fake_run import ROOT, drive_roles, prepared, small_spec, usual_roles
 from tests.runspec.local.monitors import fake_monitors
 from tests.runspec.local.monitors.fake_monitors import entries
 from tests.runspec.local.monitors.logged_run import STEPS, LoggedRun, row
 from tests.runspec.local.test_supervise import Watch, steps_trained
-
-
-def test_a_step_has_every_number_of_its_row_by_name() -> None:
-    found = {"step": 7, "version": 8, "time": 5.0, "loss": 0.5, "complete": True, "mfu": None}
-    found |= {"waited_for": "input", "lag_histogram": {"0": 3, "1": 1}}
-    item = step_item(found | {"by_target": {"8": {"length_mean": 9.0}}})
-    assert (item.key, item.axis, item.at, item.time) == ("step:7", "step", 7, 5.0)
-    assert item.scalars == {
-        "loss": 0.5,
-        "complete": 1.0,
-        "lag_histogram/0": 3.0,
-        "lag_histogram/1": 1.0,
-        "by_target/8/length_mean": 9.0,
-    }
-    # and another content has another digest
-    assert step_item(row(1)) == step_item(json.loads(json.dumps(row(1))))
-    assert step_item(row(1)).digest != step_item(row(1, attempt=2)).digest
-
-
-def test_an_evaluation_has_its_figures_and_their_intervals_and_long_texts_are_cut() -> None:
-    item = evaluation_item(replace(ZERO, version=10))
-    assert (item.key, item.axis, item.at) == ("evaluation:held-out:10", "version", 10)
-    name = "evaluations/held-out"
-    figures = {f"{name}/mean": 0.25, f"{name}/mean/low": 0.2, f"{name}/mean/high": 0.3}
-    assert figures.items() < item.scalars.items()
-    assert f"{name}/length/low" not in item.scalars  # of one problem only
-    item = samples_item(0, [{"output": "x" * 9000, "target": 3, "extra": {"a": 1}}], 1.0)
-    cut = "x" * 4000 + " ... (9000 characters)"
-    assert list(item.rollouts) == [{"output": cut, "target": 3, "extra": None}]
 
 
 def test_each_thing_is_seen_once_and_samples_once_their_step_is_whole(tmp_path: Path) -> None:
@@ -69,26 +28,18 @@ def test_each_thing_is_seen_once_and_samples_once_their_step_is_whole(tmp_path: 
     run.train(range(11))
     run.evaluate(0, 10)
     feed = Feed(run.path)
-    # when it is looked at, then the newest step may get more samples
+    # when it is looked at, then the newest step may get more samples, which come with the next one
     first = [item.key for item in feed.look(last=False)]
     evaluations = ["evaluation:held-out:0", "evaluation:held-out:10"]
     assert first == [*(f"step:{step}" for step in range(11)), "samples:0", *evaluations]
-    # and they come with the next step, with its time, or at the end
-    assert feed.look(last=False) == []
     run.train([11])
-    step, samples = feed.look(last=False)
-    assert (step.key, samples.key) == ("step:11", "samples:10")
-    assert len(samples.rollouts) == 2 and samples.time == 1.7e9 + 10
-    run.roll_back(11)
-    late = [item.key for item in Feed(run.path).look(last=True)]
-    assert "samples:10" in late
+    assert [item.key for item in feed.look(last=False)] == ["step:11", "samples:10"]
     # and lines that are no steps are left out
     run.append("metrics.jsonl", [{"loss": 1.0}, {"step": True}, {"step": -1}])
-    assert [item.key for item in Feed(run.path).look(last=True)] == late
+    assert feed.look(last=False) == []
     # and a run is shown once its last step and evaluations are
     evaluations = "evaluations=[{name: held-out}, {name: b, at_end: false}]"
     assert last_keys(small_spec("small", 5, evaluations)) == {"step:4", "evaluation:held-out:5"}
-    assert last_keys(small_spec("small", 5, "evaluations=null")) == {"step:4"}
 
 
 @pytest.fixture
@@ -110,13 +61,6 @@ def run(tmp_path: Path, packages: str) -> LoggedRun:
 
 def steps(rows: list[dict[str, Any]]) -> list[int]:
     return [row["step"] for row in rows if "step" in row and row["rollouts"] == 0]
-
-
-def change_kind(run: LoggedRun, kind: str) -> None:
-    path = run.path / "spec.json"
-    spec = json.loads(path.read_text())
-    spec["monitors"][0]["kind"] = kind
-    write_atomic(path, json.dumps(spec).encode())
 
 
 @pytest.mark.parametrize("kind", ["counting", "forgetful"])
@@ -142,30 +86,33 @@ def test_everything_is_sent_once_over_several_sessions(
     assert " from entry 28 on" in caplog.text
 
 
-@pytest.mark.parametrize("lost", [1, 7])
+@pytest.mark.parametrize("lost", [0, 1, 7])
 def test_what_a_tool_has_lost_is_sent_again(run: LoggedRun, lost: int) -> None:
     # given a tool that buffers, and has lost its newest entries in a crash
     run.follow()
     [path] = run.folder.glob("*.entries")
     whole = path.read_text()
-    path.write_text("".join(whole.splitlines(keepends=True)[:-lost]))
+    path.write_text("".join(whole.splitlines(keepends=True)[: -lost or None]))
     # when the monitor starts again, then the same entries have the same numbers
     run.follow()
     assert path.read_text() == whole
+    # given one that has entries which the journal does not know, then it gets another record
+    path.write_text(whole + whole.splitlines()[-1] + "\n")
+    run.follow()
+    _, second = entries(run.folder).values()
+    assert steps(second) == list(range(STEPS))
 
 
-def test_a_torn_line_of_the_journal_costs_nothing(tmp_path: Path, packages: str) -> None:
+def test_a_torn_line_of_the_journal_costs_nothing(run: LoggedRun) -> None:
     # given a monitor that was killed while it numbered entries, which it has not sent
-    run = LoggedRun(tmp_path / "run", "kind: counting")
-    run.train(range(5))
     run.follow()
     with (run.folder / "journal.jsonl").open("a") as file:
-        file.write('{"key": "step:5", "dig')
-    run.train(range(5, STEPS))
+        file.write('{"key": "step:25", "dig')
+    run.train(range(STEPS, STEPS + 5))
     run.follow()
     run.follow()
     [rows] = entries(run.folder).values()
-    assert steps(rows) == list(range(STEPS))
+    assert steps(rows) == list(range(STEPS + 5))
 
 
 def test_after_a_rollback_another_record_has_everything(run: LoggedRun) -> None:
@@ -183,33 +130,6 @@ def test_after_a_rollback_another_record_has_everything(run: LoggedRun) -> None:
     run.roll_back(5)
     run.follow()
     assert steps(list(entries(run.folder).values())[2]) == list(range(5))
-
-
-def test_a_tool_that_has_more_than_was_sent_gets_another_record(run: LoggedRun) -> None:
-    # given a tool that has entries which the journal does not know
-    run.follow()
-    [path] = run.folder.glob("*.entries")
-    whole = path.read_text()
-    path.write_text(whole + whole.splitlines()[-1] + "\n")
-    run.follow()
-    _, second = entries(run.folder).values()
-    assert steps(second) == list(range(STEPS))
-
-
-def test_what_a_plug_in_raises_is_one_message_and_nothing_is_lost(run: LoggedRun) -> None:
-    change_kind(run, "raising")
-    words = r"monitors\.m: raising: send failed: ConnectionError: the tool's server"
-    with pytest.raises(UserError, match=rf"(?s)^{words}.*the run goes on without it"):
-        run.follow()
-    # when the tool is mended, then it gets the rest
-    change_kind(run, "counting")
-    run.follow()
-    [rows] = entries(run.folder).values()
-    assert steps(rows) == list(range(STEPS))
-    # and a kind that is not installed is not tried again
-    change_kind(run, "absent")
-    with pytest.raises(RunStopped, match="no installed package offers the kind 'absent'"):
-        run.follow()
 
 
 def test_two_processes_never_send_to_one_record(run: LoggedRun) -> None:
@@ -232,21 +152,19 @@ def test_no_monitor_costs_the_run_anything_and_each_failure_is_told_once(
     # given a run with a sound monitor, one that is killed, and plug-ins that raise, hang and miss
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{packages}")
     victims: list[int] = []
-    done: list[bool] = []
 
     def let_go(watch: Watch) -> None:
         """The run waits after some steps until each monitor has done what it does."""
         told = {name for name, text in watch.events if ": " in text}
-        if len(watch.rows) < 5 or done:
+        killed = watch.roles.get("monitor-killed")
+        if len(watch.rows) < 5 or killed is None:
             return
-        killed = watch.roles["monitor-killed"]
         if killed.pid and not victims and entries(monitor_folder(run.directory, "killed")):
             victims.append(killed.pid)
             os.kill(killed.pid, signal.SIGKILL)
         back = killed.restarts == 1 and killed.state == "running"
         if back and told >= {"monitor-broken", "monitor-stuck", "monitor-absent"}:
-            done.append(True)
-            waits.unlink()
+            waits.unlink(missing_ok=True)
 
     watch = Watch(let_go)
     spec = small_spec("small", 10, MONITORS, "evaluations=null")
@@ -259,7 +177,6 @@ def test_no_monitor_costs_the_run_anything_and_each_failure_is_told_once(
     # then it has trained every step
     assert outcome.kind == "finished"
     assert steps_trained(run.directory) == list(range(10))
-    assert json.loads((run.directory / "summary.json").read_text())["steps"] == 10
     # and the two that can have sent everything, once
     for name in ("sound", "killed"):
         [rows] = entries(monitor_folder(run.directory, name)).values()

@@ -8,8 +8,8 @@ import os
 import sqlite3
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,11 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import (
-    SCALARS,
-    TENSORS,
-    EventAccumulator,
-)
+from tensorboard.backend.event_processing import event_accumulator
 
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_USER_ERROR, RunStopped
@@ -51,7 +47,8 @@ class Sent:
 def of_tensorboard(run: LoggedRun) -> Sent:
     """The newest record, by TensorBoard's own reader; values are float32."""
     newest = max(run.folder.glob("small-*"), key=lambda path: path.stat().st_ctime_ns)
-    found = EventAccumulator(str(newest), size_guidance={SCALARS: 0, TENSORS: 0}).Reload()
+    sizes = {event_accumulator.SCALARS: 0, event_accumulator.TENSORS: 0}
+    found = event_accumulator.EventAccumulator(str(newest), size_guidance=sizes).Reload()
     scalars = {name: found.Scalars(name) for name in found.Tags()["scalars"]}
 
     def texts(tag: str) -> dict[int, str]:
@@ -61,9 +58,8 @@ def of_tensorboard(run: LoggedRun) -> Sent:
     steps = []
     for i, event in enumerate(scalars["figure_0"]):
         named = {name: scalars[name][i] for name in scalars if not name.startswith("eval")}
-        assert {(each.step, each.wall_time) for each in named.values()} == {
-            (event.step, 1.7e9 + event.step)
-        }
+        times = {(each.step, each.wall_time) for each in named.values()}
+        assert times == {(event.step, 1.7e9 + event.step)}
         steps.append({"step": event.step} | {name: each.value for name, each in named.items()})
     means, lows = scalars.get(MEAN, []), scalars.get(f"{MEAN}/low", [])
     evaluated = [(a.step, a.value, b.value) for a, b in zip(means, lows, strict=True)]
@@ -71,27 +67,23 @@ def of_tensorboard(run: LoggedRun) -> Sent:
     return Sent(steps, evaluated, texts("rollouts"), json.loads(spec))
 
 
-def wandb_rows(run: LoggedRun) -> Iterator[dict[str, Any]]:
-    """Rows of history of all sessions, as `wandb sync` sends them: by their start."""
+def of_wandb(run: LoggedRun) -> Sent:
+    rows: list[dict[str, Any]] = []
+    # given all sessions by their start, as `wandb sync` sends them
     for path in sorted(run.folder.glob("wandb/offline-run-*/*.wandb")):
         for record in wandb.records(path):
             items = record.history.item
             if found := {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}:
-                yield found
-
-
-def of_wandb(run: LoggedRun) -> Sent:
-    rows = list(wandb_rows(run))
+                rows.append(found)
     assert [each["_step"] for each in rows] == list(range(len(rows)))
     pages = run.folder.glob("wandb/offline-run-*/files/media/html/rollouts_*.html")
     text = "".join(path.read_text() for path in pages)
     path = min(run.folder.glob("wandb/offline-run-*/*.wandb"))
     config = next(each.run.config for each in wandb.records(path) if each.HasField("run"))
-    shown = [each["step"] for each in rows if "rollouts/path" in each]
     return Sent(
         [each for each in rows if "figure_0" in each],
         [(each["version"], each[MEAN], each[f"{MEAN}/low"]) for each in rows if MEAN in each],
-        dict.fromkeys(shown, text),
+        dict.fromkeys((each["step"] for each in rows if "rollouts/path" in each), text),
         {each.key: json.loads(each.value_json) for each in config.update},
     )
 
@@ -224,27 +216,37 @@ def test_a_session_of_wandb_waits_for_the_one_before_it(
     wandb._wait_until_closed([path], tmp_path)
 
 
-class FakeWandbServer:
+class FakeWandbServer(BaseHTTPRequestHandler):
     """As much of a server of Weights & Biases as a session of ours needs, for one run.
 
     Names of requests and answers are those of the client, wandb 0.31. It keeps lines of history by
     their offsets, and tells a client that resumes how many there are and what the last one says.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.lines: list[str] = []
-        self.files: set[str] = set()
-        self._begun = False
+    lines: list[str]
+    files: set[str]
+    runs: list[str]
 
-    def stream(self, sent: dict[str, Any]) -> dict[str, Any]:
+    def log_message(self, *words: object) -> None:
+        pass
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._reply({})
+
+    def do_POST(self) -> None:
+        data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        sent = json.loads(gzip.decompress(data) if "Content-Encoding" in self.headers else data)
+        if not self.path.endswith("/file_stream"):
+            answer = self._answer(sent.get("operationName"), sent.get("variables") or {})
+            return self._reply({"data": answer})
         if part := (sent.get("files") or {}).get("wandb-history.jsonl"):
-            at, lines = part["offset"], part["content"]
+            at, new = part["offset"], part["content"]
             assert at <= len(self.lines), f"lines {len(self.lines)} to {at} are missing"
-            self.lines[at : at + len(lines)] = lines
-        return {"limits": {}}
+            self.lines[at : at + len(new)] = new
+        return self._reply({"limits": {}})
 
-    def answer(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, operation: str | None, variables: dict[str, Any]) -> dict[str, Any]:
         project = {"id": "p", "name": "runspec", "entity": {"id": "e", "name": "me"}}
         name = variables.get("name") or "run"
         bucket = {"id": "r", "name": name, "displayName": name, "config": "{}"}
@@ -253,81 +255,58 @@ class FakeWandbServer:
             resumed |= {"historyLineCount": len(self.lines), "summaryMetrics": "{}"}
             resumed |= {"wandbConfig": '{"t": 1}', "eventsTail": "[]"}
             resumed |= {"historyTail": json.dumps(self.lines[-1:])}
-            return {"model": {**project, "bucket": resumed if self._begun else None}}
+            return {"model": {**project, "bucket": resumed if self.runs else None}}
         if operation == "UpsertBucket":
-            new, self._begun = not self._begun, True
-            return {"upsertBucket": {"bucket": {**bucket, "project": project}, "inserted": new}}
+            self.runs.append(name)
+            inserted = len(self.runs) == 1
+            return {
+                "upsertBucket": {"bucket": {**bucket, "project": project}, "inserted": inserted}
+            }
         if operation == "CreateRunFiles":
             self.files.update(variables["files"])
-            files = [{"name": name, "uploadUrl": f"{self.url}/up"} for name in variables["files"]]
+            url = f"http://{self.headers['Host']}/up"
+            files = [{"name": name, "uploadUrl": url} for name in variables["files"]]
             return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": files}}
         return {"viewer": {"id": "v", "entity": "me", "username": "me", "flags": "{}"}}
 
-
-@contextmanager
-def fake_wandb_server() -> Iterator[FakeWandbServer]:
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *words: object) -> None:
-            pass
-
-        def do_POST(self) -> None:
-            data = self._body()
-            if self.headers.get("Content-Encoding") == "gzip":
-                data = gzip.decompress(data)
-            asked = json.loads(data)
-            if self.path.endswith("/file_stream"):
-                self._reply(fake.stream(asked))
-            else:
-                name, variables = asked.get("operationName") or "", asked.get("variables") or {}
-                self._reply({"data": fake.answer(name, variables)})
-
-        def do_PUT(self) -> None:
-            self._body()
-            self._reply({})
-
-        def _body(self) -> bytes:
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-
-        def _reply(self, answer: dict[str, Any]) -> None:
-            data = json.dumps(answer).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        fake = FakeWandbServer(f"http://127.0.0.1:{server.server_port}")
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield fake
-        finally:
-            server.shutdown()
+    def _reply(self, answer: dict[str, Any]) -> None:
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
 
 def test_a_server_has_each_entry_once_whatever_it_had_when_the_monitor_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = Tool("wandb", of_wandb, ())
-    with fake_wandb_server() as server:
-        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+    lines, files = list[str](), set[str]()
+    answering = type("Server", (FakeWandbServer,), {"lines": lines, "files": files, "runs": []})
+
+    def figures() -> list[dict[str, Any]]:
+        rows = [json.loads(line) for line in lines]
+        assert [each["_step"] for each in rows] == list(range(len(rows)))
+        return [each for each in rows if "figure_0" in each]
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), answering) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-
-        def figures() -> list[dict[str, Any]]:
-            rows = [json.loads(line) for line in server.lines]
-            assert [each["_step"] for each in rows] == list(range(len(rows)))
-            return [each for each in rows if "figure_0" in each]
-
-        # given a run whose first monitor is killed, and whose second sends all there is by then
-        run = LoggedRun(tmp_path / "run", f"kind: {tool.monitor}")
-        run.train(range(STEPS))
-        run.kill_at(10)
-        run.end()
-        require_all(figures(), tool, STEPS)
-        assert sum("html/rollouts" in name for name in server.files) == 3
-        # when the server has lost the newest entries, and the run has gone on
-        del server.lines[-7:]
-        run.train(range(STEPS, STEPS + 10))
-        run.end()
-        # then it has each once all the same
-        require_all(figures(), tool, STEPS + 10)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            # given a run whose first monitor is killed, and whose second sends all there is then
+            run = LoggedRun(tmp_path / "run", f"kind: {tool.monitor}")
+            run.train(range(STEPS))
+            run.kill_at(10)
+            run.end()
+            require_all(figures(), tool, STEPS)
+            assert sum("html/rollouts" in name for name in files) == 3
+            # when the server has lost the newest entries, and the run has gone on
+            del lines[-7:]
+            run.train(range(STEPS, STEPS + 10))
+            run.end()
+            # then it has each once all the same
+            require_all(figures(), tool, STEPS + 10)
+        finally:
+            server.shutdown()

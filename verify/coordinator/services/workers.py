@@ -1,0 +1,164 @@
+"""Reports on the workers of a run: a summary of constant size, and every worker by pages."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from runspec.core.errors import one_line
+from runspec.core.spec.schema import RunSpec
+from verify.coordinator.ledger.snapshot import damaged, read_events
+from verify.coordinator.ledger.store import NoLedger
+from verify.coordinator.machine.events import Event, IllegalTransition
+from verify.coordinator.machine.reputation import reputation
+from verify.coordinator.machine.state import Policy, State
+from verify.coordinator.machine.transitions import replay
+from verify.coordinator.services.activity import Activity, Peer
+
+SHOWN = 100
+"""Workers that a summary has, those with the most credit."""
+PAGE = 250
+"""Most entries of a page."""
+_MAX_REASON = 200
+_VERSIONS = 20
+"""Versions that a summary names."""
+LISTS = ("workers", "banned", "invites")
+"""Lists that are read by pages."""
+
+
+def summary(state: State, seen: Activity | None = None, now: float = 0.0) -> dict[str, Any]:
+    """Return `workers`, the first of them by credit, and `crowd`, figures of all.
+
+    Args:
+        state: state of the run.
+        seen: activity of the workers since the coordinator started; None: none.
+        now: seconds since the epoch.
+    """
+
+    def order(key: str) -> tuple[int, int]:
+        worker = state.workers[key]
+        return -worker.accepted_tokens, worker.number
+
+    first = heapq.nsmallest(SHOWN, state.workers, key=order)
+    known = seen.peers if seen else {}
+    alive = [peer for key, peer in known.items() if key in state.workers and peer.alive(now)]
+    versions = Counter(peer.state.get("version") for peer in alive)
+    return {
+        "workers": rows(state, first, seen, now),
+        "crowd": {
+            "registered": len(state.workers),
+            "alive": len(alive),
+            "banned": len(state.bans),
+            "versions": [
+                [version, count]
+                for version, count in versions.most_common(_VERSIONS)
+                if isinstance(version, int)
+            ],
+        },
+    }
+
+
+def page(
+    name: str, after: str, state: State, seen: Activity | None = None, now: float = 0.0
+) -> dict[str, Any]:
+    """Return a page of a list: its entries by key, and the key after which the next page begins.
+
+    Args:
+        name: one of `LISTS`.
+        after: last key of the page before; empty for the first.
+        state, seen, now: see `summary`.
+
+    Returns:
+        The list's name: its entries; `next`: the last key, or null where nothing follows.
+    """
+    every: Iterable[str] = state.workers
+    if name == "banned":
+        every = state.bans
+    elif name == "invites":
+        every = {*state.invited, *state.revoked}
+    keys = heapq.nsmallest(PAGE + 1, (key for key in every if key > after))
+    entries: list[dict[str, Any]]
+    if name == "workers":
+        entries = rows(state, keys[:PAGE], seen, now)
+        for entry in entries:
+            del entry["silent_s"]  # it would change the page at every request
+    elif name == "banned":
+        entries = [{"key": key, "reason": state.bans[key]} for key in keys[:PAGE]]
+    else:
+        entries = [
+            {"key": key, "used": state.invited.get(key, 0), "revoked": state.revoked.get(key)}
+            for key in keys[:PAGE]
+        ]
+    return {name: entries, "next": keys[PAGE - 1] if len(keys) > PAGE else None}
+
+
+def rows(
+    state: State, keys: Iterable[str], seen: Activity | None = None, now: float = 0.0
+) -> list[dict[str, Any]]:
+    """Return what is known of workers; see `summary`."""
+    open_leases = Counter(r.lease.worker for r in state.leases.values() if r.status == "open")
+    known = seen.peers if seen else {}
+    return [
+        {**_worker(state, key, open_leases[key]), **activity(known.get(key), now)} for key in keys
+    ]
+
+
+def _worker(state: State, key: str, open_leases: int) -> dict[str, Any]:
+    worker, ban = state.workers[key], state.bans.get(key)
+    standing = worker.standing
+    return {
+        "key": key,
+        "pool": worker.pool,
+        "invite": worker.invite,
+        "accepted_rollouts": worker.accepted_rollouts,
+        "accepted_tokens": worker.accepted_tokens,
+        "accepted_submissions": standing.accepted,
+        "rejected_submissions": standing.rejected,
+        "withheld_leases": standing.withheld,
+        "reputation": round(reputation(standing), 4),
+        "prefill_share": round(state.share_of(key), 4),
+        "gap_excess": round(worker.gap_excess, 4),
+        "standing": _standing(state, key),
+        "reason": one_line(ban or standing.quarantine or "", _MAX_REASON),
+        "open_leases": open_leases,
+    }
+
+
+def _standing(state: State, key: str) -> str:
+    """`banned`, `quarantined`, or its rank: `known`, `recorded` or `new`."""
+    if key in state.bans:
+        return "banned"
+    quarantined = state.workers[key].standing.quarantine is not None
+    return "quarantined" if quarantined else state.workers[key].rank.name.lower()
+
+
+def activity(peer: Peer | None, now: float) -> dict[str, Any]:
+    """Return what a worker or validator reports about itself."""
+    if peer is None:  # it has sent no request since the coordinator started
+        return {"alive": False, "silent_s": None, "info": {}, "state": {}}
+    return {
+        "alive": peer.alive(now),
+        "silent_s": round(now - peer.last_seen, 3),
+        "info": peer.info,
+        "state": peer.state,
+        "busy_fraction": peer.busy_fraction,
+        "tokens_per_s": peer.tokens_per_s,
+    }
+
+
+def read_state(run_dir: Path, spec: RunSpec) -> State:
+    """Return the state of a run without a coordinator, from its ledger.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    policy = Policy.of(spec)
+    try:
+        return replay(policy, [*read_events(run_dir, spec, Event)])
+    except NoLedger:  # no coordinator was started
+        return State(policy)
+    except IllegalTransition as error:
+        raise damaged(run_dir, f"it cannot be replayed: {error}") from error
