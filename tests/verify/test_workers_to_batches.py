@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,15 +39,24 @@ from verify.client import RunFinished, SubmissionRefused
 from verify.formats.evaluation import Evaluated, Figure, sign_evaluation
 from verify.formats.lease import open_lease
 from verify.formats.submission import decode_rollouts
+from verify.formats.verdict import decode_verdicts
 from verify.plugins import GradeItem, GraderFault
 from verify.problem_files import problem_files
 from verify.validator import Validator
 
-HONEST, EVALUATOR = fixed_key(5), fixed_key(7)
+HONEST, DISHONEST, EVALUATOR = fixed_key(5), fixed_key(6), fixed_key(7)
 DEADLINE_S = 600.0
 STEPS = 3
 SPEC = small_spec().model_copy(update={"steps": STEPS})
 LOG = logging.getLogger("validator")
+
+
+@contextmanager
+def at_work(site: Site) -> Iterator[None]:
+    """The coordinator of a run whose newest version is 0."""
+    site.publish(0)
+    with site.origin(), site.serving():
+        yield
 
 
 def work(site: Site, worker: Worker) -> int:
@@ -88,6 +97,33 @@ def validate(site: Site, directory: Path, spec: RunSpec = SPEC) -> int:
 
 
 # --- batches ------------------------------------------------------------------------------------
+
+
+def test_honest_rollouts_reach_the_batches_and_no_others(tmp_path: Path) -> None:
+    # given a run with an honest worker and one that serves perturbed weights
+    site = Site(tmp_path, SPEC)
+    workers = [
+        Worker(HONEST, MODEL, SPEC, ParityTask()),
+        Worker(DISHONEST, MODEL.perturbed(0.05), SPEC, ParityTask()),
+    ]
+    # when it runs to its last step
+    with at_work(site), ThreadPoolExecutor(3) as pool:
+        checked = pool.submit(validate, site, tmp_path / "weights")
+        answers = [pool.submit(work, site, worker) for worker in workers]
+        answered = [answer.result() for answer in answers]
+        assert checked.result() > 0
+    # then both took part, and every batch is whole, made of the honest worker's groups alone
+    assert all(answered)
+    manifests = [site.batch(step) for step in range(STEPS)]
+    for manifest in manifests:
+        assert manifest.complete and len(manifest.groups) == SPEC.algorithm.prompts_per_step
+        for group in manifest.groups:
+            files = submission_files(site.run_dir, group.step, group.submission)
+            rows = decode_rollouts(files.submission.read_bytes(), max_rows=64, max_bytes=1 << 20)
+            verdicts = decode_verdicts(files.verdict.read_bytes())
+            assert {row.worker for row in rows} == {HONEST.public_hex}
+            assert all(v.logprob_diff is not None and v.logprob_diff < 1e-5 for v in verdicts)
+    assert sum(m.stats["rejected_submissions"] for m in manifests) > 0
 
 
 def trained(folder: Path, patch: pytest.MonkeyPatch, *, evaluated: bool) -> list[dict[str, Any]]:
