@@ -10,12 +10,14 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from fractions import Fraction
+from operator import ne
 from pathlib import Path
 from typing import Any
 
 from sampler.tasks.grading.answers import Answer
 from sampler.tasks.grading.graders import Graders
 from tests.sampler.tasks.grading.plugin import reward
+from tests.sampler.tasks.rewards import test_math
 from verify.plugins import Problem
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
@@ -115,6 +117,13 @@ def run() -> dict[str, object]:
             for form, answer in forms.items():
                 rewards = maths(graders, worked, answer)
                 figures[f"gsm8k, {form}: wrong grades"] = len(worked) - rewards.count(wanted)
+        others = dict(zip(worked, [*worked[1:], worked[0]], strict=True))
+        rewards = maths(graders, worked, others.__getitem__)
+        same = [float(final(truth) == final(other)) for truth, other in others.items()]
+        figures["gsm8k, each other's answers: wrong grades"] = sum(map(ne, rewards, same))
+        texts = [test_math.written(seed) for seed in range(2000)]
+        wrong = [text for text in texts if test_math.grade(*text[1:]) != text[0]]
+        figures["2,000 rewritten and changed values: wrong grades"] = len(wrong)
         for form, completion in COMPLETIONS.items():
             rewards = programs(graders, rows, completion)
             figures[f"humaneval, {form}: wrong grades"] = len(rows) - rewards.count(1.0)

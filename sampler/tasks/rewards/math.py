@@ -1,52 +1,59 @@
-"""Reward for mathematics: compares the answer with the truths, as numbers or by math-verify.
+"""Reward for mathematics: compares the answer with the truths by their values.
 
-math-verify passes parts of its input to sympy's parser, which evaluates code. So `score` must run
-in a grader process (`isolated`).
+Formulas are read by a grammar of their own (`formulas`) and compared by `values`; nothing of an
+answer is evaluated as code.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import re
+import unicodedata
 from collections.abc import Mapping
-from fractions import Fraction
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
 from sampler.tasks.interfaces import Score, TaskTerm
+from sampler.tasks.rewards.formulas import MAX_CHARS, Node, parse
+from sampler.tasks.rewards.notation import (
+    FUNCTIONS,
+    SCALES,
+    UNITS,
+    Token,
+    Unreadable,
+    plain,
+    tokens,
+)
+from sampler.tasks.rewards.values import equal
 from verify.plugins import Problem
 
 MAX_TRUTH_CHARS = 4096
 MAX_TRUTHS = 64
-MAX_EXPRESSION_CHARS = 1024
-"""Longest boxed answer that is read."""
 MAX_TAIL_CHARS = 2048
 """Characters at the end of an answer that are searched if nothing is boxed."""
-MAX_EXPONENT = 100_000
-STEP_S = 3
-"""Longest time for one parse and for one comparison inside math-verify, in whole seconds."""
 _TRUTH_KEYS = ("ground_truth", "answer")
 
-_NUMBER = re.compile(
-    r"(?P<sign>[-+]?)(?:(?P<whole>\d{1,3}(?:,\d{3})+|\d+)?(?P<decimals>\.\d*)?)"
-    r"(?:[eE](?P<power>[-+]?\d{1,3}))?(?:/(?P<below>\d+))?(?P<percent>%?)"
+_STATED = re.compile(r"\b(?:answer|option|choice|result)\b[\s*]*(?:is\b|:)[\s*:]*", re.I)
+_BULLET = re.compile(r"^\s*(?:[-*•>]|#{1,6}|\d{1,2}[.)])\s+")
+_BOLD = re.compile(
+    r"(?<![\w)\]}*])(\*{1,3}|__)(?=[^\s*_])((?:[^*]|(?<=[\w)\]}])\*{1,2}(?=[\w({\\]))+?)(?<=[^\s_])\1(?![\w*(])"
 )
-_DECORATION = re.compile(
-    r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{[^{}]*\}|\\[,;!: ]|\\?\$|[€£¥₹₽₩°]|\*\*|~"
+_ASIDE = re.compile(r"<<[^<>]*>>|(?<!\w)\([^()]*[A-Za-z]{4,}[^()]*\)")
+"""Calculations of GSM8K, and remarks in brackets."""
+_SHORT_WORDS = re.compile(
+    r"(?<![\\\w{])(?:so|it|is|of|to|we|if|be|as|an|on|no|he|my|in)\b(?!\s*[=^_])", re.I
 )
-_ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[a-z]+\*?\}")
-_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")
-_MIXED = re.compile(r"([-+]?)\s*(\d{1,50})\s+(\d{1,50})/(\d{1,50})")
-_WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}")
-_POWER = re.compile(r"(?:\^|\*\*)\s*[{(]*\s*-?(\d+)(?:\s*[})]*\s*(?:\^|\*\*)\s*[{(]*\s*-?(\d+))?")
-_WORD = re.compile(r"(?<!\\)\b[A-Za-z]{3,}")
-_KNOWN_WORDS = frozenset({"sqrt", "sin", "cos", "tan", "log", "exp", "inf", "cup", "union", "and"})
-_REPEATING = re.compile(
-    r"(?<![\d.])(\d{1,3}(?:,\d{3})+|\d{0,50})\.(\d{0,50})"
-    r"\\(?:overline|bar)\s*(?:\{\s*(\d{1,50})\s*\}|(\d))"
+_INLINE = re.compile(r"\$([^$]{1,400})\$")
+_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+_KNOWN_WORDS = FUNCTIONS | SCALES.keys() | {"pi", "and", "inf", "infinity", "union"}
+_CHOICE = re.compile(
+    r"(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)\s*(?:is\b|:)?\s*)*"
+    r"(?:\(\s*([A-Ja-j])\s*\)|([A-Ja-j])\s*\)|([A-J])[.:](?=\s|$)|([A-J])$)[.:,]?\s*(.*)",
+    re.S | re.I,
 )
-_STATED = re.compile(r"\b(?:answer|option|choice)\b[\s*]*(?:is\b|:)[\s*:]*([^\n]{1,80})$", re.I)
+_OPTION = re.compile(r"\s*(?:option|choice)\s+\(?([A-J])\b\)?[.:,]?\s*(.*)", re.S | re.I)
+_ANOTHER = re.compile(r"\(?\b[A-J]\b\)?|\b(?:or|and|not)\b|^[-+*/^=,!]")
 
 
 class MathReward(TaskTerm):
@@ -54,18 +61,12 @@ class MathReward(TaskTerm):
 
     The verification is `{"ground_truth": truth}`, a text, a number or a list of them, of which one
     must be met; `#### 42` at the end of a worked solution (GSM8K) is read as 42. The result of an
-    answer is its last `\\boxed{}`, else the text after its last `####`, else the letter or the
-    words at the end of its last line after "answer is", else its last number or formula.
+    answer is its last `\\boxed{}`, else the text after its last `####`, else what its last line
+    says after "answer is" or at its end, else the last number or formula before.
     """
 
     repeatable: ClassVar[bool] = False
     limits_blame_answer: ClassVar[bool] = True
-
-    def prepare(self) -> None:
-        """Import math-verify and sympy."""
-        import math_verify
-
-        logging.getLogger(math_verify.__name__).setLevel(logging.CRITICAL)
 
     def score(self, problem: Problem, answer: str) -> Score:
         """Grade the text after `</think>`.
@@ -73,23 +74,21 @@ class MathReward(TaskTerm):
         Raises:
             ValueError: the verification names no truth, or one that is over the limits.
         """
-        truths = [improper(exact(truth)) for truth in truths_of(problem.verification)]
+        truths = truths_of(problem.verification)
         read = candidates(answer)
         if not read:
             return Score(0.0, "no answer")
-        if len(read[0]) > MAX_EXPRESSION_CHARS:
+        if len(read[0]) > MAX_CHARS:
             return Score(0.0, f"an answer of {len(read[0])} characters is not read")
-        found = [improper(exact(candidate)) for candidate in read]
-        reason = f"answered {found[0][:80]!r}"
+        reasons = []
         for truth in truths:
-            for candidate in found:
-                if same_text(candidate, truth):
-                    return Score(1.0)
-                if too_large(candidate):
-                    reason = f"answered {candidate[:80]!r}, a power too large to evaluate"
-                elif not too_large(truth) and same_value(candidate, truth):
-                    return Score(1.0)
-        return Score(0.0, reason)
+            for candidate in read:
+                try:
+                    if same(candidate, truth):
+                        return Score(1.0)
+                except Unreadable as error:
+                    reasons.append(f", {error}")
+        return Score(0.0, f"answered {read[0][:80]!r}{(reasons or [''])[0]}")
 
 
 def truths_of(verification: Mapping[str, Any]) -> list[str]:
@@ -130,12 +129,106 @@ def candidates(answer: str) -> list[str]:
         lines = after.strip().splitlines()
         return [lines[0].strip()] if lines else []
     tail = answer.strip()[-MAX_TAIL_CHARS:]
-    stated = _STATED.search(tail)
-    if stated is not None and _word(stated[1]):
-        return [stated[1]]
-    return [tail[:MAX_EXPRESSION_CHARS] if _is_formula(tail) else tail[-MAX_EXPRESSION_CHARS:]] * (
-        tail != ""
-    )
+    lines = [line for line in map(_unmarked, tail.split("\n")) if line]
+    if not lines:
+        return []
+    prose = len(lines) > 1 or _SHORT_WORDS.search(lines[0])
+    if not prose and (_readable(lines[0]) or choice(lines[0])[0]):
+        return lines
+    return [_concluded(lines)[:MAX_CHARS]]
+
+
+def _unmarked(line: str) -> str:
+    """A line without Markdown's marks and the dollars around its formulas."""
+    line = _BULLET.sub("", line.replace("`", "")).strip()
+    for _ in range(2):
+        line = _BOLD.sub(r"\2", line)
+    line = re.sub(r"\\[()\[\]]", "$", line)
+    return _INLINE.sub(
+        lambda found: found[0] if _PROSE.search(_unknown(found[1])) else f" {found[1]} ", line
+    ).strip()
+
+
+def _unknown(text: str) -> str:
+    words = "|".join(sorted(_KNOWN_WORDS, key=len, reverse=True))
+    return re.sub(rf"(?<![A-Za-z])(?:{words})(?![A-Za-z])", " ", plain(text))
+
+
+def _concluded(lines: list[str]) -> str:
+    """What the last of some lines states, else the last formula or number of the last that has
+    one."""
+    *before, last = lines
+    stated = [*_STATED.finditer(last)]
+    if stated:
+        rest = last[stated[0].end() :].strip()
+        hedges = len(stated) > 1 or re.match(r"(?:not|either|neither)\b", rest)
+        if hedges or _readable(rest) or _word(rest) or choice(rest)[0] or not runs(rest):
+            return last if hedges else rest
+        return runs(rest)[0]
+    if choice(last)[0]:
+        return last
+    for line in reversed(before):
+        if not runs(last) and (place := _STATED.search(line)) and runs(line[place.end() :]):
+            return runs(line[place.end() :])[0]
+    return next((found[-1] for line in reversed(lines) if (found := runs(line))), last)
+
+
+def runs(line: str) -> list[str]:
+    """Return the longest parts of a line that are made of numbers, signs and commands, with a
+    number, a command or an equation in each."""
+    text = plain(_ASIDE.sub(" ", line))
+    found: list[list[Token]] = [[]]
+    known = list(_leniently(text))
+    for place, token in enumerate(known):
+        near = {t.text for t in known[max(0, place - 1) : place + 2] if t is not token}
+        letter = token.kind == "word" and len(token.text) == 1
+        if letter and (near & set("=<>^_*/+") or (not token.spaced and place and found[-1])):
+            found[-1].append(token)
+        elif token.kind == "other" and unicodedata.category(token.text) == "Sm":
+            found[-1].append(token)  # so that a part of what it belongs to is not read alone
+        elif token.kind == "other" or (
+            token.kind == "word" and (letter or token.text not in _KNOWN_WORDS | {"or"})
+        ):
+            if token.text in UNITS.keys() - {"in"} and found[-1] and found[-1][-1].kind == "number":
+                found[-1].append(token)
+            else:
+                found.append([])
+        else:
+            found[-1].append(token)
+    made = [text[run[0].start : run[-1].end] for run in map(_trimmed, found) if run]
+    # Of an equation with units inside (450 mg + 200 mg = 650 mg) the last side.
+    return [run if _readable(run) else run.rpartition("=")[2].strip() or run for run in made]
+
+
+def _leniently(text: str) -> list[Token]:
+    """The tokens of a text; what belongs to none is one of kind "other"."""
+    given: list[Token] = []
+    offset = 0
+    while offset < len(text):
+        try:
+            for token in tokens(text[offset:]):  # fails behind the last that it gives
+                start, end = token.start + offset, token.end + offset
+                given.append(replace(token, start=start, end=end))
+            break
+        except Unreadable:
+            offset = given[-1].end if given else 0
+            offset += len(text[offset:]) - len(text[offset:].lstrip()) + 1
+            given.append(Token("other", text[offset - 1], True, offset - 1, offset))
+    return given
+
+
+def _trimmed(run: list[Token]) -> list[Token]:
+    """A run without the signs of the sentence around it; empty where nothing has a value."""
+    while run and (run[0].text in (*"=*/^_,;:!%&|)]}'", "and", "or", "\\}", "ldots")):
+        run = run[1:]
+    while run and (run[-1].text in (*"=+-*/^_,;:&([{", "and", "or", "\\{")):
+        run = run[:-1]
+    pairs = {")": "(", "]": "["}
+    if run and run[-1].text in pairs and not any(t.text in "([" for t in run[:-1]):
+        return _trimmed(run[:-1])
+    if run and run[0].text in ("(", "[") and not any(t.text in (")", "]") for t in run):
+        return _trimmed(run[1:])
+    return run if any(t.kind in ("number", "command") or t.text == "=" for t in run) else []
 
 
 def boxed(text: str) -> list[str]:
@@ -155,103 +248,50 @@ def boxed(text: str) -> list[str]:
     return found
 
 
-def same_text(answer: str, truth: str) -> bool:
-    """Whether two formulas differ only by blanks and dollar signs, or two words only by case and
-    font."""
-    return _bare(answer) == _bare(truth) != "" or _word(answer) == _word(truth) != ""
+def same(answer: str, truth: str) -> bool:
+    """Whether two texts are the same word, the same choice, or formulas of the same value.
+
+    Raises:
+        Unreadable: one of them is no formula, or too large to compute.
+    """
+    if _bare(answer) == _bare(truth) != "" or _word(answer) == _word(truth) != "":
+        return True
+    (ours, our_value), (theirs, their_value) = choice(answer), choice(truth)
+    if ours and theirs:
+        return ours == theirs
+    if ours or theirs:
+        value, other = (our_value, truth) if ours else (their_value, answer)
+        return bool(value) and equal(_read(value), _read(other))
+    return equal(_read(answer), _read(truth))
 
 
-def too_large(text: str) -> bool:
-    """Whether a power of plain numbers would take for ever: 9^9^9^9."""
-    for exponent, above in _POWER.findall(text):
-        power = int(exponent[:9])
-        if above and power > 1:
-            power **= min(int(above[:9]), 64)
-        if power > MAX_EXPONENT:
-            return True
-    return False
-
-
-def exact(text: str) -> str:
-    """Write repeating decimals in a text as fractions: `0.1\\overline{6}` as `\\frac{1}{6}`."""
-    return _REPEATING.sub(_as_fraction, text)
-
-
-def improper(text: str) -> str:
-    """Write a mixed number as one fraction, `1\\frac{1}{2}` and `1 1/2` as 3/2; leave other
-    texts."""
-    match = _MIXED.fullmatch(_undecorated(text))
-    if match is None or not 0 < int(match[3]) < int(match[4]):
-        return text
-    return f"{match[1]}{int(match[2]) * int(match[4]) + int(match[3])}/{match[4]}"
-
-
-def number(text: str) -> tuple[Fraction, bool] | None:
-    """Parse a plain number, and whether it is a percentage: `-1,234.5`, `3/4`, `$18`, `18\\%`,
-    `2e-3`."""
-    bare = _undecorated(text)
-    match = _NUMBER.fullmatch(re.sub(r"(?<=[-+])\s+|\s+(?=%)", "", bare))
-    if match is None or not (match["whole"] or (match["decimals"] or ".") != "."):
-        return None
-    if len(bare) > 100 or (match["below"] and int(match["below"]) == 0):
-        return None
-    digits = (match["whole"] or "0").replace(",", "") + (match["decimals"] or "").rstrip(".")
-    value = Fraction(digits) * Fraction(10) ** int(match["power"] or 0) / int(match["below"] or 1)
-    return (-value if match["sign"] == "-" else value), bool(match["percent"])
-
-
-def same_value(answer: str, truth: str) -> bool:
-    """Whether two formulas are equal: numbers exactly, and a percentage also as its share."""
-    ours, theirs = number(answer), number(truth)
-    if ours is not None and theirs is not None:
-        if ours[0] == theirs[0]:
-            return True
-        whole = ours[0].denominator == theirs[0].denominator == 1
-        if whole and not ours[1] and not theirs[1]:
-            return False
-    from math_verify import verify
-
-    parsed = _parsed(truth)
-    return bool(parsed) and bool(
-        verify(list(parsed), list(_parsed(answer)), timeout_seconds=STEP_S)
-    )
+def choice(text: str) -> tuple[str, str]:
+    """Return the letter of a choice and the value beside it, `("B", "12")` of `(B) 12`, or two
+    empty texts."""
+    bare = plain(_unmarked(text)).strip(" .$*")
+    found = _CHOICE.fullmatch(bare) or _OPTION.fullmatch(bare)
+    if found is None:
+        return "", ""
+    *letters, value = found.groups()
+    if _ANOTHER.search(value):
+        return "", ""
+    return next(letter for letter in letters if letter).upper(), value
 
 
 @lru_cache(256)
-def _parsed(text: str) -> tuple[Any, ...]:
-    """Parse a formula, or the last one of a text, with sympy; empty if there is none."""
-    from math_verify import parse
-
-    if _is_formula(text):
-        inner = text.strip().rstrip(".").strip("$").strip()
-        if found := parse(f"$\\boxed{{{inner}}}$", parsing_timeout=STEP_S):
-            return tuple(found)
-    return tuple(parse(text, parsing_timeout=STEP_S))
+def _read(text: str) -> Node:
+    return parse(_unmarked(text))
 
 
-def _is_formula(text: str) -> bool:
-    """Whether a text is mathematics from end to end, not a sentence with some in it."""
-    plain = _DECORATION.sub("", _ENVIRONMENT.sub("", text))
-    words = {word.lower() for word in _WORD.findall(plain)}
-    return "\n" not in plain.strip() and not words - _KNOWN_WORDS
-
-
-def _undecorated(text: str) -> str:
-    fraction = _FRACTION.sub(
-        lambda found: f" {found[1] or found[2]}/{found[3] or found[4]} ", _DECORATION.sub("", text)
-    )
-    return fraction.replace("\\%", "%").strip().rstrip(".")
-
-
-def _as_fraction(found: re.Match[str]) -> str:
-    whole, once, again = found[1].replace(",", ""), found[2], found[3] or found[4]
-    value = Fraction(int(again), (10 ** len(again) - 1) * 10 ** len(once))
-    value += Fraction(f"{whole or 0}.{once}".rstrip("."))
-    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+def _readable(text: str) -> bool:
+    try:
+        return bool(_read(text))
+    except Unreadable:
+        return False
 
 
 def _word(text: str) -> str:
-    bare = _bare(_WRAPPED.sub(r"\1", text)).strip("*")
+    bare = _bare(text).strip("*")
     bare = re.sub(r"^\(([A-Za-z])\)$", r"\1", bare)
     if not bare.isalpha():
         return ""
@@ -259,5 +299,6 @@ def _word(text: str) -> str:
 
 
 def _bare(text: str) -> str:
-    text = re.sub(r"(?<=\d)\s+(?=\d)(?!\d{3}(?!\d))", "|", text)  # 1 000 is a number, 1 2 is not
-    return re.sub(r"\\(?:left|right|[,;!: ])|[\s$]", "", text).rstrip(".")
+    """A text without blanks, but for those between digits, and without fonts and dollars."""
+    text = re.sub(r"(?<=\w)\s+(?=\d)|(?<=\d)\s+(?=\w)", "|", plain(text))
+    return re.sub(r"(?<!\.)\.$", "", re.sub(r"\s", "", text).strip("$"))

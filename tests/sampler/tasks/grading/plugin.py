@@ -52,7 +52,7 @@ class Term:
             except OSError:
                 return 0.0
         if answer == "modules":
-            return float("math_verify" in sys.modules or "reasoning_gym" in sys.modules)
+            return float("mpmath" in sys.modules or "reasoning_gym" in sys.modules)
         return float(answer)
 """
 

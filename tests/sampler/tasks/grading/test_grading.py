@@ -291,7 +291,7 @@ def test_where_the_sandbox_works_it_is_taken_whatever_the_spec_says():
 
 
 def test_graders_need_no_engine_and_import_no_term_before_it_is_asked():
-    heavy = {"torch", "vllm", "transformers", "jax", "math_verify", "sympy", "reasoning_gym"}
+    heavy = {"torch", "vllm", "transformers", "jax", "sympy", "reasoning_gym"}
     program = (
         "import sys, sampler.tasks.grading.command, sampler.tasks.task_set\n"
         "from sampler.tasks.interfaces import find_kind\n"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,14 +18,12 @@ from sampler.tasks.interfaces import Score
 from sampler.tasks.rewards.code.formats import Malformed, read_tests
 from sampler.tasks.rewards.code.judge import program_of, same_output, same_value
 from sampler.tasks.rewards.code.plain import NotPlain, decode, encode
-from sampler.tasks.rewards.math import MAX_EXPRESSION_CHARS, truths_of
+from sampler.tasks.rewards.formulas import MAX_CHARS
 from sampler.tasks.rewards.target_length import TargetLengthReward
 from tests.campaigns import sampler as data_sets
 from tests.sampler.tasks.grading.plugin import reward
 from verify.plugins import GraderFault, Problem
 
-PAIRS = yaml.safe_load(Path(__file__).with_name("math_answers.yaml").read_text())
-"""Right and wrong (truth, answer) of mathematics, by the form of the answer."""
 HOSTILE = {
     "a power tower": "9^9^9^9",
     "a boxed power tower": r"\boxed{9^{9^{9^9}}}",
@@ -154,27 +150,10 @@ def program(graders: Graders, info: dict[str, Any], answer: str, kind: str = "co
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", PAIRS["right"])
-def test_a_right_answer_in_any_form_earns_1(graders, form):
-    pairs = PAIRS["right"][form]
-    results = maths(graders, pairs)
-    assert [p for p, r in zip(pairs, results, strict=True) if r != Score(1.0)] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", PAIRS["wrong"])
-def test_a_wrong_answer_that_is_nearly_right_or_hedges_earns_0_with_the_reason(graders, form):
-    pairs = PAIRS["wrong"][form]
-    results = maths(graders, pairs)
-    assert [p for p, r in zip(pairs, results, strict=True) if getattr(r, "value", 1) != 0] == []
-    assert all(isinstance(r, Score) and r.reason for r in results)
-
-
-@pytest.mark.slow
 def test_hostile_answers_end_with_0_and_a_reason_and_harm_no_other(graders):
-    formula = "0+" * MAX_EXPRESSION_CHARS + "18"
+    formula = "0+" * MAX_CHARS + "18"
     texts = [("18", text) for text in (*HOSTILE.values(), rf"\boxed{{{formula}}}")]
-    [right, *_] = PAIRS["right"].values()
+    right = [("18", "18"), ("1/2", r"\boxed{\frac12}")]
     results = maths(graders, [*texts, *right])
     hostile = results[: len(texts)]
     named = zip([*HOSTILE, "a formula over the limit"], hostile, strict=True)
@@ -184,10 +163,6 @@ def test_hostile_answers_end_with_0_and_a_reason_and_harm_no_other(graders):
     assert all(isinstance(r, Score) and r.reason for r in hostile)
     assert "is not read" in getattr(hostile[-1], "reason", "")
     assert results[len(texts) :] == [Score(1.0)] * len(right)
-
-
-def test_the_key_answer_is_read_too():
-    assert truths_of({"answer": "so\n#### 5"}) == ["5"]
 
 
 @pytest.mark.slow
