@@ -38,18 +38,21 @@ class LeafReader:
         self.entries: dict[LeafPath, Entry] = {entry.path: entry for entry in weight_map(config)}
 
     def dtype(self, path: LeafPath) -> np.dtype:
-        """The stored type of a leaf, float32 or `ml_dtypes.bfloat16`.
+        """The type that a leaf is read in: float32 or `ml_dtypes.bfloat16` as it is stored.
+
+        float16 is read as float32, which has each of its values.
 
         Raises:
             UserError: its layers differ in type.
         """
         infos = self._infos(path)
-        if len({info.dtype for info in infos}) != 1:
+        types = {_read_dtype(info.dtype) for info in infos}
+        if len(types) != 1:
             raise UserError(
                 f"layers of {self.entries[path].hf_name} differ in dtype",
                 place=str(infos[0].file.parent),
             )
-        return infos[0].dtype
+        return types.pop()
 
     def read(self, path: LeafPath, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """Reads a leaf, or the part of it that `index` cuts.
@@ -61,7 +64,7 @@ class LeafReader:
             index: a slice of step 1 for each dimension of the leaf, layers first where stacked.
 
         Returns:
-            The part, C-contiguous, in the stored type.
+            The part, C-contiguous, in the type of `dtype`.
 
         Raises:
             UserError: the files cannot be read, with the tensor's name.
@@ -90,6 +93,10 @@ class LeafReader:
         return [self._tensors[name] for name in self.entries[path].tensor_names()]
 
 
+def _read_dtype(stored: np.dtype) -> np.dtype:
+    return np.dtype(np.float32) if stored == np.float16 else stored
+
+
 def _read_part(entry: Entry, info: TensorInfo, index: tuple[slice, ...]) -> np.ndarray:
     """The part of one layer of a leaf; a view of what was read.
 
@@ -99,21 +106,28 @@ def _read_part(entry: Entry, info: TensorInfo, index: tuple[slice, ...]) -> np.n
     shape = tuple(entry.shape[axis] for axis in entry.axes)
     split = TensorInfo(info.name, info.file, info.dtype, shape, info.offset)
     part = read_slice(split, tuple(index[axis] for axis in entry.axes))
+    part = part.astype(_read_dtype(part.dtype), copy=False)
     return part.transpose(entry.inverse_axes())
 
 
 def checked_headers(hf_dir: Path, config: ModelConfig) -> dict[str, TensorInfo]:
     """The headers of a model, exactly the tensors that its config asks for.
 
+    A tied model may be stored with the embedding, the head, or both: libraries that store a shared
+    tensor once keep either name.
+
     Raises:
         UserError: as `LeafReader`.
     """
     tensors = read_headers(hf_dir)
-    expected = dict(hf_shapes(config))
+    expected, tied = dict(hf_shapes(config)), tied_tensors(config)
+    for name, original in tied.items():
+        if name in tensors and original not in tensors:
+            tensors[original] = tensors.pop(name)
     if missing := expected.keys() - tensors.keys():
         raise UserError(f"tensors missing: {listed(missing)}", place=str(hf_dir), remedy=_REMEDY)
     unknown = {name for name in tensors.keys() - expected.keys() if not _IGNORED.fullmatch(name)}
-    for name, original in tied_tensors(config).items():
+    for name, original in tied.items():
         if name in unknown:
             _check_tied(tensors[name], tensors[original])
             unknown.remove(name)

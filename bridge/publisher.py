@@ -139,10 +139,7 @@ class Publisher:
             "published in %.2f s",
             version,
             "whole" if whole else f"as a delta of version {base}",
-            digest[:16],
-            exported,
-            compared,
-            published,
+            *(digest[:16], exported, compared, published),
         )
 
     def _export(self, version: int, directory: Path) -> None:
@@ -211,11 +208,8 @@ class Publisher:
         self._log.info(
             "version %d: %.3g %% of the elements changed since version %d: "
             "a delta of %d bytes, of %d%s",
-            version,
-            100 * summary.changed / summary.elements,
-            base,
-            summary.delta_bytes,
-            summary.weights_bytes,
+            *(version, 100 * summary.changed / summary.elements, base),
+            *(summary.delta_bytes, summary.weights_bytes),
             "" if smaller else "; it goes out whole",
         )
         if smaller:

@@ -36,7 +36,7 @@ MAX_DIMENSIONS = 8
 _READ_BYTES = 1024 * 1024
 _SYNCED_BYTES = 64 * 1024 * 1024
 _CACHED_BYTES = 256 * 1024
-_CODES = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"]}
+_CODES = {"F32": DTYPES["float32"], "BF16": DTYPES["bfloat16"], "F16": np.dtype(np.float16)}
 TENSORS_NAME = "tensors.json"
 MAX_RECORDS_BYTES = 64 * 1024 * 1024
 
@@ -89,7 +89,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     """The tensors of one file. Checks every size against the file's own before any is read.
 
     Raises:
-        UserError: unreadable, not safetensors, truncated, or a dtype other than F32 and BF16.
+        UserError: unreadable, not safetensors, truncated, or a dtype that is not in `_CODES`.
     """
     try:
         with path.open("rb") as file:
@@ -119,7 +119,12 @@ def _tensor(name: str, entry: object, path: Path, start: int, size: int) -> Tens
         raise UserError(f"tensor {name[:200]}: malformed header", place=str(path)) from error
     if not known:
         codes = ", ".join(_CODES)
-        raise UserError(f"tensor {name[:200]}: dtype {code}, not {codes}", place=str(path))
+        raise UserError(
+            f"tensor {name[:200]}: dtype {code}, not {codes}",
+            place=str(path),
+            remedy="convert the weights, for example by transformers' "
+            "from_pretrained(MODEL, dtype='float32').save_pretrained(FOLDER)",
+        )
     if not naturals:
         raise UserError(f"tensor {name[:200]}: malformed header", place=str(path))
     info = TensorInfo(name, path, _CODES[code], tuple(shape), start + first)

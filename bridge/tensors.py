@@ -19,7 +19,7 @@ DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-"""The types that weights may be stored in, by the name that spec and config.json use."""
+"""The types that versions and checkpoints have, by the name that spec and config.json use."""
 _COLUMNS = 256
 _ROWS = 256
 _PADDING = 8
@@ -33,11 +33,6 @@ def dtype_named(name: str) -> np.dtype:
         raise UserError(
             f"dtype {name!r} is not supported", remedy=f"use one of {', '.join(DTYPES)}"
         ) from None
-
-
-def dtype_name(dtype: np.dtype) -> str:
-    """The name of a dtype of `DTYPES`."""
-    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 def tensor_bytes(array: np.ndarray) -> memoryview:
@@ -55,7 +50,7 @@ def tensor_digest(array: np.ndarray) -> str:
 
 def record(dtype: np.dtype, shape: tuple[int, ...], digest: str) -> dict[str, Any]:
     """The record of a tensor whose bytes were hashed."""
-    return {"dtype": dtype_name(dtype), "shape": list(shape), "blake3": digest}
+    return {"dtype": dtype.name, "shape": list(shape), "blake3": digest}
 
 
 def model_digest(tensors: Mapping[str, Mapping[str, Any]]) -> str:

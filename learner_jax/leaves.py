@@ -46,7 +46,7 @@ def leaf_path(path: tuple[Any, ...]) -> LeafPath:
 def load_params(
     model_dir: Path, config: ModelConfig, mesh: Mesh, peers: Peers | None = None
 ) -> dict[str, Any]:
-    """Reads a Hugging Face directory onto the mesh, in the stored dtype.
+    """Reads a Hugging Face directory onto the mesh, in the types of `LeafReader.dtype`.
 
     Of several processes only process 0 reads files; it sends them to the others. Host memory: one
     process has one device's part of one leaf; each of several has its devices' parts of one leaf,

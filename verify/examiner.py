@@ -286,12 +286,8 @@ def _verdict(case: _Case) -> Verdict:
     subject, found = case.subject, case.examination
     rows = [_row_verdict(case, number, rollout) for number, rollout in enumerate(subject.rollouts)]
     return Verdict(
-        subject.submission,
-        subject.lease.step,
-        not found.reason,
-        found.reason,
-        sorted(case.faults),
-        rows,
+        *(subject.submission, subject.lease.step, not found.reason, found.reason),
+        *(sorted(case.faults), rows),
         one_line(case.faults[max(case.faults)], MAX_FAULT) if case.faults else "",
     )
 
@@ -315,4 +311,5 @@ def _row_verdict(case: _Case, number: int, rollout: Rollout) -> RolloutVerdict:
         checks=case.examination.results[number],
         fingerprints=subject.fingerprints[number] if subject.fingerprints else [],
         gap_excess=None if noise is None or gaps is None else noise.excess(gaps),
+        answered=graded.answered,
     )

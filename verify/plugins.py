@@ -54,6 +54,8 @@ class Graded:
     length_penalty: float
     reward: float
     reason: str = ""
+    answered: bool = True
+    """Whether the output has an answer in the form that the run asks for."""
     repeatable: bool = True
     """Whether grading again must give the same task reward. False if it depends on time or on the
     model's own program; an honest claim may then differ from a validator's result."""

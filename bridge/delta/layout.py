@@ -17,7 +17,6 @@ from bridge.safetensors_io import (
     read_headers,
     stored_record,
 )
-from bridge.tensors import dtype_name
 from runspec.core.canonical import MalformedJson
 from runspec.core.errors import UserError
 from runspec.core.files import read_object
@@ -107,7 +106,7 @@ def mapped_bits(
 def tensor_shapes(layout: list[FileLayout]) -> Records:
     """{dtype, shape} of every tensor."""
     return {
-        info.name: {"dtype": dtype_name(info.dtype), "shape": list(info.shape)}
+        info.name: {"dtype": info.dtype.name, "shape": list(info.shape)}
         for file in layout
         for info in file.tensors
     }

@@ -13,7 +13,7 @@ import time
 import zlib
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,8 +55,8 @@ def _base_table() -> bytes:
 _TO_BASE = _base_table()
 
 
-Value = tuple[int, str, object]
-"""Number, place and value of a column in a line or row."""
+Columns = tuple[int, str, Mapping[str, object]]
+"""Number and place of a line or row, and its columns by name."""
 
 
 class Document(NamedTuple):
@@ -222,12 +222,12 @@ def text_lines(path: Path, counts: Counts, column: str) -> Iterator[Document]:
 
 
 def _jsonl(path: Path, counts: Counts, column: str) -> Iterator[Document]:
-    for number, place, value in json_values(path, column):
-        yield Document(str(number), _string(value, column, place))
+    for number, place, row in json_rows(path):
+        yield Document(str(number), _string(row.get(column), column, place))
 
 
-def json_values(path: Path, column: str) -> Iterator[Value]:
-    """Yield a field of each JSON line; blank lines are left out."""
+def json_rows(path: Path) -> Iterator[Columns]:
+    """Yield the object of each JSON line; blank lines are left out."""
     for number, line in _lines(path):
         if not line.strip():
             continue
@@ -242,28 +242,30 @@ def json_values(path: Path, column: str) -> Iterator[Value]:
             raise UserError(
                 f"not a JSON object: {error}", place=place, remedy="write one object a line"
             ) from error
-        yield number, place, row.get(column)
+        yield number, place, row
 
 
 def _parquet(path: Path, counts: Counts, column: str) -> Iterator[Document]:
-    for number, place, value in parquet_values(path, column):
-        yield Document(str(number), _string(value, column, place))
+    for number, place, row in table_rows(path, column):
+        yield Document(str(number), _string(row[column], column, place))
 
 
-def parquet_values(path: Path, column: str) -> Iterator[Value]:
-    """Yield a column of each row."""
-    with open_parquet(path, {column}) as file:
-        if column not in file.schema_arrow.names:
+def table_rows(path: Path, column: str, *optional: str) -> Iterator[Columns]:
+    """Yield a column of each row of a Parquet file, and the optional ones that the file has."""
+    with open_parquet(path, {column, *optional}) as file:
+        names = file.schema_arrow.names
+        if column not in names:
             raise UserError(
-                f"has no column {column!r}, but {', '.join(file.schema_arrow.names)}",
+                f"has no column {column!r}, but {', '.join(names)}",
                 place=str(path),
                 remedy="name the column that holds the text",
             )
+        columns = [name for name in dict.fromkeys((column, *optional)) if name in names]
         row = 0
-        for rows in parquet_rows(file, [column], most=MAX_DOCUMENT_BYTES, place=str(path)):
+        for rows in parquet_rows(file, columns, most=MAX_DOCUMENT_BYTES, place=str(path)):
             for found in rows:
                 row += 1
-                yield row, f"{path}, row {row}", found[column]
+                yield row, f"{path}, row {row}", found
 
 
 def _string(value: object, column: str, place: str) -> str:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from tokenizers import Tokenizer
 
+from learner_jax.corpus.conversations import Conversation, only_parts, spans_of
 from learner_jax.corpus.documents import Counts
-from learner_jax.corpus.sources import Messages, Row, read_rows
+from learner_jax.corpus.sources import Row, read_rows
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
@@ -159,7 +160,7 @@ class Encoder:
         """Yield those that are kept; the others are counted."""
         rendered = [(row, *self._rendered(row)) for row in rows]
         assert self.template is not None, "something was rendered"
-        self.template.require_assistant_message()
+        self.template.require_assistant_message(parts=only_parts(self.template, ASSISTANT))
         spoken = [each for each in rendered if each[2]]
         counts.without_assistant += len(rendered) - len(spoken)
         texts = [text for _, text, _ in spoken]
@@ -172,7 +173,7 @@ class Encoder:
 
     def _rendered(self, row: Row) -> tuple[str, list[tuple[int, int]]]:
         """Return a conversation as text, and the spans of what the assistant says."""
-        messages = cast(Messages, row.value)
+        conversation = cast(Conversation, row.value)
         if self.template is None:
             raise UserError(
                 "conversations need a chat template, and the tokenizer has none",
@@ -180,13 +181,15 @@ class Encoder:
                 remedy="add chat_template.jinja beside tokenizer.json",
             )
         try:
-            text, spans = self.template.spans(messages)
+            text, spans = spans_of(self.template, conversation)
         except UserError as error:
             both = f"{row.place}; {error.place or self.files.place}"
             remedy = error.remedy or "mend the template, or remove the conversation"
             raise UserError(error.thing, place=both, remedy=remedy) from error
         spans = [(begin, stop) for begin, stop in spans if begin < stop]
-        if not spans and any(each["role"] == ASSISTANT and _says(each) for each in messages):
+        if not spans and any(
+            each["role"] == ASSISTANT and _says(each) for each in conversation.messages
+        ):
             raise UserError(
                 "the chat template does not render what the assistant says",
                 place=f"{row.place}; {self.files.place}",

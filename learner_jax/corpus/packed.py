@@ -33,7 +33,7 @@ from runspec.core.spec.documents import is_generated
 from runspec.core.spec.schema import RunSpec, Source
 from runspec.core.spec.source_files import file_digest, source_files
 
-FORMAT = 2
+FORMAT = 3
 """Part of the digest: a change of what a corpus holds raises it."""
 OTHERS_S = 24 * 3600.0
 """How long another process may take to make the same corpus."""

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
+from learner_jax.corpus.conversations import TOOLS, Conversation, conversation_of
 from learner_jax.corpus.documents import (
     MAX_DOCUMENT_BYTES,
     READERS,
     Counts,
     Kind,
-    json_values,
-    parquet_values,
+    json_rows,
     read_documents,
     readable,
     require_some,
+    table_rows,
     text_lines,
     too_long,
 )
@@ -26,22 +27,21 @@ from runspec.core.errors import UserError
 from runspec.core.spec.documents import PARAMS, column_of, is_generated
 from runspec.core.spec.schema import Source
 
-Messages = list[dict[str, Any]]
-
 
 class Row(NamedTuple):
     """A document of a source."""
 
     place: str
     """File and line or row."""
-    value: str | np.ndarray | Messages
-    """Text, token ids int64 [n], or the messages of a conversation."""
+    value: str | np.ndarray | Conversation
+    """Text, token ids int64 [n], or a conversation."""
 
     @property
     def size(self) -> int:
         """Characters or ids, about."""
-        if isinstance(self.value, list):
-            return sum(len(str(message.get("content"))) for message in self.value)
+        if isinstance(self.value, Conversation):
+            parts = [message.get("content") for message in self.value.messages]
+            return sum(len(str(part)) for part in (*parts, self.value.tools or ""))
         return len(self.value)
 
 
@@ -72,18 +72,24 @@ def read_rows(
             for document in read_documents(path, counts, kind=_kind(source), column=column):
                 yield Row(f"{path}:{document.name}", document.text)
     else:
-        values = json_values if source.kind == "jsonl" else parquet_values
+        table = source.kind == "parquet"
+        optional = (TOOLS,) if what == "messages" else ()
         offset = int(str(source.params.get("id_offset", 0)))
+        found: Conversation | np.ndarray
         for path in files:
             with readable(path, counts):
-                for _, place, value in values(path, column):
-                    found = _CONVERT[what](value, column, place)
+                rows = table_rows(path, column, *optional) if table else json_rows(path)
+                for _, place, row in rows:
+                    if what == "messages":
+                        found = conversation_of(row, column, place, filled=table)
+                    else:
+                        found = _token_ids(row.get(column), column, place) + offset
                     if not len(found):
                         counts.empty += 1
                         continue
                     counts.documents += 1
                     counts.by_file[str(path)] += 1
-                    yield Row(place, found + offset if what == "tokens" else found)
+                    yield Row(place, found)
             require_some(path, counts)
 
 
@@ -128,27 +134,3 @@ def _token_ids(value: object, column: str, place: str) -> np.ndarray:
         place=place,
         remedy="name the field that holds them with params: {tokens: NAME}",
     )
-
-
-def _messages(value: object, column: str, place: str) -> Messages:
-    whole = isinstance(value, list) and all(
-        isinstance(each, dict) and isinstance(each.get("role"), str) for each in value
-    )
-    if not whole:
-        raise UserError(
-            f"{column!r} holds no list of messages, each with a role",
-            place=place,
-            remedy="name the field that holds them with params: {messages: NAME}",
-        )
-    # Parquet gives every message the fields of all, and templates ask which of them are there.
-    return [
-        {key: said for key, said in each.items() if said is not None or key == "content"}
-        for each in cast(Messages, value)
-    ]
-
-
-_CONVERT: dict[str, Callable[[object, str, str], Any]] = {
-    "messages": _messages,
-    "tokens": _token_ids,
-}
-"""How a value of a column is checked, by what the column holds."""

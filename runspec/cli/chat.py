@@ -79,7 +79,8 @@ def _talk(speakers: Sequence[Speaker], target: int | None, max_tokens: int | Non
             if len(speakers) > 1:
                 print(f"[{speaker.found.names[-1]}]")
             body = {"messages": messages(speaker.data, question, target)}
-            reply = print_reply(_pieces(speaker, body, max_tokens), dim=terminal)
+            thinks = speaker.data is None or speaker.data.thinking != "none"
+            reply = print_reply(_pieces(speaker, body, max_tokens), dim=terminal and thinks)
             asked = "" if target is None else f", {target} were asked for"
             print(f"\n({reply.tokens} tokens{asked})\n")
 

@@ -196,6 +196,8 @@ def _print(found: Mapping[str, Any], *, as_json: bool) -> None:
             table.add_row(figure, number(value), between)
         count = result["count"] if "count" in result else len(result["problems"])
         print(f"{name}: {count} problems, {result['faults']} without a grade")
+        if unanswered := result.get("unanswered"):
+            print(f"  {unanswered} outputs have no answer in the form of data.thinking")
         console.print(table)
         for one in result.get("overlap", ()):
             how = "the same words as" if one["exact"] else "13 words in a row of"

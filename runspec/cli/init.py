@@ -25,7 +25,7 @@ from runspec.core.models.spec_model import named_config
 from runspec.core.spec.fields import NAME_WORDS, Name
 from runspec.core.spec.json_schema import json_schema
 from runspec.core.spec.yaml_text import yaml_scalar
-from runspec.lint.rules.data import opens_thinking
+from runspec.lint.rules.data import opens_thinking, thinking_of
 from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.local.machine import find_model, gpu_names
 from runspec.lock.cache import is_repository
@@ -41,6 +41,11 @@ _LONGEST = {"model": 512, "sft": 512, "node-8gpu": 8192}
 """Tokens of prompt and answer together, where the model's positions cover them."""
 _LONGEST_PROMPT = 1024
 _UNKNOWN_CONTEXT = 8192
+_PROMPTS = {
+    "required": r"Think first, and write </think>. Then give the answer in \boxed{}.",
+    "none": r"Give the answer in \boxed{}.",
+}
+"""System's prompts, by what is graded."""
 _NOT_PINNED = (
     '# runspec: ignore[unpinned-revision] reason="pin the commit that you use, or run `runspec '
     'lock`"'
@@ -181,6 +186,7 @@ def _model_values(named: str | None, longest: int) -> dict[str, str]:
     length = min(context, longest)
     prompt = min(length // 2, _LONGEST_PROMPT)
     tokenizer = TokenizerFiles.read(found) if found else None
+    thinking = (tokenizer and thinking_of(tokenizer)) or "required"
     values = {
         "model": "\n  ".join(lines),
         "context": context,
@@ -188,7 +194,11 @@ def _model_values(named: str | None, longest: int) -> dict[str, str]:
         "prompt": prompt,
         "answer": length - prompt,
         "update": 8 * length,
-        "think_prefill": yaml_scalar(tokenizer is None or not opens_thinking(tokenizer)),
+        "thinking": thinking,
+        "system_prompt": yaml_scalar(_PROMPTS[thinking]),
+        "think_prefill": yaml_scalar(
+            thinking == "required" and not (tokenizer and opens_thinking(tokenizer))
+        ),
     }
     return {key: str(value) for key, value in values.items()}
 

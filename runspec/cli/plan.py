@@ -38,6 +38,11 @@ from runspec.plan.saved import SavedPlan, save_plan
 
 EXIT_CHANGES = 6
 _MARKS = {"add": ("+", "green"), "change": ("~", "yellow"), "remove": ("-", "red")}
+_GRADED = {
+    "required": "what follows </think>, and nothing without it,",
+    "optional": "what follows </think>, or all of it without one,",
+    "none": "all",
+}
 SITE = PurePath("SITE")
 """Stands for the folder that `runspec prepare` is to make."""
 
@@ -119,7 +124,12 @@ def show_plan(plan: RunPlan, console: Console) -> None:
 
 
 def show_limits(spec: RunSpec, console: Console) -> None:
-    """Print the limits by which each pool is judged, where the spec names any."""
+    """Print what of an output is graded, and the limits by which each pool is judged, where the
+    spec names any."""
+    if spec.supervised is None:
+        thinking = spec.data.thinking or "required"
+        graded = _GRADED[thinking]
+        console.print(f"\nOf each output {graded} is graded (data.thinking: {thinking})")
     if spec.verify.profiles or spec.verify.thresholds:
         from verify.pool_limits import sources_by_pool
 

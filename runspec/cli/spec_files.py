@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from runspec.core.errors import BadUsage, UserError, bad_usage
 from runspec.core.files import expand_user
@@ -14,6 +16,9 @@ from runspec.core.spec.resolved import with_profiles
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import whole_uri
 from runspec.lint.check import check_spec
+from runspec.lint.rules.data import thinking_of
+from runspec.lint.tokenizer_files import TokenizerFiles
+from runspec.local.machine import find_tokenizer
 from runspec.lock.cache import is_repository
 from runspec.lock.pins import require_lock
 from runspec.plan.saved import read_plan
@@ -36,14 +41,26 @@ def located(spec: RunSpec, folder: Path) -> RunSpec:
     if model.tokenizer is not None:
         tokenizer = {"hf": _whole(model.tokenizer.hf, folder)}
         model = model.model_copy(update={"tokenizer": model.tokenizer.model_copy(update=tokenizer)})
+    whole = spec.model_copy(update={"model": model})
     sources = [
         source
         if source.uri is None
         else source.model_copy(update={"uri": whole_uri(source.uri, folder)})
         for source in spec.data.sources
     ]
-    data = spec.data.model_copy(update={"sources": sources})
+    data = spec.data.model_copy(update={"sources": sources, "thinking": _thinking(whole)})
     return with_profiles(spec.model_copy(update={"model": model, "data": data}), folder)
+
+
+def _thinking(spec: RunSpec) -> Literal["required", "optional", "none"] | None:
+    """What `data.thinking` says or, where it is not set, the model's chat template."""
+    if spec.data.thinking is not None or spec.supervised is not None:
+        return spec.data.thinking
+    if spec.model.shape is not None:
+        return "required"
+    folder = find_tokenizer(spec.model, os.environ)
+    files = None if folder is None else TokenizerFiles.read(folder)
+    return None if files is None else thinking_of(files, spec.data)
 
 
 def _whole(name: str, folder: Path) -> str:

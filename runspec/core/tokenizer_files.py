@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypedDict
@@ -28,6 +29,8 @@ _SPECIAL_KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _DEFAULT = "default"
 ASSISTANT = "assistant"
 """Role of the model's messages."""
+TEMPLATE_DATE = datetime(2024, 7, 26, tzinfo=UTC)
+"""What `strftime_now` gives on every day: the date of Llama 3's templates without a clock."""
 _BEGIN, _END = "\ue0f0", "\ue0f1"
 """Private-use characters around what `{% generation %}` encloses."""
 
@@ -126,6 +129,11 @@ def _read_config(path: Path) -> dict[str, Any]:
     )
 
 
+Objects = Sequence[Mapping[str, Any]]
+Spans = tuple[str, list[tuple[int, int]]]
+"""Text, and begin and end of parts of it."""
+
+
 class Message(TypedDict):
     """One turn of a conversation."""
 
@@ -136,8 +144,7 @@ class Message(TypedDict):
 class ChatTemplate:
     """Chat template of a model, rendered up to the start of the model's turn.
 
-    `strftime_now`, which depends on the date, is not defined: templates that check for it take a
-    fixed date, and every process renders the same.
+    `strftime_now` gives `TEMPLATE_DATE`, so that every process renders the same on every day.
 
     Args:
         source: the template's text.
@@ -193,7 +200,7 @@ class ChatTemplate:
         """Whether the template says by `{% generation %}` what the assistant says."""
         return re.search(r"{%-?\s*generation\s*-?%}", self.source) is not None
 
-    def spans(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+    def spans(self, messages: Objects, tools: Objects | None = None) -> Spans:
         """Render a whole conversation, and return what the assistant says as spans of characters.
 
         A template marks it with `{% generation %}`. Of one without that mark, the assistant's part
@@ -202,19 +209,20 @@ class ChatTemplate:
 
         Args:
             messages: of `role` and `content`, and whatever else the template reads.
+            tools: schemas of tools, for a template that renders them.
 
         Raises:
             UserError: the template fails, or renders the beginning of a conversation otherwise
                 once more follows, or a message holds a character that stands for the mark.
         """
         if self.marks_assistant:
-            return self._marked(messages)
-        text, found = self._rendered(messages), []
+            return self._marked(messages, tools)
+        text, found = self._rendered(messages, tools), []
         for number, message in enumerate(messages):
             if message.get("role") != ASSISTANT:
                 continue
-            before = self._rendered(messages[:number], prompt=True)
-            after = self._rendered(messages[: number + 1])
+            before = self._rendered(messages[:number], tools, prompt=True)
+            after = self._rendered(messages[: number + 1], tools)
             if not (after.startswith(before) and text.startswith(after)):
                 when = "when more follows" if after.startswith(before) else "than it asks for it"
                 raise UserError(
@@ -226,15 +234,19 @@ class ChatTemplate:
             found.append((len(before), len(after)))
         return text, found
 
-    def require_assistant_message(self) -> None:
+    def require_assistant_message(self, *, parts: bool = False) -> None:
         """Refuse a template that does not tell what the assistant says.
+
+        Args:
+            parts: whether the template takes the content as a list of parts, not as text.
 
         Raises:
             UserError: see `spans`, or it leaves the assistant's message out.
         """
         said = "one-two-three"
+        content = [{"type": "text", "text": said}] if parts else said
         text, found = self.spans(
-            [{"role": "user", "content": "four"}, {"role": ASSISTANT, "content": said}]
+            [{"role": "user", "content": "four"}, {"role": ASSISTANT, "content": content}]
         )
         if not any(said in text[begin:stop] for begin, stop in found):
             raise UserError(
@@ -243,15 +255,15 @@ class ChatTemplate:
                 remedy="enclose it in the template with {% generation %} and {% endgeneration %}",
             )
 
-    def _marked(self, messages: Sequence[Any]) -> tuple[str, list[tuple[int, int]]]:
+    def _marked(self, messages: Objects, tools: Objects | None) -> Spans:
         """See `spans`."""
-        text = self._rendered(messages)
+        text = self._rendered(messages, tools)
         if held := re.search(f"[{_BEGIN}{_END}]", text):
             raise UserError(
                 f"a message holds the character U+{ord(held[0]):04X}, which is reserved",
                 remedy="remove it from the data",
             )
-        pieces = re.split(f"([{_BEGIN}{_END}])", self._rendered(messages, mark=True))
+        pieces = re.split(f"([{_BEGIN}{_END}])", self._rendered(messages, tools, mark=True))
         parts, marks = pieces[::2], pieces[1::2]
         if marks != [_BEGIN, _END] * (len(marks) // 2) or "".join(parts) != text:
             raise UserError(
@@ -264,19 +276,40 @@ class ChatTemplate:
         return text, list(zip(ends[:-1:2], ends[1::2], strict=True))
 
     def _rendered(
-        self, messages: Sequence[Any], *, prompt: bool = False, mark: bool = False
+        self,
+        messages: Sequence[Any],
+        tools: Objects | None = None,
+        *,
+        prompt: bool = False,
+        mark: bool = False,
     ) -> str:
         try:
             return self._template.render(
                 messages=messages,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=prompt,
                 mark_generation=mark,
                 **self.special_tokens,
             )
         except Exception as error:  # a template can raise anything, for example by a division
-            raise UserError(f"the chat template fails: {error}", place=self._place) from error
+            raise UserError(
+                f"the chat template fails: {error}",
+                place=self._place,
+                remedy="put a template that renders it into chat_template.jinja",
+            ) from error
+
+    def after_assistant(self) -> str:
+        """Return what follows the assistant's words in a conversation that ends with them.
+
+        Raises:
+            UserError: the template fails.
+        """
+        said = "one-two-three"
+        _, found, rest = self._rendered(
+            [{"role": "user", "content": "four"}, {"role": ASSISTANT, "content": said}]
+        ).rpartition(said)
+        return rest if found else ""
 
     def require_system_message(self) -> None:
         """Refuse a template without support for a system message.
@@ -290,6 +323,7 @@ class ChatTemplate:
                 [{"role": "system", "content": said}, {"role": "user", "content": "four"}]
             )
         except UserError as error:
+            self.render([{"role": "user", "content": "four"}])  # a failure that is not about it
             reason = f"refuses a system message: {error.thing.partition(': ')[2]}"
         else:
             if said in text:
@@ -350,5 +384,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
         )
 
     environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
     environment.filters["tojson"] = to_json
     return environment

@@ -146,6 +146,12 @@ def find_files(model: Model, env: Mapping[str, str]) -> ModelFiles:
     )
 
 
+def find_tokenizer(model: Model, env: Mapping[str, str]) -> Path | None:
+    """The directory with the tokenizer.json of `model`, or of what `model.tokenizer` names."""
+    named = model if model.tokenizer is None else model.tokenizer
+    return None if named.hf is None else _find(named.hf, named.revision, env, _has_tokenizer)
+
+
 def find_model(hf: str, revision: str | None, env: Mapping[str, str]) -> Path | None:
     """The directory with a model's weights: a local one, or a snapshot in the Hugging Face cache.
 

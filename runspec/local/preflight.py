@@ -31,6 +31,7 @@ from runspec.core.spec.role_names import (
 )
 from runspec.core.spec.schema import Hardware, RunSpec
 from runspec.core.spec.source_files import source_files
+from runspec.lint.rules.samplers import unsupported_heads
 from runspec.local.backend import LOCAL
 from runspec.local.disk import disk_bytes, states_bytes
 from runspec.local.identity import pinned_root_problem
@@ -109,6 +110,7 @@ def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
         *_validators(spec, facts),
         *_devices(spec, facts),
         *_model(spec, found),
+        *_heads(spec, config),
         *_tokenizer(spec, found),
         *(Missing(each.path, str(each), each.remedy) for each in missing_plugins(spec)),
         *_data(spec),
@@ -120,6 +122,11 @@ def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
         *_checkpoints(spec, run_dir),
         *_disk(spec, run_dir, config, facts.free_bytes),
     ]
+
+
+def _heads(spec: RunSpec, config: ModelConfig | None) -> Iterator[Missing]:
+    for each in unsupported_heads(spec, config) if config is not None else ():
+        yield Missing(".".join(map(str, each.location)), each.message, each.suggestion)
 
 
 def _hardware(spec: RunSpec, facts: Facts) -> Iterator[Missing]:

@@ -38,7 +38,14 @@ from sampler.engine.checks import (
     require_same_logprobs,
 )
 from sampler.engine.engine_client import EngineClient, Submission
-from sampler.engine.engine_process import EngineDied, EngineProcesses, Loop, Start, StartFailed
+from sampler.engine.engine_process import (
+    EngineDied,
+    EngineProcesses,
+    Loop,
+    Start,
+    StartFailed,
+    same_death_is_final,
+)
 from sampler.engine.processes import FORKED, SPAWNED, serve
 from sampler.engine.requests import (
     GenerationAborted,
@@ -49,7 +56,7 @@ from sampler.engine.requests import (
 )
 from verify.thresholds import precision_of
 
-__all__ = ["Engine", "EngineDied"]
+__all__ = ["Engine", "EngineDied", "same_death_is_final"]
 
 CLOSE_S = 60.0
 """Seconds that `close` may take."""

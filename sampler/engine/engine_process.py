@@ -14,8 +14,8 @@ import logging
 import multiprocessing
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
@@ -41,25 +41,56 @@ _CODE_S = 1.0
 _POLL_S = 0.01
 _KILL_EVERY_S = 0.1
 """Seconds between two searches for processes of a start that has to end."""
+_MAY_PASS = ("memory", "cuda error", "nccl", "errno")
+"""Words of exit reasons that depend on the machine's state: another start may succeed."""
 
 
 class EngineDied(UserError):
-    """An engine core ended or hangs. Its sequences are lost; `Engine.load` starts a new one."""
+    """An engine core ended or hangs. Its sequences are lost; `Engine.load` starts a new one.
+
+    Args:
+        thing: what happened.
+        remedy: if there is no exit reason.
+        exit_reason: the exception that the core recorded, or empty.
+    """
 
     def __init__(
         self,
         thing: str,
         remedy: str = "see the log above; out of memory is the usual cause (`dmesg` names it)",
+        exit_reason: str = "",
     ) -> None:
+        if exit_reason:
+            thing, remedy = f"{thing}: {exit_reason}", "change what it names; see the log above"
         super().__init__(thing, place="vLLM", remedy=remedy)
+        self.exit_reason = exit_reason
 
 
 class StartFailed(EngineDied):
-    """An engine core ended before it was ready; `exit_reason` is what it recorded, or empty."""
+    """An engine core ended before it was ready."""
 
     def __init__(self, exit_reason: str, error: Exception) -> None:
-        super().__init__(f"the engine does not start: {exit_reason or error}")
-        self.exit_reason = exit_reason
+        thing = "the engine does not start"
+        super().__init__(thing if exit_reason else f"{thing}: {error}", exit_reason=exit_reason)
+
+
+@contextmanager
+def same_death_is_final(before: EngineDied | None) -> Iterator[None]:
+    """Turn a death inside that has the exit reason of the death before into RunStopped.
+
+    A fault of the model or the settings comes back at each start, so restarts of the role do not
+    help. Faults that may pass are left alone: too little memory, a device, a disk or a network.
+    """
+    try:
+        yield
+    except EngineDied as error:
+        reason = error.exit_reason
+        passes = any(word in reason.lower() for word in _MAY_PASS)
+        if before is None or not reason or reason != before.exit_reason or passes:
+            raise
+        raise RunStopped(
+            f"twice in a row: {error.thing}", place=error.place, remedy=error.remedy
+        ) from error
 
 
 def exit_code(process: BaseProcess) -> int | None:
@@ -351,7 +382,8 @@ class EngineProcesses:
         except EngineDeadError:
             # vLLM noticed first. The exit code follows if the process has ended.
             await asyncio.wait({self.death}, timeout=_CODE_S)
-            self._give_up(EngineDied("vLLM has given the engine core up"))
+            reason = read_exit_reason(self._sockets.path)
+            self._give_up(EngineDied("vLLM has given the engine core up", exit_reason=reason))
         finally:
             task.cancel()
         if seconds is not None:
@@ -372,7 +404,9 @@ class EngineProcesses:
     def _ended(self, process: Any) -> None:
         code = exit_code(process)
         how = f"signal {-code}" if code is not None and code < 0 else f"code {code}"
-        self._end(EngineDied(f"the engine core ended ({how})"))
+        # A core that was killed may have recorded a fault that it outlived.
+        reason = "" if code is None or code < 0 else read_exit_reason(self._sockets.path)
+        self._end(EngineDied(f"the engine core ended ({how})", exit_reason=reason))
 
     def _end(self, error: EngineDied) -> None:
         self._forget_sentinels()

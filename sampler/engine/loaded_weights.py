@@ -148,9 +148,9 @@ def _part(parameter: torch.Tensor, sizes: list[int], position: int) -> torch.Ten
 
 
 def as_torch(array: np.ndarray) -> torch.Tensor:
-    """Return a tensor that shares an array's memory: float32 as it is, two-byte types as
-    bfloat16."""
-    if array.dtype == np.float32:
+    """Return a tensor that shares an array's memory: float32 and float16 as they are, other
+    two-byte types as bfloat16."""
+    if array.dtype in (np.float32, np.float16):
         return torch.from_numpy(array)
     return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
 
@@ -214,6 +214,5 @@ def _overwrite(place: Place, view: torch.Tensor, change: ChangedElements) -> Non
         return
     where[place.axis] = along
     index = tuple(torch.from_numpy(axis[ours]).to(view.device) for axis in where)
-    bits = change.bits[ours]
-    values = as_torch(bits.view(np.float32) if bits.itemsize == 4 else bits)
+    values = as_torch(change.bits[ours].view(change.info.dtype))
     view[index] = values.to(view.device, view.dtype)

@@ -39,10 +39,11 @@ from typing import Any
 
 import setproctitle
 
-from runspec.core.errors import UserError
+from runspec.core.errors import UserError, one_line
 
 _VARIABLE = "VLLM_RPC_BASE_PATH"
 _EXIT_REASON_FILE = "cause"
+_MAX_REASON = 400
 _CORE_LOGGER = "vllm.v1.engine.core"
 _PREFIX = "rvllm-"
 _LONGEST = 107 - len("/00000000-0000-0000-0000-000000000000")
@@ -150,9 +151,10 @@ def record_exit_reason() -> None:
 
 
 def read_exit_reason(folder: Path) -> str:
-    """Return what ended the core whose sockets lie in a folder; empty if it recorded nothing."""
+    """Return, as one line, what ended the core whose sockets lie in a folder; empty if it recorded
+    nothing."""
     file = folder / _EXIT_REASON_FILE
-    return file.read_text(errors="replace") if file.exists() else ""
+    return one_line(file.read_text(errors="replace"), _MAX_REASON) if file.exists() else ""
 
 
 class EndsWithParent(BaseProcess):

@@ -20,7 +20,7 @@ from verify.noise import noise_key
 from verify.plugins import GradeItem, GraderFault
 
 
-@dataclass(frozen=True)
+@dataclass
 class Questions:
     """The problems of one evaluation, and how they are asked."""
 
@@ -31,6 +31,8 @@ class Questions:
     seed: int
     """The run's seed. It determines the noise of every answer, together with the problem: all
     versions are asked the same questions with the same noise."""
+    unanswered: int = 0
+    """Outputs so far without an answer in the form that the run asks for."""
 
     @classmethod
     def of(cls, spec: RunSpec, evaluation: Evaluation, tasks: RunTask) -> Questions:
@@ -77,6 +79,7 @@ class Questions:
             own = list(islice(grades, len(answers)))
             rewards = [None if isinstance(g, GraderFault) else g.task_reward for _, g in own]
             texts = [self.tasks.answer(item.output_tokens) for item, _ in own]
+            self.unanswered += texts.count(None)
             yield (
                 index,
                 ProblemResult(

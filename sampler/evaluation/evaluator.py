@@ -22,7 +22,7 @@ from runspec.core.metrics import serve_metrics
 from runspec.core.process import not_retried
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.schema import Evaluation, RunSpec
-from sampler.engine.engine import Engine, EngineDied
+from sampler.engine.engine import Engine, EngineDied, same_death_is_final
 from sampler.evaluation.arrivals import Arrivals, Arrived
 from sampler.evaluation.ask import Questions, ask
 from sampler.evaluation.due import due, due_versions
@@ -138,7 +138,8 @@ class Evaluator:
             results = self._answers(questions, arrived, stop)
         except EngineDied as error:
             self._log.warning("the engine died, asking again with a new one: %s", error)
-            results = self._answers(questions, arrived, stop)
+            with same_death_is_final(error):
+                results = self._answers(questions, arrived, stop)
         if results is None:
             return False
         graded = [each for each in results if any(r is not None for r in each.rewards)]

@@ -78,6 +78,7 @@ def evaluate(
                 graded = [each for each in results if any(r is not None for r in each.rewards)]
                 found[name] = {
                     "figures": {k: [f.value, f.low, f.high] for k, f in figures(graded).items()},
+                    "unanswered": questions.unanswered,
                     "faults": sum(r is None for each in results for r in each.rewards),
                     "wall_s": round(time.monotonic() - began, 3),
                     "problems": [asdict(each) for each in results],

@@ -10,7 +10,7 @@ import argparse
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,11 +31,22 @@ from sampler.tasks.grading.launch import require_graders
 from sampler.tasks.interfaces import Keep, Part, ProblemSource, make_source, make_term
 from sampler.tasks.problems import problem_filter
 from sampler.tasks.prompts import PromptCodec, PromptForm
+from sampler.tasks.rewards.code.formats import read_tests
+from sampler.tasks.rewards.gym import origin_of
+from sampler.tasks.rewards.math import truths_of
 from verify.plugins import GraderFault, Problem, load_warm_start_data
 
 NAME = "check"
 TRIED = ("", "0")
 """Trial answers to the first problem of each task type."""
+VERIFICATIONS: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
+    "code": read_tests,
+    "math": truths_of,
+    "reasoning_gym": origin_of,
+}
+"""Reads the verification of a problem, or raises, by the kind of the reward; cheap."""
+NAMED = 8
+"""Problems that cannot be graded and are named, of each source."""
 MAX_FAULTS = 20
 MAX_CHARS = 1000
 _TRACES = 8
@@ -90,8 +101,8 @@ def add_command(commands: Any) -> None:
         NAME,
         help="read a run's problems and try its graders",
         description="Imports the plug-ins of the spec in DIR/spec.json, reads every row of its "
-        "sources, grades two answers to a problem of each task type, and prints a JSON object with "
-        "what it found. `runspec lint --data` and `runspec apply` call it.",
+        "sources with what grades it, grades two answers to a problem of each task type, and "
+        "prints what it found as a JSON object. `runspec lint --data` and `apply` call it.",
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="of a run, or with a spec.json")
     parser.add_argument(
@@ -128,6 +139,7 @@ def check(spec: RunSpec, model: Path | None) -> Checked:
     sources = _read(spec, _All(), checked)
     if len(sources) == len(spec.data.sources):
         _measure(spec, model, checked)
+    _read_verifications(rewards, sources, checked)
     _try_graders(spec, rewards, sources, checked)
     return checked
 
@@ -193,6 +205,40 @@ def _warm_start_codec(spec: RunSpec) -> PromptCodec:
         return PromptCodec.read(Path(folder), PromptForm.of(spec.data))
 
 
+def _read_verifications(
+    rewards: Sequence[Reward], sources: Mapping[str, ProblemSource], checked: Checked
+) -> None:
+    """Report rows whose verification the reward of their type cannot read.
+
+    Problems that a source generates are left out: their number may be very large.
+    """
+    from sampler.tasks.sources.file_source import FileSource  # imports pyarrow
+
+    kinds = {reward.kind for reward in rewards} & VERIFICATIONS.keys()
+    for name, source in sources.items():
+        if not isinstance(source, FileSource) or not source.task_types & kinds:
+            continue
+        _log.info("reading what grades the problems of %s", name)
+        with checked.catching(f"data.sources.{name}"):
+            found = ((row, _unreadable(p)) for row, p in source.placed() if p.task_type in kinds)
+            if bad := [f"{row}: {reason[:80]}" for row, reason in found if reason]:
+                more = [f"and {len(bad) - NAMED} more"] if len(bad) > NAMED else []
+                named = "; ".join(bad[:NAMED] + more)
+                raise UserError(
+                    f"{len(bad)} of {len(source)} problems cannot be graded: {named}",
+                    remedy="mend or remove these rows: they are sampled, but never trained on",
+                )
+
+
+def _unreadable(problem: Problem) -> str:
+    """Return why a verification cannot be read; empty if it can, or the kind is no shipped one."""
+    try:
+        VERIFICATIONS.get(problem.task_type, dict)(problem.verification)
+    except Exception as error:  # noqa: BLE001 - rows may hold anything
+        return str(error) or type(error).__name__
+    return ""
+
+
 def _count(source: ProblemSource) -> str:
     """Describe how many problems a source has and, for rows, how many are left out."""
     from sampler.tasks.sources.file_source import FileSource  # imports pyarrow
@@ -217,7 +263,7 @@ def _try_graders(
                 checked.add(place, *_ungraded(source, kind, names))
             wanted = (source.task_types & names.keys()) - firsts.keys()
             for problem in map(source.problem, range(len(source)) if wanted else ()):
-                if problem.task_type in wanted:
+                if problem.task_type in wanted and not _unreadable(problem):
                     firsts[problem.task_type] = problem
                     wanted -= {problem.task_type}
                 if not wanted:

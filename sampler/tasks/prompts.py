@@ -18,15 +18,21 @@ from runspec.core.tokenizer_files import ChatTemplate, Message, TokenizerFiles
 THINK, THINK_END = "<think>", "</think>"
 
 
-def answer_in(output: str) -> str | None:
-    """Return the answer in a text of a model: the part after its first `</think>`; None without
-    one.
+Thinking = Literal["required", "optional", "none"]
+"""What of an output is the answer: `data.thinking`."""
+
+
+def answer_in(output: str, thinking: Thinking) -> str | None:
+    """Return the answer in a text of a model: the part after its first `</think>`, or all of it
+    where the thinking is not required; None if it has none.
 
     The thinking ends once. A later `</think>` is a part of the answer; otherwise a model could
     answer, think about the answer, and answer again.
     """
     _, think_end, answer = output.partition(THINK_END)
-    return answer.strip() if think_end else None
+    if think_end and thinking != "none":
+        return answer.strip()
+    return None if thinking == "required" else output.strip()
 
 
 @dataclass(frozen=True)
@@ -41,12 +47,15 @@ class PromptForm:
     """Start of the system message."""
     think_prefill: bool = False
     """Whether the prompt opens the thinking if the template does not."""
+    thinking: Thinking = "required"
+    """What of an output is the answer; no prompt depends on it."""
 
     @classmethod
     def of(cls, data: Data) -> PromptForm:
         """Return the form that a spec asks for."""
         return cls(
-            data.length_prompt, data.length_prompt_role, data.system_prompt, data.think_prefill
+            *(data.length_prompt, data.length_prompt_role, data.system_prompt, data.think_prefill),
+            thinking=data.thinking or "required",
         )
 
     def messages(self, problem: str, target: int | None) -> list[Message]:
@@ -107,6 +116,11 @@ class PromptCodec:
             UserError: a file is missing or malformed, or an error of the class.
         """
         return cls(TokenizerFiles.read(directory), form)
+
+    @property
+    def thinking(self) -> Thinking:
+        """What of an output is the answer."""
+        return self._form.thinking
 
     @property
     def digest(self) -> str:
@@ -173,8 +187,8 @@ class PromptCodec:
         return token
 
     def answer(self, output_tokens: Sequence[int]) -> str | None:
-        """Return the text between the first `</think>` and the end token; None if either is
-        missing. See `answer_in`.
+        """Return the answer in the text before the end token; None if it has none, or the end
+        token is missing. See `answer_in`.
 
         An output that was cut off has no answer.
         """
@@ -185,4 +199,4 @@ class PromptCodec:
         )
         if not tokens or tokens[-1] != self.eos_token_id or not known:
             return None
-        return answer_in(self.decode(tokens[:-1]))
+        return answer_in(self.decode(tokens[:-1]), self._form.thinking)

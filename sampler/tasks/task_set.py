@@ -18,7 +18,11 @@ from sampler.tasks.problems import Problems, problem_filter, target_lengths
 from sampler.tasks.prompts import PromptCodec, PromptForm
 from verify.plugins import Graded, GradeItem, GraderFault, Problem, Split
 
-_UNANSWERED = "no </think> with an answer and the end token after it"
+_UNANSWERED = {
+    "required": "no </think> with an answer and the end token after it",
+    "optional": "no end token",
+    "none": "no end token",
+}
 
 
 class RunTask:
@@ -57,13 +61,11 @@ class RunTask:
         texts = [self._codec.answer(item.output_tokens) for item in items]
         answered = [index for index, text in enumerate(texts) if text is not None]
         scored = self._graders.score([Answer(problems[i], str(texts[i])) for i in answered])
-        results: list[Result] = [Score(0.0, _UNANSWERED)] * len(items)
+        results: list[Result] = [Score(0.0, _UNANSWERED[self._codec.thinking])] * len(items)
         for index, result in zip(answered, scored, strict=True):
             results[index] = result
         return [
-            result
-            if isinstance(result, GraderFault)
-            else self._graded(item, problem, result, text or "")
+            result if isinstance(result, GraderFault) else self._graded(item, problem, result, text)
             for item, problem, result, text in zip(items, problems, results, texts, strict=True)
         ]
 
@@ -76,7 +78,7 @@ class RunTask:
         self._graders.close()
 
     def _graded(
-        self, item: GradeItem, problem: Problem, score: Score, answer: str
+        self, item: GradeItem, problem: Problem, score: Score, answer: str | None
     ) -> Graded | GraderFault:
         penalty = 0.0
         if self._length_term is not None and item.target is not None:
@@ -88,7 +90,8 @@ class RunTask:
             score.value,
             penalty,
             score.value + penalty,
-            reason=f"answered {answer[:80]!r}" if wrong else score.reason,
+            reason=f"answered {(answer or '')[:80]!r}" if wrong else score.reason,
+            answered=answer is not None,
             repeatable=self._graders.rules[problem.task_type].repeatable,
         )
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import RunSpec, SamplerPool
-from sampler.engine.engine import Engine, EngineDied
+from sampler.engine.engine import Engine, EngineDied, same_death_is_final
 from sampler.engine.requests import GenerationAborted, NoVersion, Sampled
 from sampler.worker.lease_state import (
     Background,
@@ -109,6 +109,7 @@ class Worker:
         self._submitting: set[str] = set()  # leases
         self._asking = self._leaving = False
         self._loaded = (-1, Path())
+        self._death: EngineDied | None = None  # the last one under a lease
         self._asker = Background("ask", self._events.put)
         self._submitter = Background("submit", self._events.put)
 
@@ -118,6 +119,7 @@ class Worker:
         Raises:
             UserError: the coordinator or the weights are unavailable, a load failed its checks, or
                 the engine died twice under one lease.
+            RunStopped: the engine died twice for the same reason.
         """
         try:
             self._send_kept()
@@ -137,7 +139,8 @@ class Worker:
             report = self._engine.load(path, version)
         except EngineDied as error:
             self._log.warning("the engine died in a load, starting it again: %s", error)
-            report = self._engine.load(path, version)
+            with same_death_is_final(error):
+                report = self._engine.load(path, version)
         self._loaded = (version, path)
         self._meter.loaded(version, report.pause_s)
         self._log.info(
@@ -287,7 +290,9 @@ class Worker:
             if held.deaths > 1:
                 lease = held.lease
                 self._log.error("the second death under step %d lease %d", lease.step, lease.index)
-                raise error
+                with same_death_is_final(self._death):
+                    raise error
+        self._death = error
         self._log.warning(
             "the engine died, sampling %d leases again with a new one: %s", len(dead), error
         )

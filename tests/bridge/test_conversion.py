@@ -138,8 +138,9 @@ def test_what_orbax_writes_is_exported_however_it_is_cut(make_model, tmp_path, c
     assert differences(hf_dir, tmp_path / "out") == []
 
 
-def test_a_narrower_export_rounds_to_nearest_even(make_model, tmp_path):
-    hf_dir, out = make_model(), tmp_path / "out"
+@pytest.mark.parametrize("stored", ["float32", "float16"])
+def test_a_narrower_export_rounds_to_nearest_even(make_model, tmp_path, stored):
+    hf_dir, out = make_model(dtype=stored), tmp_path / "out"
     export_checkpoint(imported(hf_dir), out, model_dir=hf_dir, dtype="bfloat16")
     wide = read_headers(hf_dir)
     for name, info in read_headers(out).items():

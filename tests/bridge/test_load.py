@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import ml_dtypes
@@ -99,6 +100,36 @@ def test_tensors_that_do_not_fit_the_config_are_named(make_model, edit, message)
         LeafReader(hf_dir, load_config(hf_dir))
 
 
+def test_float16_is_read_as_float32_of_the_same_values(make_model):
+    # given a model in float16, with the values at the ends of the type
+    hf_dir = make_model(dtype="float16")
+    info = read_header(hf_dir / "model.safetensors")["model.embed_tokens.weight"]
+    ends = np.array([0, 0x8000, 1, 0x83FF, 0x0400, 0x7BFF, 0xFBFF, 0x7C00], "<u2")
+    with info.file.open("r+b") as file:
+        file.seek(info.offset)
+        file.write(ends.tobytes())
+    # when its leaves are read, then each is the stored one, exactly
+    reader, stored = LeafReader(hf_dir, load_config(hf_dir)), read_headers(hf_dir)
+    for path, leaf in reader.entries.items():
+        assert reader.dtype(path) == np.float32
+        parts = [leaf.to_tree(read_tensor(stored[name])) for name in leaf.tensor_names()]
+        expected = np.stack(parts).astype(np.float32).reshape(leaf.leaf_shape)
+        np.testing.assert_array_equal(reader.read(path), expected, strict=True)
+        np.testing.assert_array_equal(
+            np.concatenate([*reader.parts(path)]).ravel(), expected.ravel()
+        )
+    assert reader.read(("embed",)).ravel()[:8].astype("<f2").tobytes() == ends.tobytes()
+
+
+@pytest.mark.parametrize("code", ["F64", "F8_E4M3", "I8"])
+def test_a_dtype_that_is_not_read_comes_with_a_remedy(tmp_path, code):
+    header = json.dumps({"x": {"dtype": code, "shape": [1], "data_offsets": [0, 8]}}).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(UserError, match=f"x: dtype {code}, not F32, BF16, F16\n.*convert"):
+        read_header(path)
+
+
 def test_an_index_cannot_name_files_elsewhere(make_model):
     hf_dir = make_model(tied=True, max_shard_size="4KB")
     index = hf_dir / "model.safetensors.index.json"
@@ -127,6 +158,23 @@ def test_a_tied_model_may_be_stored_with_its_head_if_it_is_the_embedding(make_mo
     more.write_bytes(more.read_bytes()[:-4] + np.float32(7.0).tobytes())
     with pytest.raises(UserError, match=r"ties lm_head\.weight to the embedding, but they differ"):
         LeafReader(hf_dir, config)
+
+
+@pytest.mark.parametrize(("tied", "message"), [(True, ""), (False, "missing: model.embed_tokens")])
+def test_a_tied_model_may_be_stored_with_its_head_alone(make_model, tied, message):
+    # given a model whose file has the head and no embedding
+    hf_dir = make_model(tied=True)
+    path, old, new = hf_dir / "model.safetensors", b"model.embed_tokens.weight", b"lm_head.weight"
+    before = dict(iter_leaves(hf_dir, load_config(hf_dir)))
+    path.write_bytes(path.read_bytes().replace(old + b'"', new + b'"' + b" " * 11))
+    config = json.loads((hf_dir / "config.json").read_text()) | {"tie_word_embeddings": tied}
+    (hf_dir / "config.json").write_text(json.dumps(config))
+    # when it is read, then the head is the embedding if the config ties them
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        after = dict(iter_leaves(hf_dir, load_config(hf_dir)))
+        assert {path: leaf.tobytes() for path, leaf in after.items()} == {
+            path: leaf.tobytes() for path, leaf in before.items()
+        }
 
 
 def test_a_malformed_entry_of_a_header_is_refused(tmp_path):

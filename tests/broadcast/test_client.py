@@ -25,13 +25,7 @@ from broadcast.assemble import delta_applier
 from broadcast.cache import Cache
 from broadcast.client import WeightsClient
 from broadcast.disk import Cancellation, in_thread
-from broadcast.manifest import (
-    MAX_CHUNK_BYTES,
-    Chunk,
-    ObjectInfo,
-    WeightsManifest,
-    sign_manifest,
-)
+from broadcast.manifest import MAX_CHUNK_BYTES, Chunk, ObjectInfo, WeightsManifest, sign_manifest
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
@@ -94,20 +88,11 @@ def counted(run: Run) -> Counted:
 # -- Ways to a version: the files of an anchor, deltas on what is here, or both --------------------
 
 
-@pytest.mark.parametrize("files", [("model.safetensors",), SHARDS], ids=["one file", "shards"])
-def test_a_joiner_takes_the_anchor_and_the_deltas(
-    run: Run, counted: Counted, files: tuple[str, ...]
-) -> None:
-    counted.versions = versions = ModelVersions(run, files=files)
-    counted.chain(3)
-    assert fetched(run.client(counted.url), 3) == versions.files(3)
-    assert counted.moved() == versions.weights_bytes(0) + counted.size(3, 1, 2, 3)
-    assert list((run.folder / "cache").glob(".[pd]*")) == []
-
-
 def test_each_moves_what_it_lacks(run: Run, counted: Counted) -> None:
-    # given a follower with version 0, a delta, an anchor that is also a delta, and a delta on it
-    versions, follower = counted.versions, run.client(counted.url)
+    # given a follower with version 0 in shards, a delta, an anchor that is also a delta, and a
+    # delta on it
+    counted.versions = versions = ModelVersions(run, files=SHARDS)
+    follower = run.client(counted.url)
     versions.publish(0)
     fetch(follower, 0)
     versions.publish(1, base=0)
@@ -115,7 +100,8 @@ def test_each_moves_what_it_lacks(run: Run, counted: Counted) -> None:
     counted.moved()
     # when it follows, then it moves the delta, and of the small files those that changed
     assert fetched(follower, 1) == versions.files(1)
-    unchanged = len(versions.files(1)["config.json"])
+    same = ("config.json", "model.safetensors.index.json")
+    unchanged = sum(len(versions.files(1)[name]) for name in same)
     assert counted.moved() == counted.size(1, 1) - unchanged
     assert contents(run.folder / "cache" / "v0") == versions.files(0)  # untouched
     assert fetched(follower, 2) == versions.files(2)
@@ -126,6 +112,7 @@ def test_each_moves_what_it_lacks(run: Run, counted: Counted) -> None:
     manifests = [p for p in counted.server.paths if p.endswith("manifest.json")]
     assert manifests == [f"/demo/versions/{version}/manifest.json" for version in (3, 2)]
     assert counted.moved() == versions.weights_bytes(2) + counted.size(3, 3)
+    assert list((run.folder / "joiner").glob(".[pd]*")) == []
 
 
 def flip_a_bit(path: Path) -> None:
@@ -134,9 +121,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_damaged_base_is_named_and_fetched_anew(
-    run: Run, counted: Counted, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_base_is_named_and_fetched_anew(run, counted, caplog):
     # given a held version with a bit flipped where no delta overwrites it
     versions, client = counted.versions, run.client(counted.url)
     counted.chain(1)
@@ -162,9 +147,7 @@ def test_a_damaged_base_is_named_and_fetched_anew(
 
 
 @pytest.mark.parametrize("anchor", [True, False])
-def test_a_bad_delta_makes_no_version(
-    run: Run, counted: Counted, anchor: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_delta_makes_no_version(run, counted, anchor, caplog):
     # given a publisher whose delta is from a version that was never published
     versions, client = counted.versions, run.client(counted.url)
     versions.publish(0)
@@ -181,17 +164,11 @@ def test_a_bad_delta_makes_no_version(
     assert any("cache/v0: with deltas 1 does not become version 1" in w for w in warnings(caplog))
 
 
-def delta_chunk(run: Run, version: int) -> str:
-    return run.manifest(version).delta["model.safetensors.delta"].chunks[0].blake3
-
-
 @pytest.mark.parametrize("missing", ["manifest", "chunk"])
-def test_a_missing_link_is_found_elsewhere_or_named(
-    run: Run, counted: Counted, missing: str
-) -> None:
+def test_a_missing_link_is_found_elsewhere_or_named(run, counted, missing):
     # given a server that has lost version 1, on which version 2 is built
     counted.chain(2)
-    chunk = delta_chunk(run, 1)
+    chunk = run.manifest(1).delta["model.safetensors.delta"].chunks[0].blake3
     lost, said = (
         ("versions/1/", ["needs version 1, which no server has"])
         if missing == "manifest"
@@ -256,9 +233,7 @@ def test_what_applies_deltas_may_be_missing() -> None:
 # -- The folder: who uses it, what an ended fetch leaves, how much fits ----------------------------
 
 
-def test_a_held_version_is_returned_unless_its_manifest_is_another(
-    run: Run, counted: Counted, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_held_version_is_returned_unless_its_manifest_is_another(run, counted, caplog):
     digest, client = run.publish(0, weights(seed=1)), run.client(counted.url)
     path = fetch(client, 0, digest)
     counted.server.paths.clear()
@@ -272,9 +247,7 @@ def test_a_held_version_is_returned_unless_its_manifest_is_another(
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "another run's"])
-def test_what_is_no_version_is_not_touched(
-    run: Run, counted: Counted, kind: str, tmp_path: Path
-) -> None:
+def test_what_is_no_version_is_not_touched(run, counted, kind, tmp_path):
     run.publish(0, weights())
     client, mine = run.client(counted.url), run.folder / "cache" / "v0"
     match kind:
@@ -370,9 +343,7 @@ def intact_bytes(run: Run, file: Path) -> int:
     return found
 
 
-def test_a_long_fetch_says_how_far_it_is_and_who_sends(
-    run: Run, counted: Counted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_long_fetch_says_how_far_it_is_and_who_sends(run, counted, monkeypatch, caplog):
     run.publish(0, weights())
     monkeypatch.setattr("broadcast.download.EVERY_S", 0.01)
     half = threading.Event()
@@ -387,9 +358,7 @@ def test_a_long_fetch_says_how_far_it_is_and_who_sends(
     assert all(line.startswith("version 0: 0.0 of 0.0 MB, ") for line in lines)
 
 
-def test_a_disk_without_room_is_said(
-    run: Run, counted: Counted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_without_room_is_said(run, counted, monkeypatch):
     # given a disk that becomes full: then place and reason are named, and the next fetch resumes
     run.publish(0, weights())
     client, pwrite, full = run.client(counted.url), os.pwrite, [True]
@@ -450,12 +419,7 @@ def signed(version: int, run: str = "demo") -> bytes:
 
 
 VERSIONS = st.integers(0, 3)
-PARTS = {
-    "v": "a finished",
-    ".partial-v": "a partial",
-    ".deltas-v": "what deltas",
-    ".lock-v": "a lock",
-}
+PARTS = ("v", ".partial-v", ".deltas-v", ".lock-v")
 
 
 class CacheUsers(RuleBasedStateMachine):

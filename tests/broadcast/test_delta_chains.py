@@ -39,9 +39,7 @@ def with_chains(versions: Collection[int], needs: Needs) -> set[int]:
 
 @STEADY
 @given(needs(), st.integers(1, 6), st.lists(st.integers(0, 100), unique=True), st.data())
-def test_what_is_kept_is_what_readers_and_joiners_need(
-    needs: Needs, keep: int, pinned: list[int], data: st.DataObject
-) -> None:
+def test_what_is_kept_is_what_readers_and_joiners_need(needs, keep, pinned, data):
     # given versions of which some are not announced yet
     newest = data.draw(st.sampled_from(sorted(needs)))
     announced = sorted(version for version in needs if version <= newest)
@@ -88,9 +86,7 @@ def every_way(target: int, links: Links, held: Collection[int]) -> Iterator[Chai
 
 @STEADY
 @given(histories())
-def test_the_way_is_the_one_with_the_fewest_bytes_and_questions(
-    history: tuple[Links, set[int]],
-) -> None:
+def test_the_way_is_the_one_with_the_fewest_bytes_and_questions(history):
     links, held = history
     target, known, asked = max(links), dict[int, Link | None](), list[int]()
 

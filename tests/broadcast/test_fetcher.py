@@ -17,16 +17,7 @@ from broadcast.fetcher import Fetcher, for_each
 from broadcast.retry import Attempt, Requester
 
 from . import fake_relay as lies
-from .conftest import (
-    PATIENCE_S,
-    Run,
-    fetch,
-    fetched,
-    newest,
-    no_latest,
-    not_fetched,
-    weights,
-)
+from .conftest import PATIENCE_S, Run, fetch, fetched, newest, no_latest, not_fetched, weights
 from .conftest import warnings as warned
 from .fake_relay import Answer, instead, only
 
@@ -64,9 +55,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("what", "lie"), CASES, ids=lambda value: getattr(value, "__name__", str(value)).strip("<>/")
 )
-def test_a_liar_is_named_and_an_honest_server_makes_good(
-    run: Run, what: str, lie: Answer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_liar_is_named_and_an_honest_server_makes_good(run, what, lie, caplog):
     # given a server that lies about chunks or a document, and an honest one
     digest = run.publish(0, weights())
     liar, server = run.static(), run.static()
@@ -139,9 +128,7 @@ def damage(paths: list[Path]) -> None:
         DAMAGES[number % len(DAMAGES)](path)
 
 
-def test_an_origin_serves_nothing_damaged_and_is_mended_by_publishing_again(
-    run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_origin_serves_nothing_damaged_and_is_mended_by_publishing_again(run, caplog):
     # given an origin on whose disk every chunk is damaged, and a good server
     digest = run.publish(0, weights())
     good = shutil.copytree(run.store, run.folder / "good")
@@ -184,9 +171,7 @@ def bodies(run: Run, folder: str = "store") -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in run.chunks(folder)}
 
 
-def test_a_relay_never_passes_on_what_its_upstream_damaged(
-    run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_relay_never_passes_on_what_its_upstream_damaged(run, caplog):
     # given a relay behind a server on whose disk every chunk is damaged, and a good one
     run.publish(0, weights())
     good, truth = shutil.copytree(run.store, run.folder / "good"), bodies(run)

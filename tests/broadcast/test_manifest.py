@@ -83,7 +83,6 @@ W = ["objects", "w.safetensors"]
         (["files"], {}, f"files must be at most {MAX_OBJECTS} names"),
         (["files"], [f"{n}" for n in range(MAX_OBJECTS + 1)], f"at most {MAX_OBJECTS} names"),
         (["extra"], 1, "fields"),
-        (["extra"], "two words", "plain ASCII"),
         (["extra"], "a\\b", "plain ASCII"),
         (["extra"], "\N{SNOWMAN}", "plain ASCII"),
         (["extra"], 10**17, "a number is too long"),
@@ -106,14 +105,7 @@ W = ["objects", "w.safetensors"]
         ([*W, "chunks", 0, "size"], 0, "malformed"),
         ([*W, "chunks", 0, "size"], MAX_CHUNK_BYTES + 1, "malformed"),
         ([*W, "chunks", 0, "blake3"], "../../etc/passwd", "malformed"),
-        *(
-            (
-                ["objects", name],
-                payload()["objects"]["w.safetensors"],
-                r"safe file name|plain ASCII",
-            )
-            for name in UNSAFE
-        ),
+        *((["objects", name], payload()["objects"][W[1]], "safe file|plain A") for name in UNSAFE),
     ],
 )
 def test_one_wrong_field_is_enough(path: list[Any], value: object, said: str) -> None:

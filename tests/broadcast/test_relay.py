@@ -25,16 +25,7 @@ from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from tests.waiting import eventually
 
-from .conftest import (
-    LOG,
-    PATIENCE_S,
-    Run,
-    fetched,
-    metric,
-    newest,
-    warnings,
-    weights,
-)
+from .conftest import LOG, PATIENCE_S, Run, fetched, metric, newest, warnings, weights
 from .fake_relay import held_until, not_there, silent
 
 pytestmark = pytest.mark.slow
@@ -43,13 +34,6 @@ ONE_FILE = {"model.safetensors": weights()["model.safetensors"]}
 OLD = "versions/0/manifest.json"
 KEY = SigningKey.generate()
 CHUNK = 2000
-
-
-def publish_chain(run: Run, length: int) -> None:
-    """Version 0 whole, and so many deltas after it."""
-    run.publish(0, weights(), delta={})
-    for version in range(1, length + 1):
-        run.publish(version, weights(), version - 1, delta=delta_of(version), whole=False)
 
 
 def delta_of(version: int) -> dict[str, bytes]:
@@ -188,22 +172,6 @@ def test_versions_within_bounds_on_the_disk(run: Run) -> None:
     eventually(lambda: len(held(run)) == 4 * 6 + 1, "the oldest versions go")
 
 
-def test_a_version_under_a_reader_outlives_the_newer_ones(run: Run) -> None:
-    # given a client that has begun to read version 0 at a relay that keeps one version
-    run.publish(0, weights())
-    relay = run.relay(run.origin().url, keep_versions=1)
-    until_held(run, 0)
-    first, *rest = run.manifest(0).chunks()
-    assert ask(f"{relay.url}/demo/chunks/{first}") == 200
-    # when three newer ones come out
-    for version in range(1, 4):
-        run.publish(version, weights(seed=version))
-        until_held(run, version)
-    # then the rest of version 0 is still to be had
-    eventually(lambda: len(held(run)) == 2 * 6 + 1, "those that nobody reads have gone")
-    assert {ask(f"{relay.url}/demo/chunks/{c}") for c in rest} == {200}
-
-
 def test_how_much_of_each_version_is_here_is_measured(run: Run) -> None:
     # given a relay that keeps one version, and of the newest all but what hangs
     run.publish(0, weights())
@@ -258,9 +226,7 @@ async def test_two_relays_do_not_share_a_folder(run: Run, monkeypatch: pytest.Mo
     assert fetched(run.client(relay.url)) == weights()
 
 
-def test_a_full_disk_is_named_and_goes_on_when_there_is_room(
-    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_is_named_and_goes_on_when_there_is_room(run, monkeypatch, caplog):
     # given a relay on a full disk
     run.publish(0, weights())
     pwrite, full, place = os.pwrite, [True], run.folder / "relay"
@@ -370,12 +336,7 @@ def test_what_cannot_fit_makes_nothing_go(tmp_path: Path) -> None:
     max_bytes=st.integers(3_000, 40_000),
     keep=st.integers(1, 4),
 )
-def test_the_bound_holds_whatever_comes(
-    tmp_path_factory: pytest.TempPathFactory,
-    steps: list[tuple[int, bool, bool]],
-    max_bytes: int,
-    keep: int,
-) -> None:
+def test_the_bound_holds_whatever_comes(tmp_path_factory, steps, max_bytes, keep):
     folder = tmp_path_factory.mktemp("relay_store")
     store = store_of(folder, max_bytes, keep=keep)
     for version, anchor, read in steps:

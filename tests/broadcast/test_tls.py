@@ -107,9 +107,7 @@ def presented(served: Served, authority: Authority) -> bytes:
         return secure.getpeercert(binary_form=True) or b""
 
 
-def test_publisher_to_client_over_tls_with_tokens(
-    run: Run, authority: Authority, tmp_path: Path
-) -> None:
+def test_publisher_to_client_over_tls_with_tokens(run, authority, tmp_path):
     # given an origin and a relay that both want a token, with certificates of our own authority
     run.publish(0, weights())
     tokens = tmp_path / "tokens"
@@ -139,9 +137,7 @@ def test_a_handshake_that_does_not_come_is_not_waited_for(run: Run, authority: A
         assert silent.recv(1) == b""
 
 
-def test_a_new_certificate_is_taken_up_and_a_bad_one_is_not(
-    origin: Served, authority: Authority, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_new_certificate_is_taken_up_and_a_bad_one_is_not(origin, authority, caplog):
     first = presented(origin, authority)
     cert, _ = authority.issue()
     second = presented(origin, authority)
@@ -175,9 +171,7 @@ def honest(peer: Peer) -> None:
         peer.answer(b"here")
 
 
-async def test_a_server_is_believed_by_its_authority_and_its_name(
-    authority: Authority, tmp_path: Path
-) -> None:
+async def test_a_server_is_believed_by_its_authority_and_its_name(authority, tmp_path):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*authority.issue())
     limits = {"max_bytes": 100, "timeout_s": PATIENCE_S}

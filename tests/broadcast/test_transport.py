@@ -29,7 +29,7 @@ from runspec.core.hashing import digest_bytes
 from tests.waiting import eventually
 
 from .conftest import PATIENCE_S
-from .scripted import Peer, Serve
+from .scripted import Peer
 
 TOKEN = "open-sesame"
 BODY = bytes(range(256)) * 12_000
@@ -60,14 +60,9 @@ def test_a_file_without_a_token_is_named(tmp_path: Path, content: bytes | None) 
     with pytest.raises(UserError, match="holds no token") as raised:
         Access.read(path, None)
     assert str(path) in str(raised.value) and "two words" not in str(raised.value)
-
-
-def test_a_token_is_read_from_a_file_and_not_shown(tmp_path: Path) -> None:
-    path = tmp_path / "token"
     path.write_text(f" {TOKEN}\n")
     access = Access.read(path, None)
-    assert access.headers() == {"Authorization": f"Bearer {TOKEN}"}
-    assert TOKEN not in repr(access)
+    assert access.headers() == {"Authorization": f"Bearer {TOKEN}"} and TOKEN not in repr(access)
     assert Access.read(None, path) == Access(None, path) and Access().headers() == {}
 
 
@@ -122,9 +117,7 @@ def saying(head: str, body: bytes = b"") -> Callable[[Peer], None]:
     return answer
 
 
-async def test_an_answer_is_read_as_it_is(
-    client: Client, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_answer_is_read_as_it_is(client, serve, monkeypatch):
     # given a proxy in the environment, and a disk that takes a part of each write
     proxy, server, pwrite = serve(silent), serve(honest), os.pwrite
     monkeypatch.setenv("http_proxy", proxy.url)
@@ -138,9 +131,7 @@ async def test_an_answer_is_read_as_it_is(
         await client.small(server.url, max_bytes=len(BODY) - 1)
 
 
-async def test_a_file_that_cannot_be_written_is_not_blamed_on_the_server(
-    client: Client, serve: Serve, tmp_path: Path
-) -> None:
+async def test_a_file_that_cannot_be_written_is_not_blamed_on_the_server(client, serve, tmp_path):
     server = serve(honest)
     with pytest.raises(FileNotFoundError):
         await client.chunk(server.url, into=tmp_path / "none")
@@ -166,9 +157,7 @@ OK = f"200 OK\nContent-Length: {len(BODY)}"
         (saying("500 Oh\nContent-Length: 0"), Fault, "^status 500$"),
     ],
 )
-async def test_a_bad_answer_is_a_fault_with_a_name(
-    client: Client, serve: Serve, script: Callable[[Peer], None], kind: type[Fault], said: str
-) -> None:
+async def test_a_bad_answer_is_a_fault_with_a_name(client, serve, script, kind, said):
     server = serve(script)
     with pytest.raises(Fault, match=said) as raised:
         await client.chunk(server.url)
@@ -179,9 +168,7 @@ async def test_a_bad_answer_is_a_fault_with_a_name(
     eventually(lambda: server.ended == 1, "the connection ends")
 
 
-async def test_a_token_goes_to_no_other_server_and_into_no_message(
-    client: Client, serve: Serve, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_token_goes_to_no_other_server_and_into_no_message(client, serve, caplog):
     heads, messages, elsewhere = [], [], serve(honest)
 
     def refuse(peer: Peer) -> None:
@@ -202,9 +189,7 @@ async def test_a_token_goes_to_no_other_server_and_into_no_message(
     assert TOKEN not in caplog.text + "".join(messages)
 
 
-async def test_an_attempt_that_is_given_up_writes_no_more(
-    client: Client, serve: Serve, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_attempt_that_is_given_up_writes_no_more(client, serve, caplog):
     """The bytes of the file are another attempt's then, even where the rest was under way."""
     started, loop = asyncio.Event(), asyncio.get_running_loop()
 
@@ -229,9 +214,7 @@ async def test_an_attempt_that_is_given_up_writes_no_more(
     assert not caplog.records  # nothing was left that nobody looked at
 
 
-async def test_an_attempt_ends_at_its_deadline_or_once_it_is_hopeless(
-    client: Client, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_attempt_ends_at_its_deadline_or_once_it_is_hopeless(client, serve, monkeypatch):
     server = serve(silent)
     with pytest.raises(Fault, match=f"^0 of {len(BODY)} bytes within 0.1 s$"):
         await client.chunk(server.url, timeout_s=0.1)

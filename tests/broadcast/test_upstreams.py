@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -218,9 +217,7 @@ def test_a_drip_is_hopeless_where_another_is_known_to_be_better() -> None:
         lambda other, wanted: wanted.failed(100.0, other, NotThere("no")),
     ],
 )
-def test_nothing_is_hopeless_where_the_other_is_no_way_out(
-    spoil: Callable[[Upstream, Wanted], None],
-) -> None:
+def test_nothing_is_hopeless_where_the_other_is_no_way_out(spoil):
     upstreams, wanted = Upstreams(["drip", "other"], most=16), Wanted(CHUNK)
     drip, other = upstreams.all
     measured(other, 100 * MB)
@@ -308,9 +305,7 @@ def test_a_rate_is_known_however_many_chunks_come_at_a_time(rate: float) -> None
     ("rate", "size", "in_flight"),
     [(1, CHUNK, 2), (25, CHUNK, 2), (150, CHUNK, 4), (1000, CHUNK, 8), (25, MB, 8)],
 )
-def test_a_thin_link_holds_two_chunks_and_a_thick_one_is_filled(
-    rate: float, size: int, in_flight: int
-) -> None:
+def test_a_thin_link_holds_two_chunks_and_a_thick_one_is_filled(rate, size, in_flight):
     assert Simulation([rate * MB], size=size).run(30).most_in_flight == in_flight
 
 

@@ -48,10 +48,7 @@ def panels(reads: int = READS) -> dict[str, tuple[np.ndarray, list[str], np.ndar
     spec = load_layers(SpecFiles(SPEC, profile="laptop")).require()
     trained = GeneratedReads.of(spec.data.sources[0].params)
     found = {}
-    for name, seed, skipped in (
-        ("known", trained.seed, trained.reads),
-        ("unseen", UNSEEN_SEED, 0),
-    ):
+    for name, seed, skipped in (("known", trained.seed, trained.reads), ("unseen", UNSEEN_SEED, 0)):
         source = GeneratedReads(trained.organisms, skipped + reads, trained.length, seed)
         documents = [each for n, each in enumerate(source.documents()) if n >= skipped]
         organisms = np.array([int(each.name.partition("-")[0]) for each in documents])

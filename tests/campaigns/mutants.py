@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import coverage
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = (
@@ -83,6 +84,16 @@ class Mutant:
     new: str
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """As a plugin: coverage knows which file of tests runs, in this process and its children."""
+    file = item.nodeid.split("::", 1)[0]
+    if os.environ.get("COVERAGE_CONTEXT") != file:
+        os.environ["COVERAGE_CONTEXT"] = file  # children read it when they start
+        if (running := coverage.Coverage.current()) is not None:
+            running.switch_context(file)
+
+
 def sites(file: str, text: str) -> Iterator[Mutant]:
     """Every change that could be made to a file."""
     starts = [0]
@@ -143,7 +154,7 @@ def drawn(tree: Path, number: int, seed: int) -> list[Mutant]:
     return random.Random(seed).sample(every, number)
 
 
-def pytest(tree: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run_tests(tree: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """The tests of a checkout, whose packages come before those that are installed."""
     here = str(Path(__file__).parent)
     env = os.environ | {"PYTHONPATH": f"{tree}:{here}", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -162,8 +173,8 @@ def recorded(tree: Path, folder: Path) -> coverage.CoverageData:
         config.write_text(CONFIG.format(data=data))
         os.environ["COVERAGE_PROCESS_START"] = str(config)
         cores = str(len(os.sched_getaffinity(0)))
-        options = ("-n", cores, "--dist", "loadfile", "-m", "not nightly", "-p", "_contexts")
-        done = pytest(tree, folder, *options)
+        options = ("-n", cores, "--dist", "loadfile", "-m", "not nightly", "-p", "mutants")
+        done = run_tests(tree, folder, *options)
         del os.environ["COVERAGE_PROCESS_START"]
         if done.returncode:
             raise RuntimeError(f"the tests fail without a mutant: {folder}/pytest.log")
@@ -195,7 +206,7 @@ def found(tree: Path, folder: Path, mutant: Mutant, files: list[str]) -> bool:
             some = [file for file in files if _stage(file, mutant) == stage]
             cores = str(min(len(some), len(os.sched_getaffinity(0))))
             words = ("-x", "-m", "not nightly", f"--timeout={hang_s}", "-n", cores, *some)
-            if some and pytest(tree, folder, "--dist", "loadfile", *words).returncode != 0:
+            if some and run_tests(tree, folder, "--dist", "loadfile", *words).returncode != 0:
                 return True
         return False
     finally:

@@ -17,19 +17,19 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import WeightsManifest, open_manifest
 from runspec.core.run_files import versions_in, weights_folder
-from tests.e2e.site_run import SiteRun
 from tests.harness import LiveRun
 from tests.processes import alive, descendants
-from tests.site_page import TRUNK, Machines, command_on, hidden
+from tests.site_page import ADMIN, TRUNK, Machines, command_on, commands, free_ports, hidden
 from tests.volunteer import environment_with_wheel
 from tests.waiting import HANG_S, eventually
 
@@ -50,6 +50,62 @@ OVERRIDES = {
 }
 FETCHED = re.compile(r"version (\d+) fetched( from .*)?: (\d+) bytes over the network for (\d+),")
 WAY = r"from {} version (\d+) and deltas ([\d, ]+)"
+
+
+OTHERS = ("relay", "validator")
+"""Machines with a role beside the trunk's; the page's samplers and evaluator are left out."""
+
+
+class SiteRun(LiveRun):
+    """A LiveRun that the trunk alone supervises; the run directory exists for nobody else."""
+
+    def __init__(self, machines: Machines, overrides: Mapping[str, Any]) -> None:
+        base = {"placement.base_port": free_ports(4)}
+        super().__init__(machines.runs, "target-short", {**overrides, **base})
+        self.machines = machines
+        self.others: dict[str, subprocess.Popen[bytes]] = {}
+
+    def apply(self) -> None:
+        """Prepares the site, and starts trunk, relay and validator with the bundles they need."""
+        prepare, sets = command_on(ADMIN, "runspec prepare"), self.words
+        self.machines.call(ADMIN, [*prepare, *sets[sets.index("--set") :]])
+        for machine, words in commands():
+            to = words[-1].removesuffix(":")
+            if machine == ADMIN and words[0] == "scp" and to in (TRUNK, *OTHERS):
+                self.machines.call(ADMIN, words)
+        self.runs_dir.mkdir(parents=True, exist_ok=True)
+        role = command_on(TRUNK, "runspec role")
+        self.process = self.machines.start(TRUNK, role, self._output)
+        for machine in OTHERS:
+            self.start(machine)
+
+    def start(self, machine: str) -> None:
+        """Starts the role of a machine, or starts it again after it was killed."""
+        role = command_on(machine, "runspec role")
+        self.others[machine] = self.machines.start(machine, role, self.log(machine))
+
+    def kill(self, machine: str) -> None:
+        """Kills the role of a machine, which has to be alive and see no run directory."""
+        process = self.others[machine]
+        mounts = Path(f"/proc/{process.pid}/mountinfo").read_text()
+        assert f" {self.runs_dir} " in mounts, f"{machine} sees the run directory"
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def log(self, machine: str) -> Path:
+        """What the role of a machine printed."""
+        return self.machines.on(machine) / "log"
+
+    def stop(self) -> None:
+        super().stop()
+        for process in self.others.values():
+            process.terminate()
+        for process in self.others.values():
+            process.wait()
+
+    def output(self) -> str:
+        logs = [f"--- {name}\n{self.log(name).read_text()[-1500:]}" for name in self.others]
+        return "\n".join([super().output(), *logs])
 
 
 @contextmanager

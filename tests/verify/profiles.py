@@ -35,7 +35,7 @@ def made_profile(limits: Limits | None = None, **changes: Any) -> form.Profile:
         "rate": 1e-6,
         "sampler": side,
         "validator": validator,
-        "model": {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 192},
+        "model": {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 192},
         "measured": {
             "run": "made-up",
             "oldest_version": 0,

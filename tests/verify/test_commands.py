@@ -107,7 +107,9 @@ def test_whatever_else_is_sent_as_proofs_is_rejected_with_the_reason(
 def signed_profile(path: Path, key: SigningKey = ROOT) -> str:
     """A profile that allows no position to be off."""
     strict = replace(BFLOAT16, mismatch_share=0.0, miss_share=0.0)
-    path.write_text(document(made_profile(strict, sampler={"precision": "bfloat16"}), key))
+    model = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 192}
+    profile = made_profile(strict, sampler={"precision": "bfloat16"}, model=model)
+    path.write_text(document(profile, key))
     return str(path)
 
 

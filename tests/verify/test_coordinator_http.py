@@ -101,9 +101,7 @@ def test_a_request_is_signed_anew_until_it_is_answered(coordinator: Coordinator)
     assert [e["timeout_s"] for e in asked] == [5.0] * 4 and asked[0]["idle_s"] == 30.0
 
 
-def test_a_coordinator_may_take_the_time_that_it_was_given_besides(
-    coordinator: Coordinator,
-) -> None:
+def test_a_coordinator_may_take_the_time_that_it_was_given_besides(coordinator):
     coordinator.answers = [AWAY]
     with pytest.raises(UserError):
         coordinator.client.call("GET", "/", wait_s=20.0)
@@ -120,9 +118,7 @@ def test_a_coordinator_may_take_the_time_that_it_was_given_besides(
         (answer(429, b"busy", "30"), "answers 429: busy", "overloaded"),
     ],
 )
-def test_whoever_waited_in_vain_is_told_for_what(
-    coordinator: Coordinator, last: Answer | Exception, words: str, remedy: str
-) -> None:
+def test_whoever_waited_in_vain_is_told_for_what(coordinator, last, words, remedy):
     coordinator.answers = [last]
     with pytest.raises(UserError, match=rf"{words}.* \(tried POST /v1/leases for 5 s\)") as out:
         coordinator.client.call("POST", "/v1/leases")
@@ -133,9 +129,7 @@ def test_whoever_waited_in_vain_is_told_for_what(
 @pytest.mark.parametrize(
     ("status", "error"), [(410, RunFinished), (409, SubmissionRefused), (403, UserError)]
 )
-def test_a_refusal_is_in_the_words_of_the_coordinator(
-    coordinator: Coordinator, status: int, error: type[Exception]
-) -> None:
+def test_a_refusal_is_in_the_words_of_the_coordinator(coordinator, status, error):
     coordinator.answers = [answer(status, b'{"error": "not you"}')]
     with pytest.raises(error, match="not you") as raised:
         coordinator.client.call("GET", "/v1/roles")
@@ -145,9 +139,7 @@ def test_a_refusal_is_in_the_words_of_the_coordinator(
 @pytest.mark.parametrize(
     "said", [b"\x1b[2J" + b"x" * 9000, b'{"error": "\\u001b[2J%b"}' % (b"x" * 9000)]
 )
-def test_words_that_are_none_of_a_coordinators_are_short_and_plain(
-    coordinator: Coordinator, said: bytes
-) -> None:
+def test_words_that_are_none_of_a_coordinators_are_short_and_plain(coordinator, said):
     coordinator.answers = [answer(403, said)]
     with pytest.raises(UserError) as out:
         coordinator.client.call("GET", "/v1/roles")
@@ -165,9 +157,7 @@ def test_more_bytes_than_were_asked_for_are_not_believed(coordinator: Coordinato
 @pytest.mark.parametrize(
     ("said", "pause"), [("1", 1.0), ("3600", 60.0), ("0", 0.05), ("soon", 2.0)]
 )
-def test_a_coordinator_with_too_much_to_do_is_asked_when_it_says(
-    coordinator: Coordinator, said: str, pause: float
-) -> None:
+def test_a_coordinator_with_too_much_to_do_is_asked_when_it_says(coordinator, said, pause):
     coordinator.answers = [answer(429, retry_after=said), answer(200, b"here")]
     assert coordinator.client.call("GET", "/v1/roles", backlog_s=1.0).content == b"here"
     assert coordinator.pauses == [pause]
@@ -178,9 +168,7 @@ def test_a_coordinator_with_too_much_to_do_is_asked_when_it_says(
     assert coordinator.pauses == [30.0] * 4
 
 
-def test_what_is_long_is_asked_for_again_while_more_comes_each_time(
-    coordinator: Coordinator,
-) -> None:
+def test_what_is_long_is_asked_for_again_while_more_comes_each_time(coordinator):
     """A slow line takes longer for a file than a coordinator may be away."""
     got: list[int] = []
 

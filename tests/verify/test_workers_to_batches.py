@@ -164,9 +164,7 @@ def trained(folder: Path, patch: pytest.MonkeyPatch, *, evaluated: bool) -> list
     return rows
 
 
-def test_evaluations_change_no_bit_of_what_a_synchronous_run_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluations_change_no_bit_of_what_a_synchronous_run_trains(tmp_path, monkeypatch):
     # given two runs with the same keys and nonces, which are random elsewhere
     without = trained(tmp_path / "without", monkeypatch, evaluated=False)
     evaluated = trained(tmp_path / "with", monkeypatch, evaluated=True)
@@ -249,9 +247,7 @@ def with_source(**changes: object) -> RunSpec:
     return spec.model_copy(update={"data": spec.data.model_copy(update={"sources": [source]})})
 
 
-def test_equal_files_of_problems_are_used_and_others_fetched_once_and_where_they_changed(
-    tmp_path: Path,
-) -> None:
+def test_equal_files_of_problems_are_used_and_others_fetched_once_and_where_they_changed(tmp_path):
     # given a coordinator beside the file of its problems, and a machine with the same
     here, own = tmp_path / "rows.parquet", tmp_path / "own"
     here.write_bytes(ROWS)
@@ -274,9 +270,7 @@ def test_equal_files_of_problems_are_used_and_others_fetched_once_and_where_they
         assert copy.read_bytes() == ROWS
 
 
-def test_a_generator_of_another_version_ends_the_role(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_generator_of_another_version_ends_the_role(tmp_path, monkeypatch):
     # given a coordinator whose problems are generated
     spec = with_source(uri=None, kind="reasoning_gym")
     site = Site(tmp_path, spec)
@@ -304,9 +298,7 @@ def with_engine(name: str) -> RunSpec:
     ],
     ids=["an engine that is not installed", "profiles of another root"],
 )
-def test_a_validator_that_every_try_would_end_stops_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: RunSpec, words: str
-) -> None:
+def test_a_validator_that_every_try_would_end_stops_the_run(tmp_path, monkeypatch, spec, words):
     monkeypatch.setattr(validator, "require_graders", lambda spec: None)
     site = Site(tmp_path, spec)
     site.validator.save(tmp_path / "validator.key")

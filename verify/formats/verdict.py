@@ -47,6 +47,7 @@ SCHEMA = Schema(
         text("checks.reason", "offsets", most=MAX_CHECKS),
         Column("fingerprints", "I64", ("offsets",), most=MAX_FINGERPRINTS),
         Column("gap_excess", "F64", ("valid",)),
+        Column("answered", "BOOL"),
     ),
 )
 
@@ -92,6 +93,8 @@ class RolloutVerdict:
     gap_excess: float | None = None
     """Excess of its gaps over a worker's long-run budget, nats (`verify.thresholds.GapNoise`); None
     if the pool was not calibrated or the rollout not recomputed."""
+    answered: bool = True
+    """Whether the output has an answer in the form that the run asks for."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ MAX_SEQUENCES = 256
 CPU_BLOCK_TOKENS = 32
 """Smallest KV block that vLLM's CPU attention runs well on; small blocks let a group share a short
 prompt."""
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes that vLLM's attention computes on CPUs: `get_supported_head_sizes` in
+`vllm/v1/attention/backends/cpu_attn.py`, version 0.32."""
 CPU_KV_BYTES = (64 << 20, 4 << 30)
 """Least and most bytes of the KV cache on a CPU."""
 MAX_LOGITS = 2**29

@@ -55,6 +55,7 @@ _SAMPLED = (
         f"data.{key}"
         for key in ("max_prompt_tokens", "length_prompt", "length_prompt_role", "system_prompt")
     ),
+    "data.thinking",
     "data.think_prefill",
     *(f"data.sources.*.{key}" for key in ("dataset", "task_types", "size", "solve_rate", "train")),
 )

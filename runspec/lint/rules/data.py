@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Literal
 
 from runspec.core.errors import UserError
 from runspec.core.spec.documents import PARAMS
 from runspec.core.spec.plugins import missing_plugins
+from runspec.core.spec.schema import Data
 from runspec.core.spec.schema_fields import close_match
 from runspec.core.spec.source_files import ROW_KINDS, source_files, whole_uri
 from runspec.lint.registry import Context, Violation, found_by_loader, rule
@@ -15,6 +17,8 @@ from runspec.lint.tokenizer_files import TokenizerFiles
 
 _COLUMNS = ("problem_id", "task_type", "prompt", "verification_info", "type", "instruction")
 _OPENED = re.compile(r"<think>(?:\\n|\s)*['\"]?\s*(?:-?[}%]\}\s*)*(?:\{%-?\s*endif\s*-?%\}\s*)*$")
+
+Thinking = Literal["required", "none"]
 
 LIKENESS = 0.75
 """Of a kind to an installed one that is taken for a slip (`close_match`)."""
@@ -161,12 +165,61 @@ def think_prefill(context: Context) -> Iterator[Violation]:
     """
     spec, files = context.spec, context.tokenizer
     opened = spec.model.shape is not None or (files is not None and opens_thinking(files))
-    if spec.data.think_prefill and opened:
+    if spec.data.think_prefill and opened and spec.data.thinking != "none":
         yield Violation(
             ("data", "think_prefill"),
             "the chat template opens the thinking itself; nothing is added",
             suggestion="take it out",
         )
+
+
+@rule("thinking", "reward", "warning")
+def thinking(context: Context) -> Iterator[Violation]:
+    """Answers must be looked for where the model writes them.
+
+    With `data.thinking: required` an output without `</think>` earns no task reward. So a model
+    whose template and vocabulary do not know `<think>`, and that no prompt asks for it, earns none
+    at all; `none` grades all of its output. Where the field is not set it is taken from the
+    template, which must be here to be read; else `required` is assumed. `none` rules out
+    `think_prefill`, which opens a thinking that nothing ends.
+    """
+    spec, files, data = context.spec, context.tokenizer, context.spec.data
+    where = ("data", "thinking")
+    if data.thinking == "none" and data.think_prefill:
+        yield Violation(
+            where,
+            "none, but think_prefill opens the thinking",
+            suggestion="required",
+            severity="error",
+        )
+    if spec.model.shape is not None:
+        return
+    found = None if files is None else thinking_of(files, data)
+    if data.thinking is None and found is None:
+        yield Violation(
+            where,
+            "not set, and there is no chat template here that tells",
+            suggestion="required for a model that ends its thinking with </think>, else none",
+        )
+    if data.thinking == "required" and found == "none" and files and "</think>" not in files.ids:
+        yield Violation(
+            where,
+            "required, but no chat template, prompt or token knows <think>: outputs without "
+            "</think> earn no task reward",
+            suggestion="none, or think_prefill: true with a system_prompt that asks for </think>",
+        )
+
+
+def thinking_of(files: TokenizerFiles, data: Data | None = None) -> Thinking | None:
+    """Return `data.thinking` as a model's chat template, or a prompt of the spec, suggests it:
+    whether one knows `<think>`; None where there are several templates."""
+    if files.has_template and files.template is None:
+        return None
+    texts = [re.sub(r"\{#.*?#\}", "", files.template or "", flags=re.DOTALL)]
+    if data is not None:
+        opened = "<think>" if data.think_prefill else ""
+        texts += [data.system_prompt or "", data.length_prompt, opened]
+    return "required" if any("think>" in text for text in texts) else "none"
 
 
 def opens_thinking(files: TokenizerFiles) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
@@ -231,6 +232,10 @@ def end_token(context: Context) -> Iterator[Violation]:
     what the assistant says. Where the model was trained to end with another one, outputs run on to
     the limit, and none has an answer. Looked at where the files are in a local directory; files
     that name no end token disagree with nothing.
+
+    A warning where the chat template ends the assistant's turn with another token, as ChatML does
+    beside the `<|endoftext|>` of a base model: the model may have learnt that one. Looked at where
+    jinja2 is installed.
     """
     files = context.tokenizer
     if files is None or files.end_token is None or not files.ids:
@@ -253,23 +258,62 @@ def end_token(context: Context) -> Iterator[Violation]:
                 f"{', '.join(map(str, sorted(ends)))}",
                 suggestion="the files of one and the same model",
             )
+    other = _turn_end(files.folder) if context.spec.algorithm.kind != "pretrain" else None
+    if other is not None and other[0] != token:
+        yield Violation(
+            where,
+            f"{files.folder}: the chat template ends the assistant's turn with {other[0]!r} "
+            f"({other[1]}), but rollouts end at eos_token {token!r} ({number}) alone",
+            numbers={"turn_end": other[1], "eos_token": number},
+            suggestion=f"if the model ends its turns so: eos_token {other[0]!r} in "
+            f"tokenizer_config.json, and eos_token_id {other[1]} in config.json and "
+            "generation_config.json",
+            severity="warning",
+        )
+
+
+def _turn_end(folder: Path) -> tuple[str, int] | None:
+    """Return the token, and its id, with which the chat template ends the assistant's turn."""
+    try:
+        from runspec.core import tokenizer_files  # a base installation has no jinja2
+
+        files = tokenizer_files.TokenizerFiles.read(folder)
+        template = tokenizer_files.ChatTemplate.of(files)
+        rest = "" if template is None else template.after_assistant()
+    except (ImportError, UserError):
+        return None
+    added = {token.content: i for i, token in files.tokenizer.get_added_tokens_decoder().items()}
+    found = [(rest.index(text), -len(text), text) for text in added if text and text in rest]
+    return (min(found)[2], added[min(found)[2]]) if found else None
 
 
 @rule("chat-template", "model", "warning")
 def chat_template(context: Context) -> Iterator[Violation]:
-    """The tokenizer ought to bring a chat template.
+    """The tokenizer ought to bring a chat template, and one that asks for no date.
 
     Prompts are put into the template of the policy version's tokenizer (`chat_template.jinja`, or
     `chat_template` in tokenizer_config.json), in every role alike. Without one the problem is
     encoded as it is: right for a base model, and not what an instructed model was trained on. An
     error in runs of `sft` that read conversations: the template says which tokens are the
     assistant's. Runs of `pretrain` use none. Looked at where the tokenizer is in a local directory.
+
+    A template may ask for the date by `strftime_now`, as Mistral Small's does. A run needs the same
+    prompts on every machine and every day, so the date is always 26 July 2024.
     """
     files, spec = context.tokenizer, context.spec
     conversations = spec.algorithm.kind == "sft" and any(
         column_of(source, "sft")[0] == "messages" for source in spec.data.sources
     )
-    if files is None or files.has_template or not (spec.supervised is None or conversations):
+    if files is None or not (spec.supervised is None or conversations):
+        return
+    if files.has_template:
+        if "strftime_now" in (files.template or ""):
+            yield Violation(
+                _tokenizer_key(context),
+                f"{files.folder}: the chat template asks for the date (strftime_now), and a run "
+                "needs the same prompt everywhere: the date is always 26 July 2024",
+                suggestion="write a chat_template.jinja with the date that you want",
+            )
         return
     yield Violation(
         _tokenizer_key(context),

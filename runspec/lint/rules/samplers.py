@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import device_count
+from runspec.core.models.memory import CPU_HEAD_SIZES
 from runspec.core.models.rope_scaling import Dynamic, Linear, Yarn
+from runspec.core.spec.schema import Hardware, RunSpec
 from runspec.lint.registry import Context, Violation, divisors, model_rule, rule
 
 
@@ -131,6 +133,36 @@ def attention_window(context: Context, config: ModelConfig) -> Iterator[Violatio
             numbers={"packing.tokens": packed, "limit": limit},
             suggestion=f"at most {limit}",
         )
+
+
+@model_rule("cpu-head-size", "samplers", "warning")
+def cpu_head_size(context: Context, config: ModelConfig) -> Iterator[Violation]:
+    """An engine on CPUs must be able to compute the model's heads.
+
+    vLLM 0.32 has attention kernels on CPUs for heads of 32, 64, 80, 96, 112, 128, 160, 192, 224,
+    256 and 512 (`get_supported_head_sizes` in `cpu_attn.py`). With another size it starts, and its
+    first step ends the engine: `apply` does not start such a run. Tiny models for tests often have
+    8 or 16.
+    """
+    yield from unsupported_heads(context.spec, config)
+
+
+def unsupported_heads(spec: RunSpec, config: ModelConfig) -> Iterator[Violation]:
+    """Engines on CPUs for a model with heads that vLLM does not compute there."""
+    size = config.head_dim
+    evaluator = spec.evaluator.hardware if spec.evaluations else None
+    engines: dict[tuple[str, ...], Hardware | None] = {("evaluator",): evaluator}
+    engines |= {("samplers", pool.name): pool.hardware for pool in spec.samplers}
+    for where, hardware in engines.items():
+        if hardware is not None and hardware.kind == "cpu" and size not in CPU_HEAD_SIZES:
+            *sizes, last = map(str, CPU_HEAD_SIZES)
+            yield Violation(
+                (*where, "hardware", "kind"),
+                f"vLLM on CPUs computes heads of {', '.join(sizes)} or {last}, and this model's "
+                f"have {size}",
+                numbers={"head_dim": size},
+                suggestion="a GPU, or a model with heads of such a size",
+            )
 
 
 @rule("neutral-sampling", "samplers", "warning")

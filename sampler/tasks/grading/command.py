@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO, get_args
 
 from runspec.core.entry_points import entry_points_of
 from runspec.core.errors import UserError
@@ -21,7 +21,7 @@ from runspec.core.spec.schema import Reward
 from sampler.tasks.grading.answers import Answer, Result
 from sampler.tasks.grading.graders import Graders
 from sampler.tasks.interfaces import completed, find_kind
-from sampler.tasks.prompts import answer_in
+from sampler.tasks.prompts import Thinking, answer_in
 from verify.plugins import GraderFault, Problem
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -40,11 +40,17 @@ def add_commands(commands: Any) -> None:
         help="grade a file of answers",
         description="Grades each line of a JSON Lines file: an object with task_type, completion, "
         "verification_info (an object, or one as a JSON string) and, if wanted, id and timeout "
-        "(seconds). The text after the first </think> is graded, or the whole completion "
-        "if there is none. Exit code: 0 all lines were graded, 1 some are errors, 2 bad usage.",
+        "(seconds). The text after the first </think> is graded, or what --thinking says. "
+        "Exit code: 0 all lines were graded, 1 some are errors, 2 bad usage.",
     )
     grade.add_argument("file", type=Path, metavar="FILE.jsonl", help="`-` reads standard input")
     grade.add_argument("--json", action="store_true", help="one JSON object a line")
+    grade.add_argument(
+        "--thinking",
+        choices=get_args(Thinking),
+        default="optional",
+        help="as data.thinking of a run: what of a completion is graded (default: optional)",
+    )
     commands.add_parser("rewards", help="list the plug-ins that grade")
 
 
@@ -54,9 +60,11 @@ def run(options: argparse.Namespace) -> int:
         if options.command == "rewards":
             return list_rewards(sys.stdout)
         if str(options.file) == "-":
-            return _grade(read_lines(sys.stdin.buffer), sys.stdout, as_json=options.json)
+            return _grade(
+                read_lines(sys.stdin.buffer, options.thinking), sys.stdout, as_json=options.json
+            )
         with options.file.open("rb") as file:
-            return _grade(read_lines(file), sys.stdout, as_json=options.json)
+            return _grade(read_lines(file, options.thinking), sys.stdout, as_json=options.json)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -188,7 +196,7 @@ class BadLine(Exception):
     """Error of a line; names the field."""
 
 
-def read_lines(file: BinaryIO) -> Iterator[Line]:
+def read_lines(file: BinaryIO, thinking: Thinking) -> Iterator[Line]:
     """Yield the lines of a file without blank ones; at most one is in memory."""
     number = 0
     while data := file.readline(MAX_LINE_BYTES + 1):
@@ -198,16 +206,10 @@ def read_lines(file: BinaryIO) -> Iterator[Line]:
                 data = file.readline(MAX_LINE_BYTES)
             yield Line(number, None, f"longer than {MAX_LINE_BYTES} bytes")
         elif data.strip():
-            yield _line(number, data)
+            yield _line(number, data, thinking)
 
 
-def answer_of(completion: str) -> str:
-    """Return the answer of a completion as in training; all of it if no thinking ends in it."""
-    answer = answer_in(completion)
-    return completion.strip() if answer is None else answer
-
-
-def _line(number: int, data: bytes) -> Line:
+def _line(number: int, data: bytes, thinking: Thinking) -> Line:
     identity = None
     try:
         row = _object(data, "the line")
@@ -218,7 +220,7 @@ def _line(number: int, data: bytes) -> Line:
             prompt="",
             verification=_verification(row),
         )
-        answer = Answer(problem, answer_of(_text(row, "completion")))
+        answer = Answer(problem, answer_in(_text(row, "completion"), thinking) or "")
         return Line(number, answer, "", identity, _timeout(row))
     except BadLine as error:
         return Line(number, None, str(error), identity)

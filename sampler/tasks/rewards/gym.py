@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -36,15 +37,24 @@ class GymReward(TaskTerm):
         Raises:
             ValueError: the verification names none of the generators that may score.
         """
-        known = problem.verification
-        dataset = _dataset(
-            str(known["dataset"]),
-            json.dumps(known["params"]),
-            int(known["seed"]),
-            int(known["size"]),
-        )
-        score = float(dataset.score_answer(answer, dataset[int(known["index"])]))
+        *generator, index = origin_of(problem.verification)
+        dataset = _dataset(*generator)
+        score = float(dataset.score_answer(answer, dataset[index]))
         return float(score == 1.0) if math.isfinite(score) else score
+
+
+def origin_of(verification: Mapping[str, Any]) -> tuple[str, str, int, int, int]:
+    """Return what a problem is made from: generator, its parameters as JSON, seed, size and index.
+
+    Raises:
+        ValueError: they are not all there, or one has another type.
+    """
+    try:
+        dataset, params = verification["dataset"], json.dumps({**verification["params"]})
+        seed, size, index = (int(verification[name]) for name in ("seed", "size", "index"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"verification_info names no generated problem: {error!r}") from error
+    return str(dataset), params, seed, size, index
 
 
 @lru_cache(_KEPT_DATASETS)

@@ -312,3 +312,15 @@ class FileSource:
         """Return the problem of the selected row `index`."""
         number = int(self._kept.rows[index])
         return self._rows.problem(self._table.row(number), number, self._table.place(number))
+
+    def placed(self) -> Iterator[tuple[str, Problem]]:
+        """Yield each selected row's file and number, and its problem; reads the files in order."""
+        selected, reported = {*self._kept.rows.tolist()}, time.monotonic()
+        rows = (row for batch in self._table.batches() for row in batch)
+        for number, row in enumerate(rows):
+            if number in selected:
+                place = self._table.place(number)
+                yield place, self._rows.problem(row, number, place)
+            if time.monotonic() - reported > _PROGRESS_S:
+                reported = time.monotonic()
+                _log.info("%d of %d rows read", number + 1, len(self._table))

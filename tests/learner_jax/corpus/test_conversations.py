@@ -66,6 +66,22 @@ SHORT: list[Json] = [
 ]
 
 
+TEXT = """\
+{%- if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role + ': ' }}
+{%- if m.role == 'assistant' %}{% generation %}{{ m.content }}{% for c in m.tool_calls or [] %}
+{{- c | tojson }}{% endfor %}{{ '<eos>' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}
+{%- endfor %}
+"""
+PARTS = TEXT.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}|{% endfor %}")
+STRING = "[{'text': '-' + m.content}] if m.content is string else m.content"
+EITHER = PARTS.replace("in m.content", f"in ({STRING})")
+FIRST = TEXT.replace("m.content", "(m.content if m.content is string else m.content[0].text)")
+LISTED = TEXT.replace("m.content", "(m.content | tojson if m.content is iterable else 0)")
+# of the user parts, of the assistant text
+MIXED = "{% else %}".join((TEXT.split("{% else %}")[0], PARTS.split("{% else %}")[1]))
+FOUR = [{"type": "text", "text": "fo"}, {"type": "text", "text": "ur", "cache": 1}]
+
+
 def corpus_of(
     folder: Path, template: str | None, *conversations: object, row: int = 512, **options: Any
 ) -> Corpus:
@@ -222,3 +238,43 @@ def test_what_cannot_be_rendered_is_named(
         assert f"{tmp_path}/a.jsonl:2" in said
     if template not in (None, MARKED):
         assert f"{tmp_path}/model" in said
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "expected"),
+    [
+        (TEXT, "four", "user: fourassistant: four<eos>"),
+        (TEXT, FOUR, "user: fourassistant: four<eos>"),
+        (FIRST, FOUR, "user: fourassistant: four<eos>"),
+        (LISTED, FOUR, 'user: "four"assistant: "four"<eos>'),
+        (EITHER, "four", "user: -four|assistant: -four|<eos>"),
+        (EITHER, FOUR, "user: fo|ur|assistant: fo|ur|<eos>"),
+        (PARTS, "four", "user: four|assistant: four|<eos>"),
+        (PARTS, FOUR, "user: fo|ur|assistant: fo|ur|<eos>"),
+        (MIXED, FOUR, "user: fo|ur|assistant: four<eos>"),
+    ],
+)
+def test_content_is_text_or_parts_as_the_template_takes_it(
+    template: str, content: object, expected: str, tmp_path: Path
+) -> None:
+    talk = [{"role": role, "content": content} for role in ("user", "assistant")]
+    tokens, mask = tokens_and_mask(corpus_of(tmp_path, template, talk))
+    text = tokenizer_of(tmp_path / "model")
+    assert text.decode(tokens, skip_special_tokens=False) == expected
+    trained = [token for token, kept in zip(tokens, mask, strict=True) if kept]
+    said = text.decode(trained, skip_special_tokens=False)
+    assert said == expected.partition("assistant: ")[2]
+
+
+@pytest.mark.parametrize(("tools", "said"), [([CALL], f"[{json.dumps(CALL)}]"), (None, "")])
+def test_a_call_without_content_trains_no_none_and_tools_are_rendered(
+    tools: object, said: str, tmp_path: Path
+) -> None:
+    talk = [{"role": "user", "content": "None"}, {**CONVERSATION[2], "content": None}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk, "tools": tools}))
+    source = {"name": "a", "kind": "jsonl", "uri": str(tmp_path / "a.jsonl")}
+    spec = document_spec([source], row=512, kind="sft")
+    model = model_dir(tmp_path / "model", TEXT)
+    tokens, _ = tokens_and_mask(opened(tmp_path, spec, model))
+    rendered = tokenizer_of(model).decode(tokens, skip_special_tokens=False)
+    assert rendered == f"{said}user: Noneassistant: {json.dumps(CALL)}<eos>"

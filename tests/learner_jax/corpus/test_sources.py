@@ -14,6 +14,7 @@ import pytest
 
 from learner_jax.corpus import documents
 from learner_jax.corpus.check import check_documents
+from learner_jax.corpus.conversations import Conversation
 from learner_jax.corpus.documents import Counts, kind_of, read_documents
 from learner_jax.corpus.sources import Row, read_rows
 from runspec.core.errors import UserError
@@ -160,19 +161,99 @@ def test_rows_hold_text_ids_or_conversations(tmp_path: Path, kind: str) -> None:
     # then text is what pretraining reads, and conversations are what fine-tuning reads
     assert texts == ["one", "b"]
     np.testing.assert_array_equal(np.concatenate(ids), [4, 5, 6])
-    assert [row.value for row in talks] == [TALK]
+    assert [row.value for row in talks] == [Conversation(TALK)]
     assert (counts.documents, counts.empty) == (1, 1)
     assert talks[0].place == (f"{path}:1" if kind == "jsonl" else f"{path}, row 1")
     # and a named column has precedence
     assert [row.value for row in read(path, kind, "sft", text="text")] == ["one", "b"]
 
 
-def test_a_field_that_parquet_fills_with_null_is_absent(tmp_path: Path) -> None:
-    calls = [{"name": "add", "arguments": "{}"}]
-    talk = [TALK[0], {"role": "assistant", "content": None, "tool_calls": calls}]
+def call(**arguments: Any) -> dict[str, Any]:
+    """A message of the assistant's, which calls a tool and says nothing."""
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+
+
+def tool(**properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+def test_a_field_that_parquet_fills_with_null_is_absent_at_every_depth(tmp_path: Path) -> None:
+    # given rows of which each has fields that the others lack
+    named = {**TALK[0], "name": "me"}
+    rows: list[dict[str, Any]] = [
+        {"messages": [named, call(city="Oslo", at=[{"x": 1}, None])], "tools": [tool(city=1)]},
+        {"messages": [*TALK, call(a=2, at=[{"y": {"z": 3}}])], "tools": [tool(a={"b": "c"})]},
+        {"messages": TALK},
+    ]
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.Table.from_pylist([{"messages": talk}]), path)
-    assert [row.value for row in read(path, "parquet", "sft")] == [talk]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    # then each is as it was written, with null where a list holds it
+    found = [Conversation(row["messages"], row.get("tools")) for row in rows]
+    assert [row.value for row in read(path, "parquet", "sft")] == found
+
+
+def test_a_null_within_a_json_line_is_its_authors(tmp_path: Path) -> None:
+    row = {"messages": [*TALK, call(a=None, b=[{"c": None}])], "tools": [tool(a={"default": None})]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    [found] = read(tmp_path / "a.jsonl", "jsonl", "sft")
+    assert found.value == Conversation(row["messages"], row["tools"])
+
+
+@pytest.mark.parametrize(
+    ("tools", "expected"),
+    [
+        ([tool(a={})], [tool(a={})]),
+        (json.dumps([tool(a=None)]), [tool(a=None)]),
+        *((none, None) for none in (None, [], "", " ", "[]", "null")),
+        *((bad, "it is of type") for bad in (7, "{}", {"name": "f"}, "7")),
+        *((bad, "an element is") for bad in (["f"], [[]], '["f"]')),
+        *((bad, "") for bad in ("a tool", '[{"name": ', '[{"a": "\\ud8aa"}]')),
+    ],
+)
+def test_tools_are_a_list_of_objects_or_json_text_of_one(
+    tmp_path: Path, tools: object, expected: Any
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": TALK, "tools": tools}))
+    if not isinstance(expected, str):
+        assert [row.value for row in read(path, "jsonl", "sft")] == [Conversation(TALK, expected)]
+        return
+    with pytest.raises(UserError, match=f"or JSON text of one: {expected}") as error:
+        read(path, "jsonl", "sft")
+    assert error.value.place == f"{path}:1"
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "assistant", "content": None}, "'assistant', has neither content nor tool_calls"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "neither content nor"),
+        ({"role": "assistant", "tool_calls": None}, "neither content nor"),
+        ({"role": "user", "content": None}, "'user', has neither"),
+        ({"role": "tool", "content": None, "tool_calls": call()["tool_calls"]}, "neither"),
+        ({"role": "user", "content": 4}, "content of type int"),
+        ({"role": "user", "content": False}, "content of type bool"),
+        ({"role": "user", "content": {"type": "text", "text": "4"}}, "content of type dict"),
+        ({"role": "user", "content": ["4"]}, "a part of type 'str'"),
+        ({"role": "user", "content": [{"text": "4"}]}, "a part of type None"),
+        ({"role": "user", "content": [{"type": "text", "text": 4}]}, "'text' without a text"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "4"}, {"type": "image_url"}]},
+            "a part of type 'image_url'",
+        ),
+    ],
+)
+def test_a_message_without_text_is_named(
+    tmp_path: Path, message: dict[str, Any], said: str
+) -> None:
+    rows = [{"messages": TALK}, {"messages": [TALK[0], message]}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=f"message 2 of 'messages', of role .*{said}") as error:
+        read(path, "jsonl", "sft")
+    assert error.value.place == f"{path}:2"
 
 
 LINE = b'{"messages": [{"role": "user", "content": "hi"}]}\n'

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from runspec.cli.spec_files import located
+from runspec.core.models.memory import CPU_HEAD_SIZES
 from runspec.core.spec.findings import format_finding
 from runspec.core.spec.layers import ParsedFiles
 from runspec.core.spec.load import SpecFiles
+from runspec.core.tokenizer_files import TEMPLATE_DATE
 from runspec.estimate import run
 from runspec.lint import check
 from runspec.lint.registry import RULES
@@ -38,7 +41,8 @@ BREACHES = {
          "algorithm={surrogate: cispo, ratio: sequence, clip: {delta: null}}"),
         ("warning stale-pi-old algorithm.old_logprobs",
          "algorithm={updates_per_step: 1, old_logprobs: recompute}"),
-        ("warning learning-rate optimizer.lr", "optimizer.lr=9e-7", "model.shape.hidden_size=32"),
+        ("warning learning-rate optimizer.lr", "optimizer.lr=9e-7",
+         "model.shape={hidden_size: 32, head_dim: 32}"),
         ("error optimizer-fields optimizer.schedule", "optimizer.schedule=wsd"),
         ("error optimizer-fields optimizer.final_lr", "optimizer.final_lr=1e-5"),
         ("error adam-betas optimizer.betas", "optimizer.betas=[1.0, 0.95]"),
@@ -61,6 +65,12 @@ BREACHES = {
          "learner={hardware: {count: 3}, mesh: {fsdp: 3}, packing: {rows: 3}}"),
         ("error shape-heads model.shape.hidden_size", "model.shape={hidden_size: 44}"),
         ("error model-config model.shape", "model.shape.num_hidden_layers=5000"),
+        *(("warning cpu-head-size samplers.pool.hardware.kind", f"model.shape.head_dim={size}")
+          for size in (8, 16, 48, 72, 144, 320)),
+        ("warning cpu-head-size samplers.pool.hardware.kind", "model.shape.hidden_size=64"),
+        ("warning cpu-head-size evaluator.hardware.kind", "model.shape.head_dim=16",
+         "samplers.pool.hardware.kind=l4", "evaluator.hardware={kind: cpu, count: 1}",
+         "evaluations=[{name: words, source: words, every: 10}]"),
         ("warning neutral-sampling samplers.pool.sampling.top_k", "samplers.pool.sampling.top_k=5"),
         ("warning pool-devices samplers.pool.parallel.tensor", "samplers.pool.hardware.count=2"),
         ("error versions-kept broadcast.keep_versions", "learner.islands={count: 2, overlap: 1}",
@@ -186,6 +196,11 @@ SILENT = {
         ["broadcast.relays=[{name: a}, {name: b, upstream: [a, origin]}, "
          "{name: c, upstream: [b, a]}]", "samplers.pool.relays=[c, b]"],
         ["samplers.pool.trust=untrusted"],
+        # vLLM's kernels for CPUs have these head sizes, those for GPUs others too.
+        *([f"model.shape.head_dim={size}"] for size in CPU_HEAD_SIZES),
+        ["model.shape.head_dim=16", "samplers.pool.hardware.kind=l4"],
+        ["model.shape.head_dim=16", "samplers.pool.hardware.kind=l4",
+         "evaluator.hardware={kind: cpu, count: 1}"],
         # Public keys, digests and long names are no secrets, nor is a key that is a word.
         ["data.sources.words.params={key: ascending, token_count: 12, at: " + COMMIT + "}"],
         ["name=sk-learn-tiny-model-for-the-tests-2026"],
@@ -356,12 +371,13 @@ def test_the_rounding_floor_is_what_bfloat16_does():
     assert 2**-7 < floor * 2**9 < 2**-6 and floor < 2**-14 / 2
 
 
-def local_model(folder: Path, name: str, text: str) -> Path:
+def local_model(folder: Path, name: str, text: str, more: str = "") -> Path:
     """A spec whose model is the small example's, with another file in the place of its own."""
     for source in (EXAMPLES / "models" / "small").iterdir():
         spec_files.write(folder / "model" / source.name, source.read_text())
     (folder / "model" / name).write_text(text)
     overlay = "model: {hf: model, shape: null}\nwarm_start: null\n"
+    overlay += f"data: {{{more or 'thinking: null'}}}\n"
     return spec_files.write(folder / "spec.yaml", f"extends: [{BASE}]\n{overlay}")
 
 
@@ -376,7 +392,111 @@ def test_added_tokens_count(tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"model": 3, "added_tokens": 7}', "[" * 10**5])
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_files_of_nonsense_are_no_crash(tmp_path, name, text):
-    assert {found.code for found in find(local_model(tmp_path, name, text))} <= {"chat-template"}
+    assert {found.code for found in find(local_model(tmp_path, name, text))} <= {
+        "chat-template",
+        "thinking",
+    }
+
+
+PLAIN = "{% for m in messages %}{{ m.content }}"
+DEFAULT = [{"name": "default", "template": f"{PLAIN}<end>{{% endfor %}}"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (f"{PLAIN}{{{{ eos_token }}}}{{% endfor %}}", None),
+        (f"{PLAIN}\n<end>\n{{% endfor %}}{{{{ eos_token }}}}", 7),
+        (f"{PLAIN}{{% generation %}}<end>{{% endgeneration %}}{{% endfor %}}", 7),
+        (f"{PLAIN}<endless><eos>{{% endfor %}}", 6),
+        (DEFAULT, 7),
+        # Nothing is known where no token follows, or the assistant's words are left out.
+        (f"{PLAIN}\nUser:{{% endfor %}}", None),
+        ("<end>{{ messages[0].content }}<end>", None),
+        ("{{ raise_exception('no') }}", None),
+        ("{% if", None),
+    ],
+)
+def test_the_token_that_ends_the_turn_of_the_chat_template(tmp_path, template, end):
+    # given a model that ends at <eos>, with two more special tokens, one the beginning of the other
+    config = json.dumps({"eos_token": "<eos>", "chat_template": template})
+    spec = local_model(tmp_path, "tokenizer_config.json", config)
+    path = tmp_path / "model" / "tokenizer.json"
+    tokens = [{"id": i, "content": text} for i, text in ((1, "<eos>"), (6, "<endless>"))]
+    tokens.append({"id": 7, "content": "<end>"})
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{**token, **flags, "special": True} for token in tokens]
+    text = path.read_text().replace('"</think>": 6', '"<endless>": 6, "<end>": 7')
+    path.write_text(json.dumps(json.loads(text) | {"added_tokens": added}))
+    # when it is linted, then another end is a warning with the token's id, where a template is used
+    found = [(f.severity, f.numbers) for f in find(spec) if f.code == "end-token"]
+    numbers = {"turn_end": end, "eos_token": 1}
+    assert found == ([] if end is None else [("warning", numbers)])
+
+
+LLAMA = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>"
+    "\\n\\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+QWEN25 = (
+    "{# no <think> here #}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + "
+    "'<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN3 = (
+    "{% for m in messages %}{% set content = m.content.split('</think>')[-1].lstrip('\\n') %}"
+    "{{ '<|im_start|>' + m.role + '\\n' + content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% if enable_thinking is defined"
+    " and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"
+)
+R1 = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|Assistant|><think>\\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "data", "form"),
+    [
+        (LLAMA, "", "none"),
+        (QWEN25, "", "none"),
+        (QWEN3, "", "required"),
+        (R1, "", "required"),
+        (None, "", "none"),
+        (QWEN25, "thinking: null, think_prefill: true", "required"),
+        (QWEN25, "thinking: null, system_prompt: Write <think>", "required"),
+        (R1, "thinking: optional", "optional"),
+        ([{"name": "a", "template": LLAMA}, {"name": "b", "template": R1}], "", None),
+    ],
+)
+def test_what_is_graded_follows_from_the_chat_template(tmp_path, template, data, form):
+    config = {"eos_token": "<eos>"} | ({} if template is None else {"chat_template": template})
+    path = local_model(tmp_path, "tokenizer_config.json", json.dumps(config), data)
+    checked = check.check_spec(SpecFiles(path))
+    assert checked.spec is not None
+    assert located(checked.spec, tmp_path).data.thinking == form
+    assert [f.code for f in checked.findings if f.code == "thinking"] == ["thinking"] * (not form)
+
+
+def test_a_form_of_the_answer_that_the_model_cannot_have_is_named(tmp_path):
+    config = json.dumps({"eos_token": "<eos>", "chat_template": LLAMA})
+    for data, severity in (
+        ("thinking: required", "warning"),
+        ("thinking: none, think_prefill: true", "error"),
+    ):
+        spec = local_model(tmp_path / severity, "tokenizer_config.json", config, data)
+        tokenizer = tmp_path / severity / "model" / "tokenizer.json"
+        tokenizer.write_text(tokenizer.read_text().replace("</think>", "x"))
+        assert [(f.code, f.severity) for f in find(spec)] == [("thinking", severity)]
+
+
+def test_a_chat_template_that_asks_for_the_date_is_told_which_it_gets(tmp_path):
+    template = "{{ strftime_now('%Y') }}{{ messages[0].content }}"
+    config = json.dumps({"eos_token": "<eos>", "chat_template": template})
+    spec = local_model(tmp_path, "tokenizer_config.json", config)
+    [found] = [finding for finding in find(spec) if finding.code == "chat-template"]
+    assert (found.severity, found.path) == ("warning", "model.hf")
+    assert f"always {TEMPLATE_DATE:%-d %B %Y}" in found.message
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "{}", '{"model_type": "gpt2"}'])

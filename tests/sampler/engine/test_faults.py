@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import queue
@@ -18,13 +19,21 @@ from pathlib import Path
 import pytest
 
 from runspec.core.errors import UserError
+from runspec.core.process import RunStopped
 from sampler.engine import engine_process
-from sampler.engine.engine import Engine, EngineDied
+from sampler.engine.engine import Engine, EngineDied, same_death_is_final
 from sampler.engine.engine_process import Start
-from sampler.engine.processes import SocketFolder
+from sampler.engine.processes import SocketFolder, read_exit_reason, record_exit_reason
 from tests.preloaded import Program
 from tests.processes import alive, descendants, with_word
-from tests.sampler.engine.models import WAIT_S, batch, cpu_pool, tokens_of
+from tests.sampler.engine.models import (
+    QWEN2,
+    WAIT_S,
+    batch,
+    cpu_pool,
+    save_version,
+    tokens_of,
+)
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -127,6 +136,37 @@ def test_an_engine_that_cannot_start_says_so(untied):
         with pytest.raises(EngineDied, match="does not start"):
             engine.load(untied, 0)
         assert engine.version is None
+
+
+def test_a_fault_of_the_core_is_the_message_and_final_if_it_comes_back(tmp_path):
+    # given a model that vLLM starts with and cannot compute on CPUs
+    version = save_version(tmp_path / "v0", family={**QWEN2, "hidden_size": 32, "head_dim": 16})
+    reason = "RuntimeError: Unsupported CPU attention configuration: head_dim=16"
+    with closing(Engine(cpu_pool())) as engine:
+        # when it is loaded, then the error has the line of vLLM, and at the second time it is final
+        with pytest.raises(EngineDied) as first:
+            engine.load(version, 0)
+        assert first.value.thing.startswith(f"vLLM has given the engine core up: {reason} ")
+        with pytest.raises(RunStopped, match=reason), same_death_is_final(first.value):
+            engine.load(version, 0)
+
+
+def test_what_a_core_records_is_one_bounded_line_of_printable_characters(tmp_path, monkeypatch):
+    folder = tmp_path / "rvllm-0"
+    folder.mkdir()
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(folder))
+    logger = logging.getLogger("vllm.v1.engine.core")
+    monkeypatch.setattr(logger, "handlers", [])
+    assert read_exit_reason(folder) == ""
+    record_exit_reason()
+    for text in ("first", "\x1b[31mred\n  and\tmore " + "x" * 10**4):
+        try:
+            raise RuntimeError(text)
+        except RuntimeError:
+            logger.exception("a fatal error")
+    reason = read_exit_reason(folder)
+    assert reason.startswith("RuntimeError: ?[31mred and more xxx") and len(reason) == 400
+    assert reason.isprintable()
 
 
 def test_an_engine_is_closed_while_it_starts(untied):

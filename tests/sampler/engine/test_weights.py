@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bridge.delta import changed_elements
+from bridge.safetensors_io import read_headers, read_tensor
 from runspec.core.errors import UserError
 from sampler.engine.checks import probe_difference, read_probe
 from sampler.engine.engine import Engine
+from sampler.engine.loaded_weights import as_torch
 from sampler.engine.requests import Sampled, SampleRequest
 from tests.sampler.engine.models import (
     END_TOKEN,
@@ -138,6 +140,14 @@ def test_a_bfloat16_engine_agrees_with_float32_on_the_same_bits(tmp_path):
                 assert chunk.exponent_mismatches + chunk.sign_mismatches <= 38 * chunk.k / 128
                 assert chunk.mantissa_error_median <= 8
         assert_follows(engine, new, limit=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_tensor_of_the_files_is_that_of_torch(tmp_path, dtype):
+    values = torch.tensor([1 / 3, -0.0, 6e-8, 65504.0]).to(dtype)
+    save_file({"x": values}, tmp_path / "model.safetensors")
+    found = as_torch(read_tensor(read_headers(tmp_path)["x"]))
+    assert found.dtype == dtype and torch.equal(found, values)
 
 
 @pytest.mark.slow

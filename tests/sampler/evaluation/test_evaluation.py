@@ -238,17 +238,13 @@ FILES = {
 
 
 def command(tool: str, *more: str) -> list[str]:
-    asked = Asked(
-        python=Path("/env/bin/python"),
-        url="http://127.0.0.1:9/v1",
-        model="run@v3",
-        tokenizer=Path("/tokenizer"),
-        context=4096,
-        task="sums",
-        out=Path("/out"),
-        more=more,
-    )
-    return list(evaluation_tool(tool).command(asked))
+    paths = {
+        "python": Path("/env/bin/python"),
+        "tokenizer": Path("/tokenizer"),
+        "out": Path("/out"),
+    }
+    where = {"url": "http://127.0.0.1:9/v1", "model": "run@v3", "context": 4096, "task": "sums"}
+    return list(evaluation_tool(tool).command(Asked(more=more, **paths, **where)))
 
 
 def option(words: list[str], name: str) -> str:

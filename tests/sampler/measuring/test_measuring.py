@@ -234,7 +234,6 @@ def test_the_command_goes_on_where_it_was_and_writes_a_row_for_each_problem(
     [
         (["--source", "rows"], "no source 'rows'; there are spell_backward"),
         (["--samples", "0"], "--samples and --limit must be at least 1"),
-        (["--limit", "0"], "--samples and --limit must be at least 1"),
         (["--pool", "gpu"], "no sampler pool 'gpu'"),
         (["--model", "/nowhere"], "cannot read the tokenizer"),
     ],

@@ -57,16 +57,8 @@ def write_dataset(folder: Path, rows: Sequence[Row], *, shards: int = 2) -> Path
             pa.ipc.new_stream(file, table.schema) as writer,
         ):
             writer.write_table(table, max_chunksize=5)
-    state = {
-        "_data_files": [{"filename": name} for name in names],
-        "_fingerprint": "0123456789abcdef",
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": "train",
-    }
-    (folder / "state.json").write_text(json.dumps(state, indent=2))
+    state = {"_data_files": [{"filename": name} for name in names], "_split": "train"}
+    (folder / "state.json").write_text(json.dumps(state))
     (folder / "dataset_info.json").write_text(json.dumps({"features": {}}))
     return folder
 

@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Reward
 from sampler.tasks.grading.answers import Answer
-from sampler.tasks.grading.command import answer_of
 from sampler.tasks.grading.graders import Graders
 from sampler.tasks.interfaces import Score
 from sampler.tasks.prompts import PromptCodec, PromptForm, answer_in
@@ -102,7 +101,8 @@ def configure(directory: Path, **changes: object) -> None:
 
 
 TEMPLATE = "{%- for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
-DATED = "{% if strftime_now is defined %}{{ strftime_now('%d') }}{% else %}fixed{% endif %}"
+DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}"
+TODAY = "{%- set today = strftime_now('%Y-%m-%d') %}{{ today }}" + TEMPLATE
 GOOD = {"system_prompt": "Be good."}
 
 
@@ -135,8 +135,10 @@ GOOD = {"system_prompt": "Be good."}
             8,
             "Be good.\nThink for 8 tokens.\nabc\n<think>\n",
         ),
-        # a template cannot ask what day it is
-        (DATED, {}, None, "fixed"),
+        # a template that asks what day it is gets the same day always
+        (DATED, {}, None, "26 Jul 2024"),
+        (TODAY, {}, None, "2024-07-26[user]abc<eos>"),
+        (TODAY, GOOD, None, "2024-07-26[system]Be good.<eos>[user]abc<eos>"),
         (
             [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}],
             {},
@@ -175,6 +177,8 @@ ESCAPE = "{{ ''.__class__.__mro__ }}{{ cycler.__init__.__globals__.os.getcwd() }
         # a template is sandboxed, and its failure is named
         *[("template", text, {}, FAILS) for text in ("{{ raise_exception('no') }}", ESCAPE)],
         *[("template", text, {}, FAILS) for text in ("{{ messages.append(1) }}", "{{ 1 / 0 }}")],
+        # and one that fails without a system message too does not refuse it
+        ("template", "{{ nothing() }}", GOOD, f"{FAILS}: 'nothing' is undefined\n.*remedy: put a"),
         # one without room for a system message is refused where there is one
         *[
             ("template", template, form, message)
@@ -223,16 +227,23 @@ def test_a_tokenizer_that_would_cut_or_pad_does_neither(directory):
         ("a</think>", ""),
     ],
 )
-def test_training_and_the_command_grade_the_same_text(tokenizer_dir, output, answer):
-    codec = PromptCodec.read(tokenizer_dir, PromptForm("{target}"))
-    assert codec.answer([*codec.encode(output), codec.eos_token_id]) == answer
-    assert answer_of(output) == answer
+def test_the_answer_follows_the_first_end_of_the_thinking(tokenizer_dir, output, answer):
+    for thinking in ("required", "optional"):
+        codec = PromptCodec.read(tokenizer_dir, PromptForm("{target}", thinking=thinking))
+        assert codec.answer([*codec.encode(output), codec.eos_token_id]) == answer
 
 
-def test_without_the_end_of_thinking_training_has_no_answer_and_the_command_takes_all():
-    assert answer_in("<think>7") is None
-    assert answer_of("<think>7") == "<think>7"
-    assert answer_of(" 7 ") == "7"
+@pytest.mark.parametrize(
+    ("thinking", "whole", "cut"),
+    [("required", None, "7"), ("optional", "<think>7", "7"), ("none", "<think>7", "a</think>7")],
+)
+def test_an_output_that_does_not_end_its_thinking_is_graded_as_the_spec_says(
+    tokenizer_dir, thinking, whole, cut
+):
+    assert answer_in(" <think>7 ", thinking) == whole
+    assert answer_in("a</think>7", thinking) == cut
+    codec = PromptCodec.read(tokenizer_dir, PromptForm("{target}", thinking=thinking))
+    assert codec.answer(codec.encode("a</think>7")) is None  # it was cut off
 
 
 @pytest.mark.slow
@@ -249,7 +260,7 @@ def test_a_model_gains_nothing_by_ending_its_thinking_twice(task):
         (program, "print(18)", "print(17)"),
     ]
     twice = [
-        Answer(problem, answer_of(f"thinking</think>{first}</think>{then}"))
+        Answer(problem, answer_in(f"thinking</think>{first}</think>{then}", "optional"))
         for problem, good, bad in pairs
         for first, then in ((bad, good), (good, bad))
     ]

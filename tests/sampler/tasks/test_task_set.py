@@ -508,6 +508,17 @@ def test_rows_that_no_role_could_use_are_named(tmp_path, change, overrides, said
     assert re.match(said, thing)
 
 
+@pytest.mark.parametrize("truth", [None, "", " ", {"a": 1}, [], [None]])
+def test_every_row_that_its_reward_cannot_grade_is_named(tmp_path, truth):
+    rows = make_rows(50)
+    for row in rows[4:6]:
+        row["verification_info"] = {"ground_truth": truth}
+    named = "rows.jsonl:5: verification_info.ground_truth .*; rows.jsonl:6: verification_info"
+    place, thing = found(spec_of(tmp_path, rows))[-1]  # the warm start may miss the answer, too
+    assert place == "data.sources.words"
+    assert re.match(f"2 of 50 problems cannot be graded: {named}", thing)
+
+
 SOURCE = """\
 class Rows:
     task_types = frozenset({"math"})

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
+from runspec.core.process import RunStopped
 from sampler.engine.engine import EngineDied
 from sampler.worker import start
 from sampler.worker import worker as worker_module
@@ -234,18 +235,52 @@ def test_an_engine_that_died_is_started_once_and_samples_the_same_again(works, c
     assert sum(map(int, found)) == 2
 
 
-def test_a_second_death_under_the_same_lease_stops_the_worker_with_its_message(works):
+HEADS = "RuntimeError: Unsupported CPU attention configuration: head_dim=16"
+
+
+@pytest.mark.parametrize(
+    ("reasons", "failure"),
+    [
+        (("", ""), EngineDied),
+        ((HEADS, HEADS), RunStopped),
+        # Another fault, or none that is known, may be gone at the next start of the worker,
+        (("RuntimeError: other", HEADS), EngineDied),
+        (("", HEADS), EngineDied),
+        ((HEADS, ""), EngineDied),
+        # and so may a want of memory, and faults of devices and disks.
+        (("OutOfMemoryError: CUDA out of memory",) * 2, EngineDied),
+        (("AcceleratorError: CUDA error: unspecified launch failure",) * 2, EngineDied),
+        (("OSError: [Errno 28] No space left on device",) * 2, EngineDied),
+    ],
+)
+def test_a_second_death_under_the_same_lease_stops_the_worker_with_its_message(
+    works, reasons, failure
+):
     member = works.member()
     member.engine.at_once = False
     member.start()
-    for deaths in (2, 4):
+    for deaths, reason in zip((2, 4), reasons, strict=True):
         eventually(lambda n=deaths: len(member.engine.submitted) == n, "leases are in the engine")
-        member.engine.die()
+        member.engine.die(reason)
 
     eventually(member.ended, "its end")
-    assert isinstance(member.failure, EngineDied)
-    assert "the engine core ended" in str(member.failure)
+    assert type(member.failure) is failure
+    assert "the engine core ended" in member.failure.thing
+    assert reasons[1] in member.failure.thing
     assert works.submissions() == []
+
+
+@pytest.mark.parametrize(("reason", "failure"), [(HEADS, RunStopped), ("", EngineDied)])
+def test_a_second_death_in_a_load_has_the_message_of_the_engine(works, reason, failure):
+    member = works.member()
+    member.engine.refuses = EngineDied("the engine core ended (code 1)", exit_reason=reason)
+    member.engine.at_once = False
+    member.start()
+    eventually(lambda: len(member.engine.submitted) == 2, "leases are in the engine")
+    member.engine.die()
+    eventually(member.ended, "its end")
+    assert type(member.failure) is failure and reason in member.failure.thing
+    assert len(member.engine.loads) == 3
 
 
 def test_an_engine_that_dies_just_before_it_is_given_a_lease_is_started_once(works, caplog):
@@ -346,15 +381,8 @@ def server(run):
 
 @pytest.fixture
 def versions(run, server):
-    made = Versions(
-        [server.url],
-        run=run.name,
-        root_public_key=run.root,
-        cache_dir=run.folder / "cache",
-        fetch_s=LONG_S,
-        log=LOG,
-    )
-    with closing(made):
+    names = {"run": run.name, "root_public_key": run.root, "cache_dir": run.folder / "cache"}
+    with closing(Versions([server.url], fetch_s=LONG_S, log=LOG, **names)) as made:
         yield made
 
 

@@ -220,19 +220,8 @@ TASKS = CountingTask()
 
 
 def lease(index: int = 1) -> Lease:
-    return Lease(
-        run="counting",
-        step=4,
-        nonce="ab" * 32,
-        worker="cd" * 32,
-        pool="home",
-        index=index,
-        groups=GROUPS,
-        version=3,
-        manifest_digest="ef" * 32,
-        issued=0.0,
-        expires=60.0,
-    )
+    made = ("counting", 4, "ab" * 32, "cd" * 32, "home", index, GROUPS, 3, "ef" * 32)
+    return Lease(*made, issued=0.0, expires=60.0)
 
 
 def pool(**changes: object) -> SamplerPool:

@@ -83,10 +83,10 @@ class ObedientEngine:
         for requests, future in self._take():
             future.set_result([self._sampled(request) for request in requests])
 
-    def die(self) -> None:
+    def die(self, reason: str = "") -> None:
         self.version = None
         for _, future in self._take():
-            future.set_exception(EngineDied("the engine core ended (killed)"))
+            future.set_exception(EngineDied("the engine core ended (killed)", exit_reason=reason))
 
     def abort(self) -> None:
         if self.dies_of_abort:
@@ -163,13 +163,8 @@ class Member:
     def __init__(
         self, folder: Path, spec: RunSpec, key: SigningKey, client: CoordinatorClient
     ) -> None:
-        self.engine, self.shelf, self.stop, self.meter = (
-            ObedientEngine(),
-            Shelf(),
-            threading.Event(),
-            Meter(),
-        )
-        self.client = client
+        self.engine, self.shelf, self.meter = ObedientEngine(), Shelf(), Meter()
+        self.stop, self.client = threading.Event(), client
         self.failure: BaseException | None = None
         pool = next(pool for pool in spec.samplers if pool.name == "near")
         self._worker = Worker(

@@ -128,9 +128,7 @@ def test_the_coordinator_rejects_what_only_it_sees_whatever_the_verdict_says(run
     assert quarantined["reason"].startswith(gaps["reason"])
 
 
-def test_a_run_that_drops_files_while_it_is_audited_is_clean(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_that_drops_files_while_it_is_audited_is_clean(tmp_path, monkeypatch):
     site = Site(tmp_path, tiny_spec(steps=4))
     site.publish(0)
     with site.origin(), site.serving():
@@ -333,9 +331,7 @@ CHANGES: list[tuple[Row, Callable[[Fields], object], set[str]]] = [
 
 
 @pytest.mark.parametrize(("row_of", "change", "whats"), CHANGES)
-def test_a_row_that_says_other_than_its_files_is_found(
-    run: Copy, row_of: Row, change: Callable[[Fields], object], whats: set[str]
-):
+def test_a_row_that_says_other_than_its_files_is_found(run, row_of, change, whats):
     row = row_of(run)
     run.change(row, change)
     assert {(row, what) for what in whats} <= run.found()
@@ -443,9 +439,7 @@ def test_a_run_that_was_rolled_back_and_went_on_is_clean(run: Copy, tmp_path: Pa
 # -- The command ---------------------------------------------------------------------------------
 
 
-def test_the_command_says_what_it_found_and_what_it_cannot_read(
-    run: Copy, capsys: pytest.CaptureFixture[str]
-):
+def test_the_command_says_what_it_found_and_what_it_cannot_read(run, capsys):
     def command(*more: str, folder: Path = run.run_dir) -> int:
         return main(["audit", str(folder), "--root-key", run.site.root.public_hex, *more])
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -170,19 +168,6 @@ class Site:
                 loop.call_soon_threadsafe(task.cancel)
             thread.join(DEADLINE_S)
             loop.close()
-
-    def process(self, port: int) -> subprocess.Popen[str]:
-        """`python -m verify coordinator` on a port; the caller ends it."""
-        self.url = f"http://127.0.0.1:{port}"
-        return subprocess.Popen(
-            [
-                *(sys.executable, "-m", "verify", "coordinator", str(self.run_dir)),
-                *("--listen", f"127.0.0.1:{port}", "--weights", self.weights),
-                *("--public-key", self.root.public_hex),
-            ],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
 
 
 class _QuietServer(ThreadingHTTPServer):

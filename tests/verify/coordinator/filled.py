@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Seque
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hypothesis import HealthCheck, settings
+
 from runspec.core.hashing import hash_parts
 from runspec.core.keys import SigningKey
 from runspec.core.roles import Roles
@@ -25,6 +27,8 @@ from verify.coordinator.machine.transitions import apply
 from verify.coordinator.services.leasing import Admission, Leasing
 from verify.formats.lease import Lease
 
+STEADY = settings(stateful_step_count=40, derandomize=True, suppress_health_check=list(HealthCheck))
+"""Of the state machines of these tests."""
 POLICY = Policy(
     run="run",
     steps=4,
@@ -56,10 +60,6 @@ FAILED = (events.FailedAttempt(1.0, key("validator"), "its process ended"),)
 
 def policy(**changes: object) -> Policy:
     return replace(POLICY, **changes)
-
-
-def grade(group: int, outcome: str = "usable") -> events.GroupGrade:
-    return events.GroupGrade(group, outcome, 2, 10, 4, 0.5, 0.25, 1.0, 0.01)  # type: ignore[arg-type]
 
 
 def submission_of(record: LeaseRecord) -> str:
@@ -136,12 +136,13 @@ class Filled:
         reason: str = "logprobs: 0.05 > 0.01",
         recomputed: bool = True,
         task_reward: float = 0.5,
+        answered: int = 2,
         fault: str = "",
     ) -> None:
         """`outcomes`: of each group; None rejects the submission, for `reason`."""
         diff = 0.01 if recomputed else None
         groups = tuple(
-            replace(grade(i, outcome), logprob_diff=diff, task_reward=task_reward)
+            events.GroupGrade(*(i, outcome, 2, 10, 4, task_reward, 0.25, 1.0, diff, answered))  # type: ignore[arg-type]
             for i, outcome in enumerate(outcomes or ())
         )
         reason = "" if outcomes else reason

@@ -135,9 +135,7 @@ def test_suspects_take_turns_with_work_that_never_ends() -> None:
 
 @settings(max_examples=60, derandomize=True)
 @given(st.integers(0, 2**32), st.integers(0, 4), st.integers(1, 3))
-def test_poison_ends_three_processes_a_file_and_costs_no_other_file(
-    seed: int, poisons: int, validators: int
-) -> None:
+def test_poison_ends_three_processes_a_file_and_costs_no_other_file(seed, poisons, validators):
     """Validators of eight claims at most, which die of poison; honest work goes on coming."""
     rng, claims, now = random.Random(seed), Claims(), 0.0
     poison = {f"poison {n}" for n in range(poisons)}
@@ -184,9 +182,7 @@ def test_what_can_train_no_more_is_not_offered(tmp_path: Path, async_level: int,
 # -- Over HTTP -----------------------------------------------------------------------------------
 
 
-def test_validators_give_back_fail_and_prolong_and_the_first_verdict_counts(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-):
+def test_validators_give_back_fail_and_prolong_and_the_first_verdict_counts(site, monkeypatch):
     other, alive = SigningKey.generate(), list[str]()
     site.sign_roles(site.validator, other)
     with site.serving():

@@ -344,11 +344,6 @@ def test_a_revoked_invite_admits_nobody_and_who_came_with_it_stays(tmp_path: Pat
 # -- Bans ----------------------------------------------------------------------------------------
 
 
-def operate(site: Site, what: str, key: str, reason: str, *, by: SigningKey) -> httpx.Response:
-    body = canonical_json({"key": key, "reason": reason})
-    return post(site, by, f"/v1/operator/{what}", body)
-
-
 def test_a_banned_worker_learns_why_and_is_refused_until_its_ban_is_lifted(site, monkeypatch):
     monkeypatch.setattr("verify.coordinator.machine.consequences.BAN_AFTER", 2)
     with site.serving():
@@ -382,8 +377,8 @@ def test_a_banned_worker_learns_why_and_is_refused_until_its_ban_is_lifted(site,
             ("ban", "ab" * 32, "x", site.coordinator, 409),
         ):
             body = canonical_json({"key": whom, "reason": why})
-            answer = post(site, by, f"/v1/operator/{what}", body)
-            assert answer.status_code == code, (what, whom, why)
+            found = post(site, by, f"/v1/operator/{what}", body).status_code
+            assert found == code, (what, whom, why)
         granted(site, site.client(key))
         (mine,) = status(site)["workers"]
         assert (mine["standing"], mine["prefill_share"]) == ("quarantined", 1.0)

@@ -26,7 +26,6 @@ from runspec.core.spec.schema import RunSpec
 from tests.ended_at_once import hears_sigterm_at_once
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec
 from tests.verify.coordinator.over_http import check, granted, post, sample, status
-from tests.waiting import eventually
 from verify.client import RunFinished, SubmissionRefused
 from verify.formats.evaluation import Evaluated, Figure, ProblemResult, open_evaluation
 from verify.formats.evaluation import sign_evaluation as sign
@@ -87,16 +86,6 @@ def test_a_stalled_step_ends_the_server_with_the_reason(tmp_path: Path):
             with suppress(UserError):  # the server may end before it answers
                 hasty.lease(0.0)
         with pytest.raises(RunStopped, match=r"step 0 stalled: 0 of 4.*4 groups withheld or late"):
-            server.result()
-
-
-def test_a_version_that_the_ledger_knows_nothing_of_stops_the_run(site: Site):
-    site.publish(5)
-    with site.serving() as server:
-        eventually(server.done, "the server ends")
-        with pytest.raises(
-            RunStopped, match=r"version 5 is published, but by .* only 0 steps are c"
-        ):
             server.result()
 
 

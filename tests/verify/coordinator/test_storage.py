@@ -9,11 +9,12 @@ import resource
 import signal
 import socket
 import sqlite3
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from subprocess import Popen
+from subprocess import PIPE, Popen
 
 import pytest
 
@@ -60,7 +61,11 @@ from verify.timeouts import STORAGE_S
 
 @contextmanager
 def running(site: Site) -> Iterator[Popen[str]]:
-    process = site.process(0)
+    """`python -m verify coordinator` in a process of its own."""
+    words = ["--listen", "127.0.0.1:0", "--weights", site.weights]
+    command = [sys.executable, "-m", "verify", "coordinator", site.run_dir, *words]
+    command += ["--public-key", site.root.public_hex]
+    process = Popen(command, stderr=PIPE, text=True)
     assert process.stderr is not None
     site.url = next(line for line in process.stderr if "listens on" in line).split()[-1]
     drain = threading.Thread(target=process.communicate)  # a full pipe would block it
@@ -226,9 +231,7 @@ def locked(run_dir: Path) -> Iterator[None]:
         database.execute("ROLLBACK")
 
 
-def test_an_event_that_cannot_be_written_did_not_happen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_event_that_cannot_be_written_did_not_happen(tmp_path, monkeypatch):
     monkeypatch.setattr(ledger_store, "_BUSY_TIMEOUT_S", 0.0)
     run = started()
     with closing(journal_of(run, tmp_path)) as journal:

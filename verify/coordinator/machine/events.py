@@ -179,6 +179,8 @@ class GroupGrade:
     """Mean |target - length| in tokens."""
     logprob_diff: float | None
     """Mean |claimed - recomputed| log-prob; None where nothing was prefilled."""
+    answered: int | None = None
+    """Rollouts with an answer in the form that the run asks for; None: not recorded."""
 
 
 @dataclass(frozen=True)

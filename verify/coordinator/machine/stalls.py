@@ -44,6 +44,11 @@ _CHECK_ISLANDS = (
     f"check the islands' logs (`runspec logs {RUN_DIR}`); if they are only slow, raise "
     "learner.islands.deadline; with a lower learner.islands.quorum the run goes on without them"
 )
+_FORM = (
+    "data.thinking says what of an output is graded (`none` for a model that does not think); a "
+    "model that thinks may need data.think_prefill, a system_prompt that asks for </think>, or a "
+    "larger samplers.NAME.max_new_tokens to end in"
+)
 _NO_FILTER = "; or train such groups too, with algorithm.filters.zero_variance: false"
 
 
@@ -187,6 +192,12 @@ def _losses(state: State, tally: Tally) -> list[_Loss]:
 def _zero_variance(filtered: Sequence[GroupGrade]) -> tuple[str, str]:
     """Return text and remedy of the groups whose task rewards are all equal."""
     rewards = [grade.task_reward for grade in filtered] or [0.0]
+    if filtered and all(grade.answered == 0 for grade in filtered):
+        text = (
+            f"{len(filtered)} groups without an answer in the form that the run asks for: an end "
+            "token and, where the thinking is required, </think> before it"
+        )
+        return text, _FORM
     if max(rewards) <= 0.0:
         solves, change = "solves none of these problems", _EASIER
     elif min(rewards) >= 1.0:

@@ -104,6 +104,7 @@ def _grade(
         reward=_mean([row.reward for row in rows]) or 0.0,
         length_error=_mean([abs(r.target - r.length) for r in rows if r.target is not None]),
         logprob_diff=_mean([r.logprob_diff for r in rows if r.logprob_diff is not None]),
+        answered=sum(row.answered for row in rows),
     )
 
 

@@ -156,6 +156,11 @@ class Data(Block):
     """Message that says the length: the problem's own, or the system's."""
     system_prompt: str | None = None
     """Text of the system's message, before the length prompt where that is there too."""
+    thinking: Literal["required", "optional", "none"] | None = None
+    """What of an output is graded: `required` what follows its first `</think>`, and nothing
+    without one; `optional` the same, or all of it without one; `none` all of it. Null takes
+    `required` where the chat template or a prompt of `data` knows `<think>`, else `none`; `apply`
+    writes down which. The length always counts all output tokens."""
     think_prefill: bool = False
     """Ends the prompt with `<think>` and a line break where the chat template does not open the
     thinking itself."""

@@ -29,6 +29,7 @@ steps: 3
 model: {hf: ./model, max_context: 128}
 data:
   max_prompt_tokens: 32
+  thinking: required
   sources:
     - {name: words, kind: reasoning_gym, dataset: spell_backward, size: 10}
 algorithm: {prompts_per_step: 4, group_size: 4, updates_per_step: 2}

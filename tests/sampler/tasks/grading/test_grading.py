@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import socket
@@ -108,9 +107,8 @@ def test_a_grader_that_fails_is_a_fault_and_the_next_answer_is_graded(make):
 
     faults = results[1::3]
     assert all(isinstance(fault, GraderFault) for fault in faults)
-    assert [said in str(fault) for said, fault in zip(says.values(), faults, strict=True)] == [
-        True
-    ] * len(says)
+    found = zip(says.values(), faults, strict=True)
+    assert [said for said, fault in found if said not in str(fault)] == []
     assert str(faults[0]).endswith(f".py:{raising}")
     assert results[0::3] == [Score(0.25)] * len(says)  # a print is no verdict
     assert results[2::3] == [Score(0.5)] * len(says)
@@ -118,13 +116,9 @@ def test_a_grader_that_fails_is_a_fault_and_the_next_answer_is_graded(make):
 
 @pytest.mark.parametrize("answer", ["hang", "memory", "segfault"])
 def test_where_the_answer_decides_the_work_a_limit_is_its_reward_of_0(make, answer):
-    (score,) = make(timeout="1s" if answer == "hang" else "10m", blames=True).score(
-        answers("chess", [answer])
-    )
-
-    assert isinstance(score, Score)
-    assert score.value == 0.0
-    assert score.reason
+    graders = make(timeout="1s" if answer == "hang" else "10m", blames=True)
+    (score,) = graders.score(answers("chess", [answer]))
+    assert isinstance(score, Score) and score.value == 0.0 and score.reason
 
 
 def test_a_grader_reaches_no_file_no_network_and_no_environment(make, tmp_path, monkeypatch):
@@ -306,10 +300,7 @@ def test_mathematics_is_graded_without_a_sandbox_and_says_so_once_with_the_remed
     # given more than one grader process' share of answers
     right = Answer(Problem("p", "math", "", {"ground_truth": "1/2"}), "0.5")
     # when they are graded where no sandbox works
-    with (
-        caplog.at_level(logging.WARNING),
-        closing(Graders([reward("math")], processes=2)) as graders,
-    ):
+    with caplog.at_level("WARNING"), closing(Graders([reward("math")], processes=2)) as graders:
         assert graders.score([right] * 40) == [Score(1.0)] * 40
         started = len(graders._pool._alive)
     # then one line says so, whatever the number of processes, and what to do
@@ -400,12 +391,8 @@ def test_a_person_reads_a_table_of_printable_lines_and_the_exit_code_is_0(tmp_pa
     rows = [row("18"), row("19", id="b"), row("18", id="a\nb\x1b[31m"), row("18", id="\ud800é")]
     assert main(["grade", written(tmp_path, *rows)]) == 0
     *lines, total = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in lines] == [
-        ["1", "1"],
-        ["2", "b", "0"],
-        ["3", r"a\nb\x1b[31m", "1"],
-        ["4", r"\ud800é", "1"],
-    ]
+    shown = [["1", "1"], ["2", "b", "0"], ["3", r"a\nb\x1b[31m", "1"], ["4", r"\ud800é", "1"]]
+    assert [line.split()[:3] for line in lines] == shown
     assert total == "4 graded, 0 errors"
 
 
@@ -432,7 +419,7 @@ def test_an_over_long_line_is_named_and_lone_surrogates_are_replaced(tmp_path, m
     monkeypatch.setattr("sampler.tasks.grading.command.MAX_LINE_BYTES", 200)
     path = written(tmp_path, row("x" * 1000), row("\ud800 18"), row("y" * 300))
     with Path(path).open("rb") as file:
-        first, second, third = read_lines(file)
+        first, second, third = read_lines(file, "optional")
     assert [first.number, second.number, third.number] == [1, 2, 3]
     assert first.error[:11] == third.error[:11] == "longer than"
     assert second.answer is not None and second.answer.text == "\ufffd 18"

@@ -75,18 +75,6 @@ def test_steps_are_leased_ahead_as_far_as_the_lag_allows_and_no_further():
     assert run.lease("x").lease == lease and run.lease("y").lease.version == 2
 
 
-def test_an_open_lease_comes_again_until_the_worker_says_that_it_holds_it():
-    run = started()
-    first = run.lease("x")
-    assert run.lease("x") == first
-    second = run.lease("x", holding=[first.digest])
-    third = run.lease("x", holding=[first.digest, second.digest])
-    assert [leased(r) for r in (second, third)] == [(0, 1, 2), (1, 0, 2)]
-    all_three = [first.digest, second.digest, third.digest]
-    assert run.lease("x", holding=all_three) is None  # they are all that it may hold
-    assert run.lease("x", holding=[second.digest]) == first
-
-
 def test_groups_given_back_dropped_or_set_aside_are_leased_to_others_at_once():
     # given as many groups given back as max_groups allows, and a file that nobody can judge
     run = started(max_groups=8)
@@ -130,8 +118,7 @@ def test_who_was_invited_is_known_until_the_invite_is_revoked_and_nobody_in_quar
     assert rank(run, "guest") is Rank.NEW
     run.work("guest")
     assert rank(run, "guest") is Rank.RECORDED
-    run.submit(record := run.lease("x"))
-    run.judge(record, None, reason="assignment: row 0: 1 > 0")
+    run.judge(run.submitted("x"), None, reason="assignment: row 0: 1 > 0")
     assert (rank(run, "x"), run.lease("x").lease.groups) == (Rank.NEW, 1)
 
 
@@ -224,9 +211,8 @@ class TestOverdue:
         due = filling.next_overdue(run.state, asking, run.now)
         assert due == silent.lease.issued + filling.OVERDUE_AFTER * 10.0
         run.now = due - 0.1
-        assert run.lease("x") is None and key("x") not in filling.hopeful(
-            run.state, asking, run.now
-        )
+        assert run.lease("x") is None
+        assert key("x") not in filling.hopeful(run.state, asking, run.now)
         run.now = due
         assert key("x") in filling.hopeful(run.state, asking, run.now)
         assert run.lease("x").lease.groups == silent.lease.groups
@@ -435,6 +421,11 @@ def set_aside(run: Filled, record: LeaseRecord) -> None:
             "take easier problems",
         ),
         (
+            judged("filtered", task_reward=0.0, answered=0),
+            "4 groups without an answer in the form that the run asks for",
+            "data.thinking",
+        ),
+        (
             judged("filtered", task_reward=1.0),
             "the model solves all of these problems (mean task reward 1)",
             "take harder problems",
@@ -478,8 +469,7 @@ def test_the_largest_loss_comes_first():
 
 def test_a_run_whose_own_workers_are_all_banned_stalls_once_nothing_is_awaited():
     run = started()
-    submitted = run.lease("x")
-    run.submit(submitted)
+    submitted = run.submitted("x")
     for name in "xy":
         run.record(events.KeyBanned(run.now, key(name), "edited", events.BY_OPERATOR))
     assert filling.decide_close(run.state, run.now) is None
@@ -492,19 +482,21 @@ def test_a_run_whose_own_workers_are_all_banned_stalls_once_nothing_is_awaited()
 
 
 @pytest.mark.parametrize(
-    ("prepare", "expected"),
+    ("published", "workers", "expected"),
     [
-        (lambda run: None, "the publisher: version 0 is needed, the newest published is none"),
-        (lambda run: run.publish(0), "a worker to register"),
-        (
-            lambda run: (run.publish(0), run.register("x")),
-            "a lease request of any of the 1 registered workers",
-        ),
+        (False, 0, "the publisher: version 0 is needed, the newest published is none"),
+        (True, 0, "a worker to register"),
+        (True, 1, "a lease request of any of the 1 registered workers"),
     ],
 )
-def test_a_run_waits_for_workers_without_end_and_stalls_without_a_version(prepare, expected: str):
+def test_a_run_waits_for_workers_without_end_and_stalls_without_a_version(
+    published: bool, workers: int, expected: str
+):
     run = Filled()
-    prepare(run)
+    if published:
+        run.publish(0)
+    for number in range(workers):
+        run.register(f"worker {number}")
     run.now += filling.IDLE_DEADLINE_S - 0.1
     assert run.advance() == []
     run.now += 0.1

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.verify.coordinator.documents import documents_spec
-from tests.verify.coordinator.filled import Filled, digest
+from tests.verify.coordinator.filled import STEADY, Filled, digest
 from tests.verify.coordinator.island_run import NAMES, islands_spec, offer, outer, sampled_spec
 from verify.coordinator.machine import events, islands
 from verify.coordinator.machine.events import IllegalTransition
@@ -20,7 +20,7 @@ from verify.coordinator.machine.islands import Commit, IslandPolicy, IslandState
 from verify.coordinator.machine.stalls import uncommitted, waited_for
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
-from verify.formats.islands import CommitRecord, Dropped, ShareOffered, record_digest
+from verify.formats.islands import CommitRecord, Dropped, ShareOffered
 
 GRACE_S, DEADLINE_S = 60.0, 1800.0
 
@@ -78,9 +78,6 @@ class Run(Filled):
     def due(self) -> float | None:
         return islands.next_due(self.of_islands, self.islands, self.now)
 
-    def final_at(self) -> float | None:
-        return islands.final_at(self.of_islands, self.islands, 0)
-
 
 def named(found: Sequence[Any]) -> list[str]:
     return [each.island for each in found]
@@ -116,6 +113,7 @@ class Islands(RuleBasedStateMachine):
         assert all(not policy.refused(made) for made in offers)
         assert {made.base for made in offers} == {record.base}
         assert sum(made.weight for made in offers) > 0.0
+        self.run.advance()
 
     def attempt(self, event: events.Event) -> None:
         """Records an event that the rules may refuse; then nothing changes."""
@@ -185,15 +183,24 @@ class Islands(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 2))
     def roll_back(self, back: int) -> None:
-        version = max(0, self.run.islands.step - back)
+        before = self.run.islands
+        version = max(0, before.step - back)
         self.run.record(events.RolledBack(self.run.now, version))
+        after = self.run.islands
+        assert (after.step, after.offers, len(after.records)) == (version, {}, 0)
+        assert (after.tallies, after.previous) == (before.tallies, before.digests.get(version - 1))
         self.committed = {s: r for s, r in self.committed.items() if s < version}
 
     @invariant()
     def every_step_is_committed_once_and_in_order(self) -> None:
         assert sorted(self.committed) == list(range(self.run.islands.step))
         assert sorted(self.run.islands.digests) == sorted(self.committed)
-        assert self.run.islands.step <= self.run.state.next_close
+        state, committed = self.run.state, self.run.islands.step
+        assert committed <= state.next_close
+        # steps are signed although nobody publishes, and no more ahead than usual
+        if state.newest is not None:
+            last = max(state.newest.version, committed) + 1 + state.policy.async_level
+            assert min(committed + 1, state.policy.steps) <= state.next_close <= last
         assert all(step < self.run.islands.step for step in self.run.islands.results)
 
     def teardown(self) -> None:
@@ -202,12 +209,7 @@ class Islands(RuleBasedStateMachine):
 
 
 TestIslands = Islands.TestCase
-TestIslands.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
+TestIslands.settings = settings(STEADY, max_examples=60)
 
 
 # -- When a step is committed --------------------------------------------------------------------
@@ -251,21 +253,6 @@ def test_after_the_quorum_others_have_the_grace_time_and_are_named() -> None:
         "b": IslandTally(committed=1, bytes=400),
         "c": IslandTally(committed=1, bytes=400),
     }
-
-
-def test_steps_go_on_while_nobody_publishes_and_each_record_names_the_one_before() -> None:
-    # given a run whose first island, which publishes, is away after version 0
-    run, previous = Run(quorum=2), None
-    for step in range(4):
-        # then each step is signed once those before are committed, and no more ahead than usual
-        assert step < run.state.next_close <= step + 1 + run.state.policy.async_level
-        run.offer("b", "c")
-        run.now += GRACE_S
-        record = run.commit()
-        assert (record.step, record.previous) == (step, previous)
-        previous = record_digest(run.islands.records[step].encode())
-        run.advance()
-    assert run.islands.tallies["b"] == IslandTally(committed=4, bytes=1600)
 
 
 def test_a_share_above_the_bound_or_of_no_weight_does_not_count() -> None:
@@ -408,16 +395,8 @@ A, B = DECIDED.contributors
         (offered, lambda run: run.commit(contributors=[]), "each island once"),
         (offered, lambda run: run.commit(dropped=[]), "each island once"),
         (offered, lambda run: run.commit(contributors=[B, A]), "in order"),
-        (
-            offered,
-            lambda run: run.commit(contributors=[replace(A, weight=1e6), B]),
-            "island a did not offer this share",
-        ),
-        (
-            offered,
-            lambda run: run.commit(contributors=[replace(A, island="c"), B]),
-            "island c did not offer this share",
-        ),
+        (offered, lambda run: run.commit(contributors=[replace(A, weight=2), B]), "a did not"),
+        (offered, lambda run: run.commit(contributors=[replace(A, island="c"), B]), "c did not"),
         (offered, lambda run: run.commit(base=OTHER), "island a has another base"),
         (committed, lambda run: run.lose("z", by="b"), "of step 0 does not name island z"),
         (committed, lambda run: run.lose("a", by="b", step=1), "step 1 is open"),
@@ -500,29 +479,3 @@ def test_a_record_is_final_once_the_quorum_or_some_time_after_the_first_has_repo
             run.lose("b", by="c")
     else:
         run.lose("b", by="c")
-
-
-def test_a_rollback_takes_the_islands_back_with_the_run() -> None:
-    run = Run(quorum=1, grace="1s")
-
-    def step() -> CommitRecord:
-        run.publish(run.islands.step) if run.islands.step else None
-        run.advance()
-        run.offer("a")
-        run.now += 1.0
-        made = run.commit()
-        run.report("a", step=made.step)
-        return made
-
-    for _ in range(4):
-        step()
-    kept, tallies = dict(run.islands.digests), run.islands.tallies
-    for _ in range(2):
-        # when the run goes back to version 2, then steps 0 and 1 stay committed
-        run.record(events.RolledBack(run.now, 2))
-        assert (run.islands.step, run.islands.offers, len(run.islands.records)) == (2, {}, 0)
-        assert sorted(run.islands.results) == [0, 1] and run.islands.tallies == tallies
-        assert run.islands.previous == kept[1]
-        assert step().previous == kept[1]
-        assert sorted(run.islands.results) == [0, 1, 2]
-        tallies = run.islands.tallies

@@ -6,13 +6,14 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.verify.coordinator.filled import (
     FAILED,
     POLICY,
+    STEADY,
     Filled,
     digest,
     key,
@@ -171,8 +172,7 @@ class Filling(RuleBasedStateMachine):
     @precondition(lambda self: self.of("submitted"))
     @rule(data=st.data())
     def set_aside(self, data):
-        record = data.draw(st.sampled_from(self.of("submitted")))
-        self.run.set_aside(record)
+        self.run.set_aside(data.draw(st.sampled_from(self.of("submitted"))))
 
     @rule(name=st.sampled_from(WORKERS))
     def reject(self, name):
@@ -314,12 +314,7 @@ class Filling(RuleBasedStateMachine):
 
 
 TestFilling = Filling.TestCase
-TestFilling.settings = settings(
-    max_examples=70,
-    stateful_step_count=40,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
+TestFilling.settings = settings(STEADY, max_examples=70)
 
 
 # -- Events that cannot follow -------------------------------------------------------------------
@@ -371,10 +366,7 @@ def closed(step, *groups):
         (events.Event(AT), "no event of a run"),
         (events.WorkerRegistered(AT, key("x"), "a"), "a key is registered twice"),
         (events.WorkerRegistered(AT, key("y2"), "a", key("invite")), "a revoked invite"),
-        (
-            events.InviteRevoked(AT, key("invite"), "again", BY_OPERATOR),
-            "an invite is revoked twice",
-        ),
+        (events.InviteRevoked(AT, key("invite"), "again", BY_OPERATOR), "invite is revoked twice"),
         (events.WorkerQuarantined(AT, key("nobody"), "why"), "a key that is no worker's"),
         (events.QuarantineEnded(AT, key("nobody")), "a key that is no worker's"),
         (events.QuarantineEnded(AT, key("x")), "no quarantine to end"),
@@ -443,18 +435,13 @@ def test_what_was_done_once_is_not_done_again() -> None:
 
 def test_a_steps_tally_counts_what_became_of_each_group() -> None:
     run = started(groups=40, max_groups=400)
-    graded, rejected, dropped = run.lease("x"), run.lease("y"), None
+    graded, rejected = run.lease("x"), run.lease("y")
     run.now += 4.0
-    run.submit(graded)
+    run.submit(graded), run.submit(rejected)
     run.judge(graded, ["usable", "filtered"])
-    run.submit(rejected)
     run.judge(rejected, None, reason="logprobs: " + "x" * 400)
-    dropped = run.lease("x")
-    run.submit(dropped)
-    run.judge(dropped, ["usable", "dropped"], fault="p7: KeyError")
-    aside = run.lease("x")
-    run.submit(aside)
-    run.set_aside(aside)
+    run.judge(run.submitted("x"), ["usable", "dropped"], fault="p7: KeyError")
+    run.set_aside(aside := run.submitted("x"))
     run.release(run.lease("x"))
     assert run.lease("x") is not None
     run.now += 30.0
@@ -480,12 +467,8 @@ def test_a_steps_tally_counts_what_became_of_each_group() -> None:
 def test_groups_are_struck_when_their_worker_is_doubted_or_no_step_may_train_them() -> None:
     run = started(groups=40, max_groups=400, async_level=0, min_groups=1)
     for name, recomputed in (("x", True), ("x", False), ("y", False)):
-        record = run.lease(name)
-        run.submit(record)
-        run.judge(record, ["usable", "usable"], recomputed=recomputed)
-    doubted = run.lease("x")
-    late = run.lease("y")
-    run.submit(doubted)
+        run.judge(run.submitted(name), ["usable", "usable"], recomputed=recomputed)
+    doubted, late = run.submitted("x"), run.lease("y")
     # when a worker is caught, then what was not recomputed is struck
     run.record(events.WorkerQuarantined(run.now, key("x"), "why"))
     assert run.state.tallies[0].expired_groups == 2 and run.state.usable == {0: 4}
@@ -528,14 +511,9 @@ def test_a_worker_is_as_fast_as_its_slowest_late_lease() -> None:
 
 
 def steps(first: int, last: int, nonce: str) -> list[events.Event]:
-    return [
-        event
-        for step in range(first, last)
-        for event in (
-            events.NonceDrawn(0.0, step, nonce, 1),
-            events.StepClosed(1.0, step, (), "{}"),
-        )
-    ]
+    drawn = [events.NonceDrawn(0.0, step, nonce, 1) for step in range(first, last)]
+    closed = [events.StepClosed(1.0, step, (), "{}") for step in range(first, last)]
+    return [event for pair in zip(drawn, closed, strict=True) for event in pair]
 
 
 def test_after_a_rollback_steps_open_and_close_again_for_whoever_registers_anew() -> None:

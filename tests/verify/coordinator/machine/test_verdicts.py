@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.verify.coordinator.filled import Filled, digest, key, policy, started
+from tests.verify.coordinator.filled import STEADY, Filled, digest, key, policy, started
 from verify.coordinator.machine import events
 from verify.coordinator.machine.gap_history import (
     AnotherCalibration,
@@ -60,13 +60,8 @@ def grade(rows, *, dropped=(), filter=True):
 
 
 def test_groups_are_graded_by_the_validators_numbers():
-    first, second = grade(ROWS)
-    assert (first.group, first.outcome, second.group, second.outcome) == (
-        0,
-        "usable",
-        1,
-        "filtered",
-    )
+    first, second = found = grade(ROWS)
+    assert [(g.group, g.outcome) for g in found] == [(0, "usable"), (1, "filtered")]
     assert (first.rollouts, first.tokens, first.target) == (2, 14, 8)
     assert (first.task_reward, first.reward) == (0.5, 0.0)
     assert (first.length_error, second.length_error) == (3.0, 5.0)
@@ -175,12 +170,8 @@ def test_overlapping_steps_count_all_that_was_accepted_while_they_were_open():
     run.advance()
     one, two = latencies(run)
     assert (one.pop("accepted_tokens_per_s"), two.pop("accepted_tokens_per_s")) == (4.0, 40 / 6.0)
-    assert list(one.values()) == [5.5, 5.99, 6.0, 6.0] and list(two.values()) == [
-        None,
-        None,
-        6.0,
-        6.0,
-    ]
+    assert list(one.values()) == [5.5, 5.99, 6.0, 6.0]
+    assert list(two.values()) == [None, None, 6.0, 6.0]
 
 
 # -- Gaps of all submissions of a worker together ------------------------------------------------
@@ -361,9 +352,7 @@ class Reputation(RuleBasedStateMachine):
     @rule()
     def ban_or_pardon(self) -> None:
         if self.banned:
-            self.run.record(
-                events.BanLifted(self.run.now, key("x"), "a broken GPU", events.BY_OPERATOR)
-            )
+            self.run.record(events.BanLifted(self.run.now, key("x"), "a GPU", events.BY_OPERATOR))
             self.banned, self.doubted, self.row, self.strikes = False, True, 0, 0
         else:
             self.run.record(events.KeyBanned(self.run.now, key("x"), "by hand", events.BY_OPERATOR))
@@ -387,9 +376,4 @@ class Reputation(RuleBasedStateMachine):
 
 
 TestReputation = Reputation.TestCase
-TestReputation.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
+TestReputation.settings = settings(STEADY, max_examples=60)
