@@ -48,6 +48,8 @@ class Metrics:
         self._sent = Counter(
             "runspec_broadcast_sent_bytes", "Bytes of bodies sent.", ["what"], registry=registry
         )
+        for what in _CHUNKS:
+            self._sent.labels(what)  # shown as 0 until something is sent
         self.rate_limited = Counter(
             "runspec_broadcast_rate_limited", "Requests answered 429.", registry=registry
         )

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -42,58 +43,36 @@ GROUP_SIZE = 4
 VOCABULARY = 32
 
 
+TINY = f"""
+version: runspec/v1
+name: tiny
+seed: 7
+steps: 4
+model:
+  shape: {{model_type: qwen2, vocab_size: {VOCABULARY}, hidden_size: 16, intermediate_size: 32,
+    num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1}}
+  max_context: 64
+data:
+  max_prompt_tokens: 48
+  sources:
+    - {{name: words, kind: reasoning_gym, dataset: spell_backward, size: 400,
+        params: {{min_word_len: 3, max_word_len: 6}}}}
+algorithm: {{prompts_per_step: 4, group_size: {GROUP_SIZE}, updates_per_step: 2,
+  advantage: {{normalize: none}}, filters: {{zero_variance: false}}, fill: {{deadline: 60s}}}}
+optimizer: {{lr: 1.0e-3, clip_norm: 0.5}}
+reward: [{{name: task, kind: reasoning_gym}}]
+learner: {{hardware: {{kind: cpu, count: 2}}, mesh: {{fsdp: 2}}, packing: {{tokens: 64, rows: 4}},
+  compute_dtype: float32}}
+samplers:
+  - {{name: local, hardware: {{kind: cpu}}, dtype: float32, max_model_len: 64, max_new_tokens: 16}}
+broadcast: {{dtype: float32, keep_versions: 3}}
+checkpoints: {{every: 2, keep: 2}}
+"""
+
+
 def tiny_spec(**changes: Any) -> RunSpec:
     """A run of two-layer models; `changes` replace whole top-level blocks."""
-    shape = {
-        "model_type": "qwen2",
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
-    pool = {
-        "name": "local",
-        "hardware": {"kind": "cpu"},
-        "dtype": "float32",
-        "max_model_len": 64,
-        "max_new_tokens": 16,
-    }
-    source = {
-        "name": "words",
-        "kind": "reasoning_gym",
-        "dataset": "spell_backward",
-        "params": {"min_word_len": 3, "max_word_len": 6},
-        "size": 400,
-    }
-    blocks: dict[str, Any] = {
-        "version": "runspec/v1",
-        "name": "tiny",
-        "seed": 7,
-        "steps": 4,
-        "model": {"shape": shape, "max_context": 64},
-        "data": {"max_prompt_tokens": 48, "sources": [source]},
-        "algorithm": {
-            "prompts_per_step": 4,
-            "group_size": GROUP_SIZE,
-            "updates_per_step": 2,
-            "advantage": {"normalize": "none"},
-            "filters": {"zero_variance": False},
-            "fill": {"deadline": "60s"},
-        },
-        "optimizer": {"lr": 1e-3, "clip_norm": 0.5},
-        "reward": [{"name": "task", "kind": "reasoning_gym"}],
-        "learner": {
-            "hardware": {"kind": "cpu", "count": 2},
-            "mesh": {"fsdp": 2},
-            "packing": {"tokens": 64, "rows": 4},
-            "compute_dtype": "float32",
-        },
-        "samplers": [pool],
-        "broadcast": {"dtype": "float32", "keep_versions": 3},
-        "checkpoints": {"every": 2, "keep": 2},
-    }
+    blocks = yaml.safe_load(TINY)
     return RunSpec.model_validate({**blocks, **changes})
 
 
@@ -233,14 +212,7 @@ def random_rollout(
 ) -> Rollout:
     length = int(rng.integers(2, 12))
     return Rollout(
-        run=run,
-        step=step,
-        worker="0" * 64,
-        lease="0" * 64,
-        problem_id=f"p{group}",
-        group=group,
-        sample=sample,
-        version=version,
+        *(run, step, "0" * 64, "0" * 64, f"p{group}", group, sample, version),
         prompt_tokens=rng.integers(0, VOCABULARY, 5).astype(np.int32),
         output_tokens=rng.integers(0, VOCABULARY, length).astype(np.int32),
         logprobs=np.full(length, -3.5, np.float32),

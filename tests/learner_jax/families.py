@@ -37,33 +37,30 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+
+
+def _heads(family: str, heads: int, kv_heads: int, size: int | None = None) -> dict[str, Any]:
+    own = {} if size is None else {"head_dim": size}
+    counts = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return {"model_type": family, **counts, **own}
+
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2, tied": {
-        "model_type": "qwen2",
-        "num_attention_heads": 5,
-        "num_key_value_heads": 1,
+        **_heads("qwen2", 5, 1),
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_theta": 700.0, **YARN},
     },
     "qwen3, head_dim is not D / H": {
-        "model_type": "qwen3",
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
+        **_heads("qwen3", 6, 2, 8),
         "tie_word_embeddings": True,
     },
     "qwen3, biases": {
-        "model_type": "qwen3",
-        "num_attention_heads": 3,
-        "num_key_value_heads": 1,
-        "head_dim": 14,
+        **_heads("qwen3", 3, 1, 14),
         "attention_bias": True,
     },
     "llama 3": {
-        "model_type": "llama",
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
+        **_heads("llama", 6, 2, 8),
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_theta": 5000.0, **LLAMA3},
     },
@@ -73,22 +70,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rope_parameters": {"rope_theta": 900.0, "rope_type": "dynamic", "factor": 2.0},
     },
-    "mistral": {
-        "model_type": "mistral",
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "head_dim": 12,
-        "sliding_window": 33,
-    },
+    "mistral": {**_heads("mistral", 6, 3, 12), "sliding_window": 33},
 }
 
 
 FROM_PACKAGE: dict[str, dict[str, Any]] = {
     "exaone4": {
-        "model_type": "exaone4",
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
+        **_heads("exaone4", 6, 2, 8),
         "sliding_window": None,
         "layer_types": ["full_attention"] * 3,
         "rope_parameters": {"rope_theta": 3000.0, **LLAMA3},

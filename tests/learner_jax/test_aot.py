@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +17,7 @@ import pytest
 
 from learner_jax.__main__ import main
 from learner_jax.aot import analyse, compile_programs, learner_mesh
-from learner_jax.hlo import ArrayType, parse, program_cost
+from learner_jax.hlo import parse, program_cost
 from learner_jax.step import build_programs
 from learner_jax.topology import (
     compiler_library,
@@ -53,13 +51,6 @@ SHAPE: dict[str, Any] = {
 }
 """Positions x vocabulary are more than the head keeps; only T x T and T x V reach T twice."""
 needs_libtpu = pytest.mark.skipif(compiler_library() is None, reason="libtpu is not installed")
-
-
-def arrays(text: str) -> Iterator[ArrayType]:
-    """Yield the result of every instruction of a module, from its HLO text."""
-    for computation in parse(text)[0].values():
-        for instruction in computation.values():
-            yield from instruction.result
 
 
 def tpu_spec(
@@ -110,7 +101,7 @@ def compiled(topology: str, name: str, remat: str = "full", offload: bool = Fals
         pytest.param("v6e:2x4", "offload", marks=pytest.mark.nightly),
     ],
 )
-def test_the_step_compiles_for_tpus_with_splash_attention(topology: str, remat: str) -> None:
+def test_the_step_compiles_for_tpus_with_splash_attention(topology, remat):
     # When the gradient of a microbatch is compiled for a slice
     program = compiled(topology, "accumulate", remat)
     text, memory = program.as_text(), program.memory_analysis()
@@ -120,7 +111,8 @@ def test_the_step_compiles_for_tpus_with_splash_attention(topology: str, remat: 
     assert kernels["tpu_custom_call"] >= 3 * SHAPE["num_hidden_layers"]
     # And of all arrays, on the chip and off it, none has T or more in two of its dimensions:
     # neither T x T nor T x V / 2
-    found = [array.shape for array in arrays(text)]
+    instructions = [i for computation in parse(text)[0].values() for i in computation.values()]
+    found = [array.shape for instruction in instructions for array in instruction.result]
     assert len(found) > 1000
     assert [shape for shape in found if sum(size >= TOKENS for size in shape) > 1] == []
     # And none is as large as the logits of a row, in another shape
@@ -132,7 +124,7 @@ def test_the_step_compiles_for_tpus_with_splash_attention(topology: str, remat: 
 
 
 @needs_libtpu
-def test_flops_of_the_compiled_forward_pass_are_those_of_its_matrices() -> None:
+def test_flops_of_the_compiled_forward_pass_are_those_of_its_matrices():
     # When the products of the scoring program are counted, its loops as often as they run
     chunk, chunks = 512, 5  # of a device's 2,304 positions, the last one filled up
     program = compiled("v5p:2x2x2", "score")
@@ -148,7 +140,7 @@ def test_flops_of_the_compiled_forward_pass_are_those_of_its_matrices() -> None:
 
 @needs_libtpu
 @pytest.mark.nightly
-def test_offloaded_moments_lie_in_the_hosts_memory() -> None:
+def test_offloaded_moments_lie_in_the_hosts_memory():
     # When the update is compiled with the moments on the device, and in the host's memory
     here = compiled("v5p:2x2x2", "apply").memory_analysis()
     away = compiled("v5p:2x2x2", "apply", offload=True).memory_analysis()
@@ -159,31 +151,20 @@ def test_offloaded_moments_lie_in_the_hosts_memory() -> None:
     assert moved == pytest.approx(2 / 4 * here.argument_size_in_bytes, rel=0.02)
 
 
-@needs_libtpu
-def test_slices_that_cannot_be_or_do_not_match_the_mesh_are_refused() -> None:
-    with pytest.raises(UserError, match="is 8 devices, the topology has 4"):
-        learner_mesh(tpu_spec(), devices("v5p:2x2x1"))
-    with pytest.raises(UserError, match="v5p:3x5x7"):
-        devices("v5p:3x5x7")
-
-
 @pytest.mark.parametrize(
-    "text", ["v9:2x2", "v5p", "v5p:", "v5p:4x4x4x4", "v5p:ax2", "", "v5p:99999x1"]
+    ("text", "message"),
+    [
+        pytest.param("v5p:2x2x1", "is 8 devices, the topology has 4", marks=needs_libtpu),
+        pytest.param("v5p:3x5x7", "v5p:3x5x7", marks=needs_libtpu),
+        *((text, "no TPU topology") for text in ("v9:2x2", "v5p:", "v5p:4x4x4x4", "v5p:99999x1")),
+    ],
 )
-def test_what_is_no_topology_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="no TPU topology"):
-        parse_topology(text)
+def test_a_topology_that_is_none_or_does_not_match_the_mesh_is_refused(text, message):
+    with pytest.raises(UserError, match=message):
+        learner_mesh(tpu_spec(), devices(text))
 
 
-def test_the_spec_names_the_topology() -> None:
-    learner = tpu_spec().learner
-    assert str(learner_topology(learner)) == "v5p:2x2x2"
-    assert learner_topology(tiny_spec().learner) is None
-
-
-def test_the_command_without_the_compiler_says_what_to_install(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_without_the_compiler_says_what_to_install(tmp_path, capfd):
     # Given a machine without libtpu
     config = tmp_path / "config.json"
     config.write_text(json.dumps(SHAPE))
@@ -194,9 +175,11 @@ def test_the_command_without_the_compiler_says_what_to_install(
     assert "make aot" in capfd.readouterr().err
 
 
-def test_compiling_for_this_machine_counts_each_layer() -> None:
+def test_compiling_for_this_machine_counts_each_layer():
     # Given a small run on this machine's virtual devices
     spec = tiny_spec()
+    assert learner_topology(spec.learner) is None
+    assert str(learner_topology(tpu_spec().learner)) == "v5p:2x2x2"
     shape = {**SHAPE, "vocab_size": 32, "hidden_size": 16, "head_dim": 8, "intermediate_size": 24}
     small = [
         analyse(
@@ -242,9 +225,7 @@ QWEN: dict[str, Any] = {
         ({"fsdp": 2, "tensor": 2}, {"model_type": "qwen2"}, {"kind": "muon", "offload": True}),
     ],
 )
-def test_the_estimate_of_what_a_step_holds_is_exact(
-    mesh: dict[str, int], shape: dict[str, Any], changes: dict[str, Any]
-) -> None:
+def test_the_estimate_of_what_a_step_holds_is_exact(mesh, shape, changes):
     # Given a run whose arrays are known by shape, type and sharding
     spec = tpu_spec(mesh, tokens=LONG, **changes)
     model = parse_config({**QWEN, **shape}, place="config.json")
@@ -264,7 +245,7 @@ def test_the_estimate_of_what_a_step_holds_is_exact(
 
 @needs_libtpu
 @pytest.mark.nightly
-def test_the_estimate_of_what_a_step_needs_is_within_15_percent_of_the_compiler() -> None:
+def test_the_estimate_of_what_a_step_needs_is_within_15_percent_of_the_compiler():
     # Given the gradient of a microbatch, compiled for a slice (more: benchmarks.estimate_accuracy)
     spec = tpu_spec({"fsdp": 2, "tensor": 2}, tokens=LONG, remat="dots")
     model = parse_config(QWEN, place="config.json")
@@ -275,9 +256,7 @@ def test_the_estimate_of_what_a_step_needs_is_within_15_percent_of_the_compiler(
     )
 
 
-LOOP = """HloModule loop
-
-%body (p: (s32[], f32[8,16], s32[])) -> (s32[], f32[8,16], s32[]) {
+BODY = """%body (p: (s32[], f32[8,16], s32[])) -> (s32[], f32[8,16], s32[]) {
   %p = (s32[], f32[8,16]{1,0}, s32[]) parameter(0)
   %i = s32[] get-tuple-element(%p), index=0
   %x = f32[8,16]{1,0} get-tuple-element(%p), index=1
@@ -287,62 +266,94 @@ LOOP = """HloModule loop
   %w = f32[16,16]{1,0} constant({...})
   %y = f32[8,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
   ROOT %out = (s32[], f32[8,16]{1,0}, s32[]) tuple(%next, %y, %n)
-}
+}"""
 
-%condition (p: (s32[], f32[8,16], s32[])) -> pred[] {
-  %p = (s32[], f32[8,16]{1,0}, s32[]) parameter(0)
+
+def loop(end: str, bound: str) -> str:
+    """A loop from 1 in steps of 2, with one product of 8 x 16 by 16 x 16."""
+    return f"""{BODY}
+%condition (p: (s32[], f32[8,16], s32[])) -> pred[] {{
+  %p = (s32[], f32[8,16]{{1,0}}, s32[]) parameter(0)
   %i = s32[] get-tuple-element(%p), index=0
-  %end = s32[] END
+  %end = s32[] {end}
   ROOT %less = pred[] compare(%i, %end), direction=LT
-}
-
-ENTRY %main (x: f32[8,16], n: s32[]) -> (s32[], f32[8,16], s32[]) {
-  %x = f32[8,16]{1,0} parameter(0)
+}}
+ENTRY %main (x: f32[8,16], n: s32[]) -> f32[8,16] {{
+  %x = f32[8,16]{{1,0}} parameter(0)
   %n = s32[] parameter(1)
   %ten = s32[] constant(10)
   %one = s32[] constant(1)
-  %start = (s32[], f32[8,16]{1,0}, s32[]) tuple(%one, %x, BOUND)
-  %loop = (s32[], f32[8,16]{1,0}, s32[]) while(%start), condition=%condition, body=%body, NAME
-  ROOT %done = f32[8,16]{1,0} get-tuple-element(%loop), index=1
+  %start = (s32[], f32[8,16]{{1,0}}, s32[]) tuple(%one, %x, {bound})
+  %loop = (s32[], f32[8,16]{{1,0}}, s32[]) while(%start), condition=%condition, body=%body, {NAME}
+}}"""
+
+
+NAME, CARRIED = 'metadata={op_name="jit(f)/head/while"}', "get-tuple-element(%p), index=2"
+OF_DATA, PRODUCT = loop(CARRIED, "%n"), 2 * 8 * 16 * 16
+LOOPS = {"jit(f)/head/while": 1}
+CONVOLUTION = """ENTRY %main (q: bf16[16,512,128]) -> bf16[16,512,512] {
+  %q = bf16[16,512,128]{2,1,0} parameter(0)
+  ROOT %s = bf16[16,512,512]{2,1,0} convolution(%q, %q), WINDOW, dim_labels=0bf_0oi->0bf
+}""".replace("WINDOW", "window={size=16 stride=15 lhs_dilate=16}")
+SLICE = """%slice (stack: f32[64,128], i: s32[]) -> f32[1,128] {
+  %stack = f32[64,128]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %layer = f32[1,128]{1,0} dynamic-slice(%stack, %i, %zero), dynamic_slice_sizes={1,128}
 }
-""".replace("NAME", 'metadata={op_name="jit(f)/head/while"}')
-CARRIED = "get-tuple-element(%p), index=2"
-
-
-def test_a_loop_counts_as_often_as_it_runs() -> None:
-    # Given a loop over 1, 3, 5, 7, 9 with one product of 8 x 16 by 16 x 16
-    inside = LOOP.replace("END", "constant(10)").replace("BOUND", "%n")
-    carried = LOOP.replace("END", CARRIED).replace("BOUND", "%ten")
-    for text in (inside, carried):
-        cost = program_cost(text)
-        # Then five products are counted
-        assert cost.flops == 5 * 2 * 8 * 16 * 16
-        assert cost.assumed_loops == {}
-
-
-def test_a_loop_whose_end_is_data_is_assumed_and_said_so() -> None:
-    text = LOOP.replace("END", CARRIED).replace("BOUND", "%n")
-    cost = program_cost(text, {"head": 7})
-    assert cost.flops == 7 * 2 * 8 * 16 * 16
-    assert cost.assumed_loops == {"jit(f)/head/while": 7}
-    assert program_cost(text).assumed_loops == {"jit(f)/head/while": 1}
-
-
-GROUPS = {
-    "{{0,1,2,3},{4,5,6,7}}": 4,
-    "[2,4]<=[8]": 4,
-    "[4,2]<=[2,4]T(1,0)": 2,
-    "mesh['a'=2,'b'=4] {'b'}": 4,
-    "mesh['a'=2,'b'=4] {'a','b'}": 8,
-    "mesh['a'=64,'b'=4], device_ids=([4,64]T(1,0)) {'b'}": 4,
-    "mesh['a'=8,'b'=4] {'a':(2)4}": 4,
+ENTRY %main (stack: f32[64,128], i: s32[]) -> f32[1,128] {
+  %stack = f32[64,128]{1,0} parameter(0)
+  %i = s32[]{:S(6)} parameter(1)
+  ROOT %layer = f32[1,128]{1,0:T(8,128)S(1)} fusion(%stack, %i), kind=kLoop, calls=%slice
+}"""
+SCATTER = """%scatter (x: f32[64], i: s32[]) -> f32[16] {
+  %x = f32[64]{0} parameter(0)
+  %i = s32[] parameter(1)
+  %sum = f32[64]{0} all-reduce(%x), replica_groups=[1,4]<=[4], to_apply=%add
+  ROOT %own = f32[16]{0} dynamic-slice(%sum, %i), dynamic_slice_sizes={16}
 }
-"""Size of the groups that a text describes."""
+ENTRY %main (x: f32[64], i: s32[]) -> f32[16] {
+  %x = f32[64]{0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %own = f32[16]{0} fusion(%x, %i), kind=kCustom, calls=%scatter
+}"""
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-def test_bytes_sent_by_collectives(groups: str) -> None:
-    n = GROUPS[groups]
+@pytest.mark.parametrize(
+    ("text", "assumed", "expected"),
+    [
+        # over 1, 3, 5, 7, 9, with the end in the condition, and carried along
+        (loop("constant(10)", "%n"), {}, {"flops": 5 * PRODUCT, "assumed_loops": {}}),
+        (loop(CARRIED, "%ten"), {}, {"flops": 5 * PRODUCT, "assumed_loops": {}}),
+        # whose end is data: as often as is assumed, else once
+        (OF_DATA, {"head": 7}, {"flops": 7 * PRODUCT, "assumed_loops": dict.fromkeys(LOOPS, 7)}),
+        (OF_DATA, {}, {"assumed_loops": LOOPS}),
+        # a batch of products as a TPU writes them: positions of padding are not counted
+        (CONVOLUTION, {}, {"flops": 2 * 16 * 512 * 512 * 128}),
+        # one layer of a stack, and memory that is not HBM
+        (SLICE, {}, {"hbm_bytes": 128 * 4}),
+        # a fused all-reduce of which a slice is kept is a reduce-scatter
+        (SCATTER, {}, {"wire_bytes": {"reduce-scatter": 64 * 4 * 3 // 4}}),
+    ],
+)
+def test_the_cost_of_a_program_is_that_of_what_it_executes(text, assumed, expected):
+    cost = vars(program_cost(text, assumed))
+    assert {name: cost[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("groups", "n"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", 4),
+        ("[2,4]<=[8]", 4),
+        ("[4,2]<=[2,4]T(1,0)", 2),
+        ("mesh['a'=2,'b'=4] {'b'}", 4),
+        ("mesh['a'=2,'b'=4] {'a','b'}", 8),
+        ("mesh['a'=64,'b'=4], device_ids=([4,64]T(1,0)) {'b'}", 4),
+        ("mesh['a'=8,'b'=4] {'a':(2)4}", 4),
+    ],
+)
+def test_bytes_sent_by_collectives(groups, n):
     # Given collectives whose rings of n devices hold 4,096 bytes, each sends
     for kind, result, sent in (
         ("all-gather", "bf16[8192]", 4096 * (n - 1)),
@@ -350,64 +361,8 @@ def test_bytes_sent_by_collectives(groups: str) -> None:
         ("all-reduce", "bf16[2048]", 2 * 4096 * (n - 1) // n),
         ("collective-permute", "bf16[2048]", 4096),
     ):
-        cost = program_cost(f"""HloModule m
-
-ENTRY %main (x: bf16[2048]) -> {result} {{
+        cost = program_cost(f"""ENTRY %main (x: bf16[2048]) -> {result} {{
   %x = bf16[2048]{{0}} parameter(0)
   ROOT %y = {result}{{0}} {kind}(%x), channel_id=1, replica_groups={groups}, dimensions={{0}}
-}}
-""")
+}}""")
         assert (cost.collectives, cost.wire_bytes) == ({kind: 1}, {kind: sent})
-
-
-def test_products_that_a_tpu_writes_as_convolutions() -> None:
-    # Given a batch of 16 products of 512 x 128 by 128 x 512, whose window slides over padding
-    text = """HloModule m
-
-ENTRY %main (q: bf16[16,512,128]) -> bf16[16,512,512] {
-  %q = bf16[16,512,128]{2,1,0} parameter(0)
-  ROOT %s = bf16[16,512,512]{2,1,0} convolution(%q, %q), WINDOW, dim_labels=0bf_0oi->0bf
-}
-""".replace("WINDOW", "window={size=16 stride=15 lhs_dilate=16}")
-    # Then only the positions that lie on the input are counted
-    assert program_cost(text).flops == 2 * 16 * 512 * 512 * 128
-
-
-def test_a_slice_of_a_stack_costs_the_slice() -> None:
-    # Given a fusion that reads one layer of a stack of 64, and memory that is not HBM
-    text = """HloModule m
-
-%slice (stack: f32[64,128], i: s32[]) -> f32[1,128] {
-  %stack = f32[64,128]{1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %zero = s32[] constant(0)
-  ROOT %layer = f32[1,128]{1,0} dynamic-slice(%stack, %i, %zero), dynamic_slice_sizes={1,128}
-}
-
-ENTRY %main (stack: f32[64,128], i: s32[]) -> f32[1,128] {
-  %stack = f32[64,128]{1,0} parameter(0)
-  %i = s32[]{:S(6)} parameter(1)
-  ROOT %layer = f32[1,128]{1,0:T(8,128)S(1)} fusion(%stack, %i), kind=kLoop, calls=%slice
-}
-"""
-    assert program_cost(text).hbm_bytes == 128 * 4
-    assert [array.space for array in arrays(text)].count(1) == 1
-
-
-def test_a_fused_all_reduce_of_which_a_slice_is_kept_is_a_reduce_scatter() -> None:
-    text = """HloModule m
-
-%scatter (x: f32[64], i: s32[]) -> f32[16] {
-  %x = f32[64]{0} parameter(0)
-  %i = s32[] parameter(1)
-  %sum = f32[64]{0} all-reduce(%x), replica_groups=[1,4]<=[4], to_apply=%add
-  ROOT %own = f32[16]{0} dynamic-slice(%sum, %i), dynamic_slice_sizes={16}
-}
-
-ENTRY %main (x: f32[64], i: s32[]) -> f32[16] {
-  %x = f32[64]{0} parameter(0)
-  %i = s32[] parameter(1)
-  ROOT %own = f32[16]{0} fusion(%x, %i), kind=kCustom, calls=%scatter
-}
-"""
-    assert program_cost(text).wire_bytes == {"reduce-scatter": 64 * 4 * 3 // 4}

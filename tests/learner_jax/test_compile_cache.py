@@ -46,14 +46,8 @@ def flip(data: bytes) -> bytes:
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
 
 
-def cut_off(data: bytes) -> bytes:
-    return data[: len(data) // 2]
-
-
 @pytest.mark.slow
-def test_two_runs_at_once_share_what_they_compile_and_damage_is_compiled_again(
-    tmp_path: Path,
-) -> None:
+def test_two_runs_at_once_share_what_they_compile_and_damage_is_compiled_again(tmp_path):
     # given two first starts at once, which fill the cache
     folder = tmp_path / "compiled"
     both = [end(process) for process in (start(folder), start(folder))]
@@ -64,7 +58,9 @@ def test_two_runs_at_once_share_what_they_compile_and_damage_is_compiled_again(
     # when entries are damaged, then it says so and compiles those, and takes the others from there
     entries = list(folder.glob("*.program"))
     assert len(entries) == count > 3
-    for damage, entry in zip((flip, cut_off, lambda data: b""), entries, strict=False):
+    for damage, entry in zip(
+        (flip, lambda data: data[:9], lambda data: b""), entries, strict=False
+    ):
         entry.write_bytes(damage(entry.read_bytes()))
     printed, logged = end(start(folder))
     assert printed.startswith(value + " compiled")
@@ -72,19 +68,6 @@ def test_two_runs_at_once_share_what_they_compile_and_damage_is_compiled_again(
     assert logged.count("damaged, compiling it again") == 3
     # and the start after that takes all of them from there again
     assert f"{count} of {count} programs" in end(start(folder))[0]
-
-
-def test_an_entry_is_whole_or_not_there(tmp_path: Path) -> None:
-    cache = ProgramCache(tmp_path)
-    assert cache.get("key") is None
-    cache.put("key", b"program")
-    cache.put("key", b"program of another process")
-    assert ProgramCache(tmp_path).get("key") == b"program of another process"
-    [entry] = tmp_path.iterdir()
-    for damage in (flip, cut_off):
-        cache.put("key", b"program")
-        entry.write_bytes(damage(entry.read_bytes()))
-        assert cache.get("key") is None and not entry.exists()
 
 
 @pytest.fixture
@@ -95,7 +78,7 @@ def own_jax(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("own_jax")
-def test_what_nobody_used_for_a_month_is_removed(tmp_path: Path) -> None:
+def test_what_nobody_used_for_a_month_is_removed(tmp_path):
     cache = ProgramCache(tmp_path)
     for name in ("old", "used"):
         cache.put(name, b"program")
@@ -106,9 +89,7 @@ def test_what_nobody_used_for_a_month_is_removed(tmp_path: Path) -> None:
     assert [path.stem for path in tmp_path.iterdir()] == ["used"]
 
 
-def test_the_cache_is_the_users_own_or_where_the_spec_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_the_users_own_or_where_the_spec_says(tmp_path, monkeypatch):
     spec = tiny_spec()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder(spec) == tmp_path / "runspec" / "compiled"
@@ -117,7 +98,7 @@ def test_the_cache_is_the_users_own_or_where_the_spec_says(
 
 
 @pytest.mark.usefixtures("own_jax")
-def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="no folder for compiled programs") as caught:
         keep_compiled(tmp_path / "file" / "compiled")

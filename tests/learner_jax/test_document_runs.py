@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from learner_jax.__main__ import main
+from learner_jax.corpus.packed import open_corpus
 from learner_jax.document_batch import (
     DocumentBatch,
     decode_documents,
@@ -24,9 +25,16 @@ from learner_jax.drawn import draw_initial_model
 from learner_jax.runner import train
 from runspec.core.errors import UserError
 from runspec.core.run_files import corpus_cache, params_folder, state_folder, versions_in
+from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from tests.learner_jax.conftest import Run, tiny_spec
-from tests.learner_jax.test_runner import assert_same_weights, lines, train_to_the_end, weights
+from tests.learner_jax.test_runner import (
+    StopAt,
+    assert_same_weights,
+    lines,
+    train_to_the_end,
+    weights,
+)
 from verify.formats.ranges import RangeManifest, RowRange, sign_ranges
 
 pytestmark = pytest.mark.slow
@@ -101,8 +109,6 @@ def make_files(folder: Path) -> Path:
     (folder / "words.txt").write_text("".join(f"{text}\n" for text in documents))
     talk = ([("user", "Say it."), ("assistant", text)] for text in documents)
     (folder / "talk.jsonl").write_text("".join(f"{conversation(turns)}\n" for turns in talk))
-    from learner_jax.__main__ import main
-
     words, tokenizer = str(folder / "words.txt"), str(folder / "tokenizer")
     assert main(["tokenizer", "train", words, "--vocab", "280", "-o", tokenizer]) == 0
     (folder / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
@@ -116,19 +122,7 @@ def straight(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-class StopAt(threading.Event):
-    """Set once so many lines of metrics are there."""
-
-    def __init__(self, run: Run, steps: int) -> None:
-        super().__init__()
-        self._run, self._steps = run, steps
-
-    def is_set(self) -> bool:
-        path = self._run.path / "metrics.jsonl"
-        return path.exists() and len(path.read_text().splitlines()) >= self._steps
-
-
-def test_it_publishes_and_measures_when_the_spec_says(straight: Run) -> None:
+def test_it_publishes_and_measures_when_the_spec_says(straight):
     rows = lines(straight, "metrics")
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert [row["first_row"] for row in rows] == [ROWS * step for step in range(STEPS)]
@@ -139,9 +133,7 @@ def test_it_publishes_and_measures_when_the_spec_says(straight: Run) -> None:
 
 
 @pytest.mark.parametrize("stopped", [1, 3])
-def test_stopped_anywhere_it_ends_with_the_same_bits(
-    stopped: int, straight: Run, files: Path, tmp_path: Path
-) -> None:
+def test_stopped_anywhere_it_ends_with_the_same_bits(stopped, straight, files, tmp_path):
     run = ready_run(tmp_path / "runs" / "run", files)
     train(run.path, LOG, StopAt(run, stopped))
     # a crash after the next state would leave the one before: it is trained again
@@ -157,7 +149,7 @@ def test_stopped_anywhere_it_ends_with_the_same_bits(
     assert [row["step"] for row in lines(run, "metrics")] == list(range(STEPS))
 
 
-def test_sft_trains_adapters_and_nothing_else(files: Path, tmp_path: Path) -> None:
+def test_sft_trains_adapters_and_nothing_else(files, tmp_path):
     # given a run on conversations that trains adapters of two matrices
     lora = {"rank": 4, "alpha": 8.0, "targets": ["q", "down"]}
     run = ready_run(tmp_path / "runs" / "run", files, kind="sft", lora=lora)
@@ -174,7 +166,7 @@ def test_sft_trains_adapters_and_nothing_else(files: Path, tmp_path: Path) -> No
     assert changed == {name for name in first if ".q_proj.w" in name or ".down_proj.w" in name}
 
 
-def test_other_documents_are_refused(straight: Run, files: Path, tmp_path: Path) -> None:
+def test_other_documents_are_refused(straight, files, tmp_path):
     run = ready_run(tmp_path / "runs" / "run", files)
     train(run.path, LOG, StopAt(run, 2))
     other = tmp_path / "other"
@@ -182,17 +174,13 @@ def test_other_documents_are_refused(straight: Run, files: Path, tmp_path: Path)
     with (other / "words.txt").open("a") as file:
         file.write("one more\n")
     spec = document_spec(other)
-    from runspec.core.spec.resolved import dump_resolved
-
     (run.path / "spec.json").write_bytes(dump_resolved(spec))
     with pytest.raises(UserError, match="documents are not those it was trained on"):
         train_to_the_end(run)
     assert corpus_cache(run.path).is_dir()
 
 
-def test_rows_go_to_other_processes_bit_for_bit(straight: Run) -> None:
-    from learner_jax.corpus.packed import open_corpus
-
+def test_rows_go_to_other_processes_bit_for_bit(straight):
     cache = corpus_cache(straight.path)
     corpus = open_corpus(straight.spec, straight.path / "initial", cache, LOG)
     rows = corpus.read(3, 9)

@@ -88,7 +88,7 @@ def tensors_of(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("name", "dtype"), [("qwen2, tied", "float32"), *((name, "float64") for name in FAMILIES)]
 )
-def test_a_family_is_what_transformers_computes(name: str, dtype: str) -> None:
+def test_a_family_is_what_transformers_computes(name, dtype):
     assert_parity(name, dtype)
 
 
@@ -121,44 +121,28 @@ def assert_parity(name: str, dtype: str) -> None:
     assert max(errors.values()) < GRADIENT_TOLERANCE[dtype], errors
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "default": {"rope_type": "default"},
-    "linear": {"rope_type": "linear", "factor": 2.5},
-    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-    "yarn": YARN,
-    "yarn, its length is the model's": {"rope_type": "yarn", "factor": 3.0},
-    "yarn, factor of the lengths": {**YARN, "factor": None},
-    "yarn, attention factor": {**YARN, "attention_factor": 1.7},
-    "yarn, ramp": {**YARN, "beta_fast": 5.0, "beta_slow": 0.5},
-    "yarn, ramp between dimensions": {**YARN, "truncate": False},
-    "yarn, mscale": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
-    "yarn, mscale alone": {**YARN, "mscale": 0.7},
-    "yarn that shrinks": {**YARN, "factor": 0.5},
-    "llama3": LLAMA3,
-    "llama3, narrow": {**LLAMA3, "low_freq_factor": 0.7, "high_freq_factor": 1.1},
-}
+VARIANTS: list[dict[str, Any]] = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 2.5},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 3.0},  # its length is the model's
+    {**YARN, "factor": None, "attention_factor": 1.7},  # the factor is that of the lengths
+    {**YARN, "beta_fast": 5.0, "beta_slow": 0.5, "truncate": False, "mscale": 0.7},
+    {**YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+    {**YARN, "factor": 0.5},
+    {**LLAMA3, "low_freq_factor": 0.7, "high_freq_factor": 1.1},
+]
 
 
-def rope_fields(head_dim: int, rope: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "model_type": "llama",
-        "vocab_size": 11,
-        "hidden_size": 12,
-        "intermediate_size": 13,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "head_dim": head_dim,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6,
-        **rope,
-    }
+def rope_fields(rope: dict[str, Any]) -> dict[str, Any]:
+    sizes = {"vocab_size": 11, "hidden_size": 12, "intermediate_size": 13, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "head_dim": 20, "max_position_embeddings": 64}
+    return {"model_type": "llama", "rms_norm_eps": 1e-6, **sizes, **heads, **rope}
 
 
-@pytest.mark.parametrize("head_dim", [6, 20])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_variant_of_rope_turns_as_transformers_turns(variant: str, head_dim: int) -> None:
+@pytest.mark.parametrize("parameters", VARIANTS, ids=str)
+def test_a_variant_of_rope_turns_as_transformers_turns(parameters):
     # given the parameters of a variant, in the spelling of transformers 5 and in the older one
-    parameters = VARIANTS[variant]
     older = {("type" if key == "rope_type" else key): value for key, value in parameters.items()}
     spellings = [
         {"rope_parameters": {**parameters, "rope_theta": 500.0}},
@@ -167,11 +151,11 @@ def test_a_variant_of_rope_turns_as_transformers_turns(variant: str, head_dim: i
     positions = np.array([[0, 1, 2, 3, 15, 16, 17, 31, 62, 63]])
     # when transformers computes cosine and sine in double
     with in_double():
-        module = LlamaRotaryEmbedding(LlamaConfig(**rope_fields(head_dim, spellings[0])))
+        module = LlamaRotaryEmbedding(LlamaConfig(**rope_fields(spellings[0])))
         expected = module(torch.zeros(1, dtype=torch.float64), torch.tensor(positions))
     # then both spellings give the same, of which transformers keeps two copies
     for spelling in spellings:
-        config = parse_config(rope_fields(head_dim, spelling), place="config.json")
+        config = parse_config(rope_fields(spelling), place="config.json")
         with jax.enable_x64(True):
             for found, values in zip(rotation(positions, config), expected, strict=True):
                 both = np.concatenate([found, found], axis=-1)[:, :, 0]
@@ -179,9 +163,7 @@ def test_a_variant_of_rope_turns_as_transformers_turns(variant: str, head_dim: i
 
 
 @pytest.mark.parametrize(("compute", "asked"), [("float32", True), ("bfloat16", False)])
-def test_float32_products_are_asked_for_in_full_where_that_is_the_type(
-    compute: str, asked: bool
-) -> None:
+def test_float32_products_are_asked_for_in_full_where_that_is_the_type(compute, asked):
     # given a process that computes in a type, when a product is lowered
     full_float32(compute)
     text = jax.jit(lambda x: x @ x).lower(jnp.zeros((2, 2), compute)).as_text()
@@ -202,9 +184,7 @@ def write(path: Path, rows: list[list[int]]) -> Path:
     return path
 
 
-def test_log_probs_are_those_of_transformers_in_the_files_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_log_probs_are_those_of_transformers_in_the_files_order(tmp_path, monkeypatch, capsys):
     # given many lines of few kinds, and room for a part of them at a time
     monkeypatch.setattr(score, "WINDOW_TOKENS", 1000)
     kinds = np.random.default_rng(0).integers(0, len(lines()), 200)
@@ -228,28 +208,17 @@ def test_log_probs_are_those_of_transformers_in_the_files_order(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1, 2]\n[1, 2", r":2: not JSON"),
-        ("[1, 2]\n\n[1, 2]\n", r":2: not JSON"),
+        ("[1, 2]\n\xff\xfe\n", r":2: not JSON"),
+        ("[" * 100_000 + "\n", r":1: not JSON"),
         ("[1]\n", r":1: 1 tokens: the first has no log-prob"),
-        ("[1, 2.0]\n", r":1: not a JSON list of whole numbers"),
         ("[1, true]\n", r":1: not a JSON list of whole numbers"),
-        ('{"a": 1}\n', r":1: not a JSON list of whole numbers"),
         (f"[1, {VOCABULARY}]\n", rf":1: token {VOCABULARY} of a vocabulary of"),
         ("[-1, 1]\n", r":1: token -1 of a vocabulary"),
-        ("[" * 100_000 + "\n", r":1: not JSON"),
-        (f"[1, {'9' * 5000}]\n", r":1: (not JSON|token 9)"),
-        ("\xff\xfe\n", r":1: not JSON"),
         ("", r": no lines"),
         (f"[1, 2]\n[{'1,' * 300_000}2]\n", r":2: longer than 500000 bytes"),
     ],
 )
-def test_a_line_that_cannot_be_scored_is_named(
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    text: str,
-    message: str,
-) -> None:
+def test_a_line_that_cannot_be_scored_is_named(tmp_path, capfd, monkeypatch, text, message):
     # given a file with a fault in one line, when it is scored
     monkeypatch.setattr(score, "MAX_LINE_BYTES", 500_000)
     path = tmp_path / "tokens.jsonl"
@@ -261,9 +230,7 @@ def test_a_line_that_cannot_be_scored_is_named(
     assert re.search(rf"tokens\.jsonl{message}", captured.err), captured.err
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "fsdp=x", "rows=2", "fsdp=0", ""])
-def test_a_mesh_that_is_none_is_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], mesh: str
-) -> None:
+@pytest.mark.parametrize("mesh", ["fsdp", "fsdp=x", "rows=2"])
+def test_a_mesh_that_is_none_is_refused(tmp_path, capfd, mesh):
     assert scored(write(tmp_path / "tokens.jsonl", [[1, 2]]), "--mesh", mesh) == 1
     assert f"--mesh: {mesh!r} is not a mesh" in capfd.readouterr().err

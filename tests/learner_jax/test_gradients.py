@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, get_args
 
@@ -102,9 +102,7 @@ def expected() -> tuple[Any, dict[str, float]]:
     ],
     ids=str,
 )
-def test_gradient_is_the_same_on_every_mesh_and_packing(
-    mesh: dict[str, int], tokens: int, rows: int, remat: str, expected: tuple[Any, dict[str, float]]
-) -> None:
+def test_gradient_is_the_same_on_every_mesh_and_packing(mesh, tokens, rows, remat, expected):
     # given one optimizer batch, when it is packed and sharded another way
     grads, metrics = program_gradient(spec_of(mesh, tokens, rows, remat))
     # then gradients and metrics are those of one device
@@ -112,7 +110,7 @@ def test_gradient_is_the_same_on_every_mesh_and_packing(
     assert metrics == pytest.approx(expected[1], rel=1e-5)
 
 
-def test_gradient_is_that_of_the_formula(expected: tuple[Any, dict[str, float]]) -> None:
+def test_gradient_is_that_of_the_formula(expected):
     # given the gradient by the plain formula in float64, one sample at a time
     with jax.enable_x64(True):
         truth = jax.grad(loss_of)(
@@ -133,7 +131,7 @@ KEPT_INPUTS = 6 * ROWS * TOKENS * 32 * 4
 """Bytes of the inputs of all layers."""
 
 
-def test_each_remat_policy_keeps_less_than_the_one_before_and_gives_the_same_gradient() -> None:
+def test_each_remat_policy_keeps_less_than_the_one_before_and_gives_the_same_gradient():
     # given the gradient of a model of six layers, compiled under each policy
     weights = np.linspace(0.0, 1.0, 32, dtype=np.float32)
 
@@ -162,34 +160,34 @@ def test_each_remat_policy_keeps_less_than_the_one_before_and_gives_the_same_gra
 SMALL = ModelConfig("qwen2", 32, 16, 24, 2, 2, 1, 8, 64, 1e4, 1e-6, False, True)
 
 
+WINDOW = replace(SMALL, model_type="mistral", sliding_window=63)
+"""Shorter than the rows of a run."""
+
+
 @pytest.mark.parametrize(
     ("packing", "mesh", "message"),
     [
         ({"tokens": 32, "rows": 3}, {"data": 2}, r"learner\.packing\.rows: 3"),
         ({"tokens": 31, "rows": 2}, {"context": 2}, r"learner\.packing\.tokens: 31"),
         ({"tokens": 32, "rows": 2}, {"fsdp": 8, "tensor": 2}, r"16 devices, here are"),
+        ({"tokens": 64, "rows": 2}, {}, r"learner\.packing\.tokens: 64 tokens in a row"),
+        ({"tokens": 32, "rows": 2}, {"data": 3, "slices": 2}, r"2 slices do not divide data = 3"),
+        ({"tokens": 32, "rows": 2}, {"data": 1}, "different temperatures"),
     ],
 )
-def test_packing_and_meshes_that_do_not_fit_are_refused(
-    packing: dict[str, int], mesh: dict[str, int], message: str
-) -> None:
+def test_rows_meshes_and_pools_that_do_not_fit_are_refused(packing, mesh, message):
     spec = changed(tiny_spec(), learner={"mesh": Mesh(**mesh), "packing": Packing(**packing)})
+    if "temperatures" in message:
+        pool = spec.samplers[0]
+        warm = pool.sampling.model_copy(update={"temperature": 1.5})
+        other = pool.model_copy(update={"name": "warm", "sampling": warm})
+        spec = spec.model_copy(update={"samplers": [pool, other]})
     with pytest.raises(UserError, match=message):
-        build_programs(spec, SMALL, make_mesh(spec.learner.mesh))
-
-
-def test_pools_of_different_temperatures_are_refused() -> None:
-    spec = tiny_spec()
-    pool = spec.samplers[0]
-    warm = pool.sampling.model_copy(update={"temperature": 1.5})
-    other = pool.model_copy(update={"name": "warm", "sampling": warm})
-    spec = spec.model_copy(update={"samplers": [pool, other]})
-    with pytest.raises(UserError, match="different temperatures"):
-        build_programs(spec, SMALL, make_mesh(spec.learner.mesh))
+        build_programs(spec, SMALL if mesh else WINDOW, make_mesh(spec.learner.mesh))
 
 
 @pytest.mark.parametrize(("asked", "chunk"), [(4, 4), (4096, 128)])
-def test_logits_exist_of_as_many_positions_as_the_spec_says(asked: int, chunk: int) -> None:
+def test_logits_exist_of_as_many_positions_as_the_spec_says(asked, chunk):
     # given two shards of 128 positions, and a vocabulary of 32
     spec = changed(tiny_spec(), learner={"logits_chunk": asked})
     programs = build_programs(spec, SMALL, make_mesh(spec.learner.mesh))
@@ -219,7 +217,7 @@ def ids(mesh: jax.sharding.Mesh) -> list[Any]:
     return np.vectorize(lambda device: device.id)(mesh.devices).reshape(-1, 2).tolist()
 
 
-def test_only_the_slice_axis_crosses_slices() -> None:
+def test_only_the_slice_axis_crosses_slices():
     # given eight devices in two slices, the first four and the last
     # then data runs from slice to slice, and fsdp stays inside one
     assert ids(make_mesh(Mesh(data=4, fsdp=2, slices=2))) == [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -227,17 +225,17 @@ def test_only_the_slice_axis_crosses_slices() -> None:
     assert mesh.shape == {"data": 1, "fsdp": 4, "context": 1, "tensor": 2}
     assert ids(mesh) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     # given devices of two slices that are listed in turn, then data's outer part crosses them
-    devices = [Device(i, slice_index=i % 2) for i in range(4)]
+    devices, uneven = (
+        [Device(i, slice_index=of(i)) for i in range(4)]
+        for of in (lambda i: i % 2, lambda i: i // 3)
+    )
     assert ids(make_mesh(Mesh(data=2, fsdp=2, slices=2), devices)) == [[0, 2], [1, 3]]
-    # and a mesh that needs more of a slice than there is, or that slices do not divide, is refused
-    uneven = [Device(i, slice_index=int(i == 3)) for i in range(4)]
+    # and a mesh that needs more of a slice than there is is refused
     with pytest.raises(UserError, match=r"slices of \[3, 1\] devices, the mesh needs 2 of each"):
         make_mesh(Mesh(data=2, fsdp=2, slices=2), uneven)
-    with pytest.raises(UserError, match=r"learner\.mesh\.slices: 2 slices do not divide data = 3"):
-        make_mesh(Mesh(data=3, fsdp=2, slices=2))
 
 
-def test_a_dimension_that_the_mesh_does_not_divide_is_whole() -> None:
+def test_a_dimension_that_the_mesh_does_not_divide_is_whole():
     # given one key/value head on two tensor devices
     mesh = make_mesh(Mesh(tensor=2))
     params = shard_params(init_params(SMALL, jax.random.key(0)), abstract_params(SMALL), mesh)
@@ -247,7 +245,7 @@ def test_a_dimension_that_the_mesh_does_not_divide_is_whole() -> None:
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 2, "tensor": 2}, {"data": 2, "context": 2}], ids=str)
-def test_embedding_is_a_look_up_and_its_gradient_a_sum_in_float32(mesh: dict[str, int]) -> None:
+def test_embedding_is_a_look_up_and_its_gradient_a_sum_in_float32(mesh):
     # given a token that comes a thousand times, and activations in bfloat16
     made = make_mesh(Mesh(**mesh))
     rng = np.random.default_rng(0)
@@ -299,7 +297,7 @@ def collectives(mesh: Mesh) -> list[tuple[str, str, tuple[int, ...]]]:
     return found
 
 
-def test_only_weights_are_gathered_and_no_activations_of_other_rows() -> None:
+def test_only_weights_are_gathered_and_no_activations_of_other_rows():
     # given an update on a mesh
     mesh = Mesh(fsdp=2, context=2, tensor=2)
     sent = collectives(mesh)

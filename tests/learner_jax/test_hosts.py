@@ -129,9 +129,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, compiled: Path) -> Run:
     return run
 
 
-def test_two_processes_train_what_one_does_and_an_error_of_the_first_ends_both(
-    two: Run, tmp_path: Path
-) -> None:
+def test_two_processes_train_what_one_does_and_an_error_of_the_first_ends_both(two, tmp_path):
     # given the same run of one process
     one = ready_run(tmp_path / "run")
     train_to_the_end(one)
@@ -150,9 +148,7 @@ def test_two_processes_train_what_one_does_and_an_error_of_the_first_ends_both(
 
 
 @pytest.mark.nightly
-def test_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_elsewhere(
-    two: Run, compiled: Path, tmp_path: Path
-) -> None:
+def test_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_elsewhere(two, compiled, tmp_path):
     # given a run directory that only the first process knows: the other has a folder of its own
     shared = {"every": 2, "keep": 2, "dir": str(tmp_path / "shared")}
     run = ready(tmp_path / "run", compiled, batches=3, checkpoints=shared)
@@ -192,8 +188,8 @@ def test_one_of_two_is_killed_the_other_ends_and_the_run_goes_on_elsewhere(
 
 @pytest.mark.nightly
 def test_in_an_object_store_too_a_killed_run_ends_with_the_same_bits(
-    two: Run, compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    two, compiled, tmp_path, monkeypatch
+):
     with s3_server() as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
@@ -226,9 +222,7 @@ def test_in_an_object_store_too_a_killed_run_ends_with_the_same_bits(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("writable", [True, False])
-def test_a_stop_signal_to_any_process_ends_all_also_where_one_cannot_save(
-    writable: bool, compiled: Path, tmp_path: Path
-) -> None:
+def test_a_stop_signal_to_any_ends_all_also_where_one_cannot_save(writable, compiled, tmp_path):
     # given two processes that wait for the batch of step 1
     run = ready(tmp_path / "run", compiled, batches=1)
     states = state_folder(run.path, run.spec)
@@ -248,9 +242,7 @@ def test_a_stop_signal_to_any_process_ends_all_also_where_one_cannot_save(
 
 
 @pytest.mark.nightly
-def test_processes_that_do_not_share_checkpoints_are_told_so(
-    compiled: Path, tmp_path: Path
-) -> None:
+def test_processes_that_do_not_share_checkpoints_are_told_so(compiled, tmp_path):
     # given two processes, each with a run directory of its own, and no folder of checkpoints
     run = ready(tmp_path / "run", compiled, batches=0)
     with learners(run, own_folder(run, tmp_path)) as processes:
@@ -262,9 +254,7 @@ def test_processes_that_do_not_share_checkpoints_are_told_so(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_process_that_stays_alone_says_whom_it_waited_for(
-    index: int, compiled: Path, tmp_path: Path
-) -> None:
+def test_a_process_that_stays_alone_says_whom_it_waited_for(index, compiled, tmp_path):
     run = ready(tmp_path / "run", compiled, batches=0)
     command = [sys.executable, "-m", "learner_jax", "train", str(run.path), "--join=2"]
     with reserved_port() as port:
@@ -275,28 +265,21 @@ def test_a_process_that_stays_alone_says_whom_it_waited_for(
     assert f"process {index} of 2" in alone.stderr and f"127.0.0.1:{port}" in alone.stderr
 
 
-@pytest.mark.parametrize(
-    ("coordinator", "index", "message"),
-    [
+def test_a_process_that_does_not_know_its_place_is_refused(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
+    monkeypatch.setenv("JAX_PROCESS_ID", "x")
+    for coordinator, index, message in (
         ("localhost:1", None, "are given together"),
         (None, 1, "are given together"),
         ("localhost:1", 2, "process 2 of 2"),
         (None, None, "'x' is not a number"),
-    ],
-)
-def test_a_process_that_does_not_know_its_place_is_refused(
-    coordinator: str | None, index: int | None, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
-    monkeypatch.setenv("JAX_PROCESS_ID", "x")
-    with (
-        pytest.raises(UserError, match=message),
-        joined(2, coordinator, index, LOG, join_s=1, heartbeat_s=1),
     ):
-        pass
+        place = joined(2, coordinator, index, LOG, join_s=1, heartbeat_s=1)
+        with pytest.raises(UserError, match=message), place:
+            pass
 
 
-def test_devices_are_an_equal_share_of_each_process() -> None:
+def test_devices_are_an_equal_share_of_each_process():
     assert len(mesh_devices(1, 2)) == 8
     with pytest.raises(UserError, match="needs 4 devices, 2 in each of 2 processes; one has 0"):
         mesh_devices(2, 4)

@@ -1,4 +1,7 @@
-"""The policy's loss: advantages, weights, clips, KL and sums, by formula and by paper."""
+"""The policy's loss: log-probs, advantages, weights, clips, KL and sums, by formula and paper.
+
+What exists of logits, and what a mesh sends, is in test_gradients.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import re
 import statistics
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +18,12 @@ import numpy as np
 import pytest
 
 from learner_jax.advantage import group_advantages
-from learner_jax.loss import clip_surrogate, grpo_loss, k3, segment_sums, token_weights
+from learner_jax.logprobs import token_logprobs
+from learner_jax.loss import clip_surrogate, grpo_loss, k3, segment_sums
 from learner_jax.loss_metrics import LossMetrics, log_ratio_counts, log_ratio_quantile
 from learner_jax.packing import LossInputs, Sample, pack
 from learner_jax.sharding import make_mesh, shard_batch
+from runspec.core.models.memory import KEPT_LOGITS
 from runspec.core.spec.schema import Clip, Grpo, Mesh
 from tests.learner_jax.reference import (
     MAX_NEW_TOKENS,
@@ -44,9 +49,7 @@ REWARD = TASK + PENALTY
         ("task", (TASK - 0.5) / (statistics.stdev(TASK) + 1e-6) + PENALTY + 0.175),
     ],
 )
-def test_advantages_are_those_of_their_formula(
-    normalize: Literal["std", "task", "none"], expected: np.ndarray
-) -> None:
+def test_advantages_are_those_of_their_formula(normalize, expected):
     # given one group, then its advantages are the formula's
     arrays = TASK, PENALTY, REWARD
     np.testing.assert_allclose(group_advantages(*arrays, normalize=normalize), expected, rtol=1e-12)
@@ -61,7 +64,7 @@ def test_advantages_are_those_of_their_formula(
     assert group_advantages(*(x[:2] for x in arrays), normalize=normalize).any()
 
 
-def test_length_noise_becomes_no_unit_advantage_under_task() -> None:
+def test_length_noise_becomes_no_unit_advantage_under_task():
     # given a group whose task rewards are equal, and lengths off by a hair
     penalty = np.array([-0.001, -0.002, -0.001, -0.003])
     largest = {
@@ -75,9 +78,7 @@ def test_length_noise_becomes_no_unit_advantage_under_task() -> None:
     assert max(largest["task"], largest["none"]) < 0.002
 
 
-def test_task_advantages_need_rewards_that_are_a_sum_but_for_the_rounding_of_verdict_files() -> (
-    None
-):
+def test_task_advantages_need_rewards_that_are_a_sum_but_for_the_rounding_of_verdict_files():
     # given `max` rewards: task times a factor of the length
     with pytest.raises(ValueError, match="task reward"):
         group_advantages(TASK, PENALTY, np.array([0.5, 0.0, 0.0, 0.7]), normalize="task")
@@ -91,27 +92,9 @@ def test_task_advantages_need_rewards_that_are_a_sum_but_for_the_rounding_of_ver
         group_advantages(task, penalty, task + penalty + 1e-3, normalize="task")
 
 
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "value", "slope"),
-    [
-        (1.1, 2.0, 2.2, 2.0),  # inside: the plain policy gradient
-        (1.5, 2.0, 2.4, 0.0),  # rewarded and far above: stopped at 1 + eps_high
-        (0.5, 2.0, 1.0, 2.0),  # rewarded and far below: pulled back
-        (0.5, -2.0, -1.6, 0.0),  # punished and far below: stopped at 1 - eps_low
-        (3.0, -2.0, -6.0, -2.0),  # punished and above: pushed down
-        (9.0, -2.0, -8.0, 0.0),  # punished and huge: stopped at delta, the second side
-    ],
-)
-def test_surrogate_has_two_sides(
-    ratio: float, advantage: float, value: float, slope: float
-) -> None:
-    found, found_slope = jax.value_and_grad(clip_surrogate)(ratio, advantage, Clip())
-    assert (float(found), float(found_slope)) == pytest.approx((value, slope))
-
-
 @pytest.mark.parametrize("advantage", [1.5, -1.5])
 @pytest.mark.parametrize("delta", [None, 4.0])
-def test_ties_are_split_as_in_the_formula(advantage: float, delta: float | None) -> None:
+def test_ties_are_split_as_in_the_formula(advantage, delta):
     # given ratios exactly at 1, where recomputed log-probs begin, and exactly at each bound
     clip, bounds = Clip(eps_low=0.25, eps_high=0.25, delta=delta), np.array([1.0, 0.75, 1.25, 4.0])
     found, expected = (
@@ -122,15 +105,15 @@ def test_ties_are_split_as_in_the_formula(advantage: float, delta: float | None)
     assert found == expected and found[0] == advantage
 
 
-@pytest.mark.parametrize("difference", [-25.0, -1.0, 0.0, 0.5, 3.0])
-def test_k3_is_its_formula_and_has_a_gradient(difference: float) -> None:
+def test_k3_is_its_formula_and_has_a_gradient():
     # given ref - cur, then the value and d/dcur = 1 - exp(ref - cur)
-    value, slope = jax.value_and_grad(k3)(-2.0, difference - 2.0)
-    assert float(value) == pytest.approx(math.exp(difference) - difference - 1, abs=1e-6)
-    assert float(slope) == pytest.approx(1 - math.exp(difference), abs=1e-6)
+    for difference in (-25.0, -1.0, 0.0, 0.5, 3.0):
+        found = jax.value_and_grad(k3)(-2.0, difference - 2.0)
+        grown = math.exp(difference)
+        assert found == pytest.approx((grown - difference - 1, 1 - grown), abs=1e-6)
 
 
-def test_exponents_are_held_at_20() -> None:
+def test_exponents_are_held_at_20():
     # given a reference far above, then only the linear part of the KL moves
     value, slope = jax.value_and_grad(k3)(-500.0, -1.0)
     assert (float(value), float(slope)) == pytest.approx((math.exp(20) - 500, 1.0), rel=1e-6)
@@ -143,19 +126,7 @@ def test_exponents_are_held_at_20() -> None:
     assert metrics.means()["ratio_max"] == pytest.approx(math.exp(20), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("normalizer", "expected"),
-    [
-        ("sequence", [1 / (2 * 3), 1 / (2 * 5)]),
-        ("token", [1 / 8, 1 / 8]),
-        ("constant", [1 / (2 * 10), 1 / (2 * 10)]),
-    ],
-)
-def test_weights_of_the_normalisers(normalizer: Any, expected: list[float]) -> None:
-    assert token_weights([3, 5], normalizer, max_new_tokens=10) == pytest.approx(expected)
-
-
-def test_sums_over_samples_are_those_of_a_loop_and_what_is_not_finite_stays_in_its_sample() -> None:
+def test_sums_over_samples_are_those_of_a_loop_and_what_is_not_finite_stays_in_its_sample():
     # given rows of samples of these lengths, and one that is all padding
     rows = [[5], [1], [3, 1, 1, 7], [2] * 5, [16], [1, 18, 1], [6, 9, 5], [21], []]
     ids = np.zeros((len(rows), 21), int)
@@ -195,7 +166,7 @@ def batch_of() -> tuple[dict[str, Any], jax.Array, jax.Array]:
     return fields, logprobs, jnp.asarray(rng.uniform(size=(2, 6)), jnp.float32)
 
 
-def test_positions_without_an_output_token_carry_nothing() -> None:
+def test_positions_without_an_output_token_carry_nothing():
     # given infinities and NaN where no output token is predicted
     fields, logprobs, entropy = batch_of()
     algorithm = Grpo(importance={"cap": 2.0}, kl={"coef": 0.1})
@@ -213,28 +184,7 @@ def test_positions_without_an_output_token_carry_nothing() -> None:
     assert float(metrics.tokens) == 8
 
 
-def test_truncated_weights_scale_the_surrogate_alone() -> None:
-    # given two tokens at ratio 1: pi_old / mu is e^2, capped at 3, and e^-1
-    inputs = LossInputs(
-        weights=np.full((1, 2), 0.5),
-        advantages=np.ones((1, 2)),
-        old_logprobs=np.array([[-1.0, -2.0]]),
-        sampler_logprobs=np.array([[-3.0, -1.0]]),
-        ref_logprobs=np.array([[-1.0, -1.5]]),
-    )
-    logprobs, entropy = jnp.array([[-1.0, -2.0]]), jnp.array([[0.4, 0.6]])
-    algorithm = Grpo(importance={"cap": 3.0}, kl={"coef": 0.1}, entropy_coef=0.01)
-    # when, then
-    loss, metrics = grpo_loss(logprobs, entropy, SEGMENTS[:1, :2], inputs, algorithm)
-    kl = math.exp(0.5) - 0.5 - 1
-    policy_loss = -0.5 * (3.0 + math.exp(-1))
-    assert float(metrics.policy_loss) == pytest.approx(policy_loss)
-    assert float(loss) == pytest.approx(policy_loss + 0.1 * 0.5 * kl - 0.01 * 0.5)
-    means = metrics.means()
-    assert (means["kl"], means["entropy"]) == pytest.approx((kl / 2, 0.5))
-
-
-def test_clip_fractions_count_where_the_gradient_stops() -> None:
+def test_clip_fractions_count_where_the_gradient_stops():
     # given tokens at the ratios of each side
     ratios = np.array([[0.5, 0.5, 1.0, 1.5, 1.5, 9.0, 9.0, 1.0]])
     signs = np.array([[-1.0, 1.0, 1.0, 1.0, -1.0, -1.0, 1.0, -1.0]])
@@ -255,7 +205,7 @@ def test_clip_fractions_count_where_the_gradient_stops() -> None:
 
 
 @pytest.mark.parametrize("spread", [1e-5, 1e-3, 0.05, 1.0, 12.0])
-def test_ratio_quantiles_are_known_to_a_bin(spread: float) -> None:
+def test_ratio_quantiles_are_known_to_a_bin(spread):
     # given log ratios around a mean that is not 0, where half of the positions count
     rng = np.random.default_rng(0)
     log_ratio = np.clip(rng.normal(0.3 * spread, spread, (4, 700)), -20, 20)
@@ -274,7 +224,7 @@ def test_ratio_quantiles_are_known_to_a_bin(spread: float) -> None:
     assert log_ratio_quantile(0 * counts, 0.5) == 0.0
 
 
-def test_tokens_whose_loss_is_not_finite_are_counted() -> None:
+def test_tokens_whose_loss_is_not_finite_are_counted():
     # given a NaN among what the sampler, the advantage and the policy say of three output tokens
     fields, logprobs, entropy = batch_of()
     algorithm = Grpo(importance={"cap": 2.0}, ratio="sequence")
@@ -289,7 +239,7 @@ def test_tokens_whose_loss_is_not_finite_are_counted() -> None:
     assert not math.isfinite(metrics.means()["loss"])
 
 
-def test_distances_to_the_sampler_are_those_of_their_formulas() -> None:
+def test_distances_to_the_sampler_are_those_of_their_formulas():
     # given three output tokens
     current, old, mu = (
         np.array([x]) for x in ([-1.0, -2.0, -0.5], [-1.2, -1.7, -0.5], [-1.1, -1.0, -0.9])
@@ -302,11 +252,14 @@ def test_distances_to_the_sampler_are_those_of_their_formulas() -> None:
     for name, policy in (("kl_sampler", current), ("kl_sampler_old", old)):
         expected = np.mean(np.exp(policy - mu) - 1 - (policy - mu))
         assert numbers[name] == pytest.approx(expected, rel=1e-5)
+    away = old - current  # the reference is old
+    assert numbers["kl"] == pytest.approx(np.mean(np.exp(away) - away - 1), rel=1e-5)
+    assert numbers["entropy"] == pytest.approx(1.0)
     assert numbers["policy_drift"] == pytest.approx(np.mean(np.abs(current - mu)))
     assert numbers["policy_drift_signed"] == pytest.approx(np.mean(current - mu))
 
 
-def test_metrics_of_microbatches_merge_to_those_of_the_batch() -> None:
+def test_metrics_of_microbatches_merge_to_those_of_the_batch():
     fields, logprobs, entropy = batch_of()
 
     def metrics_of(rows: slice) -> LossMetrics:
@@ -317,7 +270,7 @@ def test_metrics_of_microbatches_merge_to_those_of_the_batch() -> None:
     assert merged.means() == pytest.approx(metrics_of(slice(0, 2)).means(), rel=1e-5)
 
 
-def test_a_kl_term_without_a_reference_is_refused() -> None:
+def test_a_kl_term_without_a_reference_is_refused():
     fields, logprobs, entropy = batch_of()
     inputs = LossInputs(**{**fields, "ref_logprobs": None})
     with pytest.raises(ValueError, match="reference"):
@@ -367,26 +320,17 @@ def batch_and_policy() -> tuple[list[Rollout], Arrays, Arrays]:
 
 
 def packed_loss(
-    rollouts: list[Rollout],
-    algorithm: Grpo,
-    logprobs: Arrays,
-    entropies: Arrays,
-    dtype: Any = jnp.float64,
-    mesh: Mesh | None = None,
+    rollouts: list[Rollout], algorithm: Grpo, *policy: Arrays, dtype: Any = jnp.float64, mesh=None
 ) -> tuple[Any, dict[str, float], list[Arrays]]:
     """Our loss and metrics, and the gradients by log-probs and by entropies of each sample; no
     other position has one."""
     packed = pack([Sample(r.prompt, r.output) for r in rollouts], tokens=72, rows=4)
     assert packed.microbatches == 1
-    inputs, *policy = jax.tree.map(
+    inputs, *values = jax.tree.map(
         lambda values: jnp.asarray(values[0], dtype),
-        (
-            inputs_of(packed, rollouts, algorithm),
-            packed.scatter(logprobs),
-            packed.scatter(entropies),
-        ),
+        (inputs_of(packed, rollouts, algorithm), *map(packed.scatter, policy)),
     )
-    batch = (*policy, packed.token_batch(0).segment_ids, inputs)
+    batch = (*values, packed.token_batch(0).segment_ids, inputs)
     if mesh is not None:
         batch = shard_batch(batch, make_mesh(mesh))
 
@@ -401,7 +345,7 @@ def packed_loss(
 
 
 @pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES.keys())
-def test_gradient_is_that_of_the_formula(switches: dict[str, Any]) -> None:
+def test_gradient_is_that_of_the_formula(switches):
     # given one optimizer batch and an algorithm
     algorithm, batch = Grpo.model_validate(switches), batch_and_policy()
     with jax.enable_x64(True):
@@ -422,7 +366,7 @@ def test_gradient_is_that_of_the_formula(switches: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_the_sequence_ratio_is_the_same_where_a_mesh_cuts_samples() -> None:
+def test_the_sequence_ratio_is_the_same_where_a_mesh_cuts_samples():
     algorithm, batch = Grpo.model_validate(SEQUENCE), batch_and_policy()
     with jax.enable_x64(True):
         (whole, _, ours), (cut, _, found) = (
@@ -433,7 +377,7 @@ def test_the_sequence_ratio_is_the_same_where_a_mesh_cuts_samples() -> None:
 
 
 @pytest.mark.slow
-def test_the_sequence_ratio_needs_no_scatter_and_memory_of_its_rows_alone() -> None:
+def test_the_sequence_ratio_needs_no_scatter_and_memory_of_its_rows_alone():
     # given long rows
     rows, tokens = 2, 4096
     one = jax.ShapeDtypeStruct((rows, tokens), jnp.float32)
@@ -444,6 +388,120 @@ def test_the_sequence_ratio_needs_no_scatter_and_memory_of_its_rows_alone() -> N
     # then there is neither scatter nor gather, and 100 numbers a token are enough
     assert "scatter" not in lowered.as_text() and "gather" not in lowered.as_text()
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 100 * 4 * rows * tokens
+
+
+# -- Log-probs and entropies: the softmax of all logits, and its gradients ---------------------
+
+B, T, D, V = 2, 13, 8, 19
+
+
+def arrays(*, holes: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Hidden states, head and targets; with holes, most positions have no target."""
+    rng = np.random.default_rng(0)
+    targets = rng.integers(0, V, (B, T))
+    if holes:
+        targets[0, :9] = targets[1, ::2] = -1
+    return rng.normal(size=(B, T, D)), rng.normal(size=(D, V)), targets
+
+
+def whole(hidden: Any, head: Any, targets: Any, temperature: float) -> tuple[Any, Any]:
+    """The formula on all logits at once."""
+    table = jax.nn.log_softmax(hidden @ head / temperature)
+    chosen = jnp.take_along_axis(table, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+    entropy = -(jnp.exp(table) * table).sum(-1)
+    return jnp.where(targets >= 0, chosen, 0.0), jnp.where(targets >= 0, entropy, 0.0)
+
+
+def objective(function: Any, hidden: Any, head: Any) -> tuple[jax.Array, Any]:
+    """A number that depends on both results in a different way at each position; and both."""
+    logprobs, entropy = function(hidden, head)
+    return jnp.sum(logprobs * jnp.cos(logprobs) + entropy**2), (logprobs, entropy)
+
+
+def differentiated(function: Any, hidden: Any, head: Any) -> tuple[Any, Any]:
+    """Gradients by hidden states and head; log-probs and entropies."""
+    gradient = jax.grad(partial(objective, function), (0, 1), has_aux=True)
+    return jax.jit(gradient)(jnp.asarray(hidden), jnp.asarray(head))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chunk", "holes", "kept", "temperature"),
+    [
+        (None, True, True, 0.6),
+        (4, True, False, 0.9),
+        (13, False, True, 1.0),
+        (1, False, False, 0.6),
+    ],
+)
+def test_log_probs_are_those_of_the_whole_softmax(chunk, holes, kept, temperature, monkeypatch):
+    # given chunks whose logits are kept for the backward pass, or computed again
+    monkeypatch.setattr("learner_jax.logprobs.KEPT_LOGITS", KEPT_LOGITS if kept else 0)
+    hidden, head, targets = arrays(holes=holes)
+    with jax.enable_x64(True):
+        # when differentiated, and differentiated by JAX through the whole table
+        found, expected = (
+            differentiated(partial(each, targets=targets, temperature=temperature), hidden, head)
+            for each in (partial(token_logprobs, chunk=chunk), whole)
+        )
+    # then values and gradients agree
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-10 * np.linalg.norm(b)
+
+
+def test_large_logits_keep_their_precision():
+    # given logits a thousand apart and two that nearly tie
+    logits = np.array([[[1000.0, 999.5, -1000.0]]], np.float32)
+    logprobs, entropy = token_logprobs(
+        logits, jnp.eye(3, dtype=jnp.float32), np.array([[1]]), temperature=1.0
+    )
+    # then the common part has cancelled
+    share = 1 / (1 + np.exp(0.5))
+    np.testing.assert_allclose(logprobs, [[np.log(share)]], rtol=1e-6)
+    expected = -share * np.log(share) - (1 - share) * np.log(1 - share)
+    np.testing.assert_allclose(entropy, [[expected]], rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [True, False])
+def test_positions_without_a_target_count_nothing_whatever_is_there(kept, monkeypatch):
+    # given logits whose exponential is no float32, at positions that share a chunk with targets
+    monkeypatch.setattr("learner_jax.logprobs.KEPT_LOGITS", KEPT_LOGITS if kept else 0)
+    hidden, head, targets = (x.astype(np.float32) for x in arrays(holes=True))
+    targets = targets.astype(int)
+    nowhere = targets < 0
+    large = np.where(nowhere[..., None], 1000.0 * hidden, hidden)
+    function = partial(token_logprobs, targets=targets, temperature=0.6)
+    # when differentiated
+    found, expected = (differentiated(function, states, head) for states in (large, hidden))
+    # then they add nothing, not even 0 * inf
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    # and they score 0, also where hidden states are not finite
+    hidden[nowhere] = np.nan
+    for scores in (*found[1], *function(hidden, head)):
+        assert not np.asarray(scores)[nowhere].any() and np.isfinite(scores).all()
+    # and no target at all is no gradient
+    none = partial(token_logprobs, targets=np.full_like(targets, -1), temperature=1.0)
+    assert not any(x.any() for x in jax.tree.leaves(differentiated(none, arrays()[0], head)))
+
+
+@pytest.mark.slow
+def test_bfloat16_states_sum_the_gradient_of_the_head_in_float32():
+    # given a float32 head used in bfloat16, and many chunks
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(1, 128, D)), jnp.bfloat16)
+    targets = rng.integers(0, V, (1, 128))
+    head = jnp.asarray(rng.normal(size=(D, V)), jnp.float32)
+
+    def value(head: jax.Array, chunk: int) -> jax.Array:
+        return token_logprobs(hidden, head, targets, temperature=1.0, chunk=chunk)[0].sum()
+
+    # when summed over 128 chunks or one
+    many, one = (jax.jit(jax.grad(partial(value, chunk=n)))(head) for n in (1, 128))
+    # then it is float32 and no more is lost on the way
+    assert many.dtype == jnp.float32
+    np.testing.assert_allclose(many, one, rtol=0, atol=1e-4 * float(jnp.abs(one).max()))
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "learner_jax.md").read_text(encoding="utf-8")
@@ -460,7 +518,7 @@ PAPERS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("paper", sorted(PAPERS.keys() | CONFIGURATIONS.keys()))
-def test_a_configuration_of_the_page_is_its_papers(paper: str, tmp_path: Path) -> None:
+def test_a_configuration_of_the_page_is_its_papers(paper, tmp_path):
     loaded = load(small_spec(tmp_path), f"algorithm={CONFIGURATIONS[paper]}")
     assert loaded.findings == []
     it = loaded.require().grpo

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -36,7 +35,7 @@ from learner_jax.model import (
     merge_lora,
 )
 from learner_jax.sharding import make_mesh, param_shardings
-from learner_jax.step import TrainState, build_programs
+from learner_jax.step import TrainState
 from learner_jax.warm_start import model_config
 from runspec.core.errors import UserError
 from runspec.core.models import spec_model
@@ -52,7 +51,7 @@ from tests.learner_jax.families import in_double, lines, loaded, saved
 pytestmark = pytest.mark.slow
 
 
-def test_initial_parameters_have_the_scales_of_the_recipe() -> None:
+def test_initial_parameters_have_the_scales_of_the_recipe():
     # given a model large enough to measure a scale
     config = ModelConfig("qwen2", 300, 64, 100, 2, 4, 2, 16, 64, 1e4, 1e-6, False, True)
     params = init_params(config, jax.random.key(0))
@@ -67,7 +66,7 @@ def test_initial_parameters_have_the_scales_of_the_recipe() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
-def test_the_module_is_as_its_table_says(family: str) -> None:
+def test_the_module_is_as_its_table_says(family):
     for tied, qkv_bias, output_bias, qk_norm in product([False, True], repeat=4):
         # given a config of every combination of flags, in sizes that all differ
         config = ModelConfig(
@@ -85,31 +84,19 @@ def test_the_module_is_as_its_table_says(family: str) -> None:
 
 @pytest.mark.parametrize(("head_dim", "expected"), [(6, 6), (None, 16 // 2)])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
-def test_a_shape_of_every_family_is_a_model_of_it(
-    family: str, head_dim: int | None, expected: int
-) -> None:
+def test_a_shape_of_every_family_is_a_model_of_it(family, head_dim, expected):
     # given a spec whose model is a shape, with heads of a size of their own, or none
     model = tiny_spec().model.model_dump(mode="json")
     model["shape"] |= {"model_type": family, "head_dim": head_dim}
     spec = tiny_spec(model=model)
-    # when its config is made
     config = model_config(spec)
-    # then it has the family's biases and norms, no window, and a config.json that is read back
+    # then its config is that of the estimate, has the family's biases and norms, no window, and a
+    # config.json that is read back, whatever transformers would take for a missing head_dim
+    assert spec_model.model_config(spec) == config
     assert (config.qkv_bias, config.qk_norm) == (family == "qwen2", family == "qwen3")
     assert (config.head_dim, config.exact_length) == (expected, None)
     written = hf_config(config, dtype="float32", eos_token_id=1, pad_token_id=0)
     assert parse_config(written, place="config.json") == config
-    # and is that of the estimate, whatever transformers would take for a missing head_dim
-    assert spec_model.model_config(spec) == config
-
-
-def test_rows_longer_than_the_model_is_exact_for_are_refused() -> None:
-    # given a Mistral with a window shorter than the rows of a run
-    spec = tiny_spec()
-    config = replace(model_config(spec), model_type="mistral", sliding_window=63)
-    # when its programs are built, then the row is named
-    with pytest.raises(UserError, match=r"learner\.packing\.tokens: 64 tokens in a row"):
-        build_programs(spec, config, make_mesh(spec.learner.mesh))
 
 
 NAME = "qwen3, head_dim is not D / H"
@@ -171,7 +158,7 @@ def in_transformers(tensors: dict[str, torch.Tensor], lora: Lora) -> torch.Tenso
     [LORA, Lora(rank=2, alpha=1.0, targets=["o", "down"])],
     ids=["every matrix", "two of them"],
 )
-def test_adapters_beside_merged_and_exported_are_one_model(tmp_path: Path, lora: Lora) -> None:
+def test_adapters_beside_merged_and_exported_are_one_model(tmp_path, lora):
     # given adapters, exported, and a weight for each logit
     adapters = random_adapters(lora)
     tensors = exported(tmp_path / "adapter", adapters, lora)
@@ -214,7 +201,7 @@ def test_adapters_beside_merged_and_exported_are_one_model(tmp_path: Path, lora:
         exported(tmp_path / "adapter", adapters, lora)
 
 
-def test_a_run_starts_at_its_base_model() -> None:
+def test_a_run_starts_at_its_base_model():
     # given fresh adapters of two seeds
     first, second = (init_lora(config(), LORA, jax.random.key(seed)) for seed in (0, 1))
     for path, leaf in HostLeaves(first).items():
@@ -237,7 +224,7 @@ def test_a_run_starts_at_its_base_model() -> None:
         np.testing.assert_array_equal(leaf, wanted, err_msg=str(path))
 
 
-def test_adapters_are_cut_as_their_matrices_are() -> None:
+def test_adapters_are_cut_as_their_matrices_are():
     # given a mesh that cuts what it can
     mesh = make_mesh(Mesh(fsdp=2, tensor=2))
     whole = param_shardings(abstract_params(config()), mesh)["layers"]["attention"]
@@ -251,9 +238,7 @@ def test_adapters_are_cut_as_their_matrices_are() -> None:
         assert b == PartitionSpec(cut[0], None, *cut[1 + inputs :])
 
 
-def test_a_run_exports_the_adapters_of_a_full_state(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_exports_the_adapters_of_a_full_state(tmp_path, capfd):
     # given a run that trains adapters, and its full state after two steps
     lora = Lora(rank=2, alpha=4.0, targets=["q", "down"])
     spec = changed(tiny_spec(), learner={"lora": lora})

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import http.server
 import logging
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.publisher import Publisher
+from broadcast.origin import run_origin
 from learner_jax.checkpoint import save_params
 from learner_jax.execution import Execution
 from learner_jax.model import abstract_params, bind, init_params
@@ -42,6 +40,7 @@ from runspec.core.models.config import ModelConfig
 from runspec.core.run_files import params_folder
 from runspec.core.spec import schema
 from sampler.prefill.engine import TorchPrefill
+from tests.broadcast.conftest import Served
 from tests.learner_jax.conftest import VOCABULARY, Run, changed, tiny_spec, write_initial_model
 from verify.choices import describe
 from verify.noise import gumbel
@@ -56,6 +55,7 @@ from verify.truncation import Truncation, judged
 pytestmark = pytest.mark.slow
 
 TEMPERATURE = 0.7
+LOG = logging.getLogger("test")
 ROW = 64
 
 
@@ -100,23 +100,16 @@ def states_alone(policy: Policy, rollout: PrefillInput) -> tuple[np.ndarray, np.
     return bits, np.asarray(all_logits[producing], np.float64) / TEMPERATURE
 
 
-def noise_alone(rollout: PrefillInput) -> np.ndarray:
-    """f32 [n, V]."""
-    assert rollout.noise_key is not None
-    first, second = (np.int32(word) for word in rollout.noise_key)
-    position = np.arange(len(rollout.output_tokens), dtype=np.int32)[:, None]
-    token = np.arange(VOCABULARY, dtype=np.int32)[None]
-    with np.errstate(over="ignore"):
-        return np.asarray(gumbel(np, first, second, position, token))
-
-
 def logits_alone(
     policy: Policy, rollout: PrefillInput
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """logits / T f32, noise f32 and which token is the rollout's own, all [n, V]."""
     scaled = states_alone(policy, rollout)[1].astype(np.float32)
-    own = np.arange(VOCABULARY) == rollout.output_tokens[:, None]
-    return scaled, noise_alone(rollout), own
+    first, second = (np.int32(word) for word in rollout.noise_key or (0, 0))
+    position, token = np.ogrid[: len(scaled), :VOCABULARY]
+    with np.errstate(over="ignore"):
+        noise = gumbel(np, first, second, position.astype(np.int32), token.astype(np.int32))
+    return scaled, np.asarray(noise), token == rollout.output_tokens[:, None]
 
 
 def alone(policy: Policy, rollout: PrefillInput) -> PrefillOutput:
@@ -124,10 +117,8 @@ def alone(policy: Policy, rollout: PrefillInput) -> PrefillOutput:
     bits, logits = states_alone(policy, rollout)
     own = np.arange(len(logits)), rollout.output_tokens
     logprobs = logits[own] - np.log(np.exp(logits).sum(-1))
-    gap = None
-    if rollout.noise_key is not None:
-        noisy = logits + noise_alone(rollout)
-        gap = noisy.max(-1) - noisy[own]
+    noisy = logits + logits_alone(policy, rollout)[1]
+    gap = noisy.max(-1) - noisy[own]
     return PrefillOutput(logprobs, bits, gap)
 
 
@@ -144,7 +135,7 @@ def assert_alone(output: PrefillOutput, policy: Policy, rollout: PrefillInput) -
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_every_rollout_gets_what_it_would_get_alone(devices: int) -> None:
+def test_every_rollout_gets_what_it_would_get_alone(devices):
     # given more rollouts than one microbatch holds, of all lengths, and groups that share prompts,
     # among them outputs of one token and a prompt of one
     groups = [(17, [9, 1, 30, 12]), (1, [1, 1, 5]), (30, [20, 20, 3]), (8, [25] * 6)]
@@ -156,26 +147,8 @@ def test_every_rollout_gets_what_it_would_get_alone(devices: int) -> None:
         assert_alone(output, subject, rollout)
 
 
-def test_the_seeded_token_has_gap_zero_and_no_other_has() -> None:
-    # given a prefix, and a rollout that continues it with each token of the vocabulary
-    subject, (start,) = policy(), rollouts(1)
-    candidates = [
-        PrefillInput(
-            start.prompt_tokens, np.append(start.output_tokens, token).astype(np.int32),
-            start.noise_key,
-        )
-        for token in range(VOCABULARY)
-    ]  # fmt: skip
-    # when they are prefilled
-    outputs = prefill(subject, candidates, temperature=TEMPERATURE)
-    # then exactly one of them is the token that the noise chose, and probabilities sum to 1
-    gaps = [output.seeded_gap[-1] for output in outputs if output.seeded_gap is not None]
-    assert len(gaps) == VOCABULARY and sorted(gaps)[0] == 0.0 < sorted(gaps)[1]
-    assert np.exp([output.logprobs[-1] for output in outputs]).sum() == pytest.approx(1, abs=1e-5)
-
-
 @pytest.mark.parametrize("rule", [Truncation(0.9, -1, 1e-3), Truncation(0.8, 10, 0.1)], ids=str)
-def test_a_truncated_distribution_is_judged_by_its_definition(rule: Truncation) -> None:
+def test_a_truncated_distribution_is_judged_by_its_definition(rule):
     # given rollouts of any tokens, most of which top-k and top-p would not have kept
     subject, given = policy(), rollouts(12)
     # when they are prefilled under the rule
@@ -183,7 +156,7 @@ def test_a_truncated_distribution_is_judged_by_its_definition(rule: Truncation) 
     # then log-probs and gaps are those of the rule on all logits of each rollout alone
     outside = 0
     for output, rollout in zip(outputs, given, strict=True):
-        assert rollout.noise_key is not None and output.seeded_gap is not None
+        assert output.seeded_gap is not None
         scaled, noise, own = logits_alone(subject, rollout)
         logprob, gap = judged(np, scaled, noise, own, rule)
         np.testing.assert_allclose(output.logprobs, logprob, atol=1e-5)
@@ -193,7 +166,7 @@ def test_a_truncated_distribution_is_judged_by_its_definition(rule: Truncation) 
 
 
 @pytest.mark.parametrize("rule", [None, Truncation(0.8, 10, 0.1)], ids=str)
-def test_unseeded_tokens_come_with_what_the_distributions_say(rule: Truncation | None) -> None:
+def test_unseeded_tokens_come_with_what_the_distributions_say(rule):
     # given rollouts without noise, the first of which asks for nothing
     subject, (first, *given) = policy(), rollouts(12, seeded=False)
     asking = [replace(each, end_token=3) for each in given]
@@ -202,10 +175,8 @@ def test_unseeded_tokens_come_with_what_the_distributions_say(rule: Truncation |
     # then those that ask have what is said of all logits of each rollout alone
     assert plain.choices is None
     for output, rollout in zip(outputs, asking, strict=True):
-        scaled = states_alone(subject, rollout)[1].astype(np.float32)
-        ids = np.arange(VOCABULARY)[None]
-        own = ids == rollout.output_tokens[:, None]
-        expected = describe(np, scaled, own, ids == 3, rule)
+        scaled, _, own = logits_alone(subject, rollout)
+        expected = describe(np, scaled, own, np.arange(VOCABULARY)[None] == 3, rule)
         assert output.choices is not None and output.seeded_gap is None
         for name, values in expected._asdict().items():
             found = getattr(output.choices, name)
@@ -214,27 +185,19 @@ def test_unseeded_tokens_come_with_what_the_distributions_say(rule: Truncation |
         np.testing.assert_array_equal(output.logprobs, output.choices.logprobs)
 
 
-class _QuietHandler(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        logging.getLogger("test").debug(format, *args)
-
-
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Run, str]]:
-    """A run with versions 0 to 3 published, its store served by a plain HTTP server."""
+    """A run with versions 0 to 3 published, and the URL of its origin."""
     run = Run(tmp_path_factory.mktemp("published") / "run", tiny_spec())
     write_initial_model(run)
     for version in range(4):
         params = policy(version=version).params
         save_params(params_folder(run.path, run.spec), version, params, {"sequences": []})()
-        Publisher(run.path, run.spec, logging.getLogger("test")).publish_new()
-    handler = partial(_QuietHandler, directory=str(run.path / "store" / "origin"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield run, f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+        Publisher(run.path, run.spec, LOG).publish_new()
+    store = run.path / "store" / "origin"
+    origin = Served(lambda started: run_origin(store, log=LOG, started=started))
+    yield run, origin.url
+    origin.stop()
 
 
 def digest_of(run: Run, version: int) -> str:
@@ -244,13 +207,7 @@ def digest_of(run: Run, version: int) -> str:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("jax", JaxPrefill), ("torch", TorchPrefill)])
-def test_versions_are_fetched_checked_and_kept_apart(
-    name: str,
-    kind: type,
-    published: tuple[Run, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_versions_are_fetched_checked_and_kept_apart(name, kind, published, tmp_path, monkeypatch):
     # given an engine, loaded by its name, that knows the run's root key and a URL, of a run that
     # trains adapters, whose versions are merged weights
     monkeypatch.setattr("learner_jax.prefill.keep_compiled", lambda folder: None)
@@ -310,9 +267,7 @@ GROUPS = st.lists(
 
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(groups=GROUPS, rows=st.integers(1, 4), shards=st.integers(1, 2))
-def test_every_rollout_stands_in_a_row_whole_and_its_prompt_is_there_once(
-    groups: list[tuple[int, list[int]]], rows: int, shards: int
-) -> None:
+def test_every_rollout_stands_in_a_row_whole_and_its_prompt_is_there_once(groups, rows, shards):
     # given rollouts of any lengths, and their parts
     inputs = grouped(groups)
     shape = shape_for(inputs, tokens=T, rows=rows)
@@ -345,35 +300,39 @@ def test_every_rollout_stands_in_a_row_whole_and_its_prompt_is_there_once(
             assert len(set(prompts.values())) == len(prompts) == sum(p.first for p in part)
 
 
-def test_shared_prompts_take_fewer_positions() -> None:
-    inputs = grouped([(16, [8] * 8)])
-    shape = shape_for(inputs, tokens=T, rows=4)
-    assert len(divide(inputs, shape)) == 1
-    assert shape == Shape(4 * T, 10, T)  # 184 tokens in rows, 72 positions: 2.6 times, so 2.5
+def apart(prompts: int, of: int, length: int, output: int) -> list[PrefillInput]:
+    """Rollouts of one length, of so many prompts."""
+    tokens = np.arange(output, dtype=np.int32)
+    return [PrefillInput(np.full(length, n % prompts, np.int32), tokens, None) for n in range(of)]
 
 
-def test_a_little_sharing_takes_no_more_rows_than_none() -> None:
-    # given 16 long outputs of a short prompt: 0.9 % fewer positions than tokens in rows
-    prompts = [np.full(40, 0, np.int32)] * 16, [np.full(40, n, np.int32) for n in range(16)]
-    output = np.arange(4000, dtype=np.int32)
-    shared, apart = ([PrefillInput(each, output, None) for each in some] for some in prompts)
-    # when their parts are shaped
-    shape = shape_for(shared, tokens=4096, rows=8)
-    # then they have the rows that no sharing has, and are full of rollouts, one a row
-    assert shape == shape_for(apart, tokens=4096, rows=8) == Shape(8 * 4096, 8, 4096)
-    assert [len(part) for part in divide(shared, shape)] == [8, 8]
+@pytest.mark.parametrize(
+    ("inputs", "tokens", "rows", "expected", "parts"),
+    [
+        # 184 tokens in rows, 72 positions: 2.6 times, so 2.5
+        (apart(1, 8, 16, 8), T, 4, Shape(4 * T, 10, T), [8]),
+        # 0.9 % fewer positions than tokens in rows: the rows that no sharing has, one each
+        (apart(1, 16, 40, 4000), 4096, 8, Shape(8 * 4096, 8, 4096), [8, 8]),
+        (apart(16, 16, 40, 4000), 4096, 8, Shape(8 * 4096, 8, 4096), [8, 8]),
+    ],
+    ids=["shared", "a little", "apart"],
+)
+def test_rows_are_as_many_as_prompts_are_shared(inputs, tokens, rows, expected, parts):
+    shape = shape_for(inputs, tokens=tokens, rows=rows)
+    assert shape == expected and [len(part) for part in divide(inputs, shape)] == parts
 
 
-def test_parts_that_are_half_empty_are_halved() -> None:
+def test_parts_that_are_half_empty_are_halved():
     shape = Shape(4 * T, 4, T)
-    inputs = grouped([(10, [10]), (9, [20])])
-    (part,) = divide(inputs, shape)
-    assert halved(shape, [part], inputs) == Shape(2 * T, 2, T)
-    inputs = grouped([(10, [20] * 3)])
-    assert halved(shape, divide(inputs, shape), inputs) == shape  # a row each
+    for groups, expected in (
+        ([(10, [10]), (9, [20])], Shape(2 * T, 2, T)),
+        ([(10, [20] * 3)], shape),  # a row each
+    ):
+        inputs = grouped(groups)
+        assert halved(shape, divide(inputs, shape), inputs) == expected
 
 
-def test_prompts_are_parted_from_one_another() -> None:
+def test_prompts_are_parted_from_one_another():
     # given the same tokens, divided between prompt and output in two ways
     text = np.arange(9, dtype=np.int32)
     inputs = [PrefillInput(text[:n], text[n:], None) for n in (3, 5)]
@@ -383,11 +342,9 @@ def test_prompts_are_parted_from_one_another() -> None:
         assert one.output + len(inputs[one.member].output_tokens) - 1 == two.prompt
 
 
-def test_what_cannot_be_laid_out_is_refused_and_nothing_is_no_work() -> None:
+def test_what_cannot_be_laid_out_is_refused_and_nothing_is_no_work():
     assert prefill(policy(), [], temperature=1.0) == []
-    empty = PrefillInput(np.zeros(0, np.int32), np.zeros(3, np.int32), None)
     with pytest.raises(ValueError, match="prompt token"):
-        shape_for([empty], tokens=T, rows=1)
-    long = PrefillInput(np.zeros(20, np.int32), np.zeros(13, np.int32), None)
+        shape_for(apart(1, 1, 0, 3), tokens=T, rows=1)
     with pytest.raises(UserError, match="33 tokens"):
-        shape_for([long], tokens=T, rows=1)
+        shape_for(apart(1, 1, 20, 13), tokens=T, rows=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -62,7 +61,7 @@ def line_of(
     return metrics_line(batch, result, meter, train_s=2.0, waits=waits, logprob_alarm=1e-3)
 
 
-def test_a_line_has_speed_lag_loss_and_what_the_coordinator_saw() -> None:
+def test_a_line_has_speed_lag_loss_and_what_the_coordinator_saw():
     line, useful = line_of({}), useful_flops(CONFIG, [15, 25, 20, 30])
     # then speed counts real tokens and useful FLOPs
     assert (line["tokens_per_s"], line["padding_share"]) == (45.0, 0.25)
@@ -81,27 +80,24 @@ def test_a_line_has_speed_lag_loss_and_what_the_coordinator_saw() -> None:
     assert line["sampler_busy_fraction"] is line["rejected_submissions"] is None
 
 
-def test_idle_time_is_split_by_what_it_waited_for() -> None:
-    line = line_of({"checkpoint": 0.5, "coordinator": 1.5})
-    assert (line["wait_s"], line["waited_for"]) == (2.0, "coordinator")
-    assert line["waits"] == {"checkpoint": 0.5, "coordinator": 1.5}
-    assert line["learner_busy_fraction"] == 0.5
-    busy = line_of({})
-    assert (busy["wait_s"], busy["waited_for"], busy["learner_busy_fraction"]) == (0.0, None, 1.0)
+def test_idle_time_is_split_by_what_it_waited_for():
+    names = ("wait_s", "waited_for", "learner_busy_fraction", "waits")
+    waits = {"checkpoint": 0.5, "coordinator": 1.5}
+    line, busy = line_of(waits), line_of({})
+    assert [line[name] for name in names] == [2.0, "coordinator", 0.5, waits]
+    assert [busy[name] for name in names] == [0.0, None, 1.0, {}]
 
 
 @pytest.mark.parametrize(
     ("mean", "alarm"), [(None, False), (1e-3, False), (2e-3, True), (float("nan"), True)]
 )
-def test_samplers_that_are_further_off_than_allowed_raise_the_alarm(
-    mean: float | None, alarm: bool
-) -> None:
+def test_samplers_that_are_further_off_than_allowed_raise_the_alarm(mean, alarm):
     line = line_of({}, agreement=None if mean is None else Agreement(90, mean, 0.5))
     assert line["sampler_logprob_diff_max"] == (None if mean is None else 0.5)
     assert (line["sampler_logprob_limit"], line["sampler_logprob_alarm"]) == (1e-3, alarm)
 
 
-def test_prometheus_sees_the_newest_row_and_the_sums_of_all() -> None:
+def test_prometheus_sees_the_newest_row_and_the_sums_of_all():
     # given two steps
     rows = Rows()
     rows.trained({"step": 2, **line_of({"coordinator": 1.0, "checkpoint": 0.5}), "loss": 9.0})
@@ -109,24 +105,20 @@ def test_prometheus_sees_the_newest_row_and_the_sums_of_all() -> None:
     rows.trained({"step": 3, **row})
     found = figures_of(rows)
     # then figures are the newest row's, what it does not know is not there, and totals are of both
+    shown = {"step": 3.0, "loss": 0.25, "task_reward": 0.5, "logprob_alarm": 0.0}
+    totals = {"steps_total": 2.0, "tokens_total": 180.0, "busy_seconds_total": 4.0}
+    waits = {"coordinator": 3.0, "checkpoint": 0.5}
     expected = {
-        "step": 3.0,
-        "loss": 0.25,
-        "task_reward": 0.5,
-        "logprob_alarm": 0.0,
+        **shown,
         "clipped_ratio/low": 0.25,
-        "reward": None,
-        "entropy_nats": None,
-        "steps_total": 2.0,
-        "tokens_total": 180.0,
-        "busy_seconds_total": 4.0,
-        "wait_seconds_total/coordinator": 3.0,
-        "wait_seconds_total/checkpoint": 0.5,
+        **dict.fromkeys(["reward", "entropy_nats"]),
+        **totals,
+        **{f"wait_seconds_total/{name}": seconds for name, seconds in waits.items()},
     }
     assert {name: found.get(f"runspec_learner_{name}") for name in expected} == expected
 
 
-def test_the_keys_that_prometheus_sees_are_those_of_the_page() -> None:
+def test_the_keys_that_prometheus_sees_are_those_of_the_page():
     pages = [(ROOT / "docs" / name).read_text() for name in ("learner_jax.md", "documents.md")]
     table = "\n".join(line for page in pages for line in page.splitlines() if line[:1] == "|")
     told = {*line_of({}), "step"}
@@ -139,7 +131,7 @@ def test_the_keys_that_prometheus_sees_are_those_of_the_page() -> None:
 METAGENE = ModelConfig("llama", 1024, 4096, 11008, 32, 32, 32, 128, 512, 10000.0, 1e-5, False)
 
 
-def test_the_forward_third_of_useful_flops_is_what_the_compiled_program_multiplies() -> None:
+def test_the_forward_third_of_useful_flops_is_what_the_compiled_program_multiplies():
     # given a row that one sample fills, and attention that computes the masked half as well
     n = 48
     params = jax.tree.map(
@@ -157,7 +149,7 @@ def test_the_forward_third_of_useful_flops_is_what_the_compiled_program_multipli
     assert program_cost(compiled.as_text()).flops == useful_flops(CONFIG, [n]) / 3 + masked
 
 
-def test_useful_flops_are_those_of_matrices_attention_and_adapters() -> None:
+def test_useful_flops_are_those_of_matrices_attention_and_adapters():
     # given METAGENE-1's 6,484,660,224 parameters: what is no matrix is the embedding and 65 norms
     assert matrix_parameters(METAGENE) == 6_484_660_224 - 1024 * 4096 - 65 * 4096
     # given the same tokens in one sample and in four, then only attention differs
@@ -170,40 +162,26 @@ def test_useful_flops_are_those_of_matrices_attention_and_adapters() -> None:
     assert useful_flops(CONFIG, [48], Lora(rank=8, targets=["q", "down"])) == expected
 
 
-@pytest.mark.parametrize(
-    ("kind", "teraflops"),
-    [
-        ("TPU v5 lite", 197),
-        ("TPU v5", 459),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("cpu", None),
-    ],
-)
-def test_peaks_of_devices_as_they_call_themselves(kind: str, teraflops: int | None) -> None:
-    assert peak_flops(kind) == (None if teraflops is None else teraflops * 1e12)
+def test_peaks_of_devices_as_they_call_themselves():
+    kinds = ("TPU v5 lite", "TPU v5", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe")
+    assert [peak_flops(kind) for kind in kinds] == [197e12, 459e12, 989e12, 756e12]
+    assert peak_flops("cpu") is None
 
 
-def steps_in(path: Path) -> list[int]:
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
-
-
-def test_lines_are_appended_once_a_step(tmp_path: Path) -> None:
+def test_lines_are_appended_once_a_step(tmp_path):
     # given a file with two steps, the second with two lines
     path = tmp_path / "metrics.jsonl"
     lines = JsonLines(path)
-    assert lines.append(0, [{"loss": 1.0}])
-    assert lines.append(1, [{"loss": 0.5}, {"loss": 0.4}])
-    # when the learner starts again and replays step 1
+    assert lines.append(0, [{"loss": 1.0}]) and lines.append(1, [{"loss": 0.5}, {"loss": 0.4}])
+    # when the learner starts again and replays step 1, then nothing is there twice
     again = JsonLines(path)
     assert again.last_step == 1
-    assert not again.append(1, [{"loss": 0.5}])
-    assert again.append(2, [{"loss": 0.3}])
-    # then nothing is there twice
-    assert steps_in(path) == [0, 1, 1, 2]
+    assert not again.append(1, [{"loss": 0.5}]) and again.append(2, [{"loss": 0.3}])
+    found = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert found == [0, 1, 1, 2]
 
 
-def test_a_torn_last_line_is_dropped_wherever_it_was_cut(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_dropped_wherever_it_was_cut(tmp_path):
     path = tmp_path / "metrics.jsonl"
     whole = b'{"step": 0, "loss": 1.5}\n'
     torn = b'{"step": 1, "text": "' + b"x" * 70_000 + b'"}\n'
@@ -216,7 +194,7 @@ def test_a_torn_last_line_is_dropped_wherever_it_was_cut(tmp_path: Path) -> None
     assert path.read_bytes() == b""
 
 
-def test_a_full_disk_and_a_file_that_is_not_ours_are_named(tmp_path: Path) -> None:
+def test_a_full_disk_and_a_file_that_is_not_ours_are_named(tmp_path):
     full, foreign = tmp_path / "full.jsonl", tmp_path / "metrics.jsonl"
     full.symlink_to("/dev/full")
     with pytest.raises(UserError, match=r"cannot write: No space left") as caught:
@@ -229,15 +207,12 @@ def test_a_full_disk_and_a_file_that_is_not_ours_are_named(tmp_path: Path) -> No
     assert foreign.read_bytes() == b"hello\n"
 
 
-def test_each_second_is_work_or_a_wait_for_somebody() -> None:
+def test_each_second_is_work_or_a_wait_for_somebody():
     # given a clock made at 10 s, and a step that waits twice for one and once for another
     moments = iter([10.0, 13.0, 14.0, 16.0, 16.5, 17.5, 21.0])
     clock = Clock(lambda: next(moments))
-    clock.waited("coordinator")  # 3
-    clock.trained()  # 1
-    clock.waited("checkpoint")  # 2
-    clock.trained()  # 0.5
-    clock.waited("coordinator")  # 1
+    for name in ("coordinator", "", "checkpoint", "", "coordinator"):  # 3, 1, 2, 0.5, 1
+        clock.waited(name) if name else clock.trained()
     # when taken, then every second is there once, and the next step begins with none
     assert clock.take() == (1.5, {"coordinator": 4.0, "checkpoint": 2.0})
     clock.trained()

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +143,7 @@ def broken_adapters(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return broken_run(tmp_path_factory.mktemp("broken_adapters") / "run", **other_kinds())
 
 
-def test_every_step_makes_a_version_a_line_and_samples(
-    straight: Run, broken: Run, tmp_path: Path
-) -> None:
+def test_every_step_makes_a_version_a_line_and_samples(straight, broken, tmp_path):
     # then versions 0 to 4 lie there, and states at every second step, of which one is kept
     assert versions_in(params_folder(straight.path, straight.spec)) == [0, 1, 2, 3, 4]
     assert state_steps(state_folder(straight.path, straight.spec)) == [4]
@@ -173,7 +170,7 @@ def test_every_step_makes_a_version_a_line_and_samples(
     assert lines(straight, "metrics") == metrics
 
 
-def test_a_crash_changes_no_bit_and_no_line(straight: Run, broken: Run, tmp_path: Path) -> None:
+def test_a_crash_changes_no_bit_and_no_line(straight, broken, tmp_path):
     # given the same run, that died at step 3, a step after its last state
     run = copied(broken, tmp_path / "run")
     assert versions_in(params_folder(run.path, run.spec)) == [0, 1, 2, 3]
@@ -190,9 +187,7 @@ def test_a_crash_changes_no_bit_and_no_line(straight: Run, broken: Run, tmp_path
         assert ours["loss"] == theirs["loss"] and ours["grad_norm"] == theirs["grad_norm"]
 
 
-def test_a_crash_changes_no_bit_of_other_kinds_of_state(
-    broken_adapters: Run, tmp_path: Path
-) -> None:
+def test_a_crash_changes_no_bit_of_other_kinds_of_state(broken_adapters, tmp_path):
     # given the same run, once without a break
     straight = ready_run(tmp_path / "a" / "run", **other_kinds())
     train_to_the_end(straight)
@@ -236,9 +231,7 @@ main(["train", folder])
     ],
     ids=["in a save", "in a step", "before a version"],
 )
-def test_killed_it_ends_with_the_same_bits(
-    straight: Run, tmp_path: Path, compiled: Path, call: tuple[str, ...], states: list[int]
-) -> None:
+def test_killed_it_ends_with_the_same_bits(straight, tmp_path, compiled, call, states):
     # given the same batches, and a learner of its own process that is killed
     learner = straight.spec.learner.model_dump() | {"compile_cache": str(compiled)}
     run = ready_run(tmp_path / "run", learner=learner)
@@ -277,8 +270,8 @@ def publish_other_bits(run: Run, version: int) -> Path:
 
 
 def test_a_replay_that_differs_stops_the_run_here_and_is_reported_elsewhere(
-    broken: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    broken, tmp_path, caplog
+):
     # given a run that crashed after version 3 was published with bits that no replay here gives
     run = copied(broken, tmp_path / "run")
     published = publish_other_bits(run, 3)
@@ -299,9 +292,7 @@ def test_a_replay_that_differs_stops_the_run_here_and_is_reported_elsewhere(
     assert_same_weights(before, tensors_in(published))
 
 
-def test_a_state_of_a_differing_replay_says_so_and_a_run_goes_on_from_it(
-    broken: Run, tmp_path: Path
-) -> None:
+def test_a_state_of_a_differing_replay_says_so_and_a_run_goes_on_from_it(broken, tmp_path):
     # given a run that went on elsewhere, and found a damaged batch after the replay
     run = copied(broken, tmp_path / "run")
     publish_other_bits(run, 3)
@@ -316,9 +307,7 @@ def test_a_state_of_a_differing_replay_says_so_and_a_run_goes_on_from_it(
     assert [line["step"] for line in lines(run, "metrics")] == [0, 1, 2, 3]
 
 
-def test_adapters_of_a_state_may_merge_into_other_bits_elsewhere(
-    broken_adapters: Run, tmp_path: Path
-) -> None:
+def test_adapters_of_a_state_may_merge_into_other_bits_elsewhere(broken_adapters, tmp_path):
     # given a LoRA run whose full state gives version 2 other bits here than it was published with
     run = copied(broken_adapters, tmp_path / "run")
     publish_other_bits(run, 2)
@@ -332,9 +321,7 @@ def test_adapters_of_a_state_may_merge_into_other_bits_elsewhere(
     assert lines(run, "metrics")[-1]["replay_difference"] > 0
 
 
-def test_told_to_stop_or_given_a_file_that_cannot_be_decoded_it_saves_where_it_is(
-    tmp_path: Path,
-) -> None:
+def test_told_to_stop_or_given_a_file_that_cannot_be_decoded_it_saves_where_it_is(tmp_path):
     # given a run that is told to stop after its first step
     run = ready_run(tmp_path / "run", batches=range(1), **no_bits_needed())
     train(run.path, LOG, StopAt(run, 1))
@@ -364,10 +351,6 @@ def another_model(run: Run) -> None:
     write_initial_model(run, seed=1)
 
 
-def no_model(run: Run) -> None:
-    (run.path / "initial" / "model.safetensors").unlink()
-
-
 def another_batch(run: Run) -> None:
     shutil.rmtree(run.path / "rollouts" / "step_3")
     run.add_batch(3, run.add_step(3, version=2)[1:])
@@ -379,13 +362,17 @@ def another_batch(run: Run) -> None:
         (cut_short, "unreadable checkpoint", "step_4"),
         (another_seed, "a state of another seed: 7, not 8", "step_4"),
         (another_model, "a state of another starting model", "step_4"),
-        (no_model, "no safetensors files", "initial"),
         (another_batch, "not the batch manifest that was trained", BATCH.format(3)),
+        (
+            lambda run: (run.path / "initial" / "model.safetensors").unlink(),
+            "no safetensors files",
+            "initial",
+        ),
     ],
 )
 def test_a_full_state_that_is_not_this_runs_is_named_not_skipped(
-    straight: Run, tmp_path: Path, damage: Callable[[Run], None], message: str, place: str
-) -> None:
+    straight, tmp_path, damage, message, place
+):
     run = copied(straight, tmp_path / "run")
     damage(run)
     with pytest.raises(UserError, match=message) as caught:
@@ -393,7 +380,7 @@ def test_a_full_state_that_is_not_this_runs_is_named_not_skipped(
     assert place in caught.value.place and caught.value.remedy
 
 
-def test_a_version_is_of_who_wrote_it_not_of_who_was_killed_before(tmp_path: Path) -> None:
+def test_a_version_is_of_who_wrote_it_not_of_who_was_killed_before(tmp_path):
     path = tmp_path / "fingerprints.jsonl"
     here, there = {"machine": "here", "exact": True}, {"machine": "there", "exact": True}
     # given version 5, begun on one program, whose process was killed before it was written
@@ -408,7 +395,7 @@ def test_a_version_is_of_who_wrote_it_not_of_who_was_killed_before(tmp_path: Pat
         assert not MadeOn(path, there, Peers()).same(version)
 
 
-def test_a_fingerprint_names_what_changed_and_a_gpu_must_be_deterministic() -> None:
+def test_a_fingerprint_names_what_changed_and_a_gpu_must_be_deterministic():
     cpu = {"mesh": {"data": 2}, "threads": 4, "exact": True}
     assert same_bits(cpu, dict(cpu))
     assert not same_bits(cpu, {**cpu, "threads": 8})

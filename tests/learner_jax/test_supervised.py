@@ -5,6 +5,7 @@ What a document alone gives comes from `tests.learner_jax.reference`, where noth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,16 +17,15 @@ import pytest
 from learner_jax.corpus.rows import CorpusRows
 from learner_jax.logprobs import token_logprobs_and_level
 from learner_jax.model import abstract_params
+from learner_jax.packing import Sample, TokenBatch, pack
 from learner_jax.sharding import make_mesh, shard_batch, shard_params
-from learner_jax.step import Programs, TrainState, build_programs
+from learner_jax.step import Programs, TrainState, build_programs, microbatch_bound
 from learner_jax.supervised import SupervisedResult, held_out_loss, supervised_step
 from learner_jax.supervised_loss import DocumentInputs
 from runspec.core.errors import UserError
 from runspec.core.models.memory import KEPT_LOGITS
-from runspec.core.process import RunStopped
-from runspec.core.spec.schema import Mesh, RunSpec
-from tests.learner_jax.conftest import updates_made
-from tests.learner_jax.document_rows import joined, rows_of, supervised_spec
+from runspec.core.spec.schema import Mesh, Packing, Remat, RunSpec
+from tests.learner_jax.conftest import changed, tiny_spec, updates_made
 from tests.learner_jax.reference import logits_of, relative_errors
 from tests.learner_jax.test_gradients import CONFIG, params_of
 
@@ -41,6 +41,73 @@ MESHES: list[dict[str, int]] = [
     {"data": 2, "fsdp": 2, "tensor": 2},
 ]
 LEVELS = ["logsumexp", "max_logit"]
+
+
+PACKING = Packing(tokens=32, rows=4)
+
+
+def supervised_spec(
+    *,
+    mesh: dict[str, int] | None = None,
+    dtype: str = "float32",
+    remat: Remat = "none",
+    optimizer: dict[str, Any] | None = None,
+    steps: int = 4,
+    **algorithm: Any,
+) -> RunSpec:
+    """A run on documents, in updates of two microbatches; `dtype` of masters and products."""
+    spec = tiny_spec(
+        steps=steps,
+        data={"sources": [{"name": "text", "kind": "text", "uri": "text.txt"}]},
+        algorithm={
+            "kind": "pretrain",
+            "tokens_per_update": 2 * PACKING.rows * PACKING.tokens,
+            **algorithm,
+        },
+        optimizer={"lr": 1e-3, "clip_norm": 0.5, **(optimizer or {})},
+        reward=[],
+        samplers=[],
+        verify={"validators": 0},
+    )
+    learner = {
+        "mesh": Mesh(**(mesh or {})),
+        "packing": PACKING,
+        "remat": remat,
+        "compute_dtype": dtype,  # float64 is no choice of a spec
+        "master_dtype": dtype,
+    }
+    return changed(spec, learner=learner, broadcast={"dtype": dtype})
+
+
+def rows_of(
+    spec: RunSpec, documents: Sequence[np.ndarray], weights: Sequence[float] | None = None
+) -> CorpusRows:
+    """The rows of one update, all tokens but a document's first trained.
+
+    Args:
+        spec: of `supervised_spec`.
+        documents: int32 [n], at least two tokens each.
+        weights: one of each document, or more, which are left out; 1 by default.
+    """
+    packing = spec.learner.packing
+    packed = pack(
+        [Sample(document[:1], document[1:]) for document in documents],
+        tokens=packing.tokens,
+        rows=packing.rows,
+        microbatches=microbatch_bound(spec),
+    )
+    each = [1.0] * len(documents) if weights is None else list(weights)
+    laid = packed.scatter(each[: len(documents)])
+    batch = TokenBatch(*(x.reshape(-1, packing.tokens) for x in vars(packed.batch).values()))
+    kind = spec.learner.master_dtype
+    return CorpusRows(batch, laid.reshape(-1, packing.tokens).astype(kind))
+
+
+def joined(*parts: CorpusRows) -> CorpusRows:
+    """The rows of several updates, one after the other."""
+    batches = zip(*(vars(part.batch).values() for part in parts), strict=True)
+    batch = TokenBatch(*(np.concatenate(arrays) for arrays in batches))
+    return CorpusRows(batch, np.concatenate([part.weights for part in parts]))
 
 
 def documents_of(seed: int = 0, count: int = 12) -> list[np.ndarray]:
@@ -85,22 +152,17 @@ def programs_of(spec: RunSpec) -> tuple[jax.sharding.Mesh, Programs]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "chunk", "kept"),
-    [("logsumexp", None, True), ("max_logit", 5, True), ("logsumexp", 5, False)],
+    ("kind", "chunk", "kept", "axes"),
+    [
+        ("logsumexp", None, True, {}),
+        ("max_logit", 5, True, {}),
+        ("logsumexp", 5, False, {}),
+        *((kind, 3, True, {"data": 2, "context": 2, "tensor": 2}) for kind in LEVELS),
+    ],
 )
-def test_levels_and_their_gradients_are_those_of_all_logits(
-    kept: bool, chunk: int | None, kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_levels_and_their_gradients_are_those_of_all_logits(kind, chunk, kept, axes, monkeypatch):
     monkeypatch.setattr("learner_jax.logprobs.KEPT_LOGITS", KEPT_LOGITS if kept else 0)
-    assert_levels(kind, chunk, None)
-
-
-@pytest.mark.parametrize("kind", LEVELS)
-def test_levels_are_the_same_where_the_vocabulary_is_cut(kind: Any) -> None:
-    assert_levels(kind, 3, make_mesh(Mesh(data=2, context=2, tensor=2)))
-
-
-def assert_levels(kind: Any, chunk: int | None, mesh: jax.sharding.Mesh | None) -> None:
+    mesh = make_mesh(Mesh(**axes)) if axes else None
     # given hidden states, targets with holes, and two tokens whose logits are always the same
     rng = np.random.default_rng(0)
     targets = rng.integers(-6, 22, (4, 14)).clip(-1)
@@ -149,9 +211,7 @@ def accumulated(spec: RunSpec, rows: CorpusRows) -> tuple[float, Any, dict[str, 
 @pytest.mark.parametrize(
     ("dtype", "mesh"), [("float64", MESHES[0]), ("float64", MESHES[1]), ("float32", MESHES[2])]
 )
-def test_loss_and_gradient_are_those_of_each_document_alone(
-    dtype: str, mesh: dict[str, int]
-) -> None:
+def test_loss_and_gradient_are_those_of_each_document_alone(dtype, mesh):
     # given documents of two sources, one of which weighs three times as much, and a penalty
     documents, coef = documents_of(), 1e-2
     weights = [3.0 if number % 5 == 0 else 1.0 for number in range(len(documents))]
@@ -195,7 +255,7 @@ def update_rows(spec: RunSpec, seed: int = 0, weights: list[float] | None = None
     return rows_of(spec, documents_of(seed), weights)
 
 
-def test_a_step_makes_its_updates_one_after_the_other() -> None:
+def test_a_step_makes_its_updates_one_after_the_other():
     # given a step of two updates, of which one has documents of a third of the weight
     once, twice = supervised_spec(), supervised_spec(updates_per_step=2)
     parts = update_rows(once, 0), update_rows(once, 1, [1.0, 3.0, 1.0] * 4)
@@ -214,7 +274,7 @@ def test_a_step_makes_its_updates_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("kind", LEVELS)
-def test_numbers_of_a_step_are_those_of_its_documents(kind: str) -> None:
+def test_numbers_of_a_step_are_those_of_its_documents(kind):
     # given documents of unequal weight, and a penalty
     coef, documents = 0.1, documents_of()
     weights = np.where(np.arange(len(documents)) % 5, 0.25, 2.0)
@@ -233,7 +293,7 @@ def test_numbers_of_a_step_are_those_of_its_documents(kind: str) -> None:
     assert {name: numbers[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
-def test_scaling_all_weights_changes_nothing() -> None:
+def test_scaling_all_weights_changes_nothing():
     spec = supervised_spec()
     whole, scaled = (stepped(spec, update_rows(spec, weights=[w] * 12)) for w in (1.0, 4.0))
     np.testing.assert_array_equal(flat(whole), flat(scaled))
@@ -253,7 +313,7 @@ def with_rare_token(spec: RunSpec, seed: int = 0) -> tuple[CorpusRows, int]:
     return rows, row
 
 
-def test_an_update_that_is_not_finite_is_skipped_and_its_rows_are_named() -> None:
+def test_an_update_that_is_not_finite_is_skipped_and_its_rows_are_named():
     # given a step of two updates, and a row of the second whose loss is not finite
     once, twice = supervised_spec(), supervised_spec(updates_per_step=2)
     bad, row = with_rare_token(once, 1)
@@ -271,7 +331,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_its_rows_are_named() -> Non
     assert result.numbers["nonfinite_tokens"] > 0
 
 
-def test_all_rows_are_named_where_no_log_prob_tells() -> None:
+def test_all_rows_are_named_where_no_log_prob_tells():
     # given a penalty that is no float32, while every log-prob is finite
     spec = supervised_spec(z_loss={"kind": "logsumexp", "coef": 1e38})
     result = stepped(spec, update_rows(spec))
@@ -280,18 +340,7 @@ def test_all_rows_are_named_where_no_log_prob_tells() -> None:
     assert np.isnan(result.numbers["loss"]) and result.numbers["nonfinite_tokens"] > 0
 
 
-def test_more_skipped_updates_in_a_row_than_allowed_stop_the_run() -> None:
-    # given that one may be skipped
-    spec = supervised_spec(optimizer={"max_skipped": 1})
-    (bad, row), good = with_rare_token(spec), update_rows(spec)
-    # then one is, the second in a row stops the run, and one made in between is enough to go on
-    assert int(stepped(spec, bad, params=spoiled()).state.skipped) == 1
-    with pytest.raises(RunStopped, match=rf"2 updates in a row were not finite.*row {row} of"):
-        stepped(spec, bad, bad, params=spoiled())
-    assert int(stepped(spec, bad, good, bad, params=spoiled()).state.skipped) == 1
-
-
-def test_rows_that_train_nothing_are_refused() -> None:
+def test_rows_that_train_nothing_are_refused():
     spec = supervised_spec(updates_per_step=2)
     rows = joined(update_rows(spec), update_rows(spec, weights=[0.0] * 12))
     with pytest.raises(UserError, match="train no token"):
@@ -300,9 +349,7 @@ def test_rows_that_train_nothing_are_refused() -> None:
 
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=["one", "eight"])
 @pytest.mark.parametrize("count", [3, 29])
-def test_the_held_out_loss_is_the_sum_over_each_document_alone(
-    count: int, mesh: dict[str, int]
-) -> None:
+def test_the_held_out_loss_is_the_sum_over_each_document_alone(count, mesh):
     # given documents of unequal weight, in fewer rows than an update has, or in more
     spec, documents = supervised_spec(mesh=mesh), documents_of(2, count)
     starts = range(0, count, 12)

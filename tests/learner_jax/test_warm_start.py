@@ -62,9 +62,7 @@ def run_dir_of(path: Path, spec: RunSpec) -> Path:
     return path
 
 
-def test_a_start_is_made_once_and_both_runs_link_to_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_start_is_made_once_and_both_runs_link_to_it(tmp_path, caplog):
     # given two runs of one spec
     spec, cache = spec_with(), tmp_path / "cache"
     first, second = (run_dir_of(tmp_path / name, spec) for name in ("a", "b"))
@@ -115,7 +113,7 @@ def put_in_cache(spec: RunSpec, cache: Path, folder: Path) -> Path:
     return model
 
 
-def test_what_another_run_has_begun_in_the_cache_is_left_alone(tmp_path: Path) -> None:
+def test_what_another_run_has_begun_in_the_cache_is_left_alone(tmp_path):
     # given a start that is in the cache, and another run that is making a different one there
     spec, cache = spec_with(), tmp_path / "cache"
     model = put_in_cache(spec, cache, tmp_path)
@@ -138,7 +136,7 @@ def test_what_another_run_has_begun_in_the_cache_is_left_alone(tmp_path: Path) -
     assert (run_dir / "initial").resolve() == model.resolve()
 
 
-def test_a_damaged_start_in_the_cache_is_named_and_not_used(tmp_path: Path) -> None:
+def test_a_damaged_start_in_the_cache_is_named_and_not_used(tmp_path):
     # given a start in the cache
     spec, cache = spec_with(), tmp_path / "cache"
     model = put_in_cache(spec, cache, tmp_path)
@@ -162,7 +160,7 @@ def test_a_damaged_start_in_the_cache_is_named_and_not_used(tmp_path: Path) -> N
         assert not (run_dir / "initial").is_symlink()
 
 
-def test_a_mark_out_of_reach_is_an_error_with_the_number_reached(tmp_path: Path) -> None:
+def test_a_mark_out_of_reach_is_an_error_with_the_number_reached(tmp_path):
     spec = spec_with({"max_updates": 7, "stop_answer_probability": 0.9})
     run_dir, cache = run_dir_of(tmp_path / "a", spec), tmp_path / "cache"
     with pytest.raises(RunStopped, match=r"after 7 updates .* is 0\.0\d+, the mark 0\.9") as error:
@@ -173,7 +171,7 @@ def test_a_mark_out_of_reach_is_an_error_with_the_number_reached(tmp_path: Path)
     assert not (run_dir / "initial").is_symlink()
 
 
-def test_the_digest_follows_all_that_the_model_follows_from(tmp_path: Path) -> None:
+def test_the_digest_follows_all_that_the_model_follows_from(tmp_path):
     # given a tokenizer's files and a spec
     load_warm_start_data(spec_with()).write_tokenizer(tmp_path)
     base = warm_start_digest(spec_with(), tmp_path)
@@ -216,9 +214,7 @@ def outputs(model: Any) -> list[list[int]]:
     return list(sample(spec, config, params, PROMPTS, END))
 
 
-def test_each_token_is_drawn_from_a_forward_pass_over_those_before(
-    model: Any, outputs: list[list[int]]
-) -> None:
+def test_each_token_is_drawn_from_a_forward_pass_over_those_before(model, outputs):
     spec, config, params = model
 
     @jax.jit  # of one shape
@@ -247,9 +243,7 @@ def test_each_token_is_drawn_from_a_forward_pass_over_those_before(
     assert all(END not in output[:-1] for output in outputs)
 
 
-def test_an_answer_counts_where_it_is_the_traces_behind_the_first_think_end(
-    model: Any, outputs: list[list[int]]
-) -> None:
+def test_an_answer_counts_where_it_is_the_traces_behind_the_first_think_end(model, outputs):
     spec, config, params = model
 
     class Known:

@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +21,6 @@ from learner_jax.islands.outer import OuterState, outer_update
 from learner_jax.islands.share_fetcher import Silent
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
-from runspec.core.spec.schema import Islands
 from tests.waiting import eventually
 from verify.formats.islands import (
     CommitRecord,
@@ -133,8 +133,8 @@ class FakeOthers:
                 raise UserError("did not arrive") if silence_s == math.inf else Silent(each, 5.0)
         return [np.frombuffer(share_of(step), np.uint8) for _ in shares]
 
-    def close(self) -> None:
-        pass
+    def cancel(self) -> None: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -150,19 +150,11 @@ def exchange_of(fake: FakeOthers) -> Exchange:
         *("b", "http://b:1", N, any_fake, any_fake, any_fake),
         *(threading.Event(), logging.getLogger("test")),
     )
-    return Exchange(
-        connection,
-        Joining(connection, EVERY),
-        "run",
-        "",
-        codec("float32"),
-        None,
-        5.0,
-        OuterSettings(),
-    )
+    joining, settings = Joining(connection, EVERY), OuterSettings()
+    return Exchange(connection, joining, "run", "", codec("float32"), None, 5.0, settings)
 
 
-def test_an_island_can_follow_where_all_shares_are_left() -> None:
+def test_an_island_can_follow_where_all_shares_are_left():
     fake = FakeOthers(committed=13, announced={"a": 12})
     kept = 12 - KEPT_PERIODS * EVERY
     joining = exchange_of(fake).joining
@@ -176,7 +168,7 @@ def test_an_island_can_follow_where_all_shares_are_left() -> None:
     assert joining.can_follow(kept)
 
 
-def test_an_island_joins_where_it_can_and_from_whoever_answers() -> None:
+def test_an_island_joins_where_it_can_and_from_whoever_answers():
     # given a newest state whose island is down, one behind the island's own lost share, one more
     fake = FakeOthers(committed=9, announced={"a": 8, "c": 8, "d": 4}, down={"a"}, gone={6})
     version, outer = exchange_of(fake).joining.fetch()
@@ -184,9 +176,7 @@ def test_an_island_joins_where_it_can_and_from_whoever_answers() -> None:
     np.testing.assert_array_equal(outer.theta, OUTER.theta)
 
 
-def test_a_long_wait_stores_the_newest_outer_state_and_says_so_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_long_wait_stores_the_newest_outer_state_and_says_so_again(monkeypatch):
     monkeypatch.setattr(exchange_module, "REPORT_EVERY_S", 0.0)
     fake = FakeOthers(committed=10)
     exchange = exchange_of(fake)
@@ -201,14 +191,14 @@ def test_a_long_wait_stores_the_newest_outer_state_and_says_so_again(
     assert set(fake.kept) == {(10 // EVERY - KEPT_PERIODS) * EVERY}
 
 
-def test_a_share_that_was_removed_is_not_waited_for() -> None:
+def test_a_share_that_was_removed_is_not_waited_for():
     fake = FakeOthers(committed=30, announced={"a": 28}, down={"a"})
     exchange = exchange_of(fake)
     with exchange, pytest.raises(Behind, match="no byte of the share of island a arrived"):
         exchange.settled(3, OUTER)
 
 
-def test_a_share_that_cannot_be_fetched_is_left_out_by_a_new_record() -> None:
+def test_a_share_that_cannot_be_fetched_is_left_out_by_a_new_record():
     # given a step whose record names the share of an island that cannot be reached
     fake = FakeOthers(committed=5, announced={"a": 4}, down={"a"})
     with exchange_of(fake) as exchange:
@@ -218,9 +208,7 @@ def test_a_share_that_cannot_be_fetched_is_left_out_by_a_new_record() -> None:
         assert [*settled.weights] == ["b"]
 
 
-def test_a_share_that_must_stay_is_fetched_until_its_server_is_back(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_share_that_must_stay_is_fetched_until_its_server_is_back(caplog):
     fake = FakeOthers(committed=5, announced={"a": 4}, down={"a"}, droppable=False)
     with caplog.at_level(logging.WARNING), exchange_of(fake) as exchange:
         exchange.offer(4, OUTER, share_of(4), 1.0, 1.0)
@@ -231,91 +219,50 @@ def test_a_share_that_must_stay_is_fetched_until_its_server_is_back(
     assert fake.unreachable == [(4, "a")]
 
 
-def test_a_record_that_was_replaced_is_settled_again() -> None:
+def test_a_record_that_was_replaced_is_settled_again():
     # given an island that has all shares, while another one lacks one
     fake = FakeOthers(committed=5, announced={"a": 4}, late=["a"])
     with exchange_of(fake) as exchange:
         settled = exchange.settled(4, OUTER)
-    # then it does not go on from the first record
+    # then it does not go on from the first record, and goes on once one is final
     assert fake.reported == [(4, "0" * 64), (4, "1" * 64)]
     assert [*settled.weights] == ["b"]
     expected = outer_update(OUTER, settled.mean, OuterSettings())
     assert settled.outer.digest == expected.digest
 
 
-def test_an_island_goes_on_once_the_record_is_final() -> None:
-    fake = FakeOthers(committed=5, announced={"a": 4})
-    with exchange_of(fake) as exchange:
-        exchange.settled(4, OUTER)
-    assert fake.reported == [(4, "0" * 64)] * 2
-
-
-def test_a_record_of_another_outer_state_is_refused() -> None:
+def test_a_record_of_another_outer_state_is_refused():
     other = OuterState.initial(np.ones(N, dtype=np.float32))
     exchange = exchange_of(FakeOthers(committed=5, announced={"a": 4}))
     with exchange, pytest.raises(UserError, match="was trained from the outer state"):
         exchange.settled(4, other)
 
 
-WAIT_S = 600.0
-NOTHING = OuterState.initial(np.zeros(1, np.float32))
+@pytest.mark.parametrize("refusal", [None, IslandRefused("other documents", remedy="compare them")])
+def test_the_record_is_asked_for_while_the_offer_is_under_way(refusal):
+    # given a coordinator that answers an offer only after a question for the record
+    asked, heard, fake = threading.Event(), list[int](), FakeOthers(committed=3)
 
-
-class FakeCoordinator:
-    """Answers an offer once it was asked for the record, with a refusal if it has one."""
-
-    def __init__(self, refusal: IslandRefused | None = None) -> None:
-        self.asked, self.heard = threading.Event(), list[int]()
-        self._refusal = refusal
-
-    def offer(self, offer: ShareOffered) -> bool:
-        assert self.asked.wait(WAIT_S), "nobody asks for the record"
-        if self._refusal is not None:
-            raise self._refusal
-        self.heard.append(offer.step)
-        return True
-
-    def record(self, step: int, wait_s: float) -> Waiting:
-        self.asked.set()
+    def record(step: int, wait_s: float) -> Waiting:
+        asked.set()
         return Waiting({}, [])
 
+    def offer(offer: ShareOffered) -> bool:
+        assert asked.wait(600.0), "nobody asks for the record"
+        if refusal is not None:
+            raise refusal
+        heard.append(offer.step)
+        return True
 
-class FakeStore:
-    def put_share(self, step: int, data: bytes) -> str:
-        return "ab" * 32
-
-
-class FakeFetcher:
-    def cancel(self) -> None: ...
-    def close(self) -> None: ...
-
-
-def exchange_with(coordinator: FakeCoordinator) -> Exchange:
-    fakes: tuple[Any, ...] = coordinator, FakeStore(), FakeFetcher()
-    connection = Connection(
-        *("a", "http://127.0.0.1:1", 1, *fakes),
-        *(threading.Event(), logging.getLogger("test")),
-    )
-    outer = Islands.model_validate({"members": [{"name": "a"}, {"name": "b"}]}).outer
-    joining = Joining(connection, 1)
-    return Exchange(connection, joining, "run", "", codec("float32"), None, 5.0, outer)
-
-
-def test_the_record_is_asked_for_while_the_offer_is_under_way() -> None:
-    # given a coordinator that answers an offer only after a question for the record
-    coordinator = FakeCoordinator()
-    with exchange_with(coordinator) as exchange:
-        # when a share is offered, then `offered` ends, and the coordinator has heard of it
-        exchange.offer(3, NOTHING, b"1234", 1.0, 2.0)
-        exchange.offered()
-        assert coordinator.heard == [3]
-
-
-def test_a_refused_offer_ends_the_wait_for_its_record() -> None:
-    coordinator = FakeCoordinator(IslandRefused("other documents", remedy="compare them"))
-    with exchange_with(coordinator) as exchange:
-        exchange.offer(3, NOTHING, b"1234", 1.0, 2.0)
-        with pytest.raises(IslandRefused, match="other documents"):
+    fake.record, fake.offer = record, offer  # type: ignore[method-assign]
+    # when a share is offered, then `offered` ends, and the coordinator has heard of it
+    with exchange_of(fake) as exchange:
+        exchange.offer(3, OUTER, b"1234", 1.0, 2.0)
+        if refusal is None:
             exchange.offered()
-        with pytest.raises(IslandRefused, match="other documents"):
-            exchange.settled(3, NOTHING)
+            assert heard == [3]
+            return
+        # or has refused it, which ends the wait for its record
+        for wait in (exchange.offered, partial(exchange.settled, 3, OUTER)):
+            with pytest.raises(IslandRefused, match="other documents"):
+                wait()

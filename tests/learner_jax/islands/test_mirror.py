@@ -77,9 +77,7 @@ def mirror(folder: Path, run: Any, coordinator: FakeCoordinator) -> Mirror:
     return Mirror(folder, run.spec, coordinator, run.root.public_hex)
 
 
-def test_the_readers_of_a_run_directory_read_the_islands_folder(
-    run: Any, coordinator: FakeCoordinator, folder: Path
-) -> None:
+def test_the_readers_of_a_run_directory_read_the_islands_folder(run, coordinator, folder):
     # given a step, two of whose groups are another island's
     own, other = run.add_step(0, version=0, groups=2), run.add_step(1, version=0, groups=2)
     run.add_batch(1, own + other)
@@ -105,9 +103,7 @@ def test_the_readers_of_a_run_directory_read_the_islands_folder(
 
 
 @pytest.mark.parametrize("end", [".verdict.safetensors", ".verdict.json", ".safetensors", ".json"])
-def test_a_file_that_is_not_what_the_manifest_names_never_appears(
-    run: Any, coordinator: FakeCoordinator, folder: Path, end: str
-) -> None:
+def test_a_file_that_is_not_what_the_manifest_names_never_appears(run, coordinator, folder, end):
     # given a coordinator, or somebody between, that changes a file
     (group, *_) = run.add_step(0, version=0, groups=1)
     files = vars(submission_files(folder, 0, group.submission)).values()
@@ -125,8 +121,8 @@ def test_a_file_that_is_not_what_the_manifest_names_never_appears(
 
 
 def test_a_manifest_counts_only_with_the_coordinators_signature_and_for_its_step(
-    run: Any, coordinator: FakeCoordinator, folder: Path
-) -> None:
+    run, coordinator, folder
+):
     named = run.add_step(0, version=0)
     brought = mirror(folder, run, coordinator)
     run.add_batch(0, named, key=SigningKey.generate())
@@ -140,9 +136,7 @@ def test_a_manifest_counts_only_with_the_coordinators_signature_and_for_its_step
     assert not (folder / "rollouts").exists()
 
 
-def test_what_was_signed_before_a_rollback_is_brought_anew(
-    run: Any, coordinator: FakeCoordinator, folder: Path
-) -> None:
+def test_what_was_signed_before_a_rollback_is_brought_anew(run, coordinator, folder):
     # given an island that has brought a step, and a rollback, which makes new keys
     groups = run.add_step(0, version=0)
     brought = mirror(folder, run, coordinator)
@@ -159,9 +153,7 @@ def test_what_was_signed_before_a_rollback_is_brought_anew(
     assert len(reader.read(reader.manifest(0)).groups) == 4
 
 
-def test_roles_are_never_replaced_by_older_ones_or_by_another_roots(
-    run: Any, coordinator: FakeCoordinator, folder: Path
-) -> None:
+def test_roles_are_never_replaced_by_older_ones_or_by_another_roots(run, coordinator, folder):
     old = (run.path / "keys" / "roles.json").read_bytes()
     run.sign_roles()
     newest = coordinator.roles()
@@ -176,7 +168,7 @@ def test_roles_are_never_replaced_by_older_ones_or_by_another_roots(
         brought.bring_roles()
 
 
-def test_an_island_brings_its_own_groups_from_a_real_coordinator(tmp_path: Path) -> None:
+def test_an_island_brings_its_own_groups_from_a_real_coordinator(tmp_path):
     # given a step of a run with workers, that is closed
     spec = sampled_spec()
     site = Site(tmp_path, spec)
@@ -207,9 +199,7 @@ def test_an_island_brings_its_own_groups_from_a_real_coordinator(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("versions", "compared"), [((0, 5), True), ((5,), False)])
-def test_the_starting_model_comes_from_the_broadcast_tree(
-    run: Any, tmp_path: Path, versions: tuple[int, ...], compared: bool
-) -> None:
+def test_the_starting_model_comes_from_the_broadcast_tree(run, tmp_path, versions, compared):
     # given versions on a real origin: the first is the reference policy, or gone
     wanted = {"model.safetensors": bytes(5000), "config.json": b"{}"}
     roles = (run.path / "keys" / "roles.json").read_bytes()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -27,15 +24,7 @@ from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.roles import sign_roles
 from tests.broadcast.conftest import Served
-from tests.broadcast.fake_relay import (
-    FakeRelay,
-    Request,
-    flipped,
-    head,
-    held_until,
-    honest,
-    only,
-)
+from tests.broadcast.fake_relay import FakeRelay, Request, head, held_until
 from tests.waiting import eventually
 from verify.formats.islands import Contribution
 
@@ -104,9 +93,7 @@ def islands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Islands
         yield Islands(tmp_path, stack)
 
 
-def test_all_shares_of_a_step_arrive_in_the_order_of_the_record(
-    islands: Islands, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_all_shares_of_a_step_arrive_in_the_order_of_the_record(islands, caplog):
     # given the shares of two islands on real servers
     shares = [islands.offered(n, islands.serve(n), seed=s) for s, n in enumerate(("a", "b"))]
     fetcher = islands.fetcher()
@@ -126,7 +113,7 @@ def test_all_shares_of_a_step_arrive_in_the_order_of_the_record(
     assert arrays[0].tobytes() == share_of(1)
 
 
-def test_an_outer_state_comes_back_bit_for_bit(islands: Islands) -> None:
+def test_an_outer_state_comes_back_bit_for_bit(islands):
     theta, momentum = np.random.default_rng(0).normal(size=(2, N)).astype(np.float32)
     islands.store("a").put_outer(10, theta, momentum)
     digest = digest_bytes(theta.tobytes() + momentum.tobytes())
@@ -148,7 +135,7 @@ def test_an_outer_state_comes_back_bit_for_bit(islands: Islands) -> None:
         assert caught.value.place == url
 
 
-def test_an_object_of_another_size_is_refused_before_it_is_fetched(islands: Islands) -> None:
+def test_an_object_of_another_size_is_refused_before_it_is_fetched(islands):
     # given an island whose record names fewer bytes than its object has
     server = islands.fake("a")
     share = replace(islands.offered("a", server.url, step=5), bytes=SIZE - 1)
@@ -160,21 +147,7 @@ def test_an_object_of_another_size_is_refused_before_it_is_fetched(islands: Isla
     assert "mend or remove that island" in caught.value.remedy
 
 
-def test_a_flipped_byte_is_blamed_on_its_server_and_fetched_again(
-    islands: Islands, caplog: pytest.LogCaptureFixture
-) -> None:
-    # given a server that flips a bit of one chunk, once
-    server = islands.fake("a")
-    share = islands.offered("a", server.url)
-    chunk = sorted((islands.folder / "a" / RUN / "chunks").iterdir())[3].name
-    server.answer(chunk, only(1, flipped))
-    # when the share is fetched, then it is right, and the log names server and chunk
-    assert islands.fetcher().fetch_share(4, share, WAIT_S).tobytes() == share_of(0)
-    blame = [r.getMessage() for r in caplog.records if "sent something wrong" in r.getMessage()]
-    assert len(blame) == 1 and server.url in blame[0] and chunk[:16] in blame[0]
-
-
-def test_what_no_island_signed_is_not_believed(islands: Islands) -> None:
+def test_what_no_island_signed_is_not_believed(islands):
     # given a store whose roles name a key that the root's roles do not
     good, stranger = islands.roles, SigningKey.generate()
     islands.keys["a"] = stranger
@@ -194,17 +167,6 @@ def test_what_no_island_signed_is_not_believed(islands: Islands) -> None:
         fetcher.fetch_share(4, share, FAILS_S)
 
 
-def test_one_bad_share_ends_the_others_at_once(islands: Islands) -> None:
-    # given a share that never ends, and one of the wrong size
-    server = islands.fake("b")
-    slow = islands.offered("b", server.url)
-    server.answer("/chunks/", held_until(threading.Event()))
-    wrong = replace(islands.offered("a", islands.serve("a")), bytes=1)
-    # when both are fetched, then nobody waits for the first
-    with pytest.raises(BadObject, match="island a"):
-        islands.fetcher().fetch_shares(4, [slow, wrong], WAIT_S)
-
-
 def slowly(request: Request) -> None:
     """A chunk in ten pieces."""
     truth = request.truth or b""
@@ -214,9 +176,7 @@ def slowly(request: Request) -> None:
         request.write(truth[begin : begin + 100])
 
 
-def test_an_island_of_which_nothing_arrives_is_named(
-    islands: Islands, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_island_of_which_nothing_arrives_is_named(islands, monkeypatch):
     monkeypatch.setattr("learner_jax.islands.share_fetcher._LISTEN_EVERY_S", 0.02)
     # given a share that comes drop by drop, and one whose server does not answer
     server, silent = islands.fake("a"), islands.fake("b")
@@ -231,9 +191,7 @@ def test_an_island_of_which_nothing_arrives_is_named(
     assert found.tobytes() == share_of(0)
 
 
-def test_waits_are_reported_and_can_be_cancelled(
-    islands: Islands, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waits_are_reported_and_can_be_cancelled(islands, caplog, monkeypatch):
     monkeypatch.setattr("learner_jax.islands.share_fetcher.REPORT_EVERY_S", 0.02)
     server = islands.fake("b")
     share = islands.offered("b", server.url)
@@ -247,40 +205,7 @@ def test_waits_are_reported_and_can_be_cancelled(
             fetching.result()
 
 
-def fetch_until_killed(folder: Path, root: str, share: Contribution) -> None:
-    ShareFetcher(run=RUN, root_public_key=root, folder=folder).fetch_share(4, share, WAIT_S)
-
-
-def test_a_killed_fetch_goes_on_where_it_stopped(islands: Islands) -> None:
-    # given a process that is killed when all chunks but one have arrived
-    server = islands.fake("a")
-    share = islands.offered("a", server.url)
-    chunks = {path.name for path in (islands.folder / "a" / RUN / "chunks").iterdir()}
-    last = sorted(chunks)[-1]
-    server.answer(last, held_until(threading.Event()))
-    spawn = multiprocessing.get_context("spawn")
-    arguments = (islands.folder / "fetched", islands.root.public_hex, share)
-    process = spawn.Process(target=fetch_until_killed, args=arguments)
-    process.start()
-    partial = islands.folder / "fetched/a/.partial-v9/share.bin"
-
-    def arrived() -> int:
-        data = partial.read_bytes() if partial.exists() else b""
-        return sum(digest_bytes(data[i : i + 1000]) in chunks for i in range(0, len(data), 1000))
-
-    eventually(lambda: arrived() == len(chunks) - 1, "all chunks but one")
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    # when it is fetched again, then only the missing chunk is requested
-    server.answer(last, honest)
-    server.paths.clear()
-    fetcher = islands.fetcher()
-    assert fetcher.fetch_share(4, share, WAIT_S).tobytes() == share_of(0)
-    assert server.asked("/chunks/") == 1 and fetcher.received == 1000
-
-
-def test_a_put_may_be_repeated_and_a_differing_replay_is_told_apart(islands: Islands) -> None:
+def test_a_put_may_be_repeated_and_a_differing_replay_is_told_apart(islands):
     store = islands.store("a")
     digest = store.put_share(4, share_of(0))
     assert store.put_share(4, np.frombuffer(share_of(0), np.uint8)) == digest
@@ -290,24 +215,7 @@ def test_a_put_may_be_repeated_and_a_differing_replay_is_told_apart(islands: Isl
     assert caught.value.manifest_digest == digest
 
 
-def test_a_put_that_was_cut_short_is_completed_by_the_next(islands: Islands) -> None:
-    # given a crash before the manifest was written: some chunks, one of them torn
-    store = islands.store("a")
-    digest = store.put_share(4, share_of(0))
-    folder = islands.folder / "a" / RUN
-    whole = {path.name: path.read_bytes() for path in (folder / "chunks").iterdir()}
-    first, second, *_ = sorted(whole)
-    (folder / "chunks" / first).unlink()
-    (folder / "chunks" / second).write_bytes(b"torn")
-    (folder / "chunks" / ".tmp-0-left").write_bytes(b"over")
-    for name in ("versions/9/manifest.json", "latest.json"):
-        (folder / name).unlink()
-    # when it is put again, then all is there as it would have been
-    assert islands.store("a").put_share(4, share_of(0)) == digest
-    assert {path.name: path.read_bytes() for path in (folder / "chunks").iterdir()} == whole
-
-
-def test_the_newest_outer_states_and_all_shares_since_are_kept(islands: Islands) -> None:
+def test_the_newest_outer_states_and_all_shares_since_are_kept(islands):
     # given an outer state every second step; the next share may come before the outer state
     store, theta = islands.store("a"), np.zeros(4, np.float32)
     for step in range(5):
@@ -320,9 +228,7 @@ def test_the_newest_outer_states_and_all_shares_since_are_kept(islands: Islands)
     islands.store("b").keep(1)  # of an empty store
 
 
-def test_what_an_older_key_signed_is_removed(
-    islands: Islands, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_an_older_key_signed_is_removed(islands, caplog):
     islands.store("a").put_share(4, share_of(0))
     islands.keys["a"] = SigningKey.generate()
     islands.roles = islands.sign_roles(islands.keys)

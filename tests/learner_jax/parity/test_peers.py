@@ -141,11 +141,11 @@ CHECKS = [check_losses, check_head, check_advantages]
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("peer", PEERS)
-def test_ours_equal_what_the_peer_computed(peer: str, check: Any) -> None:
+def test_ours_equal_what_the_peer_computed(peer, check):
     check(peer, RECORDED[peer])
 
 
-def test_the_recorded_arrays_are_those_of_the_recorder() -> None:
+def test_the_recorded_arrays_are_those_of_the_recorder():
     assert json.loads(json.dumps(make_given())) == GIVEN
     assert set(TRL_LOSSES) - ANOTHER_FORMULA == set(OURS)
     assert set(TUNIX_LOSSES) <= set(OURS)
@@ -153,7 +153,7 @@ def test_the_recorded_arrays_are_those_of_the_recorder() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("peer", PEERS)
-def test_ours_equal_the_peer_itself(peer: str) -> None:
+def test_ours_equal_the_peer_itself(peer):
     if python_of(peer) is None:
         pytest.skip("RUNSPEC_PEERS names no environment of it")
     # when the installed peer computes anew

@@ -11,23 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from learner_jax.execution import Execution
 from learner_jax.leaves import load_params
-from learner_jax.model import bind
 from learner_jax.optimizer import learning_rate
 from learner_jax.sharding import make_mesh
 from learner_jax.step import build_programs
 from learner_jax.supervised import supervised_step
 from runspec.core.models.family import load_config
 from runspec.core.spec.schema import Mesh, Optimizer, ZLoss
-from tests.learner_jax.document_rows import rows_of, supervised_spec
 from tests.learner_jax.families import in_double
+from tests.learner_jax.test_supervised import rows_of, supervised_spec
 
 pytestmark = pytest.mark.slow
 
@@ -45,10 +42,12 @@ Z_LOSS = ZLoss(kind="logsumexp", coef=1e-3)
 TOLERANCE = {"float32": 1e-3, "float64": 1e-8}
 
 
-def save_llama(folder: Path, **sizes: int) -> Path:
-    """A random model, as transformers saves it."""
+def save_llama(folder: Path) -> Path:
+    """A small random model, as transformers saves it."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes)
+    sizes = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
@@ -120,16 +119,9 @@ def their_losses(
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "float64"])
-def test_fifty_updates_are_those_of_transformers_and_torch(dtype: str, tmp_path: Path) -> None:
+def test_fifty_updates_are_those_of_transformers_and_torch(dtype, tmp_path):
     # given a small llama, and documents
-    folder = save_llama(
-        tmp_path / "model",
-        hidden_size=24,
-        intermediate_size=36,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+    folder = save_llama(tmp_path / "model")
     spec = supervised_spec(
         dtype=dtype, steps=UPDATES, optimizer=OPTIMIZER, z_loss=Z_LOSS.model_dump()
     )
@@ -155,29 +147,3 @@ def test_fifty_updates_are_those_of_transformers_and_torch(dtype: str, tmp_path:
     expected = their_losses(folder, dtype, spec.optimizer, rates)
     # then the losses are the same
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE[dtype])
-
-
-def test_logits_of_six_layers_are_those_of_transformers(tmp_path: Path) -> None:
-    # given the shape of a small pretraining run
-    folder = save_llama(
-        tmp_path / "model",
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    packed = rows_of(supervised_spec(), documents()[0]).batch
-    config = load_config(folder)
-    # when a row of packed documents is computed, and each of them by transformers
-    policy = bind(config, load_params(folder, config, make_mesh(Mesh())))
-    batch = jax.tree.map(lambda x: x[:1], packed)
-    hidden = policy(batch.tokens, batch.segment_ids, batch.positions, Execution(jnp.float32))
-    logits = np.asarray(hidden @ policy.head_weight())[0]
-    model = load_llama(folder, "float32")
-    # then the logits are the same
-    for number in range(1, int(batch.segment_ids.max()) + 1):
-        own = batch.segment_ids[0] == number
-        tokens = torch.tensor(batch.tokens[0, own].astype(np.int64))
-        expected = model(tokens[None]).logits[0].detach().numpy()
-        assert np.linalg.norm(logits[own] - expected) < 1e-5 * np.linalg.norm(expected)

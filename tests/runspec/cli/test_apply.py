@@ -88,7 +88,6 @@ def unread_problems(monkeypatch):
 
 
 MATH = "- {name: math, kind: math}"
-LENGTH = "- {name: length, kind: target_length, form: exact, alpha: 0.02, targets: [8, 16]}"
 SECRET = "secrets: {HF_TOKEN: {from: {env: NO_SUCH_SECRET}}}"
 
 
@@ -97,15 +96,12 @@ SECRET = "secrets: {HF_TOKEN: {from: {env: NO_SUCH_SECRET}}}"
     [
         ("seed: 42", "sede: 42", ["spec.yaml:10:1", "sede", "did you mean seed"]),
         (MATH, MATH.replace("kind: math", "kind: maht"), ["spec.yaml:", "did you mean math"]),
-        ("kind: jsonl", "kind: jsnol", ["spec.yaml:", "jsnol", "did you mean jsonl"]),
-        ("{zero_variance: false}", "{zero_variance: false", ["spec.yaml:54:12", "not closed"]),
+        ("{zero_variance: false}", "{zero_variance: false", ["spec.yaml:55:12", "not closed"]),
         ("lr: 5e-4", 'lr: "1e-6"', ["spec.yaml:", "optimizer.lr", "1e-6"]),
         ("uri: problems.jsonl", "uri: gone.jsonl", ["data.sources.problems", "gone.jsonl"]),
         ("type: qwen2", "type: gpt2", ["spec.yaml:", "model.shape.model_type", "gpt2", "qwen2"]),
         (MATH, "- {name: code, kind: code}", ["math", "reward", "100"]),
-        ("{fsdp: 2}", "{fsdp: 3}", ["spec.yaml:", "learner.mesh", "3", "2"]),
         ("max_prompt_tokens: 64", "max_prompt_tokens: 4", ["problems", "max_prompt_tokens", "4"]),
-        (MATH, f"{MATH}\n  {LENGTH}", ["reward.length.targets", "16", "max_new_tokens = 16"]),
         ("budget:", f"{SECRET}\nbudget:", ["secrets.HF_TOKEN", "NO_SUCH_SECRET"]),
     ],
 )
@@ -152,7 +148,6 @@ def test_a_broken_reward_plug_in_is_found_before_a_role_starts(project, monkeypa
     [
         ("mine", [], "no directory"),
         ("./mine", ["tokenizer.json"], "mine has no config.json, no *.safetensors"),
-        ("./mine", ["config.json", "tokenizer.json"], "mine has no *.safetensors"),
         ("./mine", ["config.json", "model.safetensors"], "mine has no tokenizer.json"),
     ],
 )

@@ -14,7 +14,6 @@ import sys
 import zlib
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -161,7 +160,6 @@ WITH = ("nothing", "--with", "lm-eval")
     ("words", "code", "message"),
     [
         (("MODEL", "--suite", "SUITE", "--set", "evaluations.all.source=x"), 1, "no source x"),
-        (("MODEL", "--suite", "SUITE", "--set", "evaluations.all.smaples=2"), 1, "unknown key"),
         (("MODEL",), 1, "no evaluation"),
         (("nothing@1", "--suite", "SUITE"), 1, "no run 'nothing'"),
         (("nothing@new", "--suite", "SUITE"), 2, "no version: 'new'"),
@@ -199,49 +197,46 @@ class FakeTool:
         raise NotImplementedError
 
 
-@dataclass
-class Beside:
-    """A folder for what a tool makes, and what stands for the server: a process that goes on."""
-
-    out: Path
-    server: subprocess.Popen[bytes]
-
-    def run(self, program: str, *more: str) -> bool:
-        python = Path(sys.executable)
-        asked = Asked(python, "", "m", self.out, 64, "task", self.out, more)
-        with StopSignals() as stops:
-            return run_tool(FakeTool(program), asked, self.server, self.out / "server.log", stops)
-
-
 @pytest.fixture
-def beside(tmp_path):
+def run(tmp_path):
+    """Runs a tool beside what stands for the server: a process that goes on.
+
+    A program is told, after its other arguments, the folder and the server's process.
+    """
     (tmp_path / "server.log").write_text("out of memory\n")
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        yield Beside(tmp_path, process)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as server, StopSignals() as stops:
+
+        def run(program: str, *more: str) -> bool:
+            more = (*more, str(tmp_path), str(server.pid))
+            asked = Asked(Path(sys.executable), "", "m", tmp_path, 64, "task", tmp_path, more)
+            return run_tool(FakeTool(program), asked, server, tmp_path / "server.log", stops)
+
+        yield run
 
 
-def test_what_a_tool_prints_goes_to_its_log_and_into_the_error_if_it_fails(beside):
-    program = "import os, sys; print(os.environ['RUNSPEC_API_KEY'], sys.argv[1:])"
-    assert beside.run(program, "-T", "a=b")
-    assert (beside.out / LOG_NAME).read_text() == "none ['-T', 'a=b']\n"
+def test_what_a_tool_prints_goes_to_its_log_and_into_the_error_if_it_fails(run, tmp_path):
+    program = "import os, sys; print(os.environ['RUNSPEC_API_KEY'], sys.argv[1:3])"
+    assert run(program, "-T", "a=b")
+    assert (tmp_path / LOG_NAME).read_text() == "none ['-T', 'a=b']\n"
     with pytest.raises(UserError, match="exit code 3\nno such task"):
-        beside.run("import sys; print('no such task'); sys.exit(3)")
+        run("import sys; print('no such task'); sys.exit(3)")
 
 
 @pytest.mark.parametrize("ending", ["server", "signal"])
-def test_a_tool_ends_with_the_server_or_on_a_signal(beside, ending):
+def test_a_tool_ends_with_the_server_or_on_a_signal(run, tmp_path, ending):
     # given a tool that asks for ever, once it runs
     program = (
         "import os, pathlib, signal, sys\n"
-        "pathlib.Path(sys.argv[1], 'pid').write_text(str(os.getpid()))\n"
-        "os.kill(int(sys.argv[2]), int(sys.argv[3]))\n"
+        "number, ours, folder, server = sys.argv[1:]\n"
+        "pathlib.Path(folder, 'pid').write_text(str(os.getpid()))\n"
+        "os.kill(int(server if number == '9' else ours), int(number))\n"
         "signal.pause()\n"
     )
     # when the server dies, or the user presses Ctrl-C
     if ending == "server":
         with pytest.raises(UserError, match="the server ended with exit code -9\nout of memory"):
-            beside.run(program, str(beside.out), str(beside.server.pid), "9")
+            run(program, "9", "")
     else:
-        assert not beside.run(program, str(beside.out), str(os.getpid()), "15")
+        assert not run(program, "15", str(os.getpid()))
     # then the tool is gone
-    assert not Path("/proc", (beside.out / "pid").read_text()).exists()
+    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()

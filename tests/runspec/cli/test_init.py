@@ -59,7 +59,8 @@ def spec_of(folder: Path) -> RunSpec:
 def model(tmp_path_factory):
     """A small model's directory, whose chat template opens the thinking."""
     folder = write_model(tmp_path_factory.mktemp("models") / "mine")
-    template = "{% for each in messages %}{{ each['content'] }}\n{% endfor %}<think>"
+    template = "{% for each in messages %}{{ each['content'] }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<think>{% endif %}"
     config = {**tokenizer_config(), "chat_template": template}
     tokenizer = build_tokenizer([], 1024)
     (folder / "tokenizer.json").write_text(tokenizer.to_str())
@@ -109,11 +110,13 @@ def test_lengths_follow_from_the_model(tmp_path, model):
     small = write_model(tmp_path / "small", template="{{ messages }}")
     shape = {**json.loads((model / "config.json").read_text()), "max_position_embeddings": 128}
     (small / "config.json").write_text(json.dumps(shape))
-    for each, context, length, prefill in ((model, 40960, 512, False), (small, 128, 128, True)):
+    forms = ((model, 40960, 512, "required"), (small, 128, 128, "none"))
+    for each, context, length, thinking in forms:
         assert init(tmp_path / f"{context}", "model", each).returncode == 0
         spec = spec_of(tmp_path / f"{context}")
         assert (spec.model.hf, spec.model.max_context) == (str(each), context)
-        assert (spec.samplers[0].max_model_len, spec.data.think_prefill) == (length, prefill)
+        assert (spec.samplers[0].max_model_len, spec.data.thinking) == (length, thinking)
+        assert not spec.data.think_prefill
 
 
 def test_a_model_of_the_hub_is_pinned_where_it_is_in_the_cache(tmp_path, monkeypatch, model):
@@ -136,7 +139,7 @@ def test_problems_that_are_there_stay(tmp_path):
     assert len({json.loads(line)["problem_id"] for line in lines}) == 500
 
 
-@pytest.mark.parametrize("name", ["2026", "1e5", "null", "on", "a-b_c"])
+@pytest.mark.parametrize("name", ["1e5", "on"])
 def test_a_name_stays_text(tmp_path, name):
     assert runspec("init", tmp_path, "--name", name).returncode == 0
     assert spec_of(tmp_path).name == name
@@ -150,7 +153,6 @@ def test_a_name_stays_text(tmp_path, name):
         (["x", "-t", "model"], ["none is named", "--model DIR"]),
         (["x", "--model", "m"], ["the template laptop has a model", "--template model"]),
         (["x", "-t", "model", "--model", "./m"], ["no directory", "/m'", "ORG/NAME"]),
-        (["x", "-t", "model", "--model", "m"], ["no directory", "/m'", "ORG/NAME"]),
         (["x", "-t", "model", "--model", "."], ["no directory", "config.json"]),
         (["x", "-t", "model", "--model", "other"], ["mamba", "other/config.json"]),
         (["x", "-t", "modle"], ["modle", "node-8gpu"]),

@@ -271,8 +271,8 @@ def test_the_end_of_a_run_names_the_model_and_what_is_missing(trained):
 
 ROW = {"step": 11, "task_reward": 0.4567, "reward": -0.2, "length_error": 7.89, "lag_mean": 1.25,
        "lag_max": 2, "tokens_per_s": 4000.0, "sampler_tokens_per_s": 8123.4}  # fmt: skip
-RUNNING = RoleRow("learner", "running", 0, 41, 7, 0.0)
-ROLES = [RUNNING, RoleRow("relay-eu", "backoff", 3, None, None, 0.0)]
+WAITING = RoleRow("relay-eu", "backoff", 3, None, None, 0.0)
+ROLES = [RoleRow("learner", "running", 0, 41, 7, 0.0), WAITING]
 
 
 def test_plain_lines_say_every_change_but_not_every_step():

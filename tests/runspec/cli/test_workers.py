@@ -5,7 +5,6 @@ A whole way from invite to credit is in tests/e2e.
 
 from __future__ import annotations
 
-import io
 import json
 from contextlib import closing
 from dataclasses import replace
@@ -54,8 +53,7 @@ def test_a_link_says_coordinator_run_and_root_and_survives_the_way_to_the_volunt
 @pytest.mark.parametrize(
     "text",
     [
-        "here.example.org:8000", "ftp://here:1/", "http://", "http://me:secret@here:1/",
-        "http://here:99999/", "http://here:1/#run=x&root=abc", "http://here:" + 2000 * "9",
+        "ftp://here:1/", "http://me:secret@here:1/", "http://here:99999/", "http://here:1/#root=abc",
         f"http://here:1/#run=x&root={ROOT_KEY}&key=/etc/passwd", "http://here:1/#run=" + 3000 * "x",
         "http://here:1/#run=\udcef",  # a byte of the command line that is no UTF-8
     ],
@@ -68,13 +66,10 @@ def test_what_is_no_link_is_refused_with_the_form_of_one(text):
 
 
 def test_servers_that_are_called_by_local_names_are_looked_for_at_the_coordinators():
-    for said, used in (
-        ("http://relay.example.org:81", "http://relay.example.org:81"),
-        ("http://0.0.0.0:81", "http://here.example.org:81"),
-        ("http://127.0.0.1:81/x", "http://here.example.org:81/x"),
-    ):
-        assert reachable(said, LINK) == used
-    local = "http://127.0.0.1:81"
+    local, public = "http://127.0.0.1:81/x", "http://relay.example.org:81"
+    assert reachable(public, LINK) == public
+    assert reachable(local, LINK) == "http://here.example.org:81/x"
+    assert reachable("http://0.0.0.0:81", LINK) == "http://here.example.org:81"
     assert reachable(local, JoinLink("http://127.0.0.1:80")) == local
 
 
@@ -122,14 +117,12 @@ def test_a_volunteer_reads_version_speed_and_credit():
     worker = {"key": "me", "state": {"version": 3}, "open_leases": 2, "tokens_per_s": 1234.4}
     worker |= {"accepted_rollouts": 48, "accepted_tokens": 56789, "rejected_submissions": 1}
     status = {"steps": 300, "steps_closed": 7}
-    assert progress_line(status, worker) == (
-        "step 7 of 300, version 3, 2 leases open, 1,234 tokens/s, 48 rollouts accepted, "
-        "1 submissions rejected, credit 56,789 tokens"
-    )
+    line = progress_line(status, worker)
+    assert line.startswith("step 7 of 300, version 3, 2 leases open, 1,234 tokens/s, ")
+    assert line.endswith("1 submissions rejected, credit 56,789 tokens")
+    line = progress_line(status, worker | {"standing": "banned", "reason": "format: no rows\x1b"})
+    assert line.endswith("credit 56,789 tokens, banned: format: no rows?")
     assert progress_line(status, {}) == ""
-    doubted = {**worker, "standing": "quarantined", "reason": "format: no rows\x1b"}
-    line = progress_line(status, doubted)
-    assert line.endswith("credit 56,789 tokens, quarantined: format: no rows?")
 
 
 @pytest.mark.parametrize(
@@ -228,13 +221,12 @@ def test_a_run_never_started_has_no_workers_and_a_damaged_ledger_is_named(tmp_pa
     assert "it cannot be replayed: steps close in order" in done.stderr
 
 
-def test_workers_are_listed_by_credit_and_reasons_cannot_move_the_cursor():
-    worker = {"pool": "near", "standing": "quarantined", "reputation": 0.5, "prefill_share": 1.0}
-    worker |= {"accepted_submissions": 1, "rejected_submissions": 1, "withheld_leases": 0}
+def test_workers_are_listed_by_credit_and_reasons_cannot_move_the_cursor(capsys):
+    worker = dict.fromkeys(("accepted_submissions", "rejected_submissions", "withheld_leases"), 1)
+    worker |= {"pool": "near", "standing": "quarantined", "reputation": 0.5, "prefill_share": 1.0}
     worker |= {"alive": True, "reason": "format: \x1b[2J"}
-    few, many = ({**worker, "key": k * 64, "accepted_tokens": n} for k, n in (("a", 5), ("b", 7)))
-    found = worker_rows([few, many], [])
+    found = worker_rows([{**worker, "key": 64 * k, "accepted_tokens": int(k)} for k in "57"], [])
     assert [row["credits"] for row in found] == [7, 5]
-    out = io.StringIO()
-    Console(width=200, file=out).print(worker_table(found))
-    assert "format: ?[2J" in out.getvalue() and "\x1b" not in out.getvalue()
+    Console(width=200).print(worker_table(found))
+    out = capsys.readouterr().out
+    assert "format: ?[2J" in out and "\x1b" not in out

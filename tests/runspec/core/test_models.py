@@ -68,11 +68,8 @@ def test_a_named_model_has_its_published_parameters(name):
     assert shapes == in_transformers(fields)[1]
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == PUBLISHED_PARAMETERS[name]
     assert parameter_count(config) == PUBLISHED_PARAMETERS[name]
-
-
-def test_a_name_is_no_path():
-    for name in ("Qwen/None", "../models/Qwen--QwQ-32B", "Qwen--QwQ-32B", ""):
-        assert named_model(name) is None, name
+    # and a name is no path
+    assert named_model(f"../models/{name.replace('/', '--')}") is None
 
 
 @pytest.mark.parametrize(
@@ -98,7 +95,6 @@ def test_what_a_config_leaves_out_is_what_transformers_assumes(family, said):
     [
         ("llama", {"sliding_window": 8}, None, ""),
         ("mistral", {"sliding_window": None}, None, ""),
-        ("mistral", {"sliding_window": 8}, 8, "sliding window begins to tell above 8"),
         ("mistral", {}, 4096, "sliding window begins to tell above 4096"),
         ("qwen2", {"sliding_window": 8}, None, ""),
         ("qwen2", WINDOW, None, ""),  # 28 layers before it
@@ -128,14 +124,11 @@ def test_a_window_and_dynamic_rope_limit_the_rows(family, fields, longest, messa
         ("qwen2", {"dual_chunk_attention_config": {"a": 1}}, "dual_chunk_attention_config"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
         ("llama", {"rope_scaling": {"type": "longrope"}}, "RoPE scaling 'longrope'"),
-        ("llama", {"rope_parameters": {"rope_type": "proportional"}}, "RoPE scaling 'proport"),
         ("llama", {"rope_parameters": {"full_attention": {}}}, "differs between layers"),
-        ("llama", {"rope_scaling": {"type": "linear"}}, "factor is None, not a positive"),
         ("llama", {"rope_scaling": {"type": "linear", "factor": True}}, "factor is True"),
         ("llama", {"rope_scaling": {"type": "yarn", "factor": float("nan")}}, "factor is nan"),
         ("llama", {"rope_scaling": {"type": "yarn", "factor": 2, "truncate": 1}}, "truncate is 1"),
         ("llama", {"rope_scaling": "yarn"}, "differs between layers"),
-        ("llama", {"rope_theta": 0}, "rope_theta is 0"),
         ("llama", {"rope_theta": 1}, "not above 1"),
         ("llama", {"num_key_value_heads": 4}, "6 query heads do not share 4"),
         ("llama", {"head_dim": 5}, "head_dim is 5: RoPE turns pairs"),
@@ -184,10 +177,8 @@ def test_a_shape_that_no_config_can_say_is_not_written():
 @pytest.mark.parametrize(
     ("fields", "slices", "count"),
     [
-        ({"topology": "4x4x4"}, 1, 64),
         ({"topology": "4x4"}, 2, 32),
         ({"topology": "2x2", "count": 5}, 1, 4),
-        ({"count": 8}, 1, 8),
         ({}, 1, None),
         ({"topology": "4x"}, 1, None),
     ],
@@ -203,10 +194,8 @@ def test_devices_are_counted_over_topology_and_slices(fields, slices, count):
         ("TPU v5 lite", "tpu-v5e"),
         ("TPU v5", "tpu-v5p"),
         ("NVIDIA A100-SXM4-40GB", "a100-40g"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
         ("NVIDIA H100 80GB HBM3", "h100-80g"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA L40S", "l40s"),
     ],
 )
 def test_a_device_is_found_by_the_name_that_jax_gives_it(name, kind):
@@ -252,8 +241,7 @@ def test_the_assistants_turns_are_found_with_and_without_a_mark():
     assert said(MARKED) == ["add(1, 2)</s>", "3 \u00e9t\u00e9</s>"]
     # without a mark a turn reaches up to the next
     assert said(PLAIN) == ["add(1, 2)</s>\n", "3 \u00e9t\u00e9</s>\n"]
-    for template in (MARKED, PLAIN):
-        assert said(template, TALK[:2]) == []
+    assert said(MARKED, TALK[:2]) == said(PLAIN, TALK[:2]) == []
     # and marks do not change the text
     template = ChatTemplate(MARKED, {}, "model")
     text, _ = template.spans(TALK)
@@ -261,8 +249,10 @@ def test_the_assistants_turns_are_found_with_and_without_a_mark():
     assert text.startswith("<system>Add.</s><user>1 + 2?</s><assistant>add(1, 2)</s><tool>3</s>")
 
 
-@pytest.mark.parametrize("content", ["\ue0f0", "a\ue0f1b", "\ue0f0both\ue0f1", "\ue0f1\ue0f0"])
-@pytest.mark.parametrize("role", ["user", "assistant"])
+@pytest.mark.parametrize(
+    ("role", "content"),
+    [("user", "\ue0f0"), ("assistant", "a\ue0f1b"), ("assistant", "\ue0f1\ue0f0")],
+)
 def test_a_message_cannot_hold_the_mark(role, content):
     talk = [*TALK, {"role": role, "content": content}]
     with pytest.raises(UserError, match=f"U\\+{ord(content.strip('ab')[0]):04X}, which is res"):

@@ -71,7 +71,6 @@ def test_a_directory_is_pinned_file_by_file(tmp_path, policy):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda m: (m / "config.json").write_text("{}"), "config.json is not the file of the lock"),
         (lambda m: (m / "tokenizer.json").unlink(), "tokenizer.json is in the lock, and not here"),
         (lambda m: write_weights(m / "model.safetensors", b"4321"), "model.safetensors is not the"),
         (lambda m: (m / "chat_template.jinja").touch(), "chat_template.jinja is not in the lock"),
@@ -203,13 +202,8 @@ def test_what_is_neither_here_nor_in_the_spec_is_left_open(tmp_path):
     ("text", "said"),
     [
         ("", "an empty file"),
-        ("- 1", "no lock: Input should be a valid dict"),
         ("version: [", "broken YAML"),
-        ("version: runspec-lock/v9", "version: Input should be 'runspec-lock/v2'"),
         ("version: runspec-lock/v2\nextra: 1", ":2:8: no lock: extra"),
-        ("version: runspec-lock/v2\npins: {model: {source: a, commit: main}}", "pins.model.commit"),
-        ("version: runspec-lock/v2\npins: {model: {source: a, files: {b: {}}}}", "files.b.size"),
-        ("version: !!python/none x", "tag"),
         ("a: " + "x" * 300_000, "larger than"),
         ("\udcff", "cannot read the lock"),
     ],

@@ -127,7 +127,7 @@ def test_who_is_banned(strategy, expected, tmp_path):
 @pytest.mark.parametrize(
     "when",
     [
-        *("kind: delay, margin: 500ms", "kind: delay, after: 600ms", "kind: delay, after: 900ms"),
+        *("kind: delay, margin: 500ms", "kind: delay, after: 600ms"),
         "kind: late, record: 2, after: 300ms",
     ],
 )
@@ -297,10 +297,7 @@ PLAIN = "workers:\n  - {name: own, count: 1}\n"
         (PLAIN + "  - {name: x, count: 1, stay: 3h}\n", "swarm.yaml:3:25: error unknown-key"),
         (PLAIN + "  - {name: x, count: 1, stay: 3h}\n", "did you mean stays?"),
         (PLAIN + "  - {name: x, count: 1, stays: 3}\n", "swarm.yaml:3:32"),
-        (PLAIN + "  - {name: x}\n", "workers.x.count: a required key is missing"),
-        (PLAIN + "  - {name: x, count: 1, strategy: {kind: rubish}}\n", "did you mean rubbish?"),
         (PLAIN + "  - {name: own, count: 1}\n", "two groups of one name"),
-        ("workers: []\n", "workers"),
         ("- 1\n", "a map was expected"),
         ("workers: [\n", "broken YAML"),
     ],
@@ -313,20 +310,16 @@ def test_what_is_wrong_is_said_with_its_place(text, said, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "said"),
+    ("own", "code", "said"),
     [
         (None, 2, "swarm.yaml: cannot be read"),
-        ("workers: [{name: own, count: 1, pool: elsewhere}]\n", 1, "the run has no pool 'elsewher"),
-        (
-            "workers: [{name: own, count: 1, hardware: {kind: cpu}}]\n",
-            1,
-            "the speed of cpu is not ",
-        ),
+        ("pool: elsewhere", 1, "the run has no pool 'elsewhere'"),
+        ("hardware: {kind: cpu}", 1, "the speed of cpu is not "),
     ],
 )
-def test_a_swarm_that_does_not_fit_the_spec_is_named(text, code, said, tmp_path):
-    if text is not None:
-        (tmp_path / "swarm.yaml").write_text(text)
+def test_a_swarm_that_does_not_fit_the_spec_is_named(own, code, said, tmp_path):
+    if own is not None:
+        (tmp_path / "swarm.yaml").write_text(f"workers: [{{name: own, count: 1, {own}}}]\n")
     ended = runspec("simulate", *LAPTOP, "--swarm", tmp_path / "swarm.yaml")
     assert ended.returncode == code and said in ended.stderr
     assert code == 2 or "own" in ended.stderr

@@ -92,7 +92,6 @@ def test_the_page_has_every_field_as_a_sentence_and_every_class_of_change():
         ("samplers.volunteers.dtype", "samplers.<name>.dtype"),
         ("samplers.volunteers", "samplers"),
         ("data.sources.words.params.min_word_len", "data.sources.<name>.params"),
-        ("learner.mesh.fsdp", "learner.mesh.fsdp"),
         ("secrets.HF_TOKEN.from.env", "secrets.<name>.from.env"),
     ],
 )

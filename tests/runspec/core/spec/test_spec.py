@@ -51,10 +51,8 @@ TERMS = "{spelling: null, graded: {kind: reasoning_gym}, length: {alpha: 0.2}}"
         ("algorithm: {clip: {delta: null}}", ["algorithm.clip="], {"algorithm.clip.delta": 4.0}),
         ("", ["algorithm.clip.delta=", "algorithm.clip.delta=6"], {"algorithm.clip.delta": 6.0}),
         # --set takes YAML values and addresses named objects
-        ("", ["optimizer.betas=[0.5, 0.6]"], {"optimizer.betas": (0.5, 0.6)}),
         ("", ["optimizer.lr=1e-6"], {"optimizer.lr": 1e-6}),
         ("", ["algorithm.clip={delta: 5}"], {"algorithm.clip.delta": 5.0}),
-        ("", ["samplers.pool.dtype=float32"], {"samplers.pool.dtype": "float32"}),
         ("", ["reward.length.alpha=0.25"], {"reward.length.alpha": 0.25}),
         ("", ["verify.lease_timeout=90s"], {"verify.lease_timeout": 90.0}),
         # variables fill values, whole or in part
@@ -127,19 +125,15 @@ def test_every_finding_is_reported_in_one_pass_at_its_exact_place(tmp_path):
     [
         # unknown keys, at every depth
         ("modle: {}", "unknown-key: modle: *(did you mean model?)"),
-        ("model: {maxcontext: 1}", "unknown-key: model.maxcontext: *(did you mean max_context?)"),
-        ("samplers: {pool: {sampling: {temprature: 1}}}", "unknown-key: *temprature: *perature?)"),
         ("broadcast: {relays: {eu: {urls: x}}}", "unknown-key: broadcast.relays.eu.urls: *url?)"),
         ("secrets: [{name: t, from: {envv: T}}]", "unknown-key: secrets.t.from.envv: *env?)"),
         ("verify: {xyz: 1}", "unknown-key: verify.xyz: *(known here: validators, hardware, *"),
         # values that no process could use
         ("verify: {lease_timeout: 0s}", "bad-value: verify.lease_timeout: a duration above zero*"),
         ("secrets: [{name: A=B, from: {env: T}}]", "bad-value: secrets.A=B.name: string should *"),
-        ("secrets: [{name: t, from: {env: ''}}]", "bad-value: secrets.t.from.env: string shou*"),
         # variables that cannot be filled
         ("steps: ${NO}", "variable: steps: variable NO is not set*"),
         ("name: ${EMPTY:?a name}", "variable: name: variable EMPTY is empty: a name*"),
-        ("name: ${NO:?a name}", "variable: name: variable NO is not set: a name*"),
         ("name: a${V", "variable: name: a variable is written ${NAME} or*"),
         ("steps: ${LONG}", "variable: steps: a number of 80 characters*"),
         ("steps: ${LIST}", "wrong-type: steps: a whole number was expected*"),
@@ -175,7 +169,6 @@ def test_a_secret_never_becomes_a_value(tmp_path):
     ("extends", "expected"),
     [
         ("[gone.yaml]", f"{EXTENDS}no file"),
-        ("[circle.yaml]", f"{EXTENDS}no file"),
         (f"[{'a' * 300}.yaml]", f"{EXTENDS}cannot read"),
         ("[/etc/passwd]", f"{EXTENDS}'/etc/passwd' is no .yaml file"),
         ("[secret.yaml]", f"{EXTENDS}'secret.yaml' is no .yaml file"),
@@ -186,7 +179,6 @@ def test_a_secret_never_becomes_a_value(tmp_path):
 )
 def test_bad_extends_are_named_at_the_file_name(tmp_path, extends, expected):
     path = small_spec(tmp_path)
-    (tmp_path / "circle.yaml").symlink_to("circle.yaml")
     write(tmp_path / "credentials", "password: hunter2 : x")
     (tmp_path / "secret.yaml").symlink_to("credentials")
     path.write_text(f"extends: {extends}\n")
@@ -268,8 +260,6 @@ budget: {max_hours: 2}
     ("text", "place", "path"),
     [
         ("steps: 5", "4:1", "steps"),
-        ("algorithm: {kl: {coef: 0.0}}", "4:18", "algorithm.kl.coef"),
-        ("learner: {compute_dtype: float32}", "4:11", "learner.compute_dtype"),
         ("samplers: {pool: {dtype: float32}}", "4:19", "samplers.pool.dtype"),
         ("samplers: [{name: pool, trust: trusted}]", "4:25", "samplers.pool.trust"),
         ("samplers: {pool: null}", "4:12", "samplers.pool"),
@@ -277,7 +267,6 @@ budget: {max_hours: 2}
         ("samplers: {more: {replicas: 1}}", "4:12", "samplers.more"),
         ("samplers: [{replicas: 1}]", "4:12", "samplers"),
         ("reward: {length: {alpha: 0.2}}", "4:19", "reward.length.alpha"),
-        ("verify: {prefill_share: 0.0}", "4:10", "verify.prefill_share"),
         ("model: null", "4:1", "model"),
     ],
 )
@@ -294,7 +283,6 @@ def test_what_is_the_recipes_is_refused_and_left_out(tmp_path, text, place, path
     ("head", "text", "said"),
     [
         # a file that says of itself that it is a spec, with much that a placement may not say
-        ("version: runspec/v1\n", "steps: 5\nseed: 3\n", "site.yaml:1:1: {}kind: a file of kind"),
         ("version: runspec/v1\nkind: Run\n", "steps: 5\n", "site.yaml:2:7: {}kind: a file of kind"),
         ("", "steps: 5\nseed: 3\n", "site.yaml:1:1: {}kind: a file of kind"),
         # files that it extends are held to the same
@@ -338,9 +326,8 @@ def test_one_learner_has_no_islands_and_a_count_becomes_members():
 @pytest.mark.parametrize(
     ("islands", "code", "message"),
     [
-        ("{}", "bad-value", "exactly one of members and count"),
-        ("{count: 2, members: [{name: a}]}", "bad-value", "exactly one of members and count"),
         ("{members: []}", "bad-value", "exactly one of members and count"),
+        ("{count: 2, members: [{name: a}]}", "bad-value", "exactly one of members and count"),
         ("{members: [{name: a}, {name: a}]}", "duplicate-name", "'a'"),
     ],
 )
@@ -352,11 +339,8 @@ def test_islands_that_contradict_themselves_are_found(islands, code, message):
 
 def test_the_sparse_codec_goes_without_momentum():
     sparse = {"count": 2, "codec": {"kind": "sparse"}}
-    for fields, momentum in (
-        ({"count": 2}, 0.9),
-        (sparse, 0.0),
-        ({**sparse, "outer": {"momentum": 0.5}}, 0.5),
-    ):
+    own = {**sparse, "outer": {"momentum": 0.5}}
+    for fields, momentum in (({"count": 2}, 0.9), (sparse, 0.0), (own, 0.5)):
         assert Islands.model_validate(fields).outer.momentum == momentum
 
 

@@ -53,21 +53,15 @@ def read(text: str) -> Any:
     return to_python(document.root)
 
 
-NUMBERS_AS_READ = {
-    "1e-6 3E7 1. .5 -0.25e+2 .inf -.INF": [1e-6, 3e7, 1.0, 0.5, -25.0, math.inf, -math.inf],
-    "010 -07 0o10 0x1F +12": [10, -7, 8, 31, 12],
-}
-WORDS_AS_READ = {"null": None, "NULL": None, "~": None, "": None, "true": True, "False": False}
-TEXT_AS_READ = ["on", "yes", "nUll", "1_000", "0b11", "12:30:45", "2024-01-01", "1e", "="]
-
-
 def test_plain_scalars_follow_the_core_schema():
-    wanted = WORDS_AS_READ | {text: text for text in TEXT_AS_READ}
-    for texts, numbers in NUMBERS_AS_READ.items():
-        wanted |= dict(zip(texts.split(), numbers, strict=True))
-    found = {text: resolve_scalar(text) for text in wanted}
-    assert found == wanted
-    assert list(map(type, found.values())) == list(map(type, wanted.values()))
+    for texts, wanted in (
+        ("1e-6 3E7 1. .5 -0.25e+2 .inf -.INF", [1e-6, 3e7, 1.0, 0.5, -25.0, math.inf, -math.inf]),
+        ("010 -07 0o10 0x1F +12 null ~ true False", [10, -7, 8, 31, 12, None, None, True, False]),
+        (text := "on yes nUll 1_000 0b11 12:30:45 2024-01-01 1e =", text.split()),
+    ):
+        found = [resolve_scalar(each) for each in texts.split()]
+        assert (found, list(map(type, found))) == (wanted, list(map(type, wanted)))
+    assert resolve_scalar("") is None
 
 
 def test_every_node_knows_where_it_was_written():
@@ -84,21 +78,16 @@ def test_every_node_knows_where_it_was_written():
     [
         ("a: [1", 1, 4, "the [ that opens here is not closed before the end"),
         ("a: {b: 1\nc: 2\n", 1, 4, "the { that opens here is not closed before line 2"),
-        ("a:\n  - {b: 1\n  - {c: 2}\n", 2, 5, "the { that opens here is not closed before line 3"),
         ('a: "b\nc: "d"\n', 1, 4, 'the " that opens here is not closed before line 2'),
-        ("a: [1, 2}\nb: 1\n", 1, 9, "expected ',' or ']'"),
         ("a: b: c", 1, 5, "put text with a colon in quotes"),
         ("a:\n\tb: 1\n", 2, 1, "YAML takes no tabs"),
         ("a:\n   b: 1\n  c: 2\n", 3, 3, "indent the keys of a map alike"),
         ('{"a": 1}\n{"a": 2}\n', 2, 1, "this looks like a file of rows"),
         ("a: 1\n--- \nb: 2", 2, 1, "a second document"),
         ("x: 1\na: !!python/object:os.system 1", 2, 4, "tag"),
-        ("a: ! 1", 1, 4, "tag"),
         ("? [1, 2]\n: 3", 1, 3, "a key must be a word"),
         ("a: *nobody", 1, 4, "alias *nobody"),
-        ("a: &x [*x]", 1, 8, "alias *x"),
         ("a: '\ttab\x07'", 1, 1, "broken YAML"),
-        ('a: "\\Uffffffff"', 1, 1, "broken YAML"),
         ('a: "\\ud800"', 1, 4, "no text"),
         ("a: " + "9" * 100, 1, 4, "a number of 100 characters"),
         ("a: " + "[" * 5000, 1, 36, "nested deeper"),
@@ -162,46 +151,33 @@ def test_amounts_read_back_exactly(quantity, data):
     assert quantity.parse(quantity.format(amount)) == amount
 
 
-def comments(text: str) -> list[tuple[int, int, int]]:
-    """(line of the comment, first and last line that it is about) of each `# runspec:`."""
-    return [(c.place.line, c.first, c.last) for c in parse_yaml(text, "f.yaml").comments]
-
-
 @pytest.mark.parametrize(
     ("text", "lines"),
     [
+        # line of the comment, first and last line that it is about
         ("x: 1\na: 1 # runspec: x\nb: 2\n", (2, 2, 2)),  # behind a value
         ("x: 1\n#runspec: x\na: 1\nb: 2\n", (2, 3, 3)),  # above a value
-        ("x: 1\n# runspec: x\n\n# more\na: 1\n", (2, 5, 5)),  # above blanks and comments
         ("x: 1\na: # runspec: x\n  b:\n    - c\n  d: 2\ne: 3\n", (2, 2, 5)),  # behind a block
-        # above a block, to its last line that says something
-        ("x: 1\n# runspec: x\na:\n  b: 1\n\n  c: 2\n# other\nd: 3\n", (2, 3, 6)),
+        # above blanks, comments and a block, to its last line that says something
+        ("x: 1\n# runspec: x\n\n# more\na:\n  b: 1\n\n  c: 2\n# other\nd: 3\n", (2, 5, 8)),
         ("x: 1\na:\n- b: 1 # runspec: x\n  c: 2\n- d: 3\n", (3, 3, 4)),  # an item of a list
         # behind a map in braces that goes on, and inside one
         ("x: 1\na: {b: 1, # runspec: x\n    c: [2,\n    3]}\nd: 1\n", (2, 2, 4)),
-        ("x: 1\na: {b: 1,\n    c: 2, # runspec: x\n    d: 3}\n", (3, 3, 3)),
         ("x: 1\na: | # runspec: x\n  text\n\n  more\nb: 1\n", (2, 2, 5)),  # a block scalar
         ("x: 1\na: one\n  two # runspec: x\n", (3, 3, 3)),  # the end of a scalar
         ("# runspec: x\na: 1\n", (1, 1, 2)),  # above everything: the file too
         ("---\n# runspec: x\na: 1\n", (2, 1, 3)),  # below the document's start
         ("x: 1\n# runspec: x", (2, 3, 0)),  # about nothing
         ("x: 1\r\na: 1 # runspec: x\r\nb: 2\r\n", (2, 2, 2)),  # lines as Windows ends them
+        # text in scalars and broken files hold none
+        *((text, None) for text in ('a: "x # runspec: x"', "a: 'x\n  # runspec: x'")),
+        *((text, None) for text in ("a: x#runspec:x", '"# runspec: x": 1', "a: [1 # runspec: x")),
+        *((text, None) for text in ("a: |\n  # runspec: x\n", "a: 1 # see runspec: x")),
     ],
 )
 def test_a_comment_is_about_what_begins_in_its_line_or_the_next(text, lines):
-    assert comments(text) == [lines]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *('a: "x # runspec: x"', "a: 'x\n  # runspec: x'", "a: x#runspec:x", '"# runspec: x": 1'),
-        *("a: |\n  # runspec: x\n", "a: >-\n  text # runspec: x\n"),
-        *("a: 1 # see runspec: x", "a: [1 # runspec: x"),
-    ],
-)
-def test_text_in_scalars_and_broken_files_holds_no_comment(text):
-    assert comments(text) == []
+    found = [(c.place.line, c.first, c.last) for c in parse_yaml(text, "f.yaml").comments]
+    assert found == ([lines] if lines else [])
 
 
 @pytest.mark.parametrize(
@@ -227,7 +203,6 @@ VARIANCE = "algorithm.filters.zero_variance"
     [
         # text where text belongs: quotes keep it
         ("name: no", "warning", "name", '"no"'),
-        ("data: {length_prompt: 12:30}", "warning", "data.length_prompt", '"12:30"'),
         ("model: {hf: 2026-01-31}", "warning", "model.hf", '"2026-01-31"'),
         # a free map takes any type: what was read is written so that everything reads it
         ("data: {sources: {words: {params: {a: on}}}}", "warning", PARAM, '"on"'),
@@ -235,7 +210,6 @@ VARIANCE = "algorithm.filters.zero_variance"
         # the wrong type here, the right one by YAML 1.1
         ("algorithm: {filters: {zero_variance: yes}}", "error", VARIANCE, "true"),
         ("steps: 1_000", "error", "steps", "1000"),
-        ("optimizer: {lr: 0.1_5}", "error", "optimizer.lr", "0.15"),
         ("steps: 12:30", "error", "steps", None),
         ("model: {revision: 010}", "error", "model.revision", '"010"'),
     ],
@@ -256,17 +230,12 @@ def test_ambiguous_scalars_are_found_with_what_to_write(tmp_path, overlay, sever
     ("overlay", "text"),
     [
         # numbers of numeric fields and quoted text are no finding
-        *(
-            (number, None)
-            for number in ("seed: 010", "optimizer: {lr: 1e-6}", "optimizer: {lr: 001}")
-        ),
-        *((text, None) for text in ("name: 'no'", 'name: "on"', "model: {hf: nowhere}")),
+        *((number, None) for number in ("seed: 010", "optimizer: {lr: 1e-6}", "name: 'no'")),
         ("reward: [{name: length, targets: [007, 010]}]", None),
         # a value of the right characters is mended by quotes, or without
         ('steps: "100"', "100"),
         ("algorithm: {filters: {zero_variance: 'true'}}", "true"),
         ("model: {revision: 1234567}", '"1234567"'),
-        ("model: {revision: 12345e7}", '"12345e7"'),
     ],
 )
 def test_only_a_wrong_type_is_mended(tmp_path, overlay, text):
