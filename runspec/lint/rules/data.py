@@ -177,11 +177,10 @@ def think_prefill(context: Context) -> Iterator[Violation]:
 def thinking(context: Context) -> Iterator[Violation]:
     """Answers must be looked for where the model writes them.
 
-    With `data.thinking: required` an output without `</think>` earns no task reward. So a model
-    whose template and vocabulary do not know `<think>`, and that no prompt asks for it, earns none
-    at all; `none` grades all of its output. Where the field is not set it is taken from the
-    template, which must be here to be read; else `required` is assumed. `none` rules out
-    `think_prefill`, which opens a thinking that nothing ends.
+    With `data.thinking: required` an output without `</think>` earns no task reward, so a model
+    that does not think earns none at all; `none` grades all of its output. Where the field is not
+    set it is taken from the chat template, which must be here to be read; else `required` is
+    assumed. `none` rules out `think_prefill`, which opens a thinking that nothing ends.
     """
     spec, files, data = context.spec, context.tokenizer, context.spec.data
     where = ("data", "thinking")
@@ -200,13 +199,6 @@ def thinking(context: Context) -> Iterator[Violation]:
             where,
             "not set, and there is no chat template here that tells",
             suggestion="required for a model that ends its thinking with </think>, else none",
-        )
-    if data.thinking == "required" and found == "none" and files and "</think>" not in files.ids:
-        yield Violation(
-            where,
-            "required, but no chat template, prompt or token knows <think>: outputs without "
-            "</think> earn no task reward",
-            suggestion="none, or think_prefill: true with a system_prompt that asks for </think>",
         )
 
 

@@ -478,18 +478,6 @@ def test_what_is_graded_follows_from_the_chat_template(tmp_path, template, data,
     assert [f.code for f in checked.findings if f.code == "thinking"] == ["thinking"] * (not form)
 
 
-def test_a_form_of_the_answer_that_the_model_cannot_have_is_named(tmp_path):
-    config = json.dumps({"eos_token": "<eos>", "chat_template": LLAMA})
-    for data, severity in (
-        ("thinking: required", "warning"),
-        ("thinking: none, think_prefill: true", "error"),
-    ):
-        spec = local_model(tmp_path / severity, "tokenizer_config.json", config, data)
-        tokenizer = tmp_path / severity / "model" / "tokenizer.json"
-        tokenizer.write_text(tokenizer.read_text().replace("</think>", "x"))
-        assert [(f.code, f.severity) for f in find(spec)] == [("thinking", severity)]
-
-
 def test_a_chat_template_that_asks_for_the_date_is_told_which_it_gets(tmp_path):
     template = "{{ strftime_now('%Y') }}{{ messages[0].content }}"
     config = json.dumps({"eos_token": "<eos>", "chat_template": template})
