@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -32,7 +33,10 @@ from runspec.simulate.strategies import Sleeper, Strategy, strategies
 from sampler.engine.requests import Sampled, SampleRequest
 from sampler.worker.rollouts import FinishedRollout, claim_rewards, make_rollouts, plan_rollouts
 from sampler.worker.versions import Versions
+from tests.attacks.strange import strange_info, strange_table
 from tests.harness import ROOT
+from tests.verify.bench import envelope_of
+from tests.verify.coordinator.deployment import blank_rows
 from tests.waiting import eventually
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
 from verify.coordinator.ledger.ledger import Ledger
@@ -40,7 +44,7 @@ from verify.coordinator.machine.reputation import Standing
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
 from verify.formats.lease import Lease, lease_digest, open_lease
-from verify.formats.submission import Rollout, encode_rollouts, sign_submission
+from verify.formats.submission import Rollout, encode_rollouts
 from verify.noise import gumbel
 from verify.plugins import TaskSet, load_task_set
 from verify.toploc.codec import build_proofs_of
@@ -48,10 +52,13 @@ from verify.toploc.selection import CHUNK_ROWS, round_to_bf16, select
 
 ATTACKS = {
     "rubbish": StrategyBlock(kind="rubbish"),
+    "strange": StrategyBlock(kind="rubbish"),
     "silent": StrategyBlock(kind="collude", record=1, misdeed="withhold"),
     "alternating": StrategyBlock(kind="alternate", honest=1, of=4, misdeed="withhold"),
 }
 RUBBISH_BYTES = 200
+GROUP_SIZE = 8
+"""Of the laptop profile, for answers that nobody sampled."""
 POLL_S = 1.0
 """How long one question for a lease stays open."""
 LOOK_S = 0.5
@@ -71,17 +78,22 @@ class Member:
         strategy: decides how it answers a lease.
         pool: that it registers for.
         sample: makes what it answers honestly.
+        strange: whether its rubbish has the right form, and what it says of itself is hostile too.
     """
 
-    def __init__(self, client_of: ClientOf, strategy: Strategy, pool: str, sample: Sample) -> None:
+    def __init__(
+        self, client_of: ClientOf, strategy: Strategy, pool: str, sample: Sample, strange: bool
+    ) -> None:
         self.key, self._strategy, self._accepted = SigningKey.generate(), strategy, 0
         self._answered = -VERDICT_S
         self._client, self._pool, self._sample = client_of(self.key), pool, sample
+        self._strange = Random(self.key.public_hex) if strange else None
 
     def work(self) -> None:
         """Answers leases until the run is finished, or refuses the key."""
         try:
-            self._client.register(self._pool, {})
+            info = strange_info(self._strange) if self._strange else {}
+            self._client.register(self._pool, info)
             while True:
                 if self._has_record():
                     time.sleep(LOOK_S)
@@ -109,16 +121,15 @@ class Member:
             case "rollouts":
                 table = encode_rollouts(self._sample(signed, lease))
                 self._answered = time.monotonic()
+            case "rubbish" if self._strange:
+                rows = blank_rows(lease, lease_digest(signed), size=GROUP_SIZE)
+                table = strange_table(rows, self._strange)
             case "rubbish":
                 table = os.urandom(RUBBISH_BYTES)
             case _:
                 return
-        digest, key = lease_digest(signed), self.key
-        envelope = sign_submission(
-            table, run=lease.run, step=lease.step, index=lease.index, lease=digest, key=key
-        )
         with suppress(SubmissionRefused):
-            self._client.submit(envelope, table)
+            self._client.submit(envelope_of(table, signed, lease, self.key), table)
 
 
 def attack(
@@ -134,7 +145,8 @@ def attack(
     members = []
     for name, count in keys.items():
         make = strategies(ATTACKS[name])
-        members += [Member(client_of, make(), pool, sample) for _ in range(count)]
+        strange = name == "strange"
+        members += [Member(client_of, make(), pool, sample, strange) for _ in range(count)]
     threads = [threading.Thread(target=member.work, daemon=True) for member in members]
     for thread in threads:
         thread.start()

@@ -86,17 +86,15 @@ def lease_for(
     return sign_lease(lease, coordinator), lease
 
 
+def envelope_of(table: bytes, signed_lease: bytes, lease: Lease, key: SigningKey) -> bytes:
+    """A submission's envelope for any table."""
+    names = {"run": lease.run, "step": lease.step, "index": lease.index}
+    return sign_submission(table, **names, lease=lease_digest(signed_lease), key=key)
+
+
 def packed(
     rollouts: list[Rollout], signed_lease: bytes, lease: Lease, key: SigningKey
 ) -> tuple[bytes, bytes]:
     """A submission's envelope and table."""
     table = encode_rollouts(rollouts)
-    envelope = sign_submission(
-        table,
-        run=lease.run,
-        step=lease.step,
-        index=lease.index,
-        lease=lease_digest(signed_lease),
-        key=key,
-    )
-    return envelope, table
+    return envelope_of(table, signed_lease, lease, key), table

@@ -23,12 +23,13 @@ from runspec.core.roles import OWN_WORKERS_FILE, sign_roles
 from runspec.core.spec.islands import island_names
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
+from tests.verify.bench import envelope_of
 from tests.waiting import eventually
 from verify.client import CoordinatorClient
 from verify.coordinator.run import serve
 from verify.formats.batch import BatchManifest, open_batch
 from verify.formats.lease import Lease, lease_digest
-from verify.formats.submission import Rollout, encode_rollouts, sign_submission
+from verify.formats.submission import Rollout, encode_rollouts
 from verify.formats.verdict import CheckResult, RolloutVerdict, encode_verdicts, sign_verdict
 
 RUN = "tiny"
@@ -180,28 +181,33 @@ class _QuietHandler(SimpleHTTPRequestHandler):
         """Tests need no access log."""
 
 
-def rollouts(lease: Lease, digest: str, *, note: int = 0) -> bytes:
-    """The table of a submission: whole groups, contents that nobody looks at here."""
+def blank_rows(
+    lease: Lease, digest: str, *, size: int = GROUP_SIZE, note: int = 0
+) -> list[Rollout]:
+    """Rows of the right shape for a lease: whole groups, whose contents nobody sampled.
+
+    Args:
+        lease: the lease.
+        digest: of the signed lease.
+        size: rollouts of a group.
+        note: what makes the rows differ from others.
+    """
     prompt, output = (np.arange(length, dtype=np.int32) for length in (3, 5))
-    rows = [
+    return [
         Rollout(
             *(lease.run, lease.step, lease.worker, digest, f"p{note}", group, sample),
             *(lease.version, prompt, output, np.zeros(5, dtype=np.float32), "stop"),
             *(1.0, 1.0, -1, 8, 1.0, 0.0, [bytes(258)]),
         )
         for group in range(lease.groups)
-        for sample in range(GROUP_SIZE)
+        for sample in range(size)
     ]
-    return encode_rollouts(rows)
 
 
 def submission(data: bytes, lease: Lease, key: SigningKey, *, note: int = 0) -> tuple[bytes, bytes]:
     """Envelope and table that answer a signed lease."""
-    table = rollouts(lease, lease_digest(data), note=note)
-    envelope = sign_submission(
-        table, run=RUN, step=lease.step, index=lease.index, lease=lease_digest(data), key=key
-    )
-    return envelope, table
+    table = encode_rollouts(blank_rows(lease, lease_digest(data), note=note))
+    return envelope_of(table, data, lease, key), table
 
 
 def verdict(
