@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -621,6 +622,28 @@ process.wait(None)
         parent.kill()
     sandbox.until_gone()
     eventually(lambda: not list(sandbox.directory.iterdir()), "the scratch directory's end")
+
+
+@pytest.mark.parametrize(
+    ("modes", "expected"),
+    [
+        ({"/": 0o755, "/a": 0o711, "/a/f": 0o644}, True),
+        ({"/": 0o755, "/a": 0o755, "/a/f": 0o640}, False),
+        ({"/": 0o755, "/a": 0o750, "/a/f": 0o644}, False),
+        ({"/": 0o750, "/a": 0o755, "/a/f": 0o644}, False),
+    ],
+    ids=["open", "a closed file", "a closed folder above it", "a closed root"],
+)
+def test_a_path_is_open_to_all_if_each_folder_above_it_is(
+    monkeypatch: pytest.MonkeyPatch, modes: dict[str, int], expected: bool
+) -> None:
+    def stat(path: bytes) -> SimpleNamespace:
+        return SimpleNamespace(st_mode=modes[path.decode()])
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sampler.sandbox.process.os.stat", stat)
+        found = open_to_all([b"/a/f"])
+    assert found is expected
 
 
 def test_all_this_holds_for_an_ordinary_user() -> None:

@@ -325,6 +325,37 @@ def test_what_is_sampled_when_it_is_told_to_leave_is_still_handed_in(works, monk
     assert len(works.submissions()) == 2
 
 
+def test_a_worker_of_a_finished_run_waits_for_its_last_submissions(works, monkeypatch):
+    # given two sampled leases, whose submissions are on their way when the run is finished
+    sampled, finished, handed_in = threading.Event(), threading.Event(), list[int]()
+    submit, lease = CoordinatorClient.submit, CoordinatorClient.lease
+    hand_in = worker_module.Worker._hand_in_the_last
+
+    def slowly(client: CoordinatorClient, envelope: bytes, table: bytes) -> None:
+        assert finished.wait(LONG_S)
+        submit(client, envelope, table)
+
+    def until_two_are_sampled(client: CoordinatorClient, wait_s: float) -> bytes | None:
+        if sampled.is_set():
+            raise RunFinished
+        return lease(client, wait_s) if len(works.members[0].engine.submitted) < 2 else None
+
+    def counted(worker: worker_module.Worker) -> None:
+        finished.set()
+        hand_in(worker)
+        handed_in.append(len(works.submissions()))
+
+    monkeypatch.setattr(CoordinatorClient, "submit", slowly)
+    monkeypatch.setattr(CoordinatorClient, "lease", until_two_are_sampled)
+    monkeypatch.setattr(worker_module.Worker, "_hand_in_the_last", counted)
+    # when the worker learns of the end, then both were taken before it ended
+    member = works.busy()
+    member.engine.finish()
+    sampled.set()
+    eventually(member.ended, "its end")
+    assert handed_in == [2] and member.failure is None
+
+
 @pytest.mark.parametrize("dies", ["before", "during"])
 def test_an_engine_that_dies_while_its_worker_leaves_is_not_started_again(
     works, caplog, monkeypatch, dies

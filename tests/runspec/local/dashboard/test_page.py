@@ -185,6 +185,7 @@ def test_an_export_leaves_out_what_does_not_fit_and_says_so(ten: MadeRun) -> Non
         # elsewhere a token is needed
         ("secret", {}, 401),
         ("secret", {TOKEN: "secret2"}, 401),
+        ("secret", {TOKEN: "s\udcffcret\udc80"}, 401),
         ("secret", {TOKEN: "secret"}, 200),
         # on loopback another site's page, by a name that leads here, is refused
         (None, {"Host": "evil.example:80"}, 403),
@@ -205,6 +206,10 @@ async def test_only_this_machine_or_who_has_the_token_may_read(
         missing = ("/api/1", "/api/0/rollout/99", "/api/0/rollout/x", "/../etc/passwd")
         for path in missing if status == 200 else ():
             assert (await client.get(path, headers=headers)).status == 404
+        # and what a query says fails nothing
+        odd = ("?head=" + "9" * 30, "?figures=-1&rollouts=%00", "/search?q=%ff%00[", "/search")
+        for query in odd if status == 200 else ():
+            assert (await client.get(f"/api/0{query}", headers=headers)).status == 200
     here = {"127.0.0.1": True, "::1": True, "localhost": True, "0.0.0.0": False, "a.b": False}
     assert {host: is_loopback(host) for host in here} == here
 
