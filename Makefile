@@ -87,11 +87,12 @@ wheel: install  ## dist/*.whl, for machines that have no checkout
 quickstart: install  ## a run that learns, on this machine, in minutes
 	$(BIN)/runspec apply $(SPEC) --profile $(PROFILE)
 
-lint: install  ## ruff, types, import rule, and runspec lint over every shipped spec and profile
+lint: install  ## ruff, types, import rule, budget of lines, and runspec lint over every shipped spec
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.budget
 	$(BIN)/runspec lint specs/*.yaml
 	@# SPEC.NAME.yaml is the profile NAME of that spec, NAME.yaml that of all others.
 	for profile in $$(ls specs/profiles | sed 's/\.yaml$$//'); do \
