@@ -55,7 +55,9 @@ def _in_memory(folder: Path) -> dict[str, object]:
 
 
 def _real(folder: Path) -> dict[str, object]:
-    changes = {"steps": STEPS, "algorithm.fill.deadline": "2h", "evaluations": "null"}
+    # By default three open steps grant strangers 96 leases of two groups.
+    fill = {"algorithm.fill.deadline": "2h", "algorithm.fill.max_groups": 16.0}
+    changes = {"steps": STEPS, "evaluations": "null", **fill}
     command, run_dir = apply_command("hostile", changes, folder), folder / "hostile"
     with subprocess.Popen(command, stdout=sys.stderr) as process:
         try:
