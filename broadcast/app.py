@@ -29,7 +29,7 @@ from broadcast.answers import IMMUTABLE, REVALIDATE, FileAnswers, Kind, not_modi
 from broadcast.layout import RUN
 from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest
 from broadcast.metrics import CONTENT_TYPE, Metrics
-from broadcast.source import Source
+from broadcast.served import ServedRun
 from runspec.core.connection_limits import connection_of
 from runspec.core.hashing import digest_bytes
 
@@ -49,14 +49,22 @@ _SHARDCAST_FILE = "model.safetensors"
 _SHARDCAST_PROBE = bytes(64 * 1024)
 """`data1.bin`, which a shardcast client downloads first to measure the server."""
 
+Find = Callable[[str], ServedRun | None]
+"""Returns the served run of a name."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def build_app(
-    source: Source, metrics: Metrics, admission: Admission, files: FileAnswers
+    find: Find, metrics: Metrics, admission: Admission, files: FileAnswers
 ) -> web.Application:
     """Return the application; only paths of exactly the forms above reach a file."""
     run = f"{{run:{RUN.pattern}}}"
+
+    def run_of(request: web.Request) -> ServedRun:
+        found = find(request.match_info["run"])
+        if found is None:
+            raise web.HTTPNotFound(text="not here\n")
+        return found
 
     async def send(
         request: web.Request, path: Path | None, kind: Kind, etag: str | None = None
@@ -65,12 +73,12 @@ def build_app(
         return await files.send(request, path, kind, pay=pay, etag=etag)
 
     async def roles(request: web.Request) -> web.StreamResponse:
-        return await send(request, await source.roles(request.match_info["run"]), _ROLES)
+        return await send(request, await run_of(request).roles(), _ROLES)
 
     async def latest(request: web.Request) -> web.StreamResponse:
         after, wait_s = _poll_parameters(request)
         with metrics.polls.track_inprogress():
-            data = await source.latest(request.match_info["run"], after, wait_s)
+            data = await run_of(request).latest(after, wait_s)
         if data is None:
             raise web.HTTPNotFound(text="nothing published yet\n")
         etag = digest_bytes(data)
@@ -80,28 +88,25 @@ def build_app(
         return web.Response(body=data, content_type="application/json", headers=headers)
 
     async def manifest(request: web.Request) -> web.StreamResponse:
-        version = int(request.match_info["version"])
-        path = await source.manifest(request.match_info["run"], version)
+        path = await run_of(request).manifest(int(request.match_info["version"]))
         return await send(request, path, _MANIFEST)
 
     async def chunk(request: web.Request) -> web.StreamResponse:
         digest = request.match_info["digest"]
-        path = await source.chunk(request.match_info["run"], digest)
-        return await send(request, path, _CHUNK, digest)
+        return await send(request, await run_of(request).chunk(digest), _CHUNK, digest)
 
     async def distribution(request: web.Request) -> web.StreamResponse:
-        held = await source.manifests(request.match_info["run"])
+        held = await run_of(request).held.current()
         headers = {"Cache-Control": REVALIDATE}
         return web.Response(text=shardcast_distribution(held), headers=headers)
 
     async def shard(request: web.Request) -> web.StreamResponse:
-        run, version = request.match_info["run"], int(request.match_info["version"])
-        held = (await source.manifests(run)).get(version)
+        run, version = run_of(request), int(request.match_info["version"])
+        held = (await run.held.current()).get(version)
         chunk = shardcast_shard(held, int(request.match_info["number"])) if held else None
         if chunk is None:
             raise web.HTTPNotFound(text="not here\n")
-        path = await source.chunk(run, chunk.blake3)
-        return await send(request, path, _SHARD, chunk.blake3)
+        return await send(request, await run.chunk(chunk.blake3), _SHARD, chunk.blake3)
 
     async def probe(request: web.Request) -> web.StreamResponse:
         return web.Response(body=_SHARDCAST_PROBE, headers={"Cache-Control": "no-store"})

@@ -1,7 +1,11 @@
-"""The relay: mirrors one run from its upstreams and serves a chunk as soon as it has checked it.
+"""Origin and relay: an origin is a relay without upstream.
 
+An origin serves the runs of a store that the publisher writes. The process that holds the
+publisher's key listens on no network, and the origin writes only the pins.
+
+A relay mirrors one run from its upstreams and serves a chunk as soon as it has checked it.
 Invariants:
-- The relay serves only what this process has checked: roles.json, latest.json and manifests by
+- It serves only what this process has checked: roles.json, latest.json and manifests by
   signature, chunks by digest. Chunks on disk after a restart are checked when first needed.
 - A version is announced once its manifest is here. Readers may begin before its chunks are here.
 - The newest version is fetched first. A newer one ends transfers that only an older one needs.
@@ -12,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 from broadcast import layout
@@ -20,34 +24,30 @@ from broadcast.disk import cancel_all
 from broadcast.fetcher import NO_TOKEN, Fetcher
 from broadcast.manifest import Chunk, WeightsManifest, distinct_chunks
 from broadcast.metrics import Metrics
-from broadcast.relay_store import RelayStore
+from broadcast.relay_store import RelayStore, StoredVersions
+from broadcast.served import Recent, ServedRun
 from broadcast.server import DEFAULT_OPTIONS, ServerOptions, serve
-from broadcast.source import Announcement, Recent
 from broadcast.transfers import MISSED_S, Transfers
 from broadcast.transport import Access
 from runspec.core.errors import UserError
 
+_LATEST_EVERY_S = 0.025
 _POLL_S = 20.0
 _PAUSE_S = 0.5
 _MANIFEST_DEADLINE_S = 30.0
 _ON_DEMAND_S = 5.0
 _MAX_LOOKUPS = 16
-_LOG_AGAIN_S = 60.0
 _LOCK_DEADLINE_S = 2.0
 """Seconds to wait for another relay; one that ends releases its folder within a second."""
 
 
-class Mirror:
-    """State of the mirrored run, as a `source.Source`."""
+class Mirror(ServedRun):
+    """A run that a relay fetches from its upstreams."""
 
     def __init__(self, fetcher: Fetcher, metrics: Metrics, relay_store: RelayStore) -> None:
-        self._fetcher = fetcher
-        self._metrics = metrics
-        self._relay_store = relay_store
-        self._run, self._log = relay_store.run, relay_store.log
-        self._logged = Recent(_LOG_AGAIN_S)
+        super().__init__(relay_store, metrics)
+        self._fetcher, self._relay_store = fetcher, relay_store
         self._transfers = Transfers(fetcher, relay_store, complain=self._complain)
-        self._announced = Announcement()
         self._believed: frozenset[str] | None = None
         """Publishers' keys by which the store was last checked; None: not checked yet."""
         self._lookups: dict[int, asyncio.Task[bool]] = {}
@@ -63,46 +63,34 @@ class Mirror:
         self._heed_roles()
         await self._announce()
 
-    async def roles(self, run: str) -> Path | None:
-        if run != self._run or self._fetcher.roles is None:
-            return None
-        return self._relay_store.store / layout.roles_name(run)
+    async def roles(self) -> Path | None:
+        return None if self._fetcher.roles is None else await super().roles()
 
-    async def latest(self, run: str, after: int | None, wait_s: float) -> bytes | None:
-        if run != self._run:
-            return None
-        return await self._announced.newer_than(after, wait_s)
+    async def look(self) -> None:
+        """Do nothing: `work` follows the upstreams' latest.json."""
 
-    async def manifest(self, run: str, version: int) -> Path | None:
-        if run != self._run or version > self._fetcher.seen_version:
-            return None
-        if version not in self._relay_store.manifests and not await self._look_up(version):
-            return None
-        self._relay_store.pins.touch(version)
-        return self._relay_store.manifest_path(version)
+    async def _has_manifest(self, version: int) -> bool:
+        if version > self._fetcher.seen_version:
+            return False
+        return version in self._relay_store.manifests or await self._look_up(version)
 
-    async def chunk(self, run: str, digest: str) -> Path | None:
-        if run != self._run or digest not in self._relay_store.known:
-            return None
-        self._relay_store.note_reader(digest)
+    async def _has_chunk(self, digest: str) -> bool:
+        if digest not in self._relay_store.known:
+            return False
         path = self._relay_store.chunk_path(digest)
-        here = path in self._relay_store.proven or await self._transfers.arrives(digest)
-        return path if here else None
-
-    async def manifests(self, run: str) -> Mapping[int, WeightsManifest]:
-        return self._relay_store.manifests if run == self._run else {}
+        return path in self._relay_store.proven or await self._transfers.arrives(digest)
 
     async def work(self) -> None:
         """Follow the upstreams' latest.json; a newer version replaces an unfinished one."""
         while True:
             try:
                 self._heed_roles()
-                latest = await self._fetcher.latest(self._announced.version, _POLL_S)
+                latest = await self._fetcher.latest(self.announced.version, _POLL_S)
                 if latest is not None:
                     deadline = time.monotonic() + _MANIFEST_DEADLINE_S
                     await self._take(latest.version, latest.manifest_digest, deadline)
                 await self._announce()  # it may be the same version, signed again
-                self._start_filling(self._announced.version)
+                self._start_filling(self.announced.version)
             except (UserError, OSError) as error:
                 self._complain(error)
                 await asyncio.sleep(_PAUSE_S)
@@ -118,24 +106,21 @@ class Mirror:
         roles = self._fetcher.roles
         if roles is None or roles.publisher == self._believed:
             return
-        if self._believed is None:
-            self._relay_store.recall(roles.publisher)
-        else:
-            self._relay_store.keep_signed(roles.publisher)
+        self._relay_store.believe(roles.publisher)
         self._believed = roles.publisher
         if self._filling is not None and self._filling[0] not in self._relay_store.manifests:
             self._filling[1].cancel()
             self._filling = None
-        if self._announced.version not in self._relay_store.manifests:
-            self._announced.withdraw()
+        if self.announced.version not in self._relay_store.manifests:
+            self.announced.withdraw()
 
     async def _announce(self) -> None:
         version, data = self._fetcher.seen_version, self._fetcher.latest_bytes
         if data is not None and version in self._relay_store.manifests:
-            if version > self._announced.version:
+            if version > self.announced.version:
                 self._metrics.announced(self._run, version)
                 self._metrics.behind_since(self._run, time.time())
-            await self._announced.post(data, version)
+            await self.announced.post(data, version)
 
     async def _take(
         self, version: int, digest: str | None, deadline: float, *, keep_asking: bool = True
@@ -242,6 +227,42 @@ def to_rebuild(manifest: WeightsManifest) -> list[Chunk]:
     return list(distinct_chunks(parts.values()).values())
 
 
+async def run_origin(
+    store: Path,
+    *,
+    log: logging.Logger,
+    started: Callable[[int], None] = lambda port: None,
+    options: ServerOptions = DEFAULT_OPTIONS,
+) -> None:
+    """Serve a store of one or more runs until SIGTERM. The store may still be empty.
+
+    Args:
+        store: the store's directory.
+        log: of this process.
+        started: called with the port once connections are accepted.
+        options: address, tokens, TLS and limits of the server.
+
+    Raises:
+        UserError: the address is taken, or an option is invalid.
+    """
+    store.mkdir(parents=True, exist_ok=True)
+    metrics = Metrics(store)
+    runs: dict[str, ServedRun] = {}
+
+    def find(name: str) -> ServedRun | None:
+        if name not in runs and (store / name).is_dir():
+            runs[name] = ServedRun(StoredVersions(store, name, log), metrics)
+        return runs.get(name)
+
+    async def work() -> None:
+        while True:
+            for run in [run for run in runs.values() if run.announced.waiting]:
+                await run.look()
+            await asyncio.sleep(_LATEST_EVERY_S)
+
+    await serve(find, work, metrics, log, options, started)
+
+
 async def run_relay(
     store: Path,
     *,
@@ -286,7 +307,7 @@ async def run_relay(
         mirror = Mirror(fetcher, metrics, relay_store)
         try:
             await mirror.recall()
-            await serve(mirror, metrics, log, options, started)
+            await serve({run: mirror}.get, mirror.work, metrics, log, options, started)
         finally:
             await mirror.close()
             await fetcher.close()

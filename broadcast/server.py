@@ -17,11 +17,10 @@ from aiohttp import web
 
 from broadcast.admission import Admission, RateLimit
 from broadcast.answers import FileAnswers
-from broadcast.app import build_app
+from broadcast.app import Find, build_app
 from broadcast.credentials import Reloaded, read_tokens, server_context
 from broadcast.disk import cancel_all
 from broadcast.metrics import Metrics
-from broadcast.source import Source
 from runspec.core.connection_limits import (
     ConnectionLimiter,
     ConnectionLimits,
@@ -76,7 +75,8 @@ DEFAULT_OPTIONS = ServerOptions()
 
 
 async def serve(
-    source: Source,
+    find: Find,
+    work: Callable[[], Coroutine[Any, Any, None]],
     metrics: Metrics,
     log: logging.Logger,
     options: ServerOptions,
@@ -85,7 +85,8 @@ async def serve(
     """Serve until SIGTERM, SIGINT or cancellation, then shut down within a second.
 
     Args:
-        source: provides the answers.
+        find: returns the served run of a name.
+        work: runs beside the server.
         metrics: of this server.
         log: receives the address.
         options: address, tokens, TLS and limits.
@@ -97,7 +98,7 @@ async def serve(
     host, port = options.listen
     stop = stop_event_of_loop()
     try:
-        async with _limited(source, metrics, options, log) as limiter:
+        async with _limited(find, metrics, options, log) as limiter:
             with _listen(host, port) as listener:
                 bound = listener.getsockname()[1]
                 scheme = "http" if options.tls_cert is None else "https"
@@ -106,7 +107,7 @@ async def serve(
                 limiter.open(listener)
                 started(bound)
                 try:
-                    await _until(stop, source.work(), metrics.keep_saving())
+                    await _until(stop, work(), metrics.keep_saving())
                 finally:
                     await limiter.close()
     finally:
@@ -126,9 +127,9 @@ async def _until(stop: asyncio.Event, *work: Coroutine[Any, Any, None]) -> None:
 
 @asynccontextmanager
 async def _limited(
-    source: Source, metrics: Metrics, options: ServerOptions, log: logging.Logger
+    find: Find, metrics: Metrics, options: ServerOptions, log: logging.Logger
 ) -> AsyncIterator[ConnectionLimiter]:
-    """Yield a limiter that accepts connections and serves the source on them."""
+    """Yield a limiter that accepts connections and serves the runs on them."""
     limits = options.limits
     connections = possible_connections(
         options.max_connections, log, files_each=_FILES_EACH, files_beside=_FILES_BESIDE
@@ -143,7 +144,7 @@ async def _limited(
     files = FileAnswers(metrics, floor_bytes_per_s=limits.floor_bytes_per_s)
     # A handler is cancelled when its client disconnects, so that it frees its slot at once.
     runner = web.AppRunner(
-        build_app(source, metrics, admission, files),
+        build_app(find, metrics, admission, files),
         handler_cancellation=True,
         shutdown_timeout=_SHUTDOWN_S,
     )

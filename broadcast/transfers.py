@@ -13,7 +13,7 @@ from broadcast.disk import cancel_all
 from broadcast.fetcher import PARALLEL_CHUNKS, Fetcher, chunk_timeout_s, for_each
 from broadcast.manifest import Chunk
 from broadcast.relay_store import RelayStore
-from broadcast.source import Recent
+from broadcast.served import Recent
 from runspec.core.errors import UserError
 from runspec.core.files import FULL
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest, sign_manifest
 from broadcast.relay import run_relay, to_rebuild
 from broadcast.relay_store import RelayStore
-from broadcast.source import Recent
+from broadcast.served import Recent
 from broadcast.transfers import Transfers
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
@@ -350,11 +350,11 @@ def test_the_bound_holds_whatever_comes(tmp_path_factory, steps, max_bytes, keep
         here = {path.name for path in (folder / "demo/chunks").glob("*")}
         assert here <= known, "nothing stays that no version needs"
     again = store_of(folder, max_bytes, keep=keep)
-    again.recall({KEY.public_hex})
+    again.believe({KEY.public_hex})
     assert again.manifests == store.manifests
     # and a smaller bound holds from the start
     smaller = store_of(folder, max_bytes // 2, keep=keep)
-    smaller.recall({KEY.public_hex})
+    smaller.believe({KEY.public_hex})
     assert on_disk(folder) <= max_bytes // 2
     assert smaller.manifests.items() <= store.manifests.items()
 

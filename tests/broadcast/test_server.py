@@ -24,7 +24,7 @@ from broadcast.app import shardcast_distribution
 from broadcast.credentials import MAX_TOKENS_BYTES, Tokens, read_tokens
 from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest
 from broadcast.metrics import Metrics
-from broadcast.origin import run_origin
+from broadcast.relay import run_origin
 from broadcast.server import Limits, ServerOptions
 from broadcast.store import refresh_latest
 from runspec.core.errors import UserError
