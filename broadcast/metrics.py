@@ -19,6 +19,7 @@ from prometheus_client import (
 )
 
 from runspec.core.canonical import MalformedJson
+from runspec.core.connection_limits import Observer
 from runspec.core.errors import UserError
 from runspec.core.files import read_object, write_atomic
 
@@ -28,7 +29,7 @@ _SAVE_EVERY_S = 1.0
 _CHUNKS = {"chunk", "shard"}
 
 
-class Metrics:
+class Metrics(Observer):
     """Counters and gauges of one server.
 
     Args:

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import errno
 import logging
-import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
-from broadcast.admission import Admission, RateLimit
+from broadcast.admission import Admission
 from broadcast.answers import FileAnswers
 from broadcast.app import Find, build_app
 from broadcast.credentials import Reloaded, read_tokens, server_context
-from broadcast.disk import cancel_all
 from broadcast.metrics import Metrics
-from runspec.core.connection_limits import (
-    ConnectionLimiter,
-    ConnectionLimits,
-    possible_connections,
-)
+from runspec.core.connection_limits import ConnectionLimits, possible_connections
 from runspec.core.errors import UserError
+from runspec.core.http_server import serving, until
 from runspec.core.process import stop_event_of_loop
 
 _MAX_LINE_BYTES = 2048
@@ -35,7 +25,6 @@ _FILES_EACH = 2
 """Open files of a connection: its socket, and the file that it sends."""
 _FILES_BESIDE = 256
 """Open files of a server besides those of its connections."""
-_SHUTDOWN_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -95,76 +84,37 @@ async def serve(
     Raises:
         UserError: the address is taken or not of this machine, or an option is invalid.
     """
-    host, port = options.listen
-    stop = stop_event_of_loop()
-    try:
-        async with _limited(find, metrics, options, log) as limiter:
-            with _listen(host, port) as listener:
-                bound = listener.getsockname()[1]
-                scheme = "http" if options.tls_cert is None else "https"
-                shown = f"[{host}]" if ":" in host else host
-                log.info("listening on %s://%s:%d", scheme, shown, bound)
-                limiter.open(listener)
-                started(bound)
-                try:
-                    await _until(stop, work(), metrics.keep_saving())
-                finally:
-                    await limiter.close()
-    finally:
-        metrics.save()
-
-
-async def _until(stop: asyncio.Event, *work: Coroutine[Any, Any, None]) -> None:
-    """Run coroutines until `stop` is set, one of them ends or fails, or cancellation."""
-    tasks = [asyncio.create_task(one) for one in (*work, stop.wait())]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        await cancel_all(tasks)
-
-
-@asynccontextmanager
-async def _limited(
-    find: Find, metrics: Metrics, options: ServerOptions, log: logging.Logger
-) -> AsyncIterator[ConnectionLimiter]:
-    """Yield a limiter that accepts connections and serves the runs on them."""
     limits = options.limits
+    stop = stop_event_of_loop()
     connections = possible_connections(
         options.max_connections, log, files_each=_FILES_EACH, files_beside=_FILES_BESIDE
     )
     admission = Admission(
         Reloaded(read_tokens, options.tokens_file, log=log) if options.tokens_file else None,
-        None if options.rate_limit is None else RateLimit(options.rate_limit),
+        options.rate_limit,
         requests_per_client=min(limits.requests_per_client, max(1, connections // 2)),
         metrics=metrics,
     )
-    tls = _certificate(options, log)
     files = FileAnswers(metrics, floor_bytes_per_s=limits.floor_bytes_per_s)
-    # A handler is cancelled when its client disconnects, so that it frees its slot at once.
-    runner = web.AppRunner(
-        build_app(find, metrics, admission, files),
-        handler_cancellation=True,
-        shutdown_timeout=_SHUTDOWN_S,
+    tls = _certificate(options, log)
+    bounds = ConnectionLimits(
+        connections, limits.idle_s, limits.head_s, _MAX_HEADER_BYTES, _MAX_LINE_BYTES
     )
-    await runner.setup()
-    assert runner.server is not None
-    limiter = ConnectionLimiter(
-        runner.server,
-        ConnectionLimits(
-            connections, limits.idle_s, limits.head_s, _MAX_HEADER_BYTES, _MAX_LINE_BYTES
-        ),
-        metrics,
-        log,
-        tls=tls.get if tls is not None else None,
-    )
-    metrics.connections.set_function(lambda: len(limiter))
+    application = build_app(find, metrics, admission, files)
+    get_tls = None if tls is None else tls.get
     try:
-        yield limiter
+        async with serving(application, options.listen, bounds, metrics, log, tls=get_tls) as (
+            bound,
+            limiter,
+        ):
+            metrics.connections.set_function(lambda: len(limiter))
+            host = options.listen[0]
+            shown = f"[{host}]" if ":" in host else host
+            log.info("listening on %s://%s:%d", "http" if tls is None else "https", shown, bound)
+            started(bound)
+            await until(stop, work(), metrics.keep_saving())
     finally:
-        await runner.cleanup()
-        await limiter.abandon()
+        metrics.save()
 
 
 def _certificate(options: ServerOptions, log: logging.Logger) -> Reloaded[ssl.SSLContext] | None:
@@ -174,20 +124,3 @@ def _certificate(options: ServerOptions, log: logging.Logger) -> Reloaded[ssl.SS
     if cert is None or key is None:
         raise UserError("--tls-cert and --tls-key belong together", remedy="give both or none")
     return Reloaded(server_context, cert, key, log=log)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address[:2], family=family, backlog=1024)
-    except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        raise UserError(
-            "the port is taken" if taken else f"cannot listen: {error.strerror or error}",
-            place=f"{host}:{port}",
-            remedy="end the process that holds it, or listen on another port"
-            if taken
-            else "give an address of this machine with --listen",
-        ) from error
-    listener.setblocking(False)
-    return listener
