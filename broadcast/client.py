@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from broadcast.assemble import Assembly, BadBase, Recipe
 from broadcast.cache import Cache
-from broadcast.delta_chains import Link, Unknown, cheapest
+from broadcast.delta_chains import cheapest
 from broadcast.disk import Cancellation, cancel_all
 from broadcast.download import download
 from broadcast.fetcher import NO_TOKEN, Fetcher
@@ -270,25 +270,22 @@ class WeightsClient:
         If an anchor is known already, the search for a cheaper way is short.
         """
         target = manifest.version
-        manifests = {target: manifest}
-        links: dict[int, Link | None] = {target: _link(manifest)}
+        manifests: dict[int, WeightsManifest | None] = {target: manifest}
         try:
-            while isinstance(chain := cheapest(target, links, usable), Unknown):
-                detour = any(other.is_anchor for other in manifests.values())
+            while isinstance(chain := cheapest(target, manifests, usable), int):
+                detour = any(other is not None and other.is_anchor for other in manifests.values())
                 until = min(deadline, time.monotonic() + DETOUR_S) if detour else deadline
-                older = await self._older(chain.version, until)
-                links[chain.version] = _link(older) if older is not None else None
-                if older is not None:
-                    manifests[chain.version] = older
+                manifests[chain] = await self._older(chain, until)
         except UserError as error:
             faults = self._fetcher.upstreams.faults()
             raise UserError(error.thing, place=faults, remedy=error.remedy) from error
+        known = {version: other for version, other in manifests.items() if other is not None}
         return Recipe(
             manifest=manifest,
             data=data,
-            start=held[chain.start] if chain.held else manifests[chain.start],
+            start=held[chain.start] if chain.held else known[chain.start],
             base=self._cache.whole(chain.start) if chain.held else None,
-            deltas=tuple(manifests[version] for version in chain.deltas),
+            deltas=tuple(known[version] for version in chain.deltas),
         )
 
     async def _older(self, version: int, until: float) -> WeightsManifest | None:
@@ -299,15 +296,6 @@ class WeightsClient:
             _LOG.info("%s", error)
             return None
         return manifest
-
-
-def _link(manifest: WeightsManifest) -> Link:
-    whole = manifest.is_anchor
-    return Link(
-        base=manifest.base,
-        delta=sum(info.size for info in manifest.delta.values()),
-        whole=sum(manifest.objects[name].size for name in manifest.files) if whole else None,
-    )
 
 
 def _way(recipe: Recipe) -> str:

@@ -28,7 +28,7 @@ from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.hashing import digest_bytes
 from runspec.core.latest import Latest, open_latest
-from runspec.core.roles import Roles, Signers, open_roles
+from runspec.core.roles import Roles, Signers, issued_at, open_roles
 from runspec.core.signed import CLOCK_SKEW_S, BadSignature, open_document
 
 T = TypeVar("T")
@@ -364,10 +364,9 @@ class Fetcher:
 
     def _recall_roles(self, path: Path) -> None:
         data = read_bounded(path, roles_format.MAX_BYTES)
-        issued = open_document(
-            data, kind=roles_format.KIND, keys={self._root}, max_bytes=roles_format.MAX_BYTES
-        ).payload.get("issued")
-        self.roles = open_roles(data, root_public_key=self._root, run=self._run, now=issued)
+        self.roles = open_roles(
+            data, root_public_key=self._root, run=self._run, now=issued_at(data)
+        )
 
     def _recall_latest(self, path: Path) -> None:
         data = read_bounded(path, latest_format.MAX_BYTES)

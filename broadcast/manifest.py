@@ -81,6 +81,16 @@ class WeightsManifest:
         """The older version that a client needs too; None for an anchor."""
         return None if self.is_anchor else self.base
 
+    @property
+    def weights_bytes(self) -> int:
+        """Size of the files that hold the tensors, of an anchor."""
+        return sum(self.objects[name].size for name in self.files)
+
+    @property
+    def delta_bytes(self) -> int:
+        """Size of the delta; 0 if there is none."""
+        return sum(info.size for info in self.delta.values())
+
     def chunks(self) -> dict[str, Chunk]:
         """Return every distinct chunk by digest: the delta's, then those of the objects."""
         return distinct_chunks([*self.delta.values(), *self.objects.values()])

@@ -19,6 +19,7 @@ from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
 from broadcast.pins import Pins, owners
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers, temporary_name, write_atomic
+from runspec.core.hashing import is_digest
 from runspec.core.signed import BadSignature
 
 MANIFESTS_EVERY_S = 1.0
@@ -130,7 +131,9 @@ class RelayStore(StoredVersions):
         chunks = store / layout.chunks_name(run)
         for folder in (store / run, chunks):
             remove_leftovers(folder)
-        self._chunk_bytes = {path.name: path.stat().st_size for path in chunks.glob("*")}
+        self._chunk_bytes = {
+            path.name: path.stat().st_size for path in chunks.glob("*") if is_digest(path.name)
+        }
         """Sizes of the stored chunk files."""
         self._manifest_bytes = {
             version: self.manifest_path(version).stat().st_size
