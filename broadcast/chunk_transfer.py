@@ -23,7 +23,7 @@ from blake3 import blake3
 from broadcast.disk import ended
 from broadcast.manifest import Chunk
 from broadcast.transport import Fault, Lie, TooSlow, faults, refusal
-from runspec.core.http_client import AS_IT_IS, CONNECT_S, translated_errors
+from runspec.core.http_client import AS_IT_IS, CONNECT_S, Answer, translated_errors
 
 _WRITE_BYTES = 1024 * 1024
 _LOOK_EVERY_S = 0.5
@@ -89,7 +89,8 @@ async def _receive(session: aiohttp.ClientSession, url: str, transfer: Transfer)
             url, headers=AS_IT_IS, timeout=timeout, allow_redirects=False
         ) as response:
             if response.status != 200:
-                raise refusal(response.status, response.headers.get("Retry-After", ""))
+                retry_after = response.headers.get("Retry-After", "")
+                raise refusal(Answer(response.status, retry_after, b""))
             if response.content_length is None:
                 raise Fault("its answer has no Content-Length")
             if response.content_length != chunk.size:

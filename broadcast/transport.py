@@ -17,11 +17,10 @@ from runspec.core import http_client
 from runspec.core.address import is_server_url
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.http_client import LateAnswer, NoAnswer, fetch
+from runspec.core.http_client import Answer, LateAnswer, NoAnswer, fetch
 
 _READ_BUFFER = 1024 * 1024
 _PRINTABLE = re.compile(r"[!-~]+")
-_SECONDS = re.compile(r"[0-9]{1,9}")
 
 
 class Fault(Exception):
@@ -127,19 +126,14 @@ def base_url(text: str) -> str:
     return text.rstrip("/")
 
 
-def refusal(status: int, retry_after: str) -> Fault:
-    """Return the fault of an answer other than 200.
-
-    Args:
-        status: of the answer.
-        retry_after: its header Retry-After, or empty.
-    """
-    if status == 404:
+def refusal(answer: Answer) -> Fault:
+    """Return the fault of an answer other than 200."""
+    if answer.status == 404:
         return NotThere("not there (404)")
-    if status == 429:  # a date in the header is ignored
-        return Busy(float(retry_after) if _SECONDS.fullmatch(retry_after) else None)
+    if answer.status == 429:
+        return Busy(answer.busy_s)
     why = {401: ": no token, or not one of its own", 403: ": not for this token"}
-    return Fault(f"status {status}{why.get(status, '')}")
+    return Fault(f"status {answer.status}{why.get(answer.status, '')}")
 
 
 async def get(
@@ -162,7 +156,7 @@ async def get(
     with faults():
         answer = await fetch(session, "GET", url, max_bytes=max_bytes, timeout_s=timeout_s)
     if answer.status != 200:
-        raise refusal(answer.status, answer.retry_after)
+        raise refusal(answer)
     return answer.content
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from broadcast.transport import Busy, Fault, Lie, NotThere, TooSlow
+from runspec.core.http_client import pause_s
 
 RETRY_S = (0.1, 2.0)
 """First and longest pause after consecutive failures of a server; each doubles the last."""
@@ -270,4 +271,4 @@ def pause_after(fault: Fault, before: int) -> float:
     if isinstance(fault, Busy):
         usual, most = BUSY_S
         return usual if fault.retry_after_s is None else min(max(fault.retry_after_s, first), most)
-    return min(longest, first * 2 ** min(before, 10))
+    return pause_s(before, first, longest)

@@ -15,7 +15,7 @@ from typing import Any
 from runspec.core.address import is_server_url
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
-from runspec.core.http_client import Answer, LongAnswer, NoAnswer, fetch_now, stream
+from runspec.core.http_client import Answer, LongAnswer, NoAnswer, Retry, fetch_now, stream
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature
 from verify.request_auth import ENVELOPE, sign_request
@@ -24,7 +24,6 @@ _log = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 64 * 1024
 _TIMEOUT_S = 30.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _MAX_WORDS = 1000
 """Largest number of characters of a refusal that a message repeats."""
 _LONGEST_RETRY_S = 60.0
@@ -100,41 +99,33 @@ class CoordinatorHttp:
                 too long an answer.
         """
         began = time.monotonic()
-        deadline = began + self._deadline_s + wait_s
-        pause, waiting = _FIRST_PAUSE_S, False
+        retry = self._retry(wait_s)
         while True:
-            retry_after_s, answered = 0.0, None
+            busy_s, answered = 0.0, None
             try:
                 # An attempt that begins late still has the time that an answer needs.
                 least_s = min(_TIMEOUT_S, self._deadline_s) + wait_s
                 answer = self._try(
                     *(method, path, body, envelope),
                     max_bytes=max_bytes,
-                    timeout_s=max(deadline - time.monotonic(), least_s),
+                    timeout_s=max(retry.deadline - time.monotonic(), least_s),
                     idle_s=_TIMEOUT_S + wait_s,
                 )
-                retry_after_s, answered = _retry_after(answer), answer.status
-                if answer.status < 500 and not retry_after_s:
+                busy_s, answered = _busy_s(answer), answer.status
+                if answer.status < 500 and not busy_s:
                     break
                 trouble = f"answers {answer.status}: {_words(answer)}"
             except NoAnswer as error:
                 trouble = f"cannot be reached: {error}"
-            pause = max(pause, retry_after_s)
-            if retry_after_s and time.monotonic() < began + backlog_s:  # it is up but overloaded
-                deadline = time.monotonic() + retry_after_s + self._deadline_s + wait_s
-            if time.monotonic() + pause > deadline:
+            if busy_s and time.monotonic() < began + backlog_s:  # it is up but overloaded
+                retry.deadline = time.monotonic() + busy_s + self._deadline_s + wait_s
+            if not retry.pause(trouble, busy_s):
                 raise UserError(
                     f"{trouble} (tried {method} {path} for {self._deadline_s:.0f} s)",
                     place=f"coordinator {self.url}",
                     remedy=_remedy(answered),
                 )
-            if not waiting:
-                _log.warning("waiting for the coordinator %s: %s", self.url, trouble)
-                waiting = True
-            time.sleep(pause)
-            pause = _FIRST_PAUSE_S if retry_after_s else min(2 * pause, _LONGEST_PAUSE_S)
-        if waiting:
-            _log.info("the coordinator %s answers again", self.url)
+        retry.answered()
         if answer.status == HTTPStatus.GONE:
             raise RunFinished(_words(answer))
         if answer.is_success:
@@ -154,7 +145,7 @@ class CoordinatorHttp:
             UserError: there is no such path, or the coordinator cannot be reached until the
                 deadline. Each attempt that gets further than those before resets the deadline.
         """
-        deadline, pause = time.monotonic() + self._deadline_s, _FIRST_PAUSE_S
+        retry = self._retry(0.0)
         came = furthest = 0
 
         def counted(pieces: Iterable[bytes]) -> Iterator[bytes]:
@@ -164,34 +155,35 @@ class CoordinatorHttp:
                 yield piece
 
         while True:
-            came = 0
+            came, busy_s, answered = 0, 0.0, None
             try:
                 answer = stream(
                     self.url + path, idle_s=_TIMEOUT_S, take=lambda pieces: take(counted(pieces))
                 )
                 if answer.is_success:
                     return
-                trouble, retry_after_s = f"answers {answer.status}", _retry_after(answer)
-                if 400 <= answer.status < 500 and not retry_after_s:
+                trouble = f"answers {answer.status}"
+                busy_s, answered = _busy_s(answer), answer.status
+                if 400 <= answer.status < 500 and not busy_s:
                     raise UserError(
                         f"GET {path}: {trouble}",
                         place=f"coordinator {self.url}",
                         remedy="its data changed: start the same command again",
                     )
             except NoAnswer as error:
-                trouble, retry_after_s = str(error), 0.0
+                trouble = str(error)
             if came > furthest:
-                furthest, deadline = came, time.monotonic() + self._deadline_s
-            pause = max(pause, retry_after_s)
-            if time.monotonic() + pause > deadline:
+                furthest, retry.deadline = came, time.monotonic() + self._deadline_s
+            if not retry.pause(trouble, busy_s):
                 raise UserError(
                     f"GET {path}: {trouble}",
                     place=f"coordinator {self.url}",
-                    remedy="check that the coordinator runs and that its address is right",
+                    remedy=_remedy(answered),
                 )
-            _log.warning("waiting for the coordinator %s: %s", self.url, trouble)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _retry(self, wait_s: float) -> Retry:
+        deadline = time.monotonic() + self._deadline_s + wait_s
+        return Retry(f"the coordinator {self.url}", deadline, _log)
 
     def _try(
         self, method: str, path: str, body: bytes, envelope: bytes | None, **limits: Any
@@ -220,13 +212,12 @@ _REFUSALS: dict[int, type[UserError]] = {
 }
 
 
-def _retry_after(answer: Answer) -> float:
+def _busy_s(answer: Answer) -> float:
     """Return the seconds after which to ask an overloaded coordinator (429) again; else 0.0."""
     if answer.status != HTTPStatus.TOO_MANY_REQUESTS:
         return 0.0
-    text = answer.retry_after
-    known = text.isascii() and text.isdigit() and len(text) < 10
-    return min(max(float(text) if known else _LONGEST_PAUSE_S, _FIRST_PAUSE_S), _LONGEST_RETRY_S)
+    asked_s = Retry.LONGEST_S if answer.busy_s is None else answer.busy_s
+    return min(max(asked_s, Retry.FIRST_S), _LONGEST_RETRY_S)
 
 
 def _remedy(answered: int | None) -> str:

@@ -11,9 +11,12 @@ event loop or a process that ends waits for the threads of an executor, but not 
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import socket
 import ssl
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +34,7 @@ CONNECT_S = 5.0
 _UPLOAD_PIECE_BYTES = 64 * 1024
 _INTERIM_ANSWERS = 8
 """Most interim answers before the real one; servers send one or none."""
+_SECONDS = re.compile(r"[0-9]{1,9}")
 AS_IT_IS = {"Accept-Encoding": "identity"}
 """Answers are read as they came over the wire: nothing is decompressed."""
 
@@ -112,6 +116,54 @@ class Answer:
     @property
     def is_success(self) -> bool:
         return 200 <= self.status < 300
+
+    @property
+    def busy_s(self) -> float | None:
+        """Seconds that `Retry-After` names, unchecked; None if it names none, as with a date."""
+        return float(self.retry_after) if _SECONDS.fullmatch(self.retry_after) else None
+
+
+def pause_s(failures: int, first_s: float, longest_s: float) -> float:
+    """Return the pause after consecutive failures: each doubles the last, up to the longest."""
+    return min(longest_s, first_s * 2 ** min(failures, 10))
+
+
+class Retry:
+    """Pauses between the attempts of one request until a deadline; any thread may use its own.
+
+    Args:
+        server: name of the server, for the log.
+        deadline: of the monotonic clock; the caller may move it.
+        log: receives a warning before the first pause, and a line once the server answers.
+    """
+
+    FIRST_S, LONGEST_S = 0.05, 2.0
+
+    def __init__(self, server: str, deadline: float, log: logging.Logger) -> None:
+        self._server, self.deadline, self._log = server, deadline, log
+        self._failures, self._waiting = 0, False
+
+    def pause(self, trouble: str, busy_s: float = 0.0) -> bool:
+        """Sleep before the next attempt; return False at once if the deadline comes before it.
+
+        Args:
+            trouble: why the last attempt failed.
+            busy_s: seconds that an overloaded server asks for; 0.0 if it is not.
+        """
+        seconds = max(pause_s(self._failures, self.FIRST_S, self.LONGEST_S), busy_s)
+        if time.monotonic() + seconds > self.deadline:
+            return False
+        if not self._waiting:
+            self._log.warning("waiting for %s: %s", self._server, trouble)
+            self._waiting = True
+        time.sleep(seconds)
+        self._failures = 0 if busy_s else self._failures + 1
+        return True
+
+    def answered(self) -> None:
+        """Log that the server answers again, if it was waited for."""
+        if self._waiting:
+            self._log.info("%s answers again", self._server)
 
 
 async def fetch(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from runspec.core import http_client
 from runspec.core.errors import UserError
 from runspec.core.http_client import Answer, LongAnswer, NoAnswer
 from tests.verify.small_model import fixed_key
@@ -81,7 +82,8 @@ def coordinator(monkeypatch: pytest.MonkeyPatch) -> Coordinator:
     found = Coordinator()
     monkeypatch.setattr(coordinator_http, "fetch_now", found.fetch_now)
     monkeypatch.setattr(coordinator_http, "stream", found.stream)
-    monkeypatch.setattr(coordinator_http, "time", found)
+    for module in (coordinator_http, http_client):
+        monkeypatch.setattr(module, "time", found)
     return found
 
 
