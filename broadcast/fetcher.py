@@ -294,17 +294,14 @@ class Fetcher:
         roles = self.roles
         if roles is None or _is_expired(roles):
             roles = await self._newest_roles(upstream, deadline)
-        try:
-            return await check(roles)
-        except BadSignature as error:
-            newest = await self._newest_roles(upstream, deadline)
-            if newest == roles:
-                raise Lie(str(error)) from error
-            roles = newest
-        try:
-            return await check(roles)
-        except BadSignature as error:
-            raise Lie(str(error)) from error
+        while True:
+            try:
+                return await check(roles)
+            except BadSignature as error:
+                newest = await self._newest_roles(upstream, deadline)
+                if newest == roles:
+                    raise Lie(str(error)) from error
+                roles = newest
 
     async def _ask_for_roles(self, upstream: Upstream, deadline: float) -> None:
         """Request roles.json every `ROLES_EVERY_S`, for revoked keys; ignore faults."""
