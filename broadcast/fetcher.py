@@ -16,12 +16,19 @@ from pathlib import Path
 from typing import TypeVar
 
 from broadcast import layout
-from broadcast.chunk_transfer import Transfer, fetch_chunk
 from broadcast.disk import cancel_all
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
-from broadcast.retry import Attempt, Requester
-from broadcast.transport import Access, Fault, Lie, base_url, get, new_session
-from broadcast.upstreams import SLOW_AFTER_S, Upstream, pause_after
+from broadcast.transport import (
+    Access,
+    Fault,
+    Lie,
+    Transfer,
+    base_url,
+    fetch_chunk,
+    get,
+    new_session,
+)
+from broadcast.upstreams import SLOW_AFTER_S, Attempt, Requester, Upstream, pause_after
 from runspec.core import latest as latest_format
 from runspec.core import roles as roles_format
 from runspec.core.errors import UserError

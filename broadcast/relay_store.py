@@ -12,11 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from broadcast import layout
-from broadcast.chunk_files import ProvenChunks
 from broadcast.delta_chains import versions_to_keep, with_bases
-from broadcast.disk import Identity, identity
+from broadcast.disk import Identity, Pins, ProvenChunks, identity, owners
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
-from broadcast.pins import Pins, owners
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers, temporary_name, write_atomic
 from runspec.core.hashing import is_digest

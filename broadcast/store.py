@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from broadcast import layout
-from broadcast.chunk_files import ChunkWriter, new_chunks
-from broadcast.disk import Identity, identity
+from broadcast.disk import ChunkWriter, Identity, identity, new_chunks
+from broadcast.keygen import check_newest, signers_of
 from broadcast.layout import locked
 from broadcast.manifest import (
     FILE_NAME,
@@ -30,7 +30,6 @@ from broadcast.manifest import (
     sign_manifest,
 )
 from broadcast.relay_store import RelayStore
-from broadcast.store_roles import check_newest, signers_of
 from runspec.core import latest as latest_format
 from runspec.core.canonical import MalformedJson
 from runspec.core.errors import UserError

@@ -1,23 +1,28 @@
 """Choice of the server for the next request: the one expected to answer first.
 
-Nothing here does IO. The caller passes the time, in seconds of a monotonic clock. Sizes are bytes.
+Only `Requester` does IO. To all else the caller passes the time, in seconds of a monotonic clock.
+Sizes are bytes.
 
 A server's rate is measured over all its concurrent requests. Each request is charged its share of
 the seconds in which the server worked for us: with four requests under way, a second costs each of
 them a quarter. The rate is received bytes divided by charged seconds; recent ones weigh most.
 
 Measurements lose weight while a server is idle: the expected speed doubles every `HEAL_S`. So a
-server that was slow or broken is tried again after some time, but rarely if the others are good.
-"""
+server that was slow or broken is tried again after some time, but rarely if the others are good."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from broadcast.transport import Busy, Fault, Lie, NotThere, TooSlow
+from runspec.core.errors import UserError
 from runspec.core.http_client import pause_s
 
 RETRY_S = (0.1, 2.0)
@@ -46,6 +51,9 @@ _SLOWEST = 1024 * 1024
 """Lowest rate that is assumed of a server, in bytes per second."""
 _LEAST_SUCCESS = 1 / 64
 """Lowest share of successes that is assumed; from it a server recovers within about a minute."""
+T = TypeVar("T")
+_LOOK_AGAIN_S = 1.0
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -272,3 +280,102 @@ def pause_after(fault: Fault, before: int) -> float:
         usual, most = BUSY_S
         return usual if fault.retry_after_s is None else min(max(fault.retry_after_s, first), most)
     return pause_s(before, first, longest)
+
+
+@dataclass
+class Attempt:
+    """One request to one server."""
+
+    upstream: Upstream
+    wanted: Wanted
+    ticket: Ticket
+    received: int = 0
+    """Bytes received; updated by the one who makes the request."""
+
+
+class Requester:
+    """Sends each request to the best of several servers, and to another one after a fault.
+
+    Args:
+        urls: their base URLs.
+        most: requests for chunks under way at a time, over all servers.
+    """
+
+    def __init__(self, urls: Sequence[str], most: int) -> None:
+        self.upstreams = Upstreams(urls, most)
+        self._turn = asyncio.Lock()
+        """Serves requests for chunks in order of arrival: the first chunks come first."""
+        self._ended = asyncio.Event()
+        """Set, and replaced, whenever a request ends: a server may have room now."""
+
+    async def request(
+        self,
+        what: str,
+        make: Callable[[Attempt], Awaitable[T]],
+        deadline: float,
+        *,
+        size: int = 0,
+        keep_asking: bool = True,
+    ) -> T:
+        """Return the first result of `make` that is no Fault.
+
+        Args:
+            what: name of what is requested, for messages.
+            make: sends one request; must end by itself soon after the deadline.
+            deadline: of the monotonic clock.
+            size: bytes of a chunk; 0 for small things, which do not wait for room.
+            keep_asking: False ends the search once every server answered 404.
+
+        Raises:
+            UserError: no valid answer in time; names every server and its fault.
+        """
+        started = time.monotonic()
+        wanted = Wanted(size)
+        servers = self.upstreams.all
+        while (attempt := await self._next(wanted, deadline)) is not None:
+            try:
+                result = await make(attempt)
+            except Fault as fault:
+                attempt.upstream.failed(time.monotonic(), fault, what, _LOG)
+                wanted.failed(time.monotonic(), attempt.upstream, fault)
+                if not keep_asking and len(wanted.missing) == len(servers):
+                    break
+            else:
+                attempt.upstream.succeeded()
+                return result
+            finally:
+                attempt.upstream.ended(time.monotonic(), attempt.ticket, attempt.received)
+                self._ended.set()
+                self._ended = asyncio.Event()
+        raise UserError(
+            f"no {what} after {time.monotonic() - started:.1f} s",
+            place=self.upstreams.faults(),
+            remedy="check that these servers are up and have the version, or name others",
+        )
+
+    async def _next(self, wanted: Wanted, deadline: float) -> Attempt | None:
+        """Choose a server and note the request; None if none is free before the deadline."""
+        if time.monotonic() >= deadline:  # the timeout below ends only waits
+            return None
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):  # the loop's clock is the monotonic one
+                while True:
+                    async with self._turn if wanted.size else nullcontext():
+                        choice = await self._choice(wanted)
+                    now = time.monotonic()
+                    if choice.upstream is not None:
+                        ticket = choice.upstream.started(now, wanted.size)
+                        return Attempt(choice.upstream, wanted, ticket)
+                    if now + choice.pause_s > deadline:
+                        return None
+                    await asyncio.sleep(choice.pause_s)
+        return None
+
+    async def _choice(self, wanted: Wanted) -> Choice:
+        while True:
+            choice = self.upstreams.choose(time.monotonic(), wanted)
+            if choice.upstream is not None or choice.pause_s > 0:
+                return choice
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_AGAIN_S):
+                    await self._ended.wait()

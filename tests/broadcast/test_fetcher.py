@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from broadcast.fetcher import Fetcher, for_each
-from broadcast.retry import Attempt, Requester
+from broadcast.upstreams import Attempt, Requester
 
 from . import fake_relay as lies
 from .conftest import PATIENCE_S, Run, fetch, fetched, newest, no_latest, not_fetched, weights
@@ -46,7 +46,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow server is left soon, and for no other reason than that another one is faster."""
     monkeypatch.setattr("broadcast.fetcher.SLOW_AFTER_S", 0.3)  # a manifest's
     monkeypatch.setattr("broadcast.upstreams.SLOW_AFTER_S", 0.3)
-    monkeypatch.setattr("broadcast.chunk_transfer._LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("broadcast.transport._LOOK_EVERY_S", 0.02)
     monkeypatch.setattr("broadcast.fetcher._SMALL_TIMEOUT_S", PATIENCE_S)
     monkeypatch.setattr("broadcast.fetcher.chunk_timeout_s", lambda size: PATIENCE_S)
 

@@ -15,11 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from broadcast.answers import Recent
 from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest, sign_manifest
-from broadcast.relay import run_relay, to_rebuild
+from broadcast.relay import Transfers, run_relay, to_rebuild
 from broadcast.relay_store import RelayStore
-from broadcast.served import Recent
-from broadcast.transfers import Transfers
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
@@ -119,8 +118,8 @@ def test_chunks_are_passed_on_while_later_ones_are_still_coming(run: Run) -> Non
 
 
 def test_what_does_not_come_is_not_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broadcast.transfers.STALL_S", 0.2)
-    monkeypatch.setattr("broadcast.transfers.MISSED_S", PATIENCE_S)
+    monkeypatch.setattr("broadcast.relay.STALL_S", 0.2)
+    monkeypatch.setattr("broadcast.relay.MISSED_S", PATIENCE_S)
     monkeypatch.setattr("broadcast.relay.MISSED_S", PATIENCE_S)
     # given a run whose version 0 is gone everywhere, and the chunks of version 1 are silent
     for version in range(2):

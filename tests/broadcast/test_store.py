@@ -14,12 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from broadcast.chunk_files import ProvenChunks
 from broadcast.client import WeightsClient, WrongFiles
+from broadcast.disk import TOUCH_EVERY_S, VALID_S, Pins, ProvenChunks
 from broadcast.keygen import make_keys, renew_keys
 from broadcast.layout import stored_versions
 from broadcast.manifest import MAX_CHUNK_BYTES
-from broadcast.pins import TOUCH_EVERY_S, VALID_S, Pins
 from broadcast.relay_store import StoredVersions
 from broadcast.store import AlreadyPublished, newest_version, prune, publish_objects, refresh_latest
 from runspec.core.errors import UserError

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from broadcast.chunk_transfer import Transfer, fetch_chunk
 from broadcast.manifest import Chunk
 from broadcast.transport import (
     Access,
@@ -20,7 +19,9 @@ from broadcast.transport import (
     Lie,
     NotThere,
     TooSlow,
+    Transfer,
     base_url,
+    fetch_chunk,
     get,
     new_session,
 )
@@ -218,7 +219,7 @@ async def test_an_attempt_ends_at_its_deadline_or_once_it_is_hopeless(client, se
     server = serve(silent)
     with pytest.raises(Fault, match=f"^0 of {len(BODY)} bytes within 0.1 s$"):
         await client.chunk(server.url, timeout_s=0.1)
-    monkeypatch.setattr("broadcast.chunk_transfer._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("broadcast.transport._LOOK_EVERY_S", 0.01)
     with pytest.raises(TooSlow, match=f"^0 of {len(BODY)} bytes so far$"):
         await client.chunk(server.url, is_hopeless=lambda elapsed_s: elapsed_s > 0.05)
 

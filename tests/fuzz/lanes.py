@@ -20,9 +20,9 @@ from aiohttp import web
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from broadcast.admission import Tokens
 from broadcast.answers import byte_range
-from broadcast.app import MAX_WAIT_S, _poll_parameters
-from broadcast.credentials import Tokens
+from broadcast.server import MAX_WAIT_S, _poll_parameters
 from broadcast.transport import base_url
 from runspec.core.address import parse_join_link
 from runspec.core.canonical import canonical_json, parse_object
