@@ -90,7 +90,7 @@ def _import(arguments: argparse.Namespace) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from bridge.versions import differences
+    from bridge.conversion import differences
 
     lines = differences(arguments.a, arguments.b)
     for line in lines:
@@ -107,14 +107,14 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _diff(arguments: argparse.Namespace) -> None:
-    from bridge.versions import change_report
+    from bridge.conversion import change_report
 
     for line in change_report(arguments.old, arguments.new, arguments.out):
         print(line)
 
 
 def _apply(arguments: argparse.Namespace) -> None:
-    from bridge.versions import next_version
+    from bridge.conversion import next_version
 
     next_version(arguments.base, arguments.delta, arguments.out)
 
