@@ -57,10 +57,6 @@ class Announcement:
             async with self._changed:
                 self._changed.notify_all()
 
-    def withdraw(self) -> None:
-        """Forget the newest version: its signature is no longer trusted."""
-        self.data, self.version = None, -1
-
     async def newer_than(self, after: int | None, wait_s: float) -> bytes | None:
         """Return latest.json; wait up to `wait_s` seconds for one newer than `after`."""
         if after is not None and wait_s > 0 and self.version <= after:

@@ -22,7 +22,6 @@ from broadcast.disk import Cancellation, cancel_all, in_thread
 from broadcast.fetcher import NO_TOKEN, PARALLEL_CHUNKS, Fetcher, for_each
 from broadcast.manifest import WeightsManifest
 from broadcast.transport import Access
-from broadcast.upstreams import Upstreams
 from runspec.core.errors import UserError
 from runspec.core.latest import Latest
 from runspec.core.roles import Signers
@@ -36,49 +35,6 @@ DETOUR_S = 3.0
 """Seconds to request an older manifest that can only save bytes."""
 _SHOWN = 4
 """Files of a manifest that a message names, at most."""
-
-
-class Progress:
-    """Counts the bytes received and logs rate, remaining time and the share of each server.
-
-    Args:
-        what: name of what is fetched.
-        total: bytes to receive.
-        upstreams: the servers that send them.
-    """
-
-    def __init__(self, what: str, total: int, upstreams: Upstreams) -> None:
-        self._what, self._total, self._upstreams = what, total, upstreams
-        self.done = self._done_before = 0
-        self._at = time.monotonic()
-        self._from = self._received()
-
-    def _received(self) -> dict[str, int]:
-        return {upstream.url: upstream.received for upstream in self._upstreams.all}
-
-    async def report(self) -> None:
-        """Log a line every `EVERY_S` seconds until cancelled."""
-        while True:
-            await asyncio.sleep(EVERY_S)
-            _LOG.info("%s", self.line())
-
-    def line(self) -> str:
-        """Describe what happened since the last call."""
-        now, received = time.monotonic(), self._received()
-        rate = (self.done - self._done_before) / max(now - self._at, 1e-9)
-        sent = {url: n - self._from[url] for url, n in received.items()}
-        shares = ", ".join(
-            f"{url} {n / sum(sent.values()):.0%}"
-            for url, n in sorted(sent.items(), key=lambda item: -item[1])
-            if n > 0
-        )
-        self._done_before, self._at, self._from = self.done, now, received
-        return (
-            f"{self._what}: {self.done / 1e6:,.1f} of {self._total / 1e6:,.1f} MB, "
-            f"{rate / 1e6:,.1f} MB/s"
-            + (f", {(self._total - self.done) / rate:,.0f} s left" if rate > 0 else "")
-            + (f", from {shares}" if shares else ", from no server just now")
-        )
 
 
 async def download(
@@ -122,16 +78,39 @@ async def download(
 
 
 async def _fetch_all(fetcher: Fetcher, pieces: Sequence[Piece], assembly: Assembly) -> None:
-    total = sum(piece.chunk.size for piece in pieces)
-    progress = Progress(assembly.name, total, fetcher.upstreams)
+    """Fetch the pieces; log rate, remaining time and each server's share now and then."""
+    total, done = sum(piece.chunk.size for piece in pieces), 0
     deadline = assembly.cancellation.deadline
 
+    def received() -> dict[str, int]:
+        return {upstream.url: upstream.received for upstream in fetcher.upstreams.all}
+
+    async def report() -> None:
+        at, before, counted = time.monotonic(), 0, received()
+        while True:
+            await asyncio.sleep(EVERY_S)
+            now, new, found = time.monotonic(), done - before, received()
+            rate = new / max(now - at, 1e-9)
+            sent = {url: n - counted[url] for url, n in found.items() if n > counted[url]}
+            shares = ", ".join(
+                f"{url} {n / sum(sent.values()):.0%}"
+                for url, n in sorted(sent.items(), key=lambda item: -item[1])
+            )
+            left = f", {(total - done) / rate:,.0f} s left" if rate > 0 else ""
+            _LOG.info(
+                "%s: %.1f of %.1f MB, %.1f MB/s%s, from %s",
+                *(assembly.name, done / 1e6, total / 1e6, rate / 1e6, left),
+                shares or "no server just now",
+            )
+            at, before, counted = now, done, found
+
     async def fetch(piece: Piece) -> None:
+        nonlocal done
         what = f"{piece.path.name} at byte {piece.offset}"
         await fetcher.chunk(piece.chunk, what, deadline, into=piece.path, offset=piece.offset)
-        progress.done += piece.chunk.size
+        done += piece.chunk.size
 
-    reporting = asyncio.create_task(progress.report())
+    reporting = asyncio.create_task(report())
     try:
         await for_each(pieces, fetch, parallel=PARALLEL_CHUNKS)
     finally:

@@ -356,24 +356,22 @@ class Fetcher:
 
         They may have expired. They still serve to refuse documents that were issued earlier.
         """
-        for path, load in (
-            (self._roles_path, self._recall_roles),
-            (self._latest_path, self._recall_latest),
+        for path, most, recall in (
+            (self._roles_path, roles_format.MAX_BYTES, self._recall_roles),
+            (self._latest_path, latest_format.MAX_BYTES, self._recall_latest),
         ):
-            with suppress(FileNotFoundError):
-                try:
-                    load(path)
-                except (BadSignature, UserError, TypeError) as error:
-                    _LOG.warning("%s: not used: %s", path, error)
+            try:
+                recall(read_bounded(path, most))
+            except FileNotFoundError:
+                continue
+            except (BadSignature, UserError, TypeError) as error:
+                _LOG.warning("%s: not used: %s", path, error)
 
-    def _recall_roles(self, path: Path) -> None:
-        data = read_bounded(path, roles_format.MAX_BYTES)
-        self.roles = open_roles(
-            data, root_public_key=self._root, run=self._run, now=issued_at(data)
-        )
+    def _recall_roles(self, data: bytes) -> None:
+        now = issued_at(data)
+        self.roles = open_roles(data, root_public_key=self._root, run=self._run, now=now)
 
-    def _recall_latest(self, path: Path) -> None:
-        data = read_bounded(path, latest_format.MAX_BYTES)
+    def _recall_latest(self, data: bytes) -> None:
         document = open_document(
             data, kind=latest_format.KIND, keys=None, max_bytes=latest_format.MAX_BYTES
         )

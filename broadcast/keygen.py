@@ -8,13 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from runspec.core import roles as roles_format
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.keys import SigningKey
-from runspec.core.roles import KIND, MAX_BYTES, Signers, sign_roles
+from runspec.core.roles import KIND, MAX_BYTES, Signers, issued_at, open_roles, sign_roles
 from runspec.core.signed import BadSignature, open_document
 
 VALID_S = 365 * 86400.0
@@ -23,14 +21,13 @@ _SINGLE = ("publisher", "coordinator", "evaluator")
 """Roles with one key."""
 
 
-def make_keys(directory: Path, *, run: str, validators: int = 1, valid_s: float = VALID_S) -> str:
+def make_keys(directory: Path, *, run: str, validators: int = 1) -> str:
     """Make the keys of the root, of the roles and of so many validators, and roles.json.
 
     Args:
         directory: gets the files; existing keys are not overwritten.
         run: id of the run that roles.json is for.
         validators: number of validator keys.
-        valid_s: seconds until roles.json expires.
 
     Returns:
         The root's public key, which everyone pins.
@@ -58,7 +55,7 @@ def make_keys(directory: Path, *, run: str, validators: int = 1, valid_s: float 
     for name, key in files:
         key.save(directory / f"{name}.key")
     write_atomic(directory / "root.pub", f"{root.public_hex}\n".encode())
-    write_atomic(directory / _ROLES, sign_roles(run, named, root, valid_s=valid_s))
+    write_atomic(directory / _ROLES, sign_roles(run, named, root, valid_s=VALID_S))
     return root.public_hex
 
 
@@ -116,32 +113,37 @@ def renew_keys(directory: Path, names: Sequence[str]) -> None:
         (directory / f"{name}.new").rename(directory / f"{name}.key")
 
 
-def signers_of(roles: bytes, run: str, key: SigningKey, who: Signers = "publisher") -> list[str]:
+def signers_of(
+    roles: bytes, run: str, key: SigningKey, who: Signers = "publisher"
+) -> frozenset[str]:
     """Return the signers' keys in a roles.json; refuse what every client would refuse later.
 
     Raises:
         UserError: `key` is none of them, or the document is malformed or of another run.
     """
-    payload = _payload(roles)
-    keys = payload["roles"]["publisher"] if who == "publisher" else payload["islands"].values()
-    if payload["run"] != run or key.public_hex not in keys:
+    try:
+        keys = open_roles(roles, root_public_key=None, run=run, now=issued_at(roles)).signers(who)
+    except BadSignature as error:
+        raise _unreadable(error) from error
+    if key.public_hex not in keys:
         raise UserError(
             f"roles.json does not name {key.public_hex[:16]} as {who} of run {run!r}",
             remedy="publish with a key that it names, or sign a roles.json that names this one",
         )
-    return list(keys)
+    return keys
 
 
 def check_newest(path: Path, roles: bytes) -> None:
     """Refuse a roles.json older than the one at `path`: new clients would trust a revoked key."""
-    if not path.exists():
-        return
     try:
-        stored = _payload(read_bounded(path, roles_format.MAX_BYTES))
-    except UserError:  # a damaged one may be replaced
+        given = issued_at(roles)
+    except BadSignature as error:
+        raise _unreadable(error) from error
+    try:
+        stored = issued_at(read_bounded(path, MAX_BYTES))
+    except (FileNotFoundError, BadSignature, UserError):  # a damaged one may be replaced
         return
-    given = _payload(roles)
-    if given["run"] == stored["run"] and given["issued"] < stored["issued"]:
+    if given < stored:
         raise UserError(
             "this roles.json is newer than the one to publish with",
             place=str(path),
@@ -149,20 +151,5 @@ def check_newest(path: Path, roles: bytes) -> None:
         )
 
 
-def _payload(roles: bytes) -> dict[str, Any]:
-    """Return the payload of a roles.json after a check of its form."""
-    try:
-        payload = open_document(
-            roles, kind=roles_format.KIND, keys=None, max_bytes=roles_format.MAX_BYTES
-        ).payload
-        run, issued, publishers = payload["run"], payload["issued"], payload["roles"]["publisher"]
-        islands = payload.setdefault("islands", {})
-        types = (
-            *(isinstance(run, str), isinstance(issued, int | float)),
-            *(isinstance(publishers, list), isinstance(islands, dict)),
-        )
-        if not all(types):
-            raise TypeError("run, issued, publisher or islands is malformed")
-    except (BadSignature, KeyError, TypeError) as error:
-        raise UserError(f"cannot read roles.json: {error}", remedy="sign a new one") from error
-    return payload
+def _unreadable(error: BadSignature) -> UserError:
+    return UserError(f"cannot read roles.json: {error}", remedy="sign a new one")

@@ -245,7 +245,7 @@ class Mirror(ServedRun):
             self._filling[1].cancel()
             self._filling = None
         if self.announced.version not in self._relay_store.manifests:
-            self.announced.withdraw()
+            self.announced.data, self.announced.version = None, -1
 
     async def _announce(self) -> None:
         version, data = self._fetcher.seen_version, self._fetcher.latest_bytes

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import ssl
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -290,7 +289,10 @@ async def serve(
         metrics=metrics,
     )
     files = FileAnswers(metrics, floor_bytes_per_s=limits.floor_bytes_per_s)
-    tls = _certificate(options, log)
+    cert, key = options.tls_cert, options.tls_key
+    if (cert is None) != (key is None):
+        raise UserError("--tls-cert and --tls-key belong together", remedy="give both or none")
+    tls = Reloaded(server_context, cert, key, log=log) if cert and key else None
     bounds = ConnectionLimits(
         connections, limits.idle_s, limits.head_s, _MAX_HEADER_BYTES, _MAX_LINE_BYTES
     )
@@ -309,12 +311,3 @@ async def serve(
             await until(stop, work(), metrics.keep_saving())
     finally:
         metrics.save()
-
-
-def _certificate(options: ServerOptions, log: logging.Logger) -> Reloaded[ssl.SSLContext] | None:
-    cert, key = options.tls_cert, options.tls_key
-    if cert is None and key is None:
-        return None
-    if cert is None or key is None:
-        raise UserError("--tls-cert and --tls-key belong together", remedy="give both or none")
-    return Reloaded(server_context, cert, key, log=log)

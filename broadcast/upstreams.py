@@ -255,22 +255,17 @@ class Upstreams:
         others = [
             u.expected_s(now, wanted.size)
             for u in self.all
-            if u is not upstream and _is_a_way_out(now, wanted, u)
+            if u is not upstream
+            and u.rate is not None
+            and wanted.ready_at(u) <= now
+            and u.distrusted_until <= now
+            and u not in wanted.shunned
         ]
         return here_s > SLOW_AFTER_S + 3 * min(others, default=math.inf)
 
     def faults(self) -> str:
         """Return the last fault of each server, for a message."""
         return "; ".join(f"{u.url}: {u.last_fault}" for u in self.all)
-
-
-def _is_a_way_out(now: float, wanted: Wanted, upstream: Upstream) -> bool:
-    return (
-        upstream.rate is not None
-        and wanted.ready_at(upstream) <= now
-        and upstream.distrusted_until <= now
-        and upstream not in wanted.shunned
-    )
 
 
 def pause_after(fault: Fault, before: int) -> float:

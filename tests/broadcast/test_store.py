@@ -450,9 +450,11 @@ def test_keys_are_renewed_one_by_one(tmp_path: Path) -> None:
     assert tree(tmp_path) == files
 
 
-def test_expired_roles_are_renewed_and_those_of_another_root_are_not(tmp_path: Path) -> None:
+def test_expired_roles_are_renewed_and_those_of_another_root_are_not(tmp_path, monkeypatch):
     for name in ("ours", "theirs"):
-        make_keys(tmp_path / name, run="demo", valid_s=-1000.0)
+        with monkeypatch.context() as patch:
+            patch.setattr("broadcast.keygen.VALID_S", -1000.0)
+            make_keys(tmp_path / name, run="demo")
         (tmp_path / name / "publisher.key").unlink()  # private keys may lie elsewhere
     theirs = (tmp_path / "theirs" / "roles.json").read_bytes()
     renew_keys(tmp_path / "ours", [])
