@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import base64
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 from runspec.core.address import is_server_url
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
-from runspec.core.http_client import Answer, LongAnswer, NoAnswer, Retry, fetch_now, stream
+from runspec.core.http_client import Answer, LongAnswer, NoAnswer, Retry, Sink, fetch_now
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature
 from verify.request_auth import ENVELOPE, sign_request
@@ -80,6 +83,7 @@ class CoordinatorHttp:
         wait_s: float = 0.0,
         backlog_s: float = 0.0,
         max_bytes: int = MAX_ANSWER_BYTES,
+        into: Sink | None = None,
     ) -> Answer:
         """Send a request, signed again each time, until it is answered or the deadline passes.
 
@@ -90,6 +94,8 @@ class CoordinatorHttp:
             wait_s: seconds that the coordinator may wait before it answers, added to the deadline.
             backlog_s: seconds during which an answer 429 resets the deadline.
             max_bytes: largest size of the answer.
+            into: receives the pieces of a long answer, from the first one at each attempt. Each
+                attempt that gets further than those before resets the deadline.
 
         Raises:
             RunFinished: the coordinator answers 410.
@@ -99,17 +105,34 @@ class CoordinatorHttp:
                 too long an answer.
         """
         began = time.monotonic()
-        retry = self._retry(wait_s)
+        name = f"the coordinator {self.url}"
+        retry = Retry(name, began + self._deadline_s + wait_s, _log)
+        came = furthest = 0
+
+        @contextmanager
+        def counted(into: Sink) -> Iterator[Callable[[bytes], None]]:
+            with into() as write:
+
+                def take(piece: bytes) -> None:
+                    nonlocal came
+                    came += len(piece)
+                    write(piece)
+
+                yield take
+
         while True:
-            busy_s, answered = 0.0, None
+            came, busy_s, answered = 0, 0.0, None
             try:
                 # An attempt that begins late still has the time that an answer needs.
                 least_s = min(_TIMEOUT_S, self._deadline_s) + wait_s
                 answer = self._try(
                     *(method, path, body, envelope),
                     max_bytes=max_bytes,
-                    timeout_s=max(retry.deadline - time.monotonic(), least_s),
+                    timeout_s=max(retry.deadline - time.monotonic(), least_s)
+                    if into is None
+                    else math.inf,
                     idle_s=_TIMEOUT_S + wait_s,
+                    into=None if into is None else partial(counted, into),
                 )
                 busy_s, answered = _busy_s(answer), answer.status
                 if answer.status < 500 and not busy_s:
@@ -117,6 +140,8 @@ class CoordinatorHttp:
                 trouble = f"answers {answer.status}: {_words(answer)}"
             except NoAnswer as error:
                 trouble = f"cannot be reached: {error}"
+            if came > furthest:
+                furthest, retry.deadline = came, time.monotonic() + self._deadline_s
             if busy_s and time.monotonic() < began + backlog_s:  # it is up but overloaded
                 retry.deadline = time.monotonic() + busy_s + self._deadline_s + wait_s
             if not retry.pause(trouble, busy_s):
@@ -132,58 +157,8 @@ class CoordinatorHttp:
             return answer
         refused = _REFUSALS.get(answer.status, UserError)
         words = f"{method} {path}: {answer.status}, {_words(answer)}"
-        raise refused(words, place=f"coordinator {self.url}")
-
-    def stream(self, path: str, take: Callable[[Iterable[bytes]], None]) -> None:
-        """Fetch a long public answer, and retry until it is complete.
-
-        Args:
-            path: path of the request.
-            take: receives the pieces, from the first one at each attempt.
-
-        Raises:
-            UserError: there is no such path, or the coordinator cannot be reached until the
-                deadline. Each attempt that gets further than those before resets the deadline.
-        """
-        retry = self._retry(0.0)
-        came = furthest = 0
-
-        def counted(pieces: Iterable[bytes]) -> Iterator[bytes]:
-            nonlocal came
-            for piece in pieces:
-                came += len(piece)
-                yield piece
-
-        while True:
-            came, busy_s, answered = 0, 0.0, None
-            try:
-                answer = stream(
-                    self.url + path, idle_s=_TIMEOUT_S, take=lambda pieces: take(counted(pieces))
-                )
-                if answer.is_success:
-                    return
-                trouble = f"answers {answer.status}"
-                busy_s, answered = _busy_s(answer), answer.status
-                if 400 <= answer.status < 500 and not busy_s:
-                    raise UserError(
-                        f"GET {path}: {trouble}",
-                        place=f"coordinator {self.url}",
-                        remedy="its data changed: start the same command again",
-                    )
-            except NoAnswer as error:
-                trouble = str(error)
-            if came > furthest:
-                furthest, retry.deadline = came, time.monotonic() + self._deadline_s
-            if not retry.pause(trouble, busy_s):
-                raise UserError(
-                    f"GET {path}: {trouble}",
-                    place=f"coordinator {self.url}",
-                    remedy=_remedy(answered),
-                )
-
-    def _retry(self, wait_s: float) -> Retry:
-        deadline = time.monotonic() + self._deadline_s + wait_s
-        return Retry(f"the coordinator {self.url}", deadline, _log)
+        changed = "" if into is None else "its data changed: start the same command again"
+        raise refused(words, place=f"coordinator {self.url}", remedy=changed)
 
     def _try(
         self, method: str, path: str, body: bytes, envelope: bytes | None, **limits: Any
