@@ -13,8 +13,7 @@ import os
 import re
 import ssl
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -45,8 +44,10 @@ _WRITE_BYTES = 1024 * 1024
 _LOOK_EVERY_S = 0.5
 
 
-class Fault(Exception):
-    """An answer that cannot be used: unreachable, an error status, too slow."""
+Fault = NoAnswer
+"""An answer that cannot be used: unreachable, an error status, too slow."""
+TooSlow = LateAnswer
+"""The server is so slow that another one is expected to be faster."""
 
 
 class NotThere(Fault):
@@ -60,10 +61,6 @@ class Busy(Fault):
         super().__init__("too many requests (429)")
         self.retry_after_s = retry_after_s
         """Seconds that Retry-After names, unchecked; None if it names none."""
-
-
-class TooSlow(Fault):
-    """The server is so slow that another one is expected to be faster."""
 
 
 class Lie(Fault):
@@ -175,22 +172,10 @@ async def get(
         TooSlow: not complete in time.
         Fault: any other status than 200, a body that is too long, or no connection.
     """
-    with faults():
-        answer = await fetch(session, "GET", url, max_bytes=max_bytes, timeout_s=timeout_s)
+    answer = await fetch(session, "GET", url, max_bytes=max_bytes, timeout_s=timeout_s)
     if answer.status != 200:
         raise refusal(answer)
     return answer.content
-
-
-@contextmanager
-def faults() -> Iterator[None]:
-    """Turn the errors of `runspec.core.http_client` into a `Fault` of the server."""
-    try:
-        yield
-    except LateAnswer as error:
-        raise TooSlow(str(error)) from error
-    except NoAnswer as error:
-        raise Fault(str(error)) from error
 
 
 @dataclass
@@ -248,7 +233,7 @@ def _so_far(transfer: Transfer) -> str:
 async def _receive(session: aiohttp.ClientSession, url: str, transfer: Transfer) -> None:
     chunk, hasher = transfer.chunk, blake3()
     timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_S)
-    with faults(), translated_errors(f"no connection within {CONNECT_S:g} s"):
+    with translated_errors(f"no connection within {CONNECT_S:g} s"):
         async with session.get(
             url, headers=AS_IT_IS, timeout=timeout, allow_redirects=False
         ) as response:
