@@ -20,15 +20,15 @@ from broadcast.disk import cancel_all
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
 from broadcast.transport import (
     Access,
+    Attempt,
     Fault,
     Lie,
-    Transfer,
     base_url,
     fetch_chunk,
     get,
     new_session,
 )
-from broadcast.upstreams import SLOW_AFTER_S, Attempt, Requester, Upstream, pause_after
+from broadcast.upstreams import SLOW_AFTER_S, Requester, Upstream, Wanted, pause_after
 from runspec.core import latest as latest_format
 from runspec.core import roles as roles_format
 from runspec.core.errors import UserError
@@ -98,7 +98,6 @@ class Fetcher:
         self._issued = 0.0
         self._roles_asked: dict[Upstream, float] = {}
         self._opening = asyncio.Lock()
-        self._arriving: list[Transfer] = []
         self._run, self._signers = run, signers
         self._root = root_public_key
         self._roles_path = folder / "roles.json"
@@ -109,8 +108,7 @@ class Fetcher:
     @property
     def received(self) -> int:
         """Bytes of chunks received so far, damaged and repeated ones too; any thread may ask."""
-        ended = sum(upstream.received for upstream in self.upstreams.all)
-        return ended + sum(transfer.received for transfer in tuple(self._arriving))
+        return sum(upstream.received for upstream in self.upstreams.all)
 
     async def close(self) -> None:
         """Close the connections; no request may be under way."""
@@ -163,9 +161,10 @@ class Fetcher:
             UserError: not fetched in time; the message names each server and its fault.
         """
 
-        async def get_it(attempt: Attempt) -> tuple[WeightsManifest, bytes]:
-            upstream = attempt.upstream
-            others = set(self.upstreams.all) - attempt.wanted.shunned - {upstream}
+        async def get_it(
+            upstream: Upstream, wanted: Wanted, attempt: Attempt
+        ) -> tuple[WeightsManifest, bytes]:
+            others = set(self.upstreams.all) - wanted.shunned - {upstream}
             # A relay may first request an older manifest from its own upstreams: allow it the time.
             limit_s = SLOW_AFTER_S if others and keep_asking else _SMALL_TIMEOUT_S
             name = layout.manifest_name(self._run, version)
@@ -207,26 +206,19 @@ class Fetcher:
             OSError: the file cannot be written.
         """
 
-        async def bring(attempt: Attempt) -> None:
-            upstream, transfer = attempt.upstream, Transfer(chunk, into, offset)
-            self._arriving.append(transfer)
-
+        async def bring(upstream: Upstream, wanted: Wanted, attempt: Attempt) -> None:
             def is_hopeless(elapsed_s: float) -> bool:
                 return self.upstreams.is_hopeless(
-                    time.monotonic(), attempt.wanted, upstream, transfer.received, elapsed_s
+                    time.monotonic(), wanted, upstream, attempt.received, elapsed_s
                 )
 
-            try:
-                await fetch_chunk(
-                    self._session,
-                    f"{upstream.url}/{layout.chunk_name(self._run, chunk.blake3)}",
-                    transfer,
-                    timeout_s=_within(deadline, chunk_timeout_s(chunk.size)),
-                    is_hopeless=is_hopeless,
-                )
-            finally:
-                self._arriving.remove(transfer)
-                attempt.received = transfer.received
+            url = f"{upstream.url}/{layout.chunk_name(self._run, chunk.blake3)}"
+            timeout_s = _within(deadline, chunk_timeout_s(chunk.size))
+            await fetch_chunk(
+                *(self._session, url, chunk, into, offset, attempt),
+                timeout_s=timeout_s,
+                is_hopeless=is_hopeless,
+            )
 
         what = f"{what}, chunk {chunk.blake3[:16]}"
         await self._requester.request(what, bring, deadline, size=chunk.size)

@@ -178,22 +178,25 @@ async def get(
     return answer.content
 
 
-@dataclass
-class Transfer:
-    """One chunk that is being received into an existing file."""
+@dataclass(eq=False)
+class Attempt:
+    """One request under way to one server."""
 
-    chunk: Chunk
-    into: Path
-    offset: int
-    """Position of the chunk's first byte in the file."""
+    size: int
+    """Bytes of a chunk; 0 for a small answer."""
+    charged_s: float = 0.0
+    """Seconds that the server was charged at its start (`upstreams`)."""
     received: int = 0
-    """Bytes of the body received so far."""
+    """Bytes of the chunk received so far."""
 
 
 async def fetch_chunk(
     session: aiohttp.ClientSession,
     url: str,
-    transfer: Transfer,
+    chunk: Chunk,
+    into: Path,
+    offset: int,
+    attempt: Attempt,
     *,
     timeout_s: float,
     is_hopeless: Callable[[float], bool] = lambda elapsed_s: False,
@@ -203,7 +206,10 @@ async def fetch_chunk(
     Args:
         session: from `new_session`.
         url: URL of the chunk. Redirects are not followed.
-        transfer: the chunk and its file; after a failure the file's bytes there are undefined.
+        chunk: the chunk.
+        into: an existing file; after a failure its bytes there are undefined.
+        offset: position of the chunk's first byte in the file.
+        attempt: counts the bytes received.
         timeout_s: limit of the whole transfer, so that a server cannot send slowly for ever.
         is_hopeless: called every half second with the seconds since the start; True ends it.
 
@@ -212,26 +218,30 @@ async def fetch_chunk(
         OSError: the file cannot be written.
     """
     started = time.monotonic()
-    receiving = asyncio.create_task(_receive(session, url, transfer))
+    receiving = asyncio.create_task(_receive(session, url, chunk, into, offset, attempt))
     try:
         async with asyncio.timeout(timeout_s):
             while not (await asyncio.wait([receiving], timeout=_LOOK_EVERY_S))[0]:
                 if is_hopeless(time.monotonic() - started):
-                    raise TooSlow(f"{_so_far(transfer)} so far")
+                    raise TooSlow(f"{attempt.received} of {chunk.size} bytes so far")
             receiving.result()
     except TimeoutError as error:
-        raise Fault(f"{_so_far(transfer)} within {timeout_s:.1f} s") from error
+        what = f"{attempt.received} of {chunk.size} bytes within {timeout_s:.1f} s"
+        raise Fault(what) from error
     finally:
         receiving.cancel()
         await ended(receiving)
 
 
-def _so_far(transfer: Transfer) -> str:
-    return f"{transfer.received} of {transfer.chunk.size} bytes"
-
-
-async def _receive(session: aiohttp.ClientSession, url: str, transfer: Transfer) -> None:
-    chunk, hasher = transfer.chunk, blake3()
+async def _receive(
+    session: aiohttp.ClientSession,
+    url: str,
+    chunk: Chunk,
+    into: Path,
+    offset: int,
+    attempt: Attempt,
+) -> None:
+    hasher = blake3()
     timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_S)
     with translated_errors(f"no connection within {CONNECT_S:g} s"):
         async with session.get(
@@ -244,16 +254,16 @@ async def _receive(session: aiohttp.ClientSession, url: str, transfer: Transfer)
                 raise Fault("its answer has no Content-Length")
             if response.content_length != chunk.size:
                 raise Lie(f"{response.content_length} bytes that are not the chunk's {chunk.size}")
-            descriptor = os.open(transfer.into, os.O_WRONLY)
+            descriptor = os.open(into, os.O_WRONLY)
             writing: asyncio.Future[None] | None = None
             try:
                 pieces: list[bytes] = []
-                offset, size = transfer.offset, 0
+                size = 0
                 async for piece, _ in response.content.iter_chunks():
                     pieces.append(piece)
                     size += len(piece)
-                    transfer.received += len(piece)
-                    if size >= _WRITE_BYTES or transfer.received >= chunk.size:
+                    attempt.received += len(piece)
+                    if size >= _WRITE_BYTES or attempt.received >= chunk.size:
                         if writing is not None:
                             await asyncio.shield(writing)
                         work = partial(_store, hasher, descriptor, pieces, offset)

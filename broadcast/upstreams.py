@@ -21,7 +21,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from broadcast.transport import Busy, Fault, Lie, NotThere, TooSlow
+from broadcast.transport import Attempt, Busy, Fault, Lie, NotThere, TooSlow
 from runspec.core.errors import UserError
 from runspec.core.http_client import pause_s
 
@@ -56,14 +56,6 @@ _LOOK_AGAIN_S = 1.0
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Ticket:
-    """A request under way: its size, and the server's charged seconds at its start."""
-
-    size: int
-    charged_s: float
-
-
 @dataclass(eq=False)
 class Upstream:
     """One server and its measured quality."""
@@ -74,12 +66,12 @@ class Upstream:
     retry_at: float = 0.0
     distrusted_until: float = 0.0
     last_fault: str = "not asked yet"
-    in_flight: int = 0
-    in_flight_bytes: int = 0
-    received: int = 0
-    """Bytes received from it by all requests that ended."""
+    under_way: list[Attempt] = field(default_factory=list)
+    """Requests that have not ended."""
     success: float = 1.0
     """Share of successful requests; the last request has weight one half."""
+    _ended_bytes: int = 0
+    """Bytes received by all requests that ended."""
     _bytes: float = 0.0
     _seconds: float = 0.0
     _charged_s: float = 0.0
@@ -91,25 +83,37 @@ class Upstream:
         """Bytes per second of all requests together; None if nothing was ever received."""
         return self._bytes / self._seconds if self._seconds else None
 
-    def started(self, now: float, size: int) -> Ticket:
+    @property
+    def in_flight(self) -> int:
+        return len(self.under_way)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return sum(attempt.size for attempt in self.under_way)
+
+    @property
+    def received(self) -> int:
+        """Bytes of chunks received from it so far; any thread may ask."""
+        return self._ended_bytes + sum(attempt.received for attempt in tuple(self.under_way))
+
+    def started(self, now: float, size: int) -> Attempt:
         """Note the start of a request for `size` bytes."""
         self._charge(now)
-        self.in_flight += 1
-        self.in_flight_bytes += size
-        return Ticket(size, self._charged_s)
+        self.under_way.append(Attempt(size, self._charged_s))
+        return self.under_way[-1]
 
-    def ended(self, now: float, ticket: Ticket, received: int) -> None:
+    def ended(self, now: float, attempt: Attempt) -> None:
         """Note the end of a request, successful or not.
 
         The rate is updated if bytes of a chunk were received, or none for a long time. Refusals and
         small answers do not change it.
         """
         self._charge(now)
-        self.in_flight -= 1
-        self.in_flight_bytes -= ticket.size
-        self.received += received
-        share_s = self._charged_s - ticket.charged_s
-        if ticket.size and (received or share_s > SLOW_AFTER_S / 2):
+        received = attempt.received
+        self._ended_bytes += received
+        self.under_way.remove(attempt)
+        share_s = self._charged_s - attempt.charged_s
+        if attempt.size and (received or share_s > SLOW_AFTER_S / 2):
             fade = math.exp(-share_s / _MEMORY_S)
             # In a long request the early seconds weigh less than the late ones.
             weight = (1 - fade) * _MEMORY_S / share_s if share_s else 0.0
@@ -277,17 +281,6 @@ def pause_after(fault: Fault, before: int) -> float:
     return pause_s(before, first, longest)
 
 
-@dataclass
-class Attempt:
-    """One request to one server."""
-
-    upstream: Upstream
-    wanted: Wanted
-    ticket: Ticket
-    received: int = 0
-    """Bytes received; updated by the one who makes the request."""
-
-
 class Requester:
     """Sends each request to the best of several servers, and to another one after a fault.
 
@@ -306,7 +299,7 @@ class Requester:
     async def request(
         self,
         what: str,
-        make: Callable[[Attempt], Awaitable[T]],
+        make: Callable[[Upstream, Wanted, Attempt], Awaitable[T]],
         deadline: float,
         *,
         size: int = 0,
@@ -327,19 +320,20 @@ class Requester:
         started = time.monotonic()
         wanted = Wanted(size)
         servers = self.upstreams.all
-        while (attempt := await self._next(wanted, deadline)) is not None:
+        while (upstream := await self._next(wanted, deadline)) is not None:
+            attempt = upstream.started(time.monotonic(), size)
             try:
-                result = await make(attempt)
+                result = await make(upstream, wanted, attempt)
             except Fault as fault:
-                attempt.upstream.failed(time.monotonic(), fault, what, _LOG)
-                wanted.failed(time.monotonic(), attempt.upstream, fault)
+                upstream.failed(time.monotonic(), fault, what, _LOG)
+                wanted.failed(time.monotonic(), upstream, fault)
                 if not keep_asking and len(wanted.missing) == len(servers):
                     break
             else:
-                attempt.upstream.succeeded()
+                upstream.succeeded()
                 return result
             finally:
-                attempt.upstream.ended(time.monotonic(), attempt.ticket, attempt.received)
+                upstream.ended(time.monotonic(), attempt)
                 self._ended.set()
                 self._ended = asyncio.Event()
         raise UserError(
@@ -348,8 +342,8 @@ class Requester:
             remedy="check that these servers are up and have the version, or name others",
         )
 
-    async def _next(self, wanted: Wanted, deadline: float) -> Attempt | None:
-        """Choose a server and note the request; None if none is free before the deadline."""
+    async def _next(self, wanted: Wanted, deadline: float) -> Upstream | None:
+        """Choose a server; None if none is free before the deadline."""
         if time.monotonic() >= deadline:  # the timeout below ends only waits
             return None
         with suppress(TimeoutError):
@@ -359,8 +353,7 @@ class Requester:
                         choice = await self._choice(wanted)
                     now = time.monotonic()
                     if choice.upstream is not None:
-                        ticket = choice.upstream.started(now, wanted.size)
-                        return Attempt(choice.upstream, wanted, ticket)
+                        return choice.upstream
                     if now + choice.pause_s > deadline:
                         return None
                     await asyncio.sleep(choice.pause_s)

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from broadcast.fetcher import Fetcher, for_each
-from broadcast.upstreams import Attempt, Requester
+from broadcast.transport import Attempt
+from broadcast.upstreams import Requester, Upstream, Wanted
 
 from . import fake_relay as lies
 from .conftest import PATIENCE_S, Run, fetch, fetched, newest, no_latest, not_fetched, weights
@@ -241,9 +242,9 @@ async def test_chunks_are_asked_for_in_the_order_in_which_they_were_wanted() -> 
     """Whoever is done and wants the next does not overtake those who wait for room."""
     requester, asked = Requester(["http://a"], most=16), list[int]()
 
-    async def make(attempt: Attempt, number: int) -> None:
+    async def make(upstream: Upstream, wanted: Wanted, attempt: Attempt, number: int) -> None:
         asked.append(number)
-        assert attempt.upstream.in_flight <= 2
+        assert upstream.in_flight <= 2
         await asyncio.sleep(0)
 
     async def want(number: int) -> None:

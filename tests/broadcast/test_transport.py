@@ -14,12 +14,12 @@ import pytest
 from broadcast.manifest import Chunk
 from broadcast.transport import (
     Access,
+    Attempt,
     Busy,
     Fault,
     Lie,
     NotThere,
     TooSlow,
-    Transfer,
     base_url,
     fetch_chunk,
     get,
@@ -86,10 +86,11 @@ class Client:
         timeout_s: float = PATIENCE_S,
         is_hopeless: Callable[[float], bool] = lambda elapsed_s: False,
     ) -> bytes:
-        transfer = Transfer(CHUNK, into or self.file, offset)
+        attempt = Attempt(len(BODY))
         limits = {"timeout_s": timeout_s, "is_hopeless": is_hopeless}
-        await fetch_chunk(self.session, f"{url}/x", transfer, **limits)
-        assert transfer.received == len(BODY)
+        place = (into or self.file, offset)
+        await fetch_chunk(self.session, f"{url}/x", CHUNK, *place, attempt, **limits)
+        assert attempt.received == len(BODY)
         return self.file.read_bytes()
 
 

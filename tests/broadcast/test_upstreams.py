@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from broadcast.transport import Busy, Fault, Lie, NotThere, TooSlow
+from broadcast.transport import Attempt, Busy, Fault, Lie, NotThere, TooSlow
 from broadcast.upstreams import (
     DISTRUST_S,
     RECENT_S,
     SLOW_AFTER_S,
     Choice,
-    Ticket,
     Upstream,
     Upstreams,
     Wanted,
@@ -32,10 +31,11 @@ def ready_after(fault: Fault, times: int) -> list[float]:
     upstreams, wanted, pauses = Upstreams(["a"], MOST), Wanted(CHUNK), list[float]()
     (upstream,), now = upstreams.all, 1000.0
     for number in range(times):
-        ticket = upstream.started(now, CHUNK)
+        attempt = upstream.started(now, CHUNK)
         upstream.failed(now, fault, "chunk", LOG)
         wanted.failed(now, upstream, fault)
-        upstream.ended(now, ticket, number)
+        attempt.received = number
+        upstream.ended(now, attempt)
         pauses.append(upstreams.choose(now, wanted).pause_s)
         now += pauses[-1]
     assert (upstream.in_flight, upstream.in_flight_bytes) == (0, 0)
@@ -96,8 +96,9 @@ def test_who_lied_is_asked_only_where_no_other_can_be() -> None:
 
 def measured(upstream: Upstream, rate: float) -> None:
     """As if it had brought one chunk at this rate, just now."""
-    ticket = upstream.started(100.0 - CHUNK / rate, CHUNK)
-    upstream.ended(100.0, ticket, CHUNK)
+    attempt = upstream.started(100.0 - CHUNK / rate, CHUNK)
+    attempt.received = CHUNK
+    upstream.ended(100.0, attempt)
     upstream.succeeded()
 
 
@@ -109,7 +110,8 @@ def test_a_new_server_is_tried_by_one_request() -> None:
     """One server was asked before and is at work; then each of the others is tried in turn."""
     upstreams = Upstreams(["known", "b", "c"], most=6)
     known, b, c = upstreams.all
-    known.ended(0.1, known.started(0.0, CHUNK), CHUNK)
+    known.started(0.0, CHUNK).received = CHUNK
+    known.ended(0.1, known.under_way[0])
     chosen = []
     for _ in range(6):
         best = ready(upstreams, 0.1)
@@ -187,7 +189,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self.upstreams = Upstreams([str(i) for i in range(len(self.rates))], most=16)
-        self._flying: list[tuple[Upstream, Ticket, list[float]]] = []
+        self._flying: list[tuple[Upstream, Attempt, list[float]]] = []
 
     def run(self, seconds: float) -> Simulation:
         end = self.now + seconds
@@ -200,9 +202,10 @@ class Simulation:
                 left[0] -= step_s * self._share(upstream)
             self.now += step_s
             for request in [r for r in self._flying if r[2][0] < 1]:
-                upstream, ticket, _ = request
+                upstream, attempt, _ = request
                 self._flying.remove(request)
-                upstream.ended(self.now, ticket, self.size)
+                attempt.received = self.size
+                upstream.ended(self.now, attempt)
                 upstream.succeeded()
                 self.served[upstream.url] += 1
         return self
@@ -213,12 +216,12 @@ class Simulation:
             if upstream is None:
                 return
             self.attempts[upstream.url] += 1
-            ticket = upstream.started(self.now, self.size)
+            attempt = upstream.started(self.now, self.size)
             if upstream.url == self.dead:
                 upstream.failed(self.now, Fault("refused"), "chunk", LOG)
-                upstream.ended(self.now, ticket, 0)
+                upstream.ended(self.now, attempt)
             else:
-                self._flying.append((upstream, ticket, [float(self.size)]))
+                self._flying.append((upstream, attempt, [float(self.size)]))
                 self.most_in_flight = max(self.most_in_flight, upstream.in_flight)
 
     def _share(self, upstream: Upstream) -> float:
