@@ -188,7 +188,14 @@ class Fetcher:
         return await self._requester.request(what, get_it, deadline, keep_asking=keep_asking)
 
     async def chunk(
-        self, chunk: Chunk, what: str, deadline: float, *, into: Path, offset: int = 0
+        self,
+        chunk: Chunk,
+        what: str,
+        deadline: float,
+        *,
+        into: Path,
+        offset: int = 0,
+        attempts: list[Attempt] | None = None,
     ) -> None:
         """Fetch a chunk into a file at [offset, offset + size).
 
@@ -200,6 +207,7 @@ class Fetcher:
             deadline: of the monotonic clock.
             into: an existing file.
             offset: position in the file, in bytes.
+            attempts: gets each request for it, whose bytes are counted as they come.
 
         Raises:
             UserError: not fetched in time; the message names each server and its fault.
@@ -207,6 +215,9 @@ class Fetcher:
         """
 
         async def bring(upstream: Upstream, wanted: Wanted, attempt: Attempt) -> None:
+            if attempts is not None:
+                attempts.append(attempt)
+
             def is_hopeless(elapsed_s: float) -> bool:
                 return self.upstreams.is_hopeless(
                     time.monotonic(), wanted, upstream, attempt.received, elapsed_s

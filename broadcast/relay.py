@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from broadcast import layout
@@ -28,7 +28,7 @@ from broadcast.manifest import Chunk, WeightsManifest, distinct_chunks
 from broadcast.metrics import Metrics
 from broadcast.relay_store import RelayStore, StoredVersions
 from broadcast.server import DEFAULT_OPTIONS, ServerOptions, serve
-from broadcast.transport import Access
+from broadcast.transport import Access, Attempt
 from runspec.core.errors import UserError
 from runspec.core.files import FULL
 
@@ -53,16 +53,8 @@ class _Transfer:
     """The newest version that needs it."""
     readers: int = 0
     """Readers that wait for it, besides the relay itself."""
-    into: Path | None = None
-    """The file that receives it."""
-
-    def arrived(self) -> tuple[int, int] | None:
-        """Return a value that changes with every received byte; None before the first."""
-        try:
-            status = self.into.stat() if self.into is not None else None
-        except FileNotFoundError:
-            return None
-        return (status.st_size, status.st_mtime_ns) if status and status.st_size else None
+    attempts: list[Attempt] = field(default_factory=list)
+    """Requests for it so far."""
 
 
 class Transfers:
@@ -95,13 +87,13 @@ class Transfers:
             return False
         transfer, task = self._start(digest)
         transfer.readers += 1
-        seen = None
+        before = 0
         try:
             while not (await asyncio.wait({task}, timeout=STALL_S))[0]:
-                now = transfer.arrived()
-                if now == seen:
+                received = sum(attempt.received for attempt in transfer.attempts)
+                if received == before:
                     return False
-                seen = now
+                before = received
         finally:
             transfer.readers -= 1
         return not task.cancelled() and task.exception() is None
@@ -161,8 +153,10 @@ class Transfers:
             while True:
                 try:
                     with self._relay_store.new_chunk(chunk, version) as into:
-                        transfer.into = into
-                        await self._fetcher.chunk(chunk, what, deadline, into=into)
+                        attempts = transfer.attempts
+                        await self._fetcher.chunk(
+                            chunk, what, deadline, into=into, attempts=attempts
+                        )
                     return
                 except OSError as error:
                     if error.errno in FULL and self._relay_store.drop_one(version):

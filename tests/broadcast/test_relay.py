@@ -367,7 +367,7 @@ async def test_a_full_disk_lets_the_oldest_go(tmp_path: Path) -> None:
     class Disk:
         """Stands in for a fetcher: chunks come, until the disk is full."""
 
-        async def chunk(self, chunk: Chunk, what: str, deadline: float, *, into: Path) -> None:
+        async def chunk(self, chunk: Chunk, *rest: object, into: Path, attempts: object) -> None:
             if on_disk(tmp_path) + chunk.size > room:
                 raise OSError(errno.ENOSPC, "No space left on device")
             into.write_bytes(bodies[chunk.blake3])
