@@ -1,14 +1,15 @@
 """Origin and relay: an origin is a relay without upstream.
 
-An origin serves the runs of a store that the publisher writes. The process that holds the
-publisher's key listens on no network, and the origin writes only the pins.
+An origin serves the runs of a store that the publisher writes. So the process that holds the
+publisher's key serves no store, and the origin writes only the pins.
 
 A relay mirrors one run from its upstreams and serves a chunk as soon as it has checked it.
 Invariants:
 - It serves only what this process has checked: roles.json, latest.json and manifests by
   signature, chunks by digest. Chunks on disk after a restart are checked when first needed.
 - A version is announced once its manifest is here. Readers may begin before its chunks are here.
-- The newest version is fetched first. A newer one ends transfers that only an older one needs."""
+- The newest version is fetched first. A newer one ends transfers that only an older one needs.
+"""
 
 from __future__ import annotations
 
@@ -375,15 +376,21 @@ async def run_origin(
     store.mkdir(parents=True, exist_ok=True)
     metrics = Metrics(store)
     runs: dict[str, ServedRun] = {}
+    asked = asyncio.Event()
 
     def find(name: str) -> ServedRun | None:
+        asked.set()
         if name not in runs and (store / name).is_dir():
             runs[name] = ServedRun(StoredVersions(store, name, log), metrics)
         return runs.get(name)
 
     async def work() -> None:
         while True:
-            for run in [run for run in runs.values() if run.announced.waiting]:
+            waited_for = [run for run in runs.values() if run.announced.waiting]
+            if not waited_for:
+                asked.clear()
+                await asked.wait()
+            for run in waited_for:
                 await run.look()
             await asyncio.sleep(_LATEST_EVERY_S)
 

@@ -12,7 +12,8 @@ GET /metrics  /healthz
 The `shardcast` paths serve clients of the published `shardcast` package from the store's own
 chunks. Such a client downloads one file for each version and joins its shards, so it sees only the
 anchors whose weights are the one file `model.safetensors`. It checks the BLAKE3 of the whole file,
-but no signature."""
+but no signature.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ the seconds in which the server worked for us: with four requests under way, a s
 them a quarter. The rate is received bytes divided by charged seconds; recent ones weigh most.
 
 Measurements lose weight while a server is idle: the expected speed doubles every `HEAL_S`. So a
-server that was slow or broken is tried again after some time, but rarely if the others are good."""
+server that was slow or broken is tried again after some time, but rarely if the others are good.
+"""
 
 from __future__ import annotations
 
