@@ -35,8 +35,8 @@ import numpy as np
 import zstandard
 
 from bridge.delta import apply_deltas, write_delta
-from bridge.delta.apply import open_delta, overwrite_file
 from bridge.delta.container import SUFFIX
+from bridge.delta.files import open_delta, overwrite_file
 from bridge.delta.layout import read_layout, read_records
 from bridge.safetensors_io import SINGLE_NAME, TENSORS_NAME, write_safetensors
 from bridge.weight_map import hf_shapes

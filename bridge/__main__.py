@@ -18,13 +18,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bridge", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, purpose: str, *paths: str) -> argparse.ArgumentParser:
+    def command(
+        name: str, purpose: str, run: Callable[..., int | None], *paths: str
+    ) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=purpose)
+        added.set_defaults(run_command=run)
         for path in paths:
             added.add_argument(path.lower(), metavar=path, type=Path)
         return added
 
-    export = command("export", "Orbax checkpoint -> Hugging Face directory")
+    export = command("export", "Orbax checkpoint -> Hugging Face directory", _export)
     export.add_argument("ckpt", metavar="CKPT", help="a folder, or s3:// or gs://")
     export.add_argument("out", metavar="OUT", type=Path)
     export.add_argument(
@@ -32,16 +35,20 @@ def main(argv: list[str] | None = None) -> int:
     )
     export.add_argument("--dtype", help="float32 or bfloat16; default: what the config says")
 
-    command("import", "Hugging Face directory -> Orbax checkpoint", "HF_DIR", "CKPT")
-    command("verify", "compare two Hugging Face directories by digest", "A", "B")
-    check = command("check", "check a model that `runspec export` made", "HF_DIR")
+    command("import", "Hugging Face directory -> Orbax checkpoint", _import, "HF_DIR", "CKPT")
+    command("verify", "compare two Hugging Face directories by digest", _verify, "A", "B")
+    check = command("check", "check a model that `runspec export` made", _check, "HF_DIR")
     check.add_argument("--run", required=True, help="name of the run")
     check.add_argument("--public-key", required=True, metavar="HEX", help="the run's root key")
-    diff = command("diff", "count the elements that changed, and write the delta", "OLD", "NEW")
+    diff = command(
+        "diff", "count the elements that changed, and write the delta", _diff, "OLD", "NEW"
+    )
     diff.add_argument("--out", type=Path, help="where to write the delta; default: nowhere")
 
-    command("apply", "a version and a delta -> the next version", "BASE", "DELTA", "OUT")
-    publish = command("publish", "publish each new policy version of a run until told to end")
+    command("apply", "a version and a delta -> the next version", _apply, "BASE", "DELTA", "OUT")
+    publish = command(
+        "publish", "publish each new policy version of a run until told to end", _publish
+    )
     publish.add_argument("run_dir", type=Path, help="run directory with spec.json and initial/")
     publish.add_argument("--metrics", metavar="HOST:PORT", help="serves Prometheus metrics there")
 
@@ -50,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         return run_role("publisher", lambda log: _publish(arguments, log))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        return _COMMANDS[arguments.command](arguments) or 0
+        return arguments.run_command(arguments) or 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -90,7 +97,7 @@ def _import(arguments: argparse.Namespace) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from bridge.versions import differences
+    from bridge.conversion import differences
 
     lines = differences(arguments.a, arguments.b)
     for line in lines:
@@ -107,26 +114,17 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _diff(arguments: argparse.Namespace) -> None:
-    from bridge.versions import change_report
+    from bridge.conversion import change_report
 
     for line in change_report(arguments.old, arguments.new, arguments.out):
         print(line)
 
 
 def _apply(arguments: argparse.Namespace) -> None:
-    from bridge.versions import next_version
+    from bridge.conversion import next_version
 
     next_version(arguments.base, arguments.delta, arguments.out)
 
-
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
-    "export": _export,
-    "import": _import,
-    "verify": _verify,
-    "check": _check,
-    "diff": _diff,
-    "apply": _apply,
-}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Converts Orbax checkpoints to Hugging Face directories and back, streaming.
+"""Converts Orbax checkpoints to Hugging Face directories and back, streaming; compares versions.
 
 Imports neither Orbax nor JAX.
 """
@@ -9,6 +9,8 @@ import itertools
 import json
 import logging
 import math
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,14 +19,21 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorstore as ts
 
+from bridge.delta import apply_deltas, delta_tensors, write_delta
 from bridge.load import LeafReader
 from bridge.model_files import MODEL_FOLDER, copy_model_files, output_directory
 from bridge.orbax_io import open_leaves, read_pieces, write_leaf, write_metadata
-from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME, write_records, write_safetensors
-from bridge.shards import MAX_SHARD_BYTES, Shapes, plan_shards
+from bridge.safetensors_io import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    read_headers,
+    stored_record,
+    write_records,
+    write_safetensors,
+)
 from bridge.tensors import copy_into, dtype_named
+from bridge.weight_map import MAX_SHARD_BYTES, Shapes, hf_shapes, plan_shards, weight_map
 from bridge.weight_map import Path as LeafPath
-from bridge.weight_map import hf_shapes, weight_map
 from runspec.core.files import read_bounded
 from runspec.core.models.config import CONFIG_NAME, ModelConfig, read_config
 from runspec.core.models.family import load_config
@@ -174,3 +183,72 @@ def import_model(hf_dir: Path, checkpoint: Path) -> None:
             write_leaf(folder, entry, reader.dtype(path), reader.parts(path))
         write_metadata(folder, reader.entries)
         copy_model_files(hf_dir, folder / MODEL_FOLDER)
+
+
+def differences(first: Path, second: Path) -> list[str]:
+    """Return what differs between the weights of two directories, a line a tensor.
+
+    How the tensors are spread over files does not count. No tensor is read whole.
+    """
+    a, b = read_headers(first), read_headers(second)
+    lines = []
+    for name in sorted(a.keys() | b.keys()):
+        if name not in a or name not in b:
+            lines.append(f"{name}: only in {first if name in a else second}")
+            continue
+        left, right = (stored_record(tensors[name]) for tensors in (a, b))
+        lines += [
+            f"{name}: {field} {value} and {right[field]}"
+            for field, value in left.items()
+            if value != right[field]
+        ]
+    return lines
+
+
+def change_report(old: Path, new: Path, out: Path | None) -> list[str]:
+    """Return what changed between two directories' weights: a line a tensor, and one of them all.
+
+    Args:
+        old, new: Hugging Face directories whose weights lie alike.
+        out: gets the delta (`bridge.delta.write_delta`); None: nothing is kept.
+
+    Raises:
+        UserError: as `write_delta`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        summary = write_delta(old, new, out or Path(folder) / "delta")
+    lines = [
+        f"{tensor.name}: {tensor.changed} of {tensor.elements} elements, {tensor.nbytes} bytes"
+        for tensor in summary.tensors
+        if tensor.changed
+    ]
+    share = 100 * summary.changed / summary.elements
+    saved = summary.weights_bytes / summary.delta_bytes
+    return [
+        *lines,
+        f"{summary.changed} of {summary.elements} elements changed ({share:.3g} %): "
+        f"{summary.delta_bytes} bytes, {saved:.3g} times fewer than the weights",
+    ]
+
+
+def next_version(base: Path, delta: Path, out: Path) -> None:
+    """Apply a delta to a version, and check the digests; the result appears by one rename.
+
+    The config and the tokenizer are the base's; its probe, which is of its own weights, stays.
+
+    Args:
+        base: Hugging Face directory that the delta was made against.
+        delta: directory of `write_delta`.
+        out: must not exist.
+
+    Raises:
+        UserError: as `bridge.delta.apply_deltas`; `out` exists, or cannot be written.
+    """
+    tensors = delta_tensors(base, delta)
+    with output_directory(out) as folder:
+        copy_model_files(base, folder)
+        for path in [*base.glob("*.safetensors"), base / INDEX_NAME]:
+            if path.exists():
+                shutil.copyfile(path, folder / path.name)
+        apply_deltas(folder, [delta], tensors)
+        write_records(folder, tensors)

@@ -38,7 +38,7 @@ class LoadedVersions(Generic[Policy]):
     _paths: dict[int, Path] = field(default_factory=dict, init=False)
     _loaded: OrderedDict[int, Policy] = field(default_factory=OrderedDict, init=False)
 
-    def ensure(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
+    def ensure_version(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
         """Fetch a version unless it is here; remove those that no lease names any more.
 
         Raises:
@@ -55,7 +55,7 @@ class LoadedVersions(Generic[Policy]):
         return path
 
     def get(self, version: int) -> Policy:
-        """Return a version that `ensure` fetched, loaded.
+        """Return a version that `ensure_version` fetched, loaded.
 
         Raises:
             UserError: of `load`.
@@ -87,7 +87,7 @@ class Compute(Protocol[_P]):
     ) -> list[PrefillOutput]: ...
 
 
-class VersionedPrefill(Generic[Policy]):
+class VersionedPrefill(LoadedVersions[Policy]):
     """A `verify.plugins.PrefillEngine` that keeps the versions of the allowed lag on the device.
 
     Args:
@@ -113,12 +113,8 @@ class VersionedPrefill(Generic[Policy]):
             root_public_key=weights.root_public_key,
             cache_dir=weights.cache_dir,
         )
-        count = spec.grpo.async_level + 1
-        self._versions = LoadedVersions(client, weights.cache_dir, count, load, has_room)
+        super().__init__(client, weights.cache_dir, spec.grpo.async_level + 1, load, has_room)
         self._compute = compute
-
-    def ensure_version(self, version: int, manifest_digest: str, *, deadline_s: float) -> Path:
-        return self._versions.ensure(version, manifest_digest, deadline_s=deadline_s)
 
     def prefill(
         self,
@@ -128,9 +124,5 @@ class VersionedPrefill(Generic[Policy]):
         temperature: float,
         truncation: Truncation | None = None,
     ) -> list[PrefillOutput]:
-        policy = self._versions.get(version)
+        policy = self.get(version)
         return self._compute(policy, inputs, temperature=temperature, truncation=truncation)
-
-    def close(self) -> None:
-        """Close the connections to the relays."""
-        self._versions.close()

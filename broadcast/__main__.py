@@ -203,7 +203,7 @@ def _publish(arguments: argparse.Namespace, log: logging.Logger) -> None:
 def _origin(arguments: argparse.Namespace, log: logging.Logger) -> None:
     import asyncio
 
-    from broadcast.origin import run_origin
+    from broadcast.relay import run_origin
 
     asyncio.run(run_origin(arguments.store, log=log, options=_server_options(arguments)))
 

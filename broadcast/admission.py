@@ -1,60 +1,163 @@
-"""Limits of one client of a server: authentication, requests at once, bytes per second."""
+"""Limits of one client of a server, and the secrets that the server reads from files.
+
+Authentication, requests at once, bytes per second; client tokens and the TLS certificate, which are
+read again when their files change.
+"""
 
 from __future__ import annotations
 
-import ipaddress
+import functools
+import hashlib
+import logging
 import math
+import re
+import secrets
+import ssl
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
 
 from aiohttp import web
 
-from broadcast.credentials import Reloaded, Tokens
+from broadcast.disk import Identity, identity
 from broadcast.metrics import Metrics
+from runspec.core.errors import UserError
+from runspec.core.files import read_bounded
+from runspec.core.http_server import TokenBuckets, at_once, client_address
+
+Value = TypeVar("Value")
+MAX_TOKENS_BYTES = 1024 * 1024
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{16,512}")
+_SCHEME = "bearer "
 
 
-class RateLimit:
-    """Token bucket of bytes for each client; it holds one second of the rate.
+class Reloaded(Generic[Value]):
+    """A value read from files, and read again when one of them changes.
 
-    A client that is not in debt may take a piece of any size, and is then in debt until the rate
-    has paid for it. So a piece may be larger than the bucket, and the average still holds. One
-    number is stored for each client: the time at which its bucket is full again.
+    If the files can no longer be read, the last value stays in use and one error is logged.
 
     Args:
-        bytes_per_s: the rate of each client, at least 1.
-        max_clients: clients remembered at once; beyond it the least recent one is forgotten,
-            together with its debt.
+        read: called as `read(*paths, log)`, returns the value.
+        paths: the files.
+        log: receives the UserErrors of `read` when files have changed.
+
+    Raises:
+        UserError: the first `read` failed.
     """
 
-    def __init__(self, bytes_per_s: int, *, max_clients: int = 10_000) -> None:
-        assert bytes_per_s >= 1
-        self._bytes_per_s = bytes_per_s
-        self._max_clients = max_clients
-        self._full_at: OrderedDict[str, float] = OrderedDict()
+    def __init__(self, read: Callable[..., Value], *paths: Path, log: logging.Logger) -> None:
+        self._paths, self._log = paths, log
+        self._read = functools.partial(read, *paths, log)
+        self._seen = self._identities()
+        self._value = self._read()
 
-    def take(self, client: str, size: int, now: float) -> float:
-        """Take `size` bytes for a client, or return in how many seconds it may ask again.
+    def get(self) -> Value:
+        """Return the current value; costs one stat of each file if none has changed."""
+        seen = self._identities()
+        if seen != self._seen:
+            self._seen = seen
+            try:
+                self._value = self._read()
+                self._log.info("read again: %s", ", ".join(map(str, self._paths)))
+            except UserError as error:
+                self._log.error("what was read before stays in use: %s", error)
+        return self._value
 
-        Args:
-            client: its name.
-            size: bytes, 0 or more.
-            now: seconds of a monotonic clock.
+    def _identities(self) -> list[Identity | None]:
+        return [identity(path) for path in self._paths]
 
-        Returns:
-            0.0 if the bytes were taken; else the seconds to wait, and nothing was taken.
-        """
-        full_at = max(self._full_at.get(client, now), now)
-        in_debt_s = full_at - now - 1.0
-        if in_debt_s > 0:
-            return in_debt_s
-        self._full_at[client] = full_at + size / self._bytes_per_s
-        self._full_at.move_to_end(client)
-        if len(self._full_at) > self._max_clients:
-            self._full_at.popitem(last=False)
-        return 0.0
+
+def warn_if_open(path: Path, log: logging.Logger) -> None:
+    """Warn if every user of the machine may read a secret."""
+    if path.stat().st_mode & 0o004:
+        log.warning("%s: every user of this machine may read it; `chmod 600` it", path)
+
+
+def server_context(cert: Path, key: Path, log: logging.Logger) -> ssl.SSLContext:
+    """Return a server context for TLS 1.2 or newer from a certificate chain and its key (PEM).
+
+    Raises:
+        UserError: a file cannot be read, holds no certificate or key, or the two do not match.
+    """
+    for path in (cert, key):
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise UserError(f"cannot read: {error.strerror}", place=str(path)) from error
+    warn_if_open(key, log)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        # With no passphrase OpenSSL would ask for one at the terminal and wait.
+        context.load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise UserError(
+                f"is not the key of {cert}", place=str(key), remedy="give the pair that belongs"
+            ) from error
+        raise UserError(
+            f"no certificate chain and key without a passphrase, as PEM: {error}",
+            place=f"{cert}, {key}",
+        ) from error
+    return context
+
+
+class Tokens:
+    """Client names by token.
+
+    A token is looked up by a hash with a key of this process alone, so that the time of a look-up
+    reveals nothing about the tokens.
+
+    Args:
+        names: the client name of each token; a client may have several tokens.
+    """
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self._key = secrets.token_bytes(32)
+        self._names = {self._hash(token): name for token, name in names.items()}
+
+    def name_of(self, authorization: str | None) -> str | None:
+        """Return the client that an `Authorization` header authenticates; None if it does not."""
+        if authorization is None or not authorization.lower().startswith(_SCHEME):
+            return None
+        return self._names.get(self._hash(authorization[len(_SCHEME) :].strip()))
+
+    def _hash(self, token: str) -> bytes:
+        return hashlib.blake2b(token.encode(errors="replace"), key=self._key).digest()
+
+
+def read_tokens(path: Path, log: logging.Logger) -> Tokens:
+    """Read a tokens file: one `NAME TOKEN` a line. Empty lines and lines with # are ignored.
+
+    Raises:
+        UserError: unreadable, too large, or a malformed line (whose token is not shown).
+    """
+    try:
+        text = read_bounded(path, MAX_TOKENS_BYTES).decode()
+        warn_if_open(path, log)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the tokens: {error}", place=str(path)) from error
+    names: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        place = f"{path}:{number}"
+        if len(words) != 2 or not _NAME.fullmatch(words[0]) or not _TOKEN.fullmatch(words[1]):
+            raise UserError(
+                "not `NAME TOKEN` with a token of 16 to 512 letters, digits and ._~+/=-",
+                place=place,
+                remedy="make tokens with `openssl rand -hex 32`",
+            )
+        if names.setdefault(words[1], words[0]) != words[0]:
+            raise UserError("this token has another name already", place=place)
+    return Tokens(names)
 
 
 @dataclass(eq=False)
@@ -63,13 +166,15 @@ class Admission:
 
     tokens: Reloaded[Tokens] | None
     """Clients that may read; None: everyone, identified by address."""
-    rate: RateLimit | None
-    """Limit on the bytes of each client; None: no limit."""
+    bytes_per_s: int | None
+    """Rate of each client; None: no limit. A client that is more than a second of its rate in debt
+    must wait, so one answer may be larger than that, and the average still holds."""
     requests_per_client: int
     """Requests of one client at once: waiting polls and files being sent."""
     metrics: Metrics
     """Counts refused requests."""
-    _under_way: Counter[str] = field(default_factory=Counter, init=False)
+    _under_way: Counter[Hashable] = field(default_factory=Counter, init=False)
+    _taken: TokenBuckets = field(default_factory=TokenBuckets, init=False)
 
     def client(self, request: web.Request) -> str:
         """Return the client that limits count: the name of its token, else its address.
@@ -78,8 +183,7 @@ class Admission:
             HTTPUnauthorized: a token is needed, and the request has no valid one.
         """
         if self.tokens is None:
-            transport = request.transport
-            return address_of(transport.get_extra_info("peername") if transport else None)
+            return client_address(request.remote)
         name = self.tokens.get().name_of(request.headers.get("Authorization"))
         if name is None:
             self.metrics.auth_failures.inc()
@@ -95,15 +199,11 @@ class Admission:
         Raises:
             HTTPTooManyRequests: all slots of the client are taken.
         """
-        if self._under_way[client] >= self.requests_per_client:
-            raise self._later(1.0, f"{self.requests_per_client} requests at once are answered\n")
-        self._under_way[client] += 1
-        try:
+        most = self.requests_per_client
+        with at_once(self._under_way, {client: most}) as allowed:
+            if not allowed:
+                raise self._later(1.0, f"{most} requests at once are answered\n")
             yield
-        finally:
-            self._under_way[client] -= 1
-            if not self._under_way[client]:
-                del self._under_way[client]
 
     def pay(self, client: str, size: int) -> None:
         """Charge the bytes of an answer to the client.
@@ -111,31 +211,14 @@ class Admission:
         Raises:
             HTTPTooManyRequests: the client must wait; `Retry-After` says how long.
         """
-        if self.rate is None:
+        if self.bytes_per_s is None:
             return
-        wait_s = self.rate.take(client, size, time.monotonic())
+        now = time.monotonic()
+        wait_s = self._taken.wait_s(client, 1.0, now)
         if wait_s > 0:
             raise self._later(wait_s, "more than your bytes per second\n")
+        self._taken.take(client, size / self.bytes_per_s, now)
 
     def _later(self, wait_s: float, text: str) -> web.HTTPTooManyRequests:
         self.metrics.rate_limited.inc()
         return web.HTTPTooManyRequests(headers={"Retry-After": f"{math.ceil(wait_s)}"}, text=text)
-
-
-def address_of(peer: object) -> str:
-    """Return the address that limits count: all of IPv4, the first 64 bits of IPv6 (one customer).
-
-    Args:
-        peer: the peer name of a socket.
-    """
-    if not isinstance(peer, tuple) or not peer:
-        return "unknown"
-    try:
-        address = ipaddress.ip_address(str(peer[0]).partition("%")[0])
-    except ValueError:
-        return "unknown"
-    if isinstance(address, ipaddress.IPv4Address):
-        return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return f"{ipaddress.ip_network((address, 64), strict=False).network_address}/64"

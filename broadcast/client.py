@@ -1,4 +1,7 @@
-"""The client: fetches versions, checks everything, and has a deadline for every wait."""
+"""The client: fetches versions, checks everything, and has a deadline for every wait.
+
+Disk work runs in threads while chunks arrive.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,110 @@ import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from broadcast.assemble import Assembly, BadBase, Recipe
+from broadcast.assemble import Assembly, BadBase, Piece, Recipe, delta_applier
 from broadcast.cache import Cache
-from broadcast.delta_chains import Link, Unknown, cheapest
-from broadcast.disk import Cancellation, cancel_all
-from broadcast.download import download
-from broadcast.fetcher import NO_TOKEN, Fetcher
+from broadcast.delta_chains import cheapest
+from broadcast.disk import Cancellation, cancel_all, in_thread
+from broadcast.fetcher import NO_TOKEN, PARALLEL_CHUNKS, Fetcher, for_each
 from broadcast.manifest import WeightsManifest
 from broadcast.transport import Access
 from runspec.core.errors import UserError
 from runspec.core.latest import Latest
 from runspec.core.roles import Signers
 
+EVERY_S = 5.0
+"""Seconds between two lines in the log."""
+_LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 Manifests = Mapping[int, WeightsManifest]
 DETOUR_S = 3.0
 """Seconds to request an older manifest that can only save bytes."""
 _SHOWN = 4
 """Files of a manifest that a message names, at most."""
-_LOG = logging.getLogger(__name__)
+
+
+async def download(
+    fetcher: Fetcher, assembly: Assembly, held: Mapping[int, WeightsManifest]
+) -> int:
+    """Complete a version and give it its final name.
+
+    Args:
+        fetcher: requests the chunks.
+        assembly: the version's files on disk; its cancellation has the deadline.
+        held: versions whose files may be copied.
+
+    Returns:
+        Bytes received over the network.
+
+    Raises:
+        BadBase: see `Assembly.apply`.
+        UserError: not complete in time, the disk is full, or nothing that applies deltas is
+            installed.
+    """
+    apply_deltas = delta_applier() if assembly.recipe.deltas else None
+    cancellation = assembly.cancellation
+    try:
+        await in_thread(partial(assembly.begin, held), cancellation)
+        pieces = await in_thread(assembly.missing, cancellation)
+        jobs = [
+            partial(in_thread, assembly.copy_base, cancellation),
+            partial(_fetch_all, fetcher, pieces, assembly),
+        ]
+        await for_each(jobs, lambda job: job(), parallel=len(jobs))
+        if apply_deltas is not None:
+            await in_thread(partial(assembly.apply, apply_deltas), cancellation)
+        await in_thread(assembly.finish, cancellation)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {assembly.name}: {error.strerror or error}",
+            place=str(assembly.partial),
+            remedy="free disk space or mend the permissions, then fetch again: it resumes",
+        ) from error
+    return sum(piece.chunk.size for piece in pieces)
+
+
+async def _fetch_all(fetcher: Fetcher, pieces: Sequence[Piece], assembly: Assembly) -> None:
+    """Fetch the pieces; log rate, remaining time and each server's share now and then."""
+    total, done = sum(piece.chunk.size for piece in pieces), 0
+    deadline = assembly.cancellation.deadline
+
+    def received() -> dict[str, int]:
+        return {upstream.url: upstream.received for upstream in fetcher.upstreams.all}
+
+    async def report() -> None:
+        at, before, counted = time.monotonic(), 0, received()
+        while True:
+            await asyncio.sleep(EVERY_S)
+            now, new, found = time.monotonic(), done - before, received()
+            rate = new / max(now - at, 1e-9)
+            sent = {url: n - counted[url] for url, n in found.items() if n > counted[url]}
+            shares = ", ".join(
+                f"{url} {n / sum(sent.values()):.0%}"
+                for url, n in sorted(sent.items(), key=lambda item: -item[1])
+            )
+            left = f", {(total - done) / rate:,.0f} s left" if rate > 0 else ""
+            _LOG.info(
+                "%s: %.1f of %.1f MB, %.1f MB/s%s, from %s",
+                *(assembly.name, done / 1e6, total / 1e6, rate / 1e6, left),
+                shares or "no server just now",
+            )
+            at, before, counted = now, done, found
+
+    async def fetch(piece: Piece) -> None:
+        nonlocal done
+        what = f"{piece.path.name} at byte {piece.offset}"
+        await fetcher.chunk(piece.chunk, what, deadline, into=piece.path, offset=piece.offset)
+        done += piece.chunk.size
+
+    reporting = asyncio.create_task(report())
+    try:
+        await for_each(pieces, fetch, parallel=PARALLEL_CHUNKS)
+    finally:
+        reporting.cancel()
 
 
 class WrongFiles(UserError):
@@ -270,25 +355,22 @@ class WeightsClient:
         If an anchor is known already, the search for a cheaper way is short.
         """
         target = manifest.version
-        manifests = {target: manifest}
-        links: dict[int, Link | None] = {target: _link(manifest)}
+        manifests: dict[int, WeightsManifest | None] = {target: manifest}
         try:
-            while isinstance(chain := cheapest(target, links, usable), Unknown):
-                detour = any(other.is_anchor for other in manifests.values())
+            while isinstance(chain := cheapest(target, manifests, usable), int):
+                detour = any(other is not None and other.is_anchor for other in manifests.values())
                 until = min(deadline, time.monotonic() + DETOUR_S) if detour else deadline
-                older = await self._older(chain.version, until)
-                links[chain.version] = _link(older) if older is not None else None
-                if older is not None:
-                    manifests[chain.version] = older
+                manifests[chain] = await self._older(chain, until)
         except UserError as error:
             faults = self._fetcher.upstreams.faults()
             raise UserError(error.thing, place=faults, remedy=error.remedy) from error
+        known = {version: other for version, other in manifests.items() if other is not None}
         return Recipe(
             manifest=manifest,
             data=data,
-            start=held[chain.start] if chain.held else manifests[chain.start],
+            start=held[chain.start] if chain.held else known[chain.start],
             base=self._cache.whole(chain.start) if chain.held else None,
-            deltas=tuple(manifests[version] for version in chain.deltas),
+            deltas=tuple(known[version] for version in chain.deltas),
         )
 
     async def _older(self, version: int, until: float) -> WeightsManifest | None:
@@ -299,15 +381,6 @@ class WeightsClient:
             _LOG.info("%s", error)
             return None
         return manifest
-
-
-def _link(manifest: WeightsManifest) -> Link:
-    whole = manifest.is_anchor
-    return Link(
-        base=manifest.base,
-        delta=sum(info.size for info in manifest.delta.values()),
-        whole=sum(manifest.objects[name].size for name in manifest.files) if whole else None,
-    )
 
 
 def _way(recipe: Recipe) -> str:

@@ -14,22 +14,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from broadcast.manifest import WeightsManifest
 from runspec.core.errors import UserError
 
 MAX_LINKS = 256
 """Largest number of deltas for one version; it also limits the manifests requested."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """The part of a manifest that the choice of a way depends on; sizes in bytes to fetch."""
-
-    base: int | None
-    """The version that the delta starts from; None if there is no delta."""
-    delta: int
-    """Size of the delta; 0 if there is none."""
-    whole: int | None
-    """Size of the files that hold the tensors; None: the version is no anchor."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +35,17 @@ class Chain:
     """Bytes to fetch for the files that hold the tensors."""
 
 
-@dataclass(frozen=True)
-class Unknown:
-    """Result of `cheapest` if it first needs the manifest of another version."""
-
-    version: int
-    """The version whose manifest to request."""
-
-
 def cheapest(
-    target: int, links: Mapping[int, Link | None], held: Collection[int]
-) -> Chain | Unknown:
+    target: int, manifests: Mapping[int, WeightsManifest | None], held: Collection[int]
+) -> Chain | int:
     """Return the way to `target` with the fewest bytes; among equal ones, with the fewest deltas.
 
+    The result is a version's number if its manifest must be known first.
     It requests no manifest that cannot make the way cheaper.
 
     Args:
         target: the version wanted.
-        links: known links of it and of older versions; None if nobody has the manifest.
+        manifests: known manifests of it and of older versions; None if nobody has it.
         held: versions whose files are here.
 
     Raises:
@@ -76,16 +58,16 @@ def cheapest(
     while best is None or (size < best.size and oldest_held <= version):
         if version in held:
             return _chain(version, True, deltas, size)
-        if version not in links:
-            return Unknown(version)
-        link = links[version]
-        if best is None and link is not None and link.whole is not None:
-            best = _chain(version, False, deltas, size + link.whole)
-        if link is None or link.base is None or len(deltas) == MAX_LINKS:
+        if version not in manifests:
+            return version
+        manifest = manifests[version]
+        if best is None and manifest is not None and manifest.is_anchor:
+            best = _chain(version, False, deltas, size + manifest.weights_bytes)
+        if manifest is None or manifest.base is None or len(deltas) == MAX_LINKS:
             break
         deltas.append(version)
-        size += link.delta
-        version = link.base
+        size += manifest.delta_bytes
+        version = manifest.base
     if best is None:
         raise UserError(
             f"version {target} cannot be made: it needs version {version}, which no server has"

@@ -16,19 +16,26 @@ from pathlib import Path
 from typing import TypeVar
 
 from broadcast import layout
-from broadcast.chunk_transfer import Transfer, fetch_chunk
 from broadcast.disk import cancel_all
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
-from broadcast.retry import Attempt, Requester
-from broadcast.transport import Access, Fault, Lie, base_url, get, new_session
-from broadcast.upstreams import SLOW_AFTER_S, Upstream, pause_after
+from broadcast.transport import (
+    Access,
+    Attempt,
+    Fault,
+    Lie,
+    base_url,
+    fetch_chunk,
+    get,
+    new_session,
+)
+from broadcast.upstreams import SLOW_AFTER_S, Requester, Upstream, Wanted, pause_after
 from runspec.core import latest as latest_format
 from runspec.core import roles as roles_format
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.hashing import digest_bytes
 from runspec.core.latest import Latest, open_latest
-from runspec.core.roles import Roles, Signers, open_roles
+from runspec.core.roles import Roles, Signers, issued_at, open_roles
 from runspec.core.signed import CLOCK_SKEW_S, BadSignature, open_document
 
 T = TypeVar("T")
@@ -91,7 +98,6 @@ class Fetcher:
         self._issued = 0.0
         self._roles_asked: dict[Upstream, float] = {}
         self._opening = asyncio.Lock()
-        self._arriving: list[Transfer] = []
         self._run, self._signers = run, signers
         self._root = root_public_key
         self._roles_path = folder / "roles.json"
@@ -102,8 +108,7 @@ class Fetcher:
     @property
     def received(self) -> int:
         """Bytes of chunks received so far, damaged and repeated ones too; any thread may ask."""
-        ended = sum(upstream.received for upstream in self.upstreams.all)
-        return ended + sum(transfer.received for transfer in tuple(self._arriving))
+        return sum(upstream.received for upstream in self.upstreams.all)
 
     async def close(self) -> None:
         """Close the connections; no request may be under way."""
@@ -156,9 +161,10 @@ class Fetcher:
             UserError: not fetched in time; the message names each server and its fault.
         """
 
-        async def get_it(attempt: Attempt) -> tuple[WeightsManifest, bytes]:
-            upstream = attempt.upstream
-            others = set(self.upstreams.all) - attempt.wanted.shunned - {upstream}
+        async def get_it(
+            upstream: Upstream, wanted: Wanted, attempt: Attempt
+        ) -> tuple[WeightsManifest, bytes]:
+            others = set(self.upstreams.all) - wanted.shunned - {upstream}
             # A relay may first request an older manifest from its own upstreams: allow it the time.
             limit_s = SLOW_AFTER_S if others and keep_asking else _SMALL_TIMEOUT_S
             name = layout.manifest_name(self._run, version)
@@ -182,7 +188,14 @@ class Fetcher:
         return await self._requester.request(what, get_it, deadline, keep_asking=keep_asking)
 
     async def chunk(
-        self, chunk: Chunk, what: str, deadline: float, *, into: Path, offset: int = 0
+        self,
+        chunk: Chunk,
+        what: str,
+        deadline: float,
+        *,
+        into: Path,
+        offset: int = 0,
+        attempts: list[Attempt] | None = None,
     ) -> None:
         """Fetch a chunk into a file at [offset, offset + size).
 
@@ -194,32 +207,29 @@ class Fetcher:
             deadline: of the monotonic clock.
             into: an existing file.
             offset: position in the file, in bytes.
+            attempts: gets each request for it, whose bytes are counted as they come.
 
         Raises:
             UserError: not fetched in time; the message names each server and its fault.
             OSError: the file cannot be written.
         """
 
-        async def bring(attempt: Attempt) -> None:
-            upstream, transfer = attempt.upstream, Transfer(chunk, into, offset)
-            self._arriving.append(transfer)
+        async def bring(upstream: Upstream, wanted: Wanted, attempt: Attempt) -> None:
+            if attempts is not None:
+                attempts.append(attempt)
 
             def is_hopeless(elapsed_s: float) -> bool:
                 return self.upstreams.is_hopeless(
-                    time.monotonic(), attempt.wanted, upstream, transfer.received, elapsed_s
+                    time.monotonic(), wanted, upstream, attempt.received, elapsed_s
                 )
 
-            try:
-                await fetch_chunk(
-                    self._session,
-                    f"{upstream.url}/{layout.chunk_name(self._run, chunk.blake3)}",
-                    transfer,
-                    timeout_s=_within(deadline, chunk_timeout_s(chunk.size)),
-                    is_hopeless=is_hopeless,
-                )
-            finally:
-                self._arriving.remove(transfer)
-                attempt.received = transfer.received
+            url = f"{upstream.url}/{layout.chunk_name(self._run, chunk.blake3)}"
+            timeout_s = _within(deadline, chunk_timeout_s(chunk.size))
+            await fetch_chunk(
+                *(self._session, url, chunk, into, offset, attempt),
+                timeout_s=timeout_s,
+                is_hopeless=is_hopeless,
+            )
 
         what = f"{what}, chunk {chunk.blake3[:16]}"
         await self._requester.request(what, bring, deadline, size=chunk.size)
@@ -294,17 +304,14 @@ class Fetcher:
         roles = self.roles
         if roles is None or _is_expired(roles):
             roles = await self._newest_roles(upstream, deadline)
-        try:
-            return await check(roles)
-        except BadSignature as error:
-            newest = await self._newest_roles(upstream, deadline)
-            if newest == roles:
-                raise Lie(str(error)) from error
-            roles = newest
-        try:
-            return await check(roles)
-        except BadSignature as error:
-            raise Lie(str(error)) from error
+        while True:
+            try:
+                return await check(roles)
+            except BadSignature as error:
+                newest = await self._newest_roles(upstream, deadline)
+                if newest == roles:
+                    raise Lie(str(error)) from error
+                roles = newest
 
     async def _ask_for_roles(self, upstream: Upstream, deadline: float) -> None:
         """Request roles.json every `ROLES_EVERY_S`, for revoked keys; ignore faults."""
@@ -352,25 +359,22 @@ class Fetcher:
 
         They may have expired. They still serve to refuse documents that were issued earlier.
         """
-        for path, load in (
-            (self._roles_path, self._recall_roles),
-            (self._latest_path, self._recall_latest),
+        for path, most, recall in (
+            (self._roles_path, roles_format.MAX_BYTES, self._recall_roles),
+            (self._latest_path, latest_format.MAX_BYTES, self._recall_latest),
         ):
-            with suppress(FileNotFoundError):
-                try:
-                    load(path)
-                except (BadSignature, UserError, TypeError) as error:
-                    _LOG.warning("%s: not used: %s", path, error)
+            try:
+                recall(read_bounded(path, most))
+            except FileNotFoundError:
+                continue
+            except (BadSignature, UserError, TypeError) as error:
+                _LOG.warning("%s: not used: %s", path, error)
 
-    def _recall_roles(self, path: Path) -> None:
-        data = read_bounded(path, roles_format.MAX_BYTES)
-        issued = open_document(
-            data, kind=roles_format.KIND, keys={self._root}, max_bytes=roles_format.MAX_BYTES
-        ).payload.get("issued")
-        self.roles = open_roles(data, root_public_key=self._root, run=self._run, now=issued)
+    def _recall_roles(self, data: bytes) -> None:
+        now = issued_at(data)
+        self.roles = open_roles(data, root_public_key=self._root, run=self._run, now=now)
 
-    def _recall_latest(self, path: Path) -> None:
-        data = read_bounded(path, latest_format.MAX_BYTES)
+    def _recall_latest(self, data: bytes) -> None:
         document = open_document(
             data, kind=latest_format.KIND, keys=None, max_bytes=latest_format.MAX_BYTES
         )

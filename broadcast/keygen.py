@@ -1,9 +1,6 @@
-"""Keys of a run: the root key, the keys of the roles, and the signed roles.json.
+"""The keys of a run: makes and renews them, and checks a roles.json before it is published.
 
-    DIR/root.key  root.pub  roles.json  publisher.key  coordinator.key  evaluator.key
-    DIR/validator-<i>.key
-
-A key is revoked by a roles.json that is issued later and does not name it.
+The check does not concern its signature: the clients pin the root's key.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from pathlib import Path
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.keys import SigningKey
-from runspec.core.roles import KIND, MAX_BYTES, sign_roles
+from runspec.core.roles import KIND, MAX_BYTES, Signers, issued_at, open_roles, sign_roles
 from runspec.core.signed import BadSignature, open_document
 
 VALID_S = 365 * 86400.0
@@ -24,14 +21,13 @@ _SINGLE = ("publisher", "coordinator", "evaluator")
 """Roles with one key."""
 
 
-def make_keys(directory: Path, *, run: str, validators: int = 1, valid_s: float = VALID_S) -> str:
+def make_keys(directory: Path, *, run: str, validators: int = 1) -> str:
     """Make the keys of the root, of the roles and of so many validators, and roles.json.
 
     Args:
         directory: gets the files; existing keys are not overwritten.
         run: id of the run that roles.json is for.
         validators: number of validator keys.
-        valid_s: seconds until roles.json expires.
 
     Returns:
         The root's public key, which everyone pins.
@@ -59,7 +55,7 @@ def make_keys(directory: Path, *, run: str, validators: int = 1, valid_s: float 
     for name, key in files:
         key.save(directory / f"{name}.key")
     write_atomic(directory / "root.pub", f"{root.public_hex}\n".encode())
-    write_atomic(directory / _ROLES, sign_roles(run, named, root, valid_s=valid_s))
+    write_atomic(directory / _ROLES, sign_roles(run, named, root, valid_s=VALID_S))
     return root.public_hex
 
 
@@ -115,3 +111,45 @@ def renew_keys(directory: Path, names: Sequence[str]) -> None:
     write_atomic(path, roles)
     for name in new:
         (directory / f"{name}.new").rename(directory / f"{name}.key")
+
+
+def signers_of(
+    roles: bytes, run: str, key: SigningKey, who: Signers = "publisher"
+) -> frozenset[str]:
+    """Return the signers' keys in a roles.json; refuse what every client would refuse later.
+
+    Raises:
+        UserError: `key` is none of them, or the document is malformed or of another run.
+    """
+    try:
+        keys = open_roles(roles, root_public_key=None, run=run, now=issued_at(roles)).signers(who)
+    except BadSignature as error:
+        raise _unreadable(error) from error
+    if key.public_hex not in keys:
+        raise UserError(
+            f"roles.json does not name {key.public_hex[:16]} as {who} of run {run!r}",
+            remedy="publish with a key that it names, or sign a roles.json that names this one",
+        )
+    return keys
+
+
+def check_newest(path: Path, roles: bytes) -> None:
+    """Refuse a roles.json older than the one at `path`: new clients would trust a revoked key."""
+    try:
+        given = issued_at(roles)
+    except BadSignature as error:
+        raise _unreadable(error) from error
+    try:
+        stored = issued_at(read_bounded(path, MAX_BYTES))
+    except (FileNotFoundError, BadSignature, UserError):  # a damaged one may be replaced
+        return
+    if given < stored:
+        raise UserError(
+            "this roles.json is newer than the one to publish with",
+            place=str(path),
+            remedy="put the newest roles.json beside the key",
+        )
+
+
+def _unreadable(error: BadSignature) -> UserError:
+    return UserError(f"cannot read roles.json: {error}", remedy="sign a new one")

@@ -81,6 +81,16 @@ class WeightsManifest:
         """The older version that a client needs too; None for an anchor."""
         return None if self.is_anchor else self.base
 
+    @property
+    def weights_bytes(self) -> int:
+        """Size of the files that hold the tensors, of an anchor."""
+        return sum(self.objects[name].size for name in self.files)
+
+    @property
+    def delta_bytes(self) -> int:
+        """Size of the delta; 0 if there is none."""
+        return sum(info.size for info in self.delta.values())
+
     def chunks(self) -> dict[str, Chunk]:
         """Return every distinct chunk by digest: the delta's, then those of the objects."""
         return distinct_chunks([*self.delta.values(), *self.objects.values()])
@@ -122,11 +132,13 @@ def open_manifest(data: bytes, *, run: str, publishers: Collection[str] | None) 
         raise BadSignature("weights: run or version is malformed")
     if base is not None and not (is_version(base) and base < version):
         raise BadSignature("weights: base must be an older version")
+    if (digest := payload["model_digest"]) is not None and not is_digest(digest):
+        raise BadSignature("weights: model_digest is not a digest")
     manifest = WeightsManifest(
         run=run,
         version=version,
         base=base,
-        model_digest=_model_digest(payload["model_digest"]),
+        model_digest=digest,
         tensors=_tensors(payload["tensors"]),
         files=_files(payload["files"]),
         objects=_objects("objects", payload["objects"]),
@@ -138,7 +150,11 @@ def open_manifest(data: bytes, *, run: str, publishers: Collection[str] | None) 
         raise BadSignature("weights: neither whole nor a delta")
     if not manifest.is_anchor and not manifest.objects.keys().isdisjoint(manifest.files):
         raise BadSignature("weights: only some of the files that hold the tensors")
-    _check_chunks(manifest)
+    sizes: dict[str, int] = {}
+    for info in (*manifest.objects.values(), *manifest.delta.values()):
+        for chunk in info.chunks:
+            if sizes.setdefault(chunk.blake3, chunk.size) != chunk.size:
+                raise BadSignature(f"weights: chunk {chunk.blake3[:16]} has two sizes")
     return manifest
 
 
@@ -159,12 +175,6 @@ def _payload(data: bytes, publishers: Collection[str] | None) -> dict[str, Any]:
     if _LONG_NUMBER.search(data):
         raise BadSignature("weights: a number is too long")
     return open_document(data, kind=KIND, keys=publishers, max_bytes=MAX_BYTES).payload
-
-
-def _model_digest(value: object) -> str | None:
-    if value is not None and not is_digest(value):
-        raise BadSignature("weights: model_digest is not a digest")
-    return value  # type: ignore[return-value]
 
 
 def _tensors(value: object) -> dict[str, dict[str, Any]]:
@@ -226,12 +236,3 @@ def _chunk(name: str, value: object) -> Chunk:
     if not is_digest(digest) or type(size) is not int or not 0 < size <= MAX_CHUNK_BYTES:
         raise BadSignature(f"weights: object {name}: a chunk's blake3 or size is malformed")
     return Chunk(digest, size)
-
-
-def _check_chunks(manifest: WeightsManifest) -> None:
-    """Check that a digest has the same size wherever it occurs."""
-    sizes: dict[str, int] = {}
-    for info in (*manifest.objects.values(), *manifest.delta.values()):
-        for chunk in info.chunks:
-            if sizes.setdefault(chunk.blake3, chunk.size) != chunk.size:
-                raise BadSignature(f"weights: chunk {chunk.blake3[:16]} has two sizes")

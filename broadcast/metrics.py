@@ -19,6 +19,7 @@ from prometheus_client import (
 )
 
 from runspec.core.canonical import MalformedJson
+from runspec.core.connection_limits import Observer
 from runspec.core.errors import UserError
 from runspec.core.files import read_object, write_atomic
 
@@ -28,7 +29,7 @@ _SAVE_EVERY_S = 1.0
 _CHUNKS = {"chunk", "shard"}
 
 
-class Metrics:
+class Metrics(Observer):
     """Counters and gauges of one server.
 
     Args:
@@ -37,53 +38,37 @@ class Metrics:
 
     def __init__(self, store: Path) -> None:
         self._path = store / SERVED_NAME
-        self._registry = registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
-        self._requests = Counter(
-            "runspec_broadcast_requests",
-            "Requests answered.",
-            ["what", "status"],
-            registry=registry,
-        )
-        self._sent = Counter(
-            "runspec_broadcast_sent_bytes", "Bytes of bodies sent.", ["what"], registry=registry
-        )
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._requests = self._counter("requests", "Requests answered.", "what", "status")
+        self._sent = self._counter("sent_bytes", "Bytes of bodies sent.", "what")
         for what in _CHUNKS:
             self._sent.labels(what)  # shown as 0 until something is sent
-        self.rate_limited = Counter(
-            "runspec_broadcast_rate_limited", "Requests answered 429.", registry=registry
-        )
-        self.auth_failures = Counter(
-            "runspec_broadcast_auth_failures", "Requests answered 401.", registry=registry
-        )
-        self._dropped = Counter(
-            "runspec_broadcast_connections_dropped",
+        self.rate_limited = self._counter("rate_limited", "Requests answered 429.")
+        self.auth_failures = self._counter("auth_failures", "Requests answered 401.")
+        self._dropped = self._counter(
+            "connections_dropped",
             "Connections ended by the server: late head, idle, slow reader, room for others, "
             "refused, TLS.",
-            ["why"],
-            registry=registry,
+            "why",
         )
-        self.connections = Gauge(
-            "runspec_broadcast_connections", "Connections open.", registry=registry
-        )
-        self.polls = Gauge("runspec_broadcast_polls_waiting", "Long polls held.", registry=registry)
-        self.transfers = Gauge(
-            "runspec_broadcast_transfers", "Bodies of files being sent.", registry=registry
-        )
-        self._newest = Gauge(
-            "runspec_broadcast_newest_version",
-            "Newest version announced.",
-            ["run"],
-            registry=registry,
-        )
-        self._behind = Gauge(
-            "runspec_broadcast_behind_seconds",
+        self.connections = self._gauge("connections", "Connections open.")
+        self.polls = self._gauge("polls_waiting", "Long polls held.")
+        self.transfers = self._gauge("transfers", "Bodies of files being sent.")
+        self._newest = self._gauge("newest_version", "Newest version announced.", "run")
+        self._behind = self._gauge(
+            "behind_seconds",
             "For how long the newest version announced has not been whole here.",
-            ["run"],
-            registry=registry,
+            "run",
         )
         self._update_shares: Callable[[], None] = lambda: None
         self._served = self._written = _served_before(self._path)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"runspec_broadcast_{name}", text, labels, registry=self._registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"runspec_broadcast_{name}", text, labels, registry=self._registry)
 
     def answered(self, what: str, status: int) -> None:
         """Count a request by the name of its route and the status of its answer."""
@@ -114,12 +99,8 @@ class Metrics:
             run: the run's id.
             shares: returns the held share (0.0 to 1.0) of each version's bytes; called by `text`.
         """
-        gauge = Gauge(
-            "runspec_broadcast_version_complete_ratio",
-            "Share of a version's bytes that this relay holds.",
-            ["run", "version"],
-            registry=self._registry,
-        )
+        text = "Share of a version's bytes that this relay holds."
+        gauge = self._gauge("version_complete_ratio", text, "run", "version")
 
         def update() -> None:
             gauge.clear()  # some versions may be gone

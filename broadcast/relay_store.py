@@ -1,87 +1,64 @@
-"""Disk of a relay: the manifests and chunks of one run, within a limit on their bytes."""
+"""Disk of origin and relay: the manifests and chunks of one run; a relay's within a limit."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from broadcast import layout
-from broadcast.chunk_files import ProvenChunks
 from broadcast.delta_chains import versions_to_keep, with_bases
+from broadcast.disk import Identity, Pins, ProvenChunks, identity, owners
 from broadcast.manifest import MAX_BYTES, Chunk, WeightsManifest, open_manifest
-from broadcast.pins import Pins, owners
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers, temporary_name, write_atomic
+from runspec.core.hashing import is_digest
 from runspec.core.signed import BadSignature
 
+MANIFESTS_EVERY_S = 1.0
+"""Shortest time between two readings of the manifests folder, in seconds."""
 
-@dataclass(eq=False)
-class RelayStore:
-    """The versions that a relay holds; drops some when others need the room.
 
-    A version may displace older versions only. Those that are being read (`pins`) and those that
-    the newest is rebuilt from stay. The newest version may displace every other one, in this order:
-    those that nobody needs, those that it is rebuilt from, those that are being read.
+class StoredVersions:
+    """The versions of a run in a store that another process writes.
 
+    Args:
+        store: the store's directory.
+        run: the run's id.
+        log: receives an error for each damaged manifest, once.
     """
 
-    store: Path
-    """Directory of the relay."""
-    run: str
-    keep_versions: int
-    """Number of newest versions that stay (`delta_chains.versions_to_keep`)."""
-    max_bytes: int | None
-    """Limit on manifests and chunks together, incoming ones included; None: no limit."""
-    log: logging.Logger
-
-    def __post_init__(self) -> None:
+    def __init__(self, store: Path, run: str, log: logging.Logger) -> None:
+        self.store, self.run, self.log = store, run, log
         self.manifests: dict[int, WeightsManifest] = {}
         self.proven = ProvenChunks()
-        self.pins = Pins(self.store, self.run)
+        self.pins = Pins(store, run)
         self.known: dict[str, tuple[Chunk, int]] = {}
         """Each chunk of the manifests by digest, and the newest version that needs it."""
         self._owners: dict[str, int] = {}
-        self._chunk_bytes: dict[str, int] = {}
-        """Sizes of the stored chunk files."""
-        self._manifest_bytes: dict[int, int] = {}
-        self._used = 0
+        self._parsed: dict[int, tuple[Identity, WeightsManifest | None]] = {}
+        self._looked_at = -math.inf
+        self._looking = asyncio.Lock()
 
-    def recall(self, publishers: Collection[str]) -> None:
-        """Load what is on disk; remove what no manifest signed by one of these keys names."""
-        remove_leftovers(self.store / self.run)
-        remove_leftovers(self.store / layout.chunks_name(self.run))
-        for version in layout.stored_versions(self.store, self.run):
-            path = self.manifest_path(version)
-            try:
-                data = read_bounded(path, MAX_BYTES)
-                self.manifests[version] = open_manifest(data, run=self.run, publishers=publishers)
-                self._manifest_bytes[version] = len(data)
-            except BadSignature as error:
-                self.log.warning("%s: removed: %s", path, error)
-                shutil.rmtree(path.parent)
-        for path in (self.store / layout.chunks_name(self.run)).glob("*"):
-            self._chunk_bytes[path.name] = path.stat().st_size
-        self._used = sum(self._chunk_bytes.values()) + sum(self._manifest_bytes.values())
-        self._drop(())
-        while self.max_bytes is not None and self._used > self.max_bytes and self.manifests:
-            self._drop([min(self.manifests)])
+    async def current(self) -> Mapping[int, WeightsManifest]:
+        """Return the manifests by version, as they were at most `MANIFESTS_EVERY_S` ago."""
+        async with self._looking:
+            if time.monotonic() - self._looked_at >= MANIFESTS_EVERY_S:
+                await asyncio.to_thread(self._look)
+                self._looked_at = time.monotonic()
+        return self.manifests
 
-    def keep_signed(self, publishers: Collection[str]) -> None:
-        """Drop the versions whose manifests none of these keys signed, after a key was revoked."""
-        revoked = []
-        for version in self.manifests:
-            path = self.manifest_path(version)
-            try:
-                data = read_bounded(path, MAX_BYTES)
-                open_manifest(data, run=self.run, publishers=publishers)
-            except (BadSignature, OSError, UserError) as error:
-                self.log.warning("%s: removed: %s", path, error)
-                revoked.append(version)
-        self._drop(revoked)
+    async def note_reader(self, digest: str) -> None:
+        """Pin the version that the request for a chunk belongs to."""
+        if digest not in self._owners:
+            await self.current()
+        if digest in self._owners:
+            self.pins.touch(self._owners[digest])
 
     def manifest_path(self, version: int) -> Path:
         return self.store / layout.manifest_name(self.run, version)
@@ -89,10 +66,97 @@ class RelayStore:
     def chunk_path(self, digest: str) -> Path:
         return self.store / layout.chunk_name(self.run, digest)
 
-    def note_reader(self, digest: str) -> None:
-        """Pin the version that the request for a chunk belongs to."""
-        if digest in self._owners:
-            self.pins.touch(self._owners[digest])
+    def _look(self) -> None:
+        """Read the manifests again; one is parsed once while its file is the same."""
+        parsed: dict[int, tuple[Identity, WeightsManifest | None]] = {}
+        for version in layout.stored_versions(self.store, self.run):
+            path = self.manifest_path(version)
+            found, known = identity(path), self._parsed.get(version)
+            if found is None:  # pruned since
+                continue
+            if known is not None and known[0] == found:
+                parsed[version] = known
+                continue
+            try:
+                data = read_bounded(path, MAX_BYTES)
+                parsed[version] = found, open_manifest(data, run=self.run, publishers=None)
+            except FileNotFoundError:
+                continue
+            except (BadSignature, UserError) as error:
+                self.log.error("%s: damaged: %s", path, error)
+                parsed[version] = found, None
+        if parsed != self._parsed:
+            self._parsed = parsed
+            self.manifests = {v: manifest for v, (_, manifest) in parsed.items() if manifest}
+            self._index()
+
+    def _index(self) -> None:
+        ascending = [self.manifests[version] for version in sorted(self.manifests)]
+        self._owners = owners(ascending)
+        self.known = {
+            digest: (chunk, manifest.version)
+            for manifest in ascending
+            for digest, chunk in manifest.chunks().items()
+        }
+
+
+class RelayStore(StoredVersions):
+    """The versions that a relay holds; drops some when others need the room.
+
+    A version may displace older versions only. Those that are being read (`pins`) and those that
+    the newest is rebuilt from stay. The newest version may displace every other one, in this order:
+    those that nobody needs, those that it is rebuilt from, those that are being read.
+
+    Args:
+        store: the relay's directory; what a killed relay left unfinished is removed.
+        run: the run's id.
+        keep_versions: number of newest versions that stay (`delta_chains.versions_to_keep`).
+        max_bytes: limit on manifests and chunks together, incoming ones included; None: no limit.
+        log: receives what is removed and why.
+    """
+
+    def __init__(
+        self,
+        store: Path,
+        run: str,
+        *,
+        keep_versions: int,
+        max_bytes: int | None,
+        log: logging.Logger,
+    ) -> None:
+        super().__init__(store, run, log)
+        self.keep_versions, self._max_bytes = keep_versions, max_bytes
+        chunks = store / layout.chunks_name(run)
+        for folder in (store / run, chunks):
+            remove_leftovers(folder)
+        self._chunk_bytes = {
+            path.name: path.stat().st_size for path in chunks.glob("*") if is_digest(path.name)
+        }
+        """Sizes of the stored chunk files."""
+        self._manifest_bytes = {
+            version: self.manifest_path(version).stat().st_size
+            for version in layout.stored_versions(store, run)
+        }
+        self._used = sum(self._chunk_bytes.values()) + sum(self._manifest_bytes.values())
+
+    async def current(self) -> Mapping[int, WeightsManifest]:
+        """Return the manifests by version; nobody else writes this store."""
+        return self.manifests
+
+    def believe(self, publishers: Collection[str]) -> None:
+        """Load the versions on disk whose manifests one of these keys signed; drop all others."""
+        dropped = []
+        for version in self._manifest_bytes:
+            path = self.manifest_path(version)
+            try:
+                data = read_bounded(path, MAX_BYTES)
+                self.manifests[version] = open_manifest(data, run=self.run, publishers=publishers)
+            except (BadSignature, OSError, UserError) as error:
+                self.log.warning("%s: removed: %s", path, error)
+                dropped.append(version)
+        self._drop(dropped)
+        while self._max_bytes is not None and self._used > self._max_bytes and self.manifests:
+            self._drop([min(self.manifests)])
 
     def adopt(self, manifest: WeightsManifest, data: bytes) -> None:
         """Store a checked manifest; from now on its chunks are known.
@@ -161,9 +225,9 @@ class RelayStore:
             UserError: they do not fit; nothing was dropped.
         """
         size = sum({chunk.blake3: chunk.size for chunk in chunks}.values())
-        if self.max_bytes is not None and size + self._manifest_bytes[version] > self.max_bytes:
+        if self._max_bytes is not None and size + self._manifest_bytes[version] > self._max_bytes:
             raise UserError(
-                f"version {version} needs {size:,} bytes here, {self.max_bytes:,} are allowed; "
+                f"version {version} needs {size:,} bytes here, {self._max_bytes:,} are allowed; "
                 "older versions are served on",
                 place=str(self.store / self.run),
                 remedy="allow the relay more bytes",
@@ -196,10 +260,10 @@ class RelayStore:
         return {version: manifest.rebuilt_from for version, manifest in self.manifests.items()}
 
     def _make_room(self, size: int, version: int) -> None:
-        while self.max_bytes is not None and self._used + size > self.max_bytes:
+        while self._max_bytes is not None and self._used + size > self._max_bytes:
             if not self.drop_one(version):
                 raise UserError(
-                    f"version {version} does not fit: {self._used:,} of {self.max_bytes:,} bytes "
+                    f"version {version} does not fit: {self._used:,} of {self._max_bytes:,} bytes "
                     "are taken by newer versions and those that are being read",
                     place=str(self.store / self.run),
                     remedy="allow the relay more bytes, or let it keep fewer versions",
@@ -209,7 +273,7 @@ class RelayStore:
         """Remove versions, manifests first, and the chunks that no other version needs."""
         for version in versions:
             shutil.rmtree(self.manifest_path(version).parent, ignore_errors=True)
-            del self.manifests[version]
+            self.manifests.pop(version, None)
             self._used -= self._manifest_bytes.pop(version)
         self._index()
         for digest in self._chunk_bytes.keys() - self.known.keys():
@@ -218,12 +282,3 @@ class RelayStore:
     def _remove_chunk(self, digest: str) -> None:
         self.chunk_path(digest).unlink(missing_ok=True)
         self._used -= self._chunk_bytes.pop(digest)
-
-    def _index(self) -> None:
-        ascending = [self.manifests[version] for version in sorted(self.manifests)]
-        self._owners = owners(ascending)
-        self.known = {
-            digest: (chunk, manifest.version)
-            for manifest in ascending
-            for digest, chunk in manifest.chunks().items()
-        }

@@ -9,16 +9,16 @@ Chunks are not: they are verified before they are served (`chunk_files`).
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from broadcast import layout
-from broadcast.chunk_files import new_chunks
-from broadcast.delta_chains import versions_to_keep
-from broadcast.disk import Identity, identity
+from broadcast.disk import ChunkWriter, Identity, identity, new_chunks
+from broadcast.keygen import check_newest, signers_of
 from broadcast.layout import locked
 from broadcast.manifest import (
     FILE_NAME,
@@ -29,18 +29,18 @@ from broadcast.manifest import (
     open_manifest,
     sign_manifest,
 )
-from broadcast.pins import Pins
-from broadcast.store_roles import check_newest, signers_of
+from broadcast.relay_store import RelayStore
 from runspec.core import latest as latest_format
 from runspec.core.canonical import MalformedJson
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, read_object, remove_leftovers, write_atomic
-from runspec.core.hashing import digest_bytes, is_digest
+from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature, open_document
 
 CHUNK_BYTES = 16 * 1024 * 1024
 TENSORS_NAME = "tensors.json"
+_LOG = logging.getLogger(__name__)
 DELTA_NAME = "delta"
 """Sub-folder of a version's directory that holds its delta."""
 LOCK_DEADLINE_S = 30.0
@@ -107,28 +107,19 @@ def publish(
     model_digest, tensors, files = _tensors(directory / TENSORS_NAME)
     if base is not None or not whole:
         _check_delta(directory, version, files, base)
-    with locked(store, run, LOCK_DEADLINE_S):
-        check_newest(store / layout.roles_name(run), roles)
+    with _writing(store, run, roles, chunk_bytes) as chunks:
         if base is not None:
             _check_base(store, run, base, version, files, publishers)
-        newest = newest_version(store, run=run)
-        _check_number(store, run, version, newest)
-        remove_leftovers(store / layout.chunks_name(run))
-        with new_chunks(store / layout.chunks_name(run), chunk_bytes) as chunks:
-            objects = {
-                path.name: chunks.add(path)
-                for path in _files(directory)
-                if whole or path.name not in files
-            }
-            delta_files = _files(directory / DELTA_NAME) if base is not None else ()
-            delta = {path.name: chunks.add(path) for path in delta_files}
-            digest = _write_manifest(
-                store,
-                WeightsManifest(run, version, base, model_digest, tensors, files, objects, delta),
-                key,
-            )
-        _announce(store, run, version, digest, roles, key)
-    return digest
+        _check_number(store, run, version)
+        objects = {
+            path.name: chunks.add(path)
+            for path in _files(directory)
+            if whole or path.name not in files
+        }
+        delta_files = _files(directory / DELTA_NAME) if base is not None else ()
+        delta = {path.name: chunks.add(path) for path in delta_files}
+        manifest = WeightsManifest(run, version, base, model_digest, tensors, files, objects, delta)
+        return _write_manifest(store, manifest, key, roles, chunks)
 
 
 def publish_objects(
@@ -164,15 +155,10 @@ def publish_objects(
             nothing new stays in the store).
     """
     signers_of(roles, run, key, "island")
-    with locked(store, run, LOCK_DEADLINE_S):
-        check_newest(store / layout.roles_name(run), roles)
-        remove_leftovers(store / layout.chunks_name(run))
-        with new_chunks(store / layout.chunks_name(run), chunk_bytes) as chunks:
-            objects = {name: chunks.add(data) for name, data in contents.items()}
-            manifest = WeightsManifest(run, version, None, None, {}, (), objects, {})
-            digest = _write_manifest(store, manifest, key)
-        _announce(store, run, version, digest, roles, key)
-    return digest
+    with _writing(store, run, roles, chunk_bytes) as chunks:
+        objects = {name: chunks.add(data) for name, data in contents.items()}
+        manifest = WeightsManifest(run, version, None, None, {}, (), objects, {})
+        return _write_manifest(store, manifest, key, roles, chunks)
 
 
 def refresh_latest(store: Path, *, run: str, key: SigningKey, roles: bytes | None = None) -> None:
@@ -213,41 +199,22 @@ def prune(store: Path, *, run: str, keep_versions: int) -> None:
         newest = newest_version(store, run=run)
         if newest is None:
             return
-        # Listed before the manifests are read: a chunk that comes later belongs to a later one.
-        stored = [
-            path for path in (store / layout.chunks_name(run)).glob("*") if is_digest(path.name)
-        ]
-        paths = {
-            version: store / layout.manifest_name(run, version)
-            for version in layout.stored_versions(store, run)
-        }
-        manifests = {v: _stored(path, run, identity(path)) for v, path in paths.items()}
-        pins = Pins(store, run)
-        remaining = versions_to_keep(
-            {version: manifest.rebuilt_from for version, manifest in manifests.items()},
-            newest,
-            keep_versions,
-            pins.newest_first(),
-        )
-        # Manifests go first: a chunk is never removed while a manifest still names it.
-        for version in manifests.keys() - remaining:
-            shutil.rmtree(paths[version].parent)
-        needed = {digest for version in remaining for digest in manifests[version].chunks()}
-        for path in stored:
-            if path.name not in needed:
-                path.unlink(missing_ok=True)
-        pins.keep_only(remaining)
+        held = RelayStore(store, run, keep_versions=keep_versions, max_bytes=None, log=_LOG)
+        for version in layout.stored_versions(store, run):
+            path = held.manifest_path(version)
+            held.manifests[version] = _stored(path, run, identity(path))
+        held.prune(newest)
 
 
-def _announce(
-    store: Path, run: str, version: int, digest: str, roles: bytes, key: SigningKey
-) -> None:
-    """Write roles.json, and latest.json unless it names the version or a newer one already."""
-    write_atomic(store / layout.roles_name(run), roles)
-    newest = newest_version(store, run=run)
-    if newest is None or newest < version:
-        latest = latest_format.sign_latest(run, version, digest, key)
-        write_atomic(store / layout.latest_name(run), latest)
+@contextmanager
+def _writing(store: Path, run: str, roles: bytes, chunk_bytes: int) -> Iterator[ChunkWriter]:
+    """Hold the run's lock and yield a writer of chunks; if the block fails, none of them stays."""
+    with locked(store, run, LOCK_DEADLINE_S):
+        check_newest(store / layout.roles_name(run), roles)
+        chunks = store / layout.chunks_name(run)
+        remove_leftovers(chunks)
+        with new_chunks(chunks, chunk_bytes) as writer:
+            yield writer
 
 
 def newest_version(store: Path, *, run: str) -> int | None:
@@ -335,8 +302,8 @@ def _check_base(
         )
 
 
-def _check_number(store: Path, run: str, version: int, newest: int | None) -> None:
-    manifest = store / layout.manifest_name(run, version)
+def _check_number(store: Path, run: str, version: int) -> None:
+    newest, manifest = newest_version(store, run=run), store / layout.manifest_name(run, version)
     if newest is not None and version <= newest and not manifest.exists():
         raise UserError(
             f"version {version} is gone, and its number may have been published: "
@@ -346,8 +313,12 @@ def _check_number(store: Path, run: str, version: int, newest: int | None) -> No
         )
 
 
-def _write_manifest(store: Path, manifest: WeightsManifest, key: SigningKey) -> str:
-    """Write a manifest unless it exists; return its digest.
+def _write_manifest(
+    store: Path, manifest: WeightsManifest, key: SigningKey, roles: bytes, chunks: ChunkWriter
+) -> str:
+    """Write a manifest unless it exists, and announce it; return its digest.
+
+    roles.json is written, and latest.json unless it names the version or a newer one already.
 
     Raises:
         AlreadyPublished: another manifest of that version is there.
@@ -370,6 +341,12 @@ def _write_manifest(store: Path, manifest: WeightsManifest, key: SigningKey) -> 
             place=str(path),
             remedy="a version number is published once: publish under a newer one",
         )
+    chunks.new.clear()  # the manifest names them: they stay, whatever fails from here on
+    write_atomic(store / layout.roles_name(manifest.run), roles)
+    newest = newest_version(store, run=manifest.run)
+    if newest is None or newest < manifest.version:
+        latest = latest_format.sign_latest(manifest.run, manifest.version, digest, key)
+        write_atomic(store / layout.latest_name(manifest.run), latest)
     return digest
 
 

@@ -1,31 +1,53 @@
-"""HTTP GET with limits, for servers that may be down, slow or dishonest."""
+"""HTTP GET with limits, for servers that may be down, slow or dishonest; and one chunk into a file.
+
+For a chunk the event loop receives; threads hash and write, so that a slow disk does not block the
+loop. aiohttp is fast enough: a client of our own with blocking sockets and a thread for each
+connection reached 1.10 GB/s and used 0.57 s of CPU for a GB, aiohttp 0.94 GB/s and 0.78 s. Measured
+with 1 GiB in chunks of 8 MiB, eight at a time, over loopback into tmpfs on 2 cores.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
 import ssl
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
+from blake3 import blake3
 
+from broadcast.disk import ended
+from broadcast.manifest import Chunk
 from runspec.core import http_client
 from runspec.core.address import is_server_url
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.http_client import LateAnswer, NoAnswer, fetch
+from runspec.core.http_client import (
+    AS_IT_IS,
+    CONNECT_S,
+    Answer,
+    LateAnswer,
+    NoAnswer,
+    fetch,
+    translated_errors,
+)
 
 _READ_BUFFER = 1024 * 1024
 _PRINTABLE = re.compile(r"[!-~]+")
-_SECONDS = re.compile(r"[0-9]{1,9}")
+_WRITE_BYTES = 1024 * 1024
+_LOOK_EVERY_S = 0.5
 
 
-class Fault(Exception):
-    """An answer that cannot be used: unreachable, an error status, too slow."""
+Fault = NoAnswer
+"""An answer that cannot be used: unreachable, an error status, too slow."""
+TooSlow = LateAnswer
+"""The server is so slow that another one is expected to be faster."""
 
 
 class NotThere(Fault):
@@ -39,10 +61,6 @@ class Busy(Fault):
         super().__init__("too many requests (429)")
         self.retry_after_s = retry_after_s
         """Seconds that Retry-After names, unchecked; None if it names none."""
-
-
-class TooSlow(Fault):
-    """The server is so slow that another one is expected to be faster."""
 
 
 class Lie(Fault):
@@ -127,19 +145,14 @@ def base_url(text: str) -> str:
     return text.rstrip("/")
 
 
-def refusal(status: int, retry_after: str) -> Fault:
-    """Return the fault of an answer other than 200.
-
-    Args:
-        status: of the answer.
-        retry_after: its header Retry-After, or empty.
-    """
-    if status == 404:
+def refusal(answer: Answer) -> Fault:
+    """Return the fault of an answer other than 200."""
+    if answer.status == 404:
         return NotThere("not there (404)")
-    if status == 429:  # a date in the header is ignored
-        return Busy(float(retry_after) if _SECONDS.fullmatch(retry_after) else None)
+    if answer.status == 429:
+        return Busy(answer.busy_s)
     why = {401: ": no token, or not one of its own", 403: ": not for this token"}
-    return Fault(f"status {status}{why.get(status, '')}")
+    return Fault(f"status {answer.status}{why.get(answer.status, '')}")
 
 
 async def get(
@@ -159,19 +172,117 @@ async def get(
         TooSlow: not complete in time.
         Fault: any other status than 200, a body that is too long, or no connection.
     """
-    with faults():
-        answer = await fetch(session, "GET", url, max_bytes=max_bytes, timeout_s=timeout_s)
+    answer = await fetch(session, "GET", url, max_bytes=max_bytes, timeout_s=timeout_s)
     if answer.status != 200:
-        raise refusal(answer.status, answer.retry_after)
+        raise refusal(answer)
     return answer.content
 
 
-@contextmanager
-def faults() -> Iterator[None]:
-    """Turn the errors of `runspec.core.http_client` into a `Fault` of the server."""
+@dataclass(eq=False)
+class Attempt:
+    """One request under way to one server."""
+
+    size: int
+    """Bytes of a chunk; 0 for a small answer."""
+    charged_s: float = 0.0
+    """Seconds that the server was charged at its start (`upstreams`)."""
+    received: int = 0
+    """Bytes of the chunk received so far."""
+
+
+async def fetch_chunk(
+    session: aiohttp.ClientSession,
+    url: str,
+    chunk: Chunk,
+    into: Path,
+    offset: int,
+    attempt: Attempt,
+    *,
+    timeout_s: float,
+    is_hopeless: Callable[[float], bool] = lambda elapsed_s: False,
+) -> None:
+    """Fetch one chunk; when this returns or raises, no thread writes to the file any more.
+
+    Args:
+        session: from `new_session`.
+        url: URL of the chunk. Redirects are not followed.
+        chunk: the chunk.
+        into: an existing file; after a failure its bytes there are undefined.
+        offset: position of the chunk's first byte in the file.
+        attempt: counts the bytes received.
+        timeout_s: limit of the whole transfer, so that a server cannot send slowly for ever.
+        is_hopeless: called every half second with the seconds since the start; True ends it.
+
+    Raises:
+        NotThere, Busy, Lie, TooSlow, Fault: the server gave no correct answer.
+        OSError: the file cannot be written.
+    """
+    started = time.monotonic()
+    receiving = asyncio.create_task(_receive(session, url, chunk, into, offset, attempt))
     try:
-        yield
-    except LateAnswer as error:
-        raise TooSlow(str(error)) from error
-    except NoAnswer as error:
-        raise Fault(str(error)) from error
+        async with asyncio.timeout(timeout_s):
+            while not (await asyncio.wait([receiving], timeout=_LOOK_EVERY_S))[0]:
+                if is_hopeless(time.monotonic() - started):
+                    raise TooSlow(f"{attempt.received} of {chunk.size} bytes so far")
+            receiving.result()
+    except TimeoutError as error:
+        what = f"{attempt.received} of {chunk.size} bytes within {timeout_s:.1f} s"
+        raise Fault(what) from error
+    finally:
+        receiving.cancel()
+        await ended(receiving)
+
+
+async def _receive(
+    session: aiohttp.ClientSession,
+    url: str,
+    chunk: Chunk,
+    into: Path,
+    offset: int,
+    attempt: Attempt,
+) -> None:
+    hasher = blake3()
+    timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_S)
+    with translated_errors(f"no connection within {CONNECT_S:g} s"):
+        async with session.get(
+            url, headers=AS_IT_IS, timeout=timeout, allow_redirects=False
+        ) as response:
+            if response.status != 200:
+                retry_after = response.headers.get("Retry-After", "")
+                raise refusal(Answer(response.status, retry_after, b""))
+            if response.content_length is None:
+                raise Fault("its answer has no Content-Length")
+            if response.content_length != chunk.size:
+                raise Lie(f"{response.content_length} bytes that are not the chunk's {chunk.size}")
+            descriptor = os.open(into, os.O_WRONLY)
+            writing: asyncio.Future[None] | None = None
+            try:
+                pieces: list[bytes] = []
+                size = 0
+                async for piece, _ in response.content.iter_chunks():
+                    pieces.append(piece)
+                    size += len(piece)
+                    attempt.received += len(piece)
+                    if size >= _WRITE_BYTES or attempt.received >= chunk.size:
+                        if writing is not None:
+                            await asyncio.shield(writing)
+                        work = partial(_store, hasher, descriptor, pieces, offset)
+                        writing = asyncio.ensure_future(asyncio.to_thread(work))
+                        pieces, offset, size = [], offset + size, 0
+                if writing is not None:
+                    await asyncio.shield(writing)
+            finally:
+                if writing is not None:
+                    await ended(writing)
+                os.close(descriptor)
+    if hasher.hexdigest() != chunk.blake3:
+        raise Lie(f"{chunk.size} bytes that are not the chunk's")
+
+
+def _store(hasher: blake3, descriptor: int, pieces: Sequence[bytes], offset: int) -> None:
+    for piece in pieces:
+        hasher.update(piece)
+        rest = memoryview(piece)
+        while rest:
+            written = os.pwrite(descriptor, rest, offset)
+            rest, offset = rest[written:], offset + written

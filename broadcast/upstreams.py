@@ -1,6 +1,7 @@
 """Choice of the server for the next request: the one expected to answer first.
 
-Nothing here does IO. The caller passes the time, in seconds of a monotonic clock. Sizes are bytes.
+Only `Requester` does IO. To all else the caller passes the time, in seconds of a monotonic clock.
+Sizes are bytes.
 
 A server's rate is measured over all its concurrent requests. Each request is charged its share of
 the seconds in which the server worked for us: with four requests under way, a second costs each of
@@ -12,12 +13,18 @@ server that was slow or broken is tried again after some time, but rarely if the
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from broadcast.transport import Busy, Fault, Lie, NotThere, TooSlow
+from broadcast.transport import Attempt, Busy, Fault, Lie, NotThere, TooSlow
+from runspec.core.errors import UserError
+from runspec.core.http_client import pause_s
 
 RETRY_S = (0.1, 2.0)
 """First and longest pause after consecutive failures of a server; each doubles the last."""
@@ -45,14 +52,9 @@ _SLOWEST = 1024 * 1024
 """Lowest rate that is assumed of a server, in bytes per second."""
 _LEAST_SUCCESS = 1 / 64
 """Lowest share of successes that is assumed; from it a server recovers within about a minute."""
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """A request under way: its size, and the server's charged seconds at its start."""
-
-    size: int
-    charged_s: float
+T = TypeVar("T")
+_LOOK_AGAIN_S = 1.0
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -65,12 +67,12 @@ class Upstream:
     retry_at: float = 0.0
     distrusted_until: float = 0.0
     last_fault: str = "not asked yet"
-    in_flight: int = 0
-    in_flight_bytes: int = 0
-    received: int = 0
-    """Bytes received from it by all requests that ended."""
+    under_way: list[Attempt] = field(default_factory=list)
+    """Requests that have not ended."""
     success: float = 1.0
     """Share of successful requests; the last request has weight one half."""
+    _ended_bytes: int = 0
+    """Bytes received by all requests that ended."""
     _bytes: float = 0.0
     _seconds: float = 0.0
     _charged_s: float = 0.0
@@ -82,25 +84,37 @@ class Upstream:
         """Bytes per second of all requests together; None if nothing was ever received."""
         return self._bytes / self._seconds if self._seconds else None
 
-    def started(self, now: float, size: int) -> Ticket:
+    @property
+    def in_flight(self) -> int:
+        return len(self.under_way)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return sum(attempt.size for attempt in self.under_way)
+
+    @property
+    def received(self) -> int:
+        """Bytes of chunks received from it so far; any thread may ask."""
+        return self._ended_bytes + sum(attempt.received for attempt in tuple(self.under_way))
+
+    def started(self, now: float, size: int) -> Attempt:
         """Note the start of a request for `size` bytes."""
         self._charge(now)
-        self.in_flight += 1
-        self.in_flight_bytes += size
-        return Ticket(size, self._charged_s)
+        self.under_way.append(Attempt(size, self._charged_s))
+        return self.under_way[-1]
 
-    def ended(self, now: float, ticket: Ticket, received: int) -> None:
+    def ended(self, now: float, attempt: Attempt) -> None:
         """Note the end of a request, successful or not.
 
         The rate is updated if bytes of a chunk were received, or none for a long time. Refusals and
         small answers do not change it.
         """
         self._charge(now)
-        self.in_flight -= 1
-        self.in_flight_bytes -= ticket.size
-        self.received += received
-        share_s = self._charged_s - ticket.charged_s
-        if ticket.size and (received or share_s > SLOW_AFTER_S / 2):
+        received = attempt.received
+        self._ended_bytes += received
+        self.under_way.remove(attempt)
+        share_s = self._charged_s - attempt.charged_s
+        if attempt.size and (received or share_s > SLOW_AFTER_S / 2):
             fade = math.exp(-share_s / _MEMORY_S)
             # In a long request the early seconds weigh less than the late ones.
             weight = (1 - fade) * _MEMORY_S / share_s if share_s else 0.0
@@ -246,7 +260,11 @@ class Upstreams:
         others = [
             u.expected_s(now, wanted.size)
             for u in self.all
-            if u is not upstream and _is_a_way_out(now, wanted, u)
+            if u is not upstream
+            and u.rate is not None
+            and wanted.ready_at(u) <= now
+            and u.distrusted_until <= now
+            and u not in wanted.shunned
         ]
         return here_s > SLOW_AFTER_S + 3 * min(others, default=math.inf)
 
@@ -255,19 +273,98 @@ class Upstreams:
         return "; ".join(f"{u.url}: {u.last_fault}" for u in self.all)
 
 
-def _is_a_way_out(now: float, wanted: Wanted, upstream: Upstream) -> bool:
-    return (
-        upstream.rate is not None
-        and wanted.ready_at(upstream) <= now
-        and upstream.distrusted_until <= now
-        and upstream not in wanted.shunned
-    )
-
-
 def pause_after(fault: Fault, before: int) -> float:
     """Return the seconds to pause after a fault, which occurred `before` times before."""
     first, longest = RETRY_S
     if isinstance(fault, Busy):
         usual, most = BUSY_S
         return usual if fault.retry_after_s is None else min(max(fault.retry_after_s, first), most)
-    return min(longest, first * 2 ** min(before, 10))
+    return pause_s(before, first, longest)
+
+
+class Requester:
+    """Sends each request to the best of several servers, and to another one after a fault.
+
+    Args:
+        urls: their base URLs.
+        most: requests for chunks under way at a time, over all servers.
+    """
+
+    def __init__(self, urls: Sequence[str], most: int) -> None:
+        self.upstreams = Upstreams(urls, most)
+        self._turn = asyncio.Lock()
+        """Serves requests for chunks in order of arrival: the first chunks come first."""
+        self._ended = asyncio.Event()
+        """Set, and replaced, whenever a request ends: a server may have room now."""
+
+    async def request(
+        self,
+        what: str,
+        make: Callable[[Upstream, Wanted, Attempt], Awaitable[T]],
+        deadline: float,
+        *,
+        size: int = 0,
+        keep_asking: bool = True,
+    ) -> T:
+        """Return the first result of `make` that is no Fault.
+
+        Args:
+            what: name of what is requested, for messages.
+            make: sends one request; must end by itself soon after the deadline.
+            deadline: of the monotonic clock.
+            size: bytes of a chunk; 0 for small things, which do not wait for room.
+            keep_asking: False ends the search once every server answered 404.
+
+        Raises:
+            UserError: no valid answer in time; names every server and its fault.
+        """
+        started = time.monotonic()
+        wanted = Wanted(size)
+        servers = self.upstreams.all
+        while (upstream := await self._next(wanted, deadline)) is not None:
+            attempt = upstream.started(time.monotonic(), size)
+            try:
+                result = await make(upstream, wanted, attempt)
+            except Fault as fault:
+                upstream.failed(time.monotonic(), fault, what, _LOG)
+                wanted.failed(time.monotonic(), upstream, fault)
+                if not keep_asking and len(wanted.missing) == len(servers):
+                    break
+            else:
+                upstream.succeeded()
+                return result
+            finally:
+                upstream.ended(time.monotonic(), attempt)
+                self._ended.set()
+                self._ended = asyncio.Event()
+        raise UserError(
+            f"no {what} after {time.monotonic() - started:.1f} s",
+            place=self.upstreams.faults(),
+            remedy="check that these servers are up and have the version, or name others",
+        )
+
+    async def _next(self, wanted: Wanted, deadline: float) -> Upstream | None:
+        """Choose a server; None if none is free before the deadline."""
+        if time.monotonic() >= deadline:  # the timeout below ends only waits
+            return None
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):  # the loop's clock is the monotonic one
+                while True:
+                    async with self._turn if wanted.size else nullcontext():
+                        choice = await self._choice(wanted)
+                    now = time.monotonic()
+                    if choice.upstream is not None:
+                        return choice.upstream
+                    if now + choice.pause_s > deadline:
+                        return None
+                    await asyncio.sleep(choice.pause_s)
+        return None
+
+    async def _choice(self, wanted: Wanted) -> Choice:
+        while True:
+            choice = self.upstreams.choose(time.monotonic(), wanted)
+            if choice.upstream is not None or choice.pause_s > 0:
+                return choice
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_AGAIN_S):
+                    await self._ended.wait()

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -226,8 +227,11 @@ class CoordinatorClient:
         Raises:
             UserError: the disk is full, or the coordinator no longer has the listed file.
         """
-        self._http.stream(
-            f"/v1/data/{file.digest}", lambda pieces: _write_checked(path, pieces, file)
+        self._http.call(
+            "GET",
+            f"/v1/data/{file.digest}",
+            max_bytes=max(file.bytes, MAX_ANSWER_BYTES),
+            into=lambda: _checked_file(path, file),
         )
 
     def heartbeat(self, state: Mapping[str, Any]) -> None:
@@ -329,17 +333,20 @@ def _evaluations(data: bytes) -> set[tuple[str, int]]:
     return {(str(one["evaluation"]), int(one["version"])) for one in answer["evaluations"]}
 
 
-def _write_checked(path: Path, pieces: Iterable[bytes], file: SiteFile) -> None:
-    """Write a file under a temporary name, and rename it if it has the listed size and digest."""
-    hasher, written = blake3(), 0
+@contextmanager
+def _checked_file(path: Path, file: SiteFile) -> Iterator[Callable[[bytes], None]]:
+    """Receive a file under a temporary name; rename it if it has the listed size and digest."""
+    hasher, size = blake3(), 0
     with atomic_file(path) as out:
-        for piece in pieces:
-            written += len(piece)
-            if written > file.bytes:
-                break
+
+        def write(piece: bytes) -> None:
+            nonlocal size
+            size += len(piece)
             hasher.update(piece)
             out.write(piece)
-        if written != file.bytes or hasher.hexdigest() != file.digest:
+
+        yield write
+        if size != file.bytes or hasher.hexdigest() != file.digest:
             raise UserError(
                 f"the coordinator sent other bytes than those of {file.digest[:16]}",
                 place=str(path),

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import base64
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 from runspec.core.address import is_server_url
 from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
-from runspec.core.http_client import Answer, LongAnswer, NoAnswer, fetch_now, stream
+from runspec.core.http_client import Answer, LongAnswer, NoAnswer, Retry, Sink, fetch_now
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature
 from verify.request_auth import ENVELOPE, sign_request
@@ -24,7 +27,6 @@ _log = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 64 * 1024
 _TIMEOUT_S = 30.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _MAX_WORDS = 1000
 """Largest number of characters of a refusal that a message repeats."""
 _LONGEST_RETRY_S = 60.0
@@ -81,6 +83,7 @@ class CoordinatorHttp:
         wait_s: float = 0.0,
         backlog_s: float = 0.0,
         max_bytes: int = MAX_ANSWER_BYTES,
+        into: Sink | None = None,
     ) -> Answer:
         """Send a request, signed again each time, until it is answered or the deadline passes.
 
@@ -91,6 +94,8 @@ class CoordinatorHttp:
             wait_s: seconds that the coordinator may wait before it answers, added to the deadline.
             backlog_s: seconds during which an answer 429 resets the deadline.
             max_bytes: largest size of the answer.
+            into: receives the pieces of a long answer, from the first one at each attempt. Each
+                attempt that gets further than those before resets the deadline.
 
         Raises:
             RunFinished: the coordinator answers 410.
@@ -100,98 +105,60 @@ class CoordinatorHttp:
                 too long an answer.
         """
         began = time.monotonic()
-        deadline = began + self._deadline_s + wait_s
-        pause, waiting = _FIRST_PAUSE_S, False
+        name = f"the coordinator {self.url}"
+        retry = Retry(name, began + self._deadline_s + wait_s, _log)
+        came = furthest = 0
+
+        @contextmanager
+        def counted(into: Sink) -> Iterator[Callable[[bytes], None]]:
+            with into() as write:
+
+                def take(piece: bytes) -> None:
+                    nonlocal came
+                    came += len(piece)
+                    write(piece)
+
+                yield take
+
         while True:
-            retry_after_s, answered = 0.0, None
+            came, busy_s, answered = 0, 0.0, None
             try:
                 # An attempt that begins late still has the time that an answer needs.
                 least_s = min(_TIMEOUT_S, self._deadline_s) + wait_s
                 answer = self._try(
                     *(method, path, body, envelope),
                     max_bytes=max_bytes,
-                    timeout_s=max(deadline - time.monotonic(), least_s),
+                    timeout_s=max(retry.deadline - time.monotonic(), least_s)
+                    if into is None
+                    else math.inf,
                     idle_s=_TIMEOUT_S + wait_s,
+                    into=None if into is None else partial(counted, into),
                 )
-                retry_after_s, answered = _retry_after(answer), answer.status
-                if answer.status < 500 and not retry_after_s:
+                busy_s, answered = _busy_s(answer), answer.status
+                if answer.status < 500 and not busy_s:
                     break
                 trouble = f"answers {answer.status}: {_words(answer)}"
             except NoAnswer as error:
                 trouble = f"cannot be reached: {error}"
-            pause = max(pause, retry_after_s)
-            if retry_after_s and time.monotonic() < began + backlog_s:  # it is up but overloaded
-                deadline = time.monotonic() + retry_after_s + self._deadline_s + wait_s
-            if time.monotonic() + pause > deadline:
+            if came > furthest:
+                furthest, retry.deadline = came, time.monotonic() + self._deadline_s
+            if busy_s and time.monotonic() < began + backlog_s:  # it is up but overloaded
+                retry.deadline = time.monotonic() + busy_s + self._deadline_s + wait_s
+            if not retry.pause(trouble, busy_s):
                 raise UserError(
                     f"{trouble} (tried {method} {path} for {self._deadline_s:.0f} s)",
                     place=f"coordinator {self.url}",
                     remedy=_remedy(answered),
                 )
-            if not waiting:
-                _log.warning("waiting for the coordinator %s: %s", self.url, trouble)
-                waiting = True
-            time.sleep(pause)
-            pause = _FIRST_PAUSE_S if retry_after_s else min(2 * pause, _LONGEST_PAUSE_S)
-        if waiting:
-            _log.info("the coordinator %s answers again", self.url)
+        retry.answered()
         if answer.status == HTTPStatus.GONE:
             raise RunFinished(_words(answer))
         if answer.is_success:
             return answer
         refused = _REFUSALS.get(answer.status, UserError)
         words = f"{method} {path}: {answer.status}, {_words(answer)}"
-        raise refused(words, place=f"coordinator {self.url}")
-
-    def stream(self, path: str, take: Callable[[Iterable[bytes]], None]) -> None:
-        """Fetch a long public answer, and retry until it is complete.
-
-        Args:
-            path: path of the request.
-            take: receives the pieces, from the first one at each attempt.
-
-        Raises:
-            UserError: there is no such path, or the coordinator cannot be reached until the
-                deadline. Each attempt that gets further than those before resets the deadline.
-        """
-        deadline, pause = time.monotonic() + self._deadline_s, _FIRST_PAUSE_S
-        came = furthest = 0
-
-        def counted(pieces: Iterable[bytes]) -> Iterator[bytes]:
-            nonlocal came
-            for piece in pieces:
-                came += len(piece)
-                yield piece
-
-        while True:
-            came = 0
-            try:
-                answer = stream(
-                    self.url + path, idle_s=_TIMEOUT_S, take=lambda pieces: take(counted(pieces))
-                )
-                if answer.is_success:
-                    return
-                trouble, retry_after_s = f"answers {answer.status}", _retry_after(answer)
-                if 400 <= answer.status < 500 and not retry_after_s:
-                    raise UserError(
-                        f"GET {path}: {trouble}",
-                        place=f"coordinator {self.url}",
-                        remedy="its data changed: start the same command again",
-                    )
-            except NoAnswer as error:
-                trouble, retry_after_s = str(error), 0.0
-            if came > furthest:
-                furthest, deadline = came, time.monotonic() + self._deadline_s
-            pause = max(pause, retry_after_s)
-            if time.monotonic() + pause > deadline:
-                raise UserError(
-                    f"GET {path}: {trouble}",
-                    place=f"coordinator {self.url}",
-                    remedy="check that the coordinator runs and that its address is right",
-                )
-            _log.warning("waiting for the coordinator %s: %s", self.url, trouble)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        changed = "" if into is None else "its data changed: start the same command again"
+        raise refused(words, place=f"coordinator {self.url}", remedy=changed)
 
     def _try(
         self, method: str, path: str, body: bytes, envelope: bytes | None, **limits: Any
@@ -220,13 +187,12 @@ _REFUSALS: dict[int, type[UserError]] = {
 }
 
 
-def _retry_after(answer: Answer) -> float:
+def _busy_s(answer: Answer) -> float:
     """Return the seconds after which to ask an overloaded coordinator (429) again; else 0.0."""
     if answer.status != HTTPStatus.TOO_MANY_REQUESTS:
         return 0.0
-    text = answer.retry_after
-    known = text.isascii() and text.isdigit() and len(text) < 10
-    return min(max(float(text) if known else _LONGEST_PAUSE_S, _FIRST_PAUSE_S), _LONGEST_RETRY_S)
+    asked_s = Retry.LONGEST_S if answer.busy_s is None else answer.busy_s
+    return min(max(asked_s, Retry.FIRST_S), _LONGEST_RETRY_S)
 
 
 def _remedy(answered: int | None) -> str:

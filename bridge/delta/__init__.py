@@ -4,9 +4,15 @@ A delta is a directory with one `<weights file>.delta` for each safetensors file
 that applying it again, after a crash or by mistake, is harmless. docs/deltas.md has the format.
 """
 
-from bridge.delta.apply import apply_deltas, delta_tensors
-from bridge.delta.changes import ChangedElements, changed_elements
-from bridge.delta.write import DamagedWeights, DeltaSummary, TensorChange, write_delta
+from bridge.delta.files import (
+    DamagedWeights,
+    DeltaSummary,
+    TensorChange,
+    apply_deltas,
+    delta_tensors,
+    write_delta,
+)
+from bridge.delta.layout import ChangedElements, changed_elements
 
 __all__ = [
     "ChangedElements",

@@ -19,7 +19,7 @@ import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 from aiohttp import web
 from aiohttp.web_request import BaseRequest
@@ -54,16 +54,14 @@ class ConnectionLimits:
     answer."""
 
 
-class Observer(Protocol):
-    """Receives what happens to connections, for metrics and logs."""
+class Observer:
+    """Receives what happens to connections, for metrics and logs; by itself it drops all of it."""
 
     def dropped(self, why: str) -> None:
         """A connection was closed: late head, idle, room, full or TLS."""
-        ...
 
     def malformed(self, status: int) -> None:
-        """A malformed request was answered with this status."""
-        ...
+        """A malformed request was answered with this status; anybody can cause any number."""
 
 
 class Connection(web.RequestHandler):

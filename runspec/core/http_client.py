@@ -1,8 +1,8 @@
 """HTTP requests with deadlines and bounded answers.
 
 aiohttp is the only HTTP library: servers use it, and so do all clients. `fetch` is for callers in
-an event loop. `fetch_now` and `stream` are for the others: each call runs a loop and makes a
-connection of its own, so that threads share nothing and nothing has to be closed.
+an event loop. `fetch_now` is for the others: each call runs a loop and makes a connection of its
+own, so that threads share nothing and nothing has to be closed.
 
 Host names are looked up in daemon threads. A resolver may block a thread for half a minute, and an
 event loop or a process that ends waits for the threads of an executor, but not for these.
@@ -11,14 +11,18 @@ event loop or a process that ends waits for the threads of an executor, but not 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
+import re
 import socket
 import ssl
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -26,11 +30,13 @@ from aiohttp.client_proto import ResponseHandler
 
 _Found = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]]
 
-T = TypeVar("T")
+Sink = Callable[[], AbstractContextManager[Callable[[bytes], object]]]
+"""Opens what receives an answer piece by piece; a failed answer ends its block by the error."""
 CONNECT_S = 5.0
 _UPLOAD_PIECE_BYTES = 64 * 1024
 _INTERIM_ANSWERS = 8
 """Most interim answers before the real one; servers send one or none."""
+_SECONDS = re.compile(r"[0-9]{1,9}")
 AS_IT_IS = {"Accept-Encoding": "identity"}
 """Answers are read as they came over the wire: nothing is decompressed."""
 
@@ -113,6 +119,54 @@ class Answer:
     def is_success(self) -> bool:
         return 200 <= self.status < 300
 
+    @property
+    def busy_s(self) -> float | None:
+        """Seconds that `Retry-After` names, unchecked; None if it names none, as with a date."""
+        return float(self.retry_after) if _SECONDS.fullmatch(self.retry_after) else None
+
+
+def pause_s(failures: int, first_s: float, longest_s: float) -> float:
+    """Return the pause after consecutive failures: each doubles the last, up to the longest."""
+    return min(longest_s, first_s * 2 ** min(failures, 10))
+
+
+class Retry:
+    """Pauses between the attempts of one request until a deadline; any thread may use its own.
+
+    Args:
+        server: name of the server, for the log.
+        deadline: of the monotonic clock; the caller may move it.
+        log: receives a warning before the first pause, and a line once the server answers.
+    """
+
+    FIRST_S, LONGEST_S = 0.05, 2.0
+
+    def __init__(self, server: str, deadline: float, log: logging.Logger) -> None:
+        self._server, self.deadline, self._log = server, deadline, log
+        self._failures, self._waiting = 0, False
+
+    def pause(self, trouble: str, busy_s: float = 0.0) -> bool:
+        """Sleep before the next attempt; return False at once if the deadline comes before it.
+
+        Args:
+            trouble: why the last attempt failed.
+            busy_s: seconds that an overloaded server asks for; 0.0 if it is not.
+        """
+        seconds = max(pause_s(self._failures, self.FIRST_S, self.LONGEST_S), busy_s)
+        if time.monotonic() + seconds > self.deadline:
+            return False
+        if not self._waiting:
+            self._log.warning("waiting for %s: %s", self._server, trouble)
+            self._waiting = True
+        time.sleep(seconds)
+        self._failures = 0 if busy_s else self._failures + 1
+        return True
+
+    def answered(self) -> None:
+        """Log that the server answers again, if it was waited for."""
+        if self._waiting:
+            self._log.info("%s answers again", self._server)
+
 
 async def fetch(
     session: aiohttp.ClientSession,
@@ -125,6 +179,7 @@ async def fetch(
     body: bytes = b"",
     headers: Mapping[str, str] | None = None,
     redirects: int = 0,
+    into: Sink | None = None,
 ) -> Answer:
     """Sends one request and returns the complete answer, whatever its status.
 
@@ -135,6 +190,7 @@ async def fetch(
         timeout_s: for the whole request, so that an endless drip ends too.
         idle_s: for each part of the request in which no byte moves; None: only `timeout_s` counts.
         redirects: how many to follow; with 0, a redirect is returned as the answer.
+        into: receives the content of a successful answer, which is then returned without it.
 
     Raises:
         LateAnswer: `timeout_s` or `idle_s` has passed.
@@ -143,8 +199,9 @@ async def fetch(
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout_s
-    idle = "" if idle_s is None else f", or no byte for {idle_s:g} s"
-    with translated_errors(f"no whole answer within {timeout_s:.1f} s{idle}"):
+    late = [f"no whole answer within {timeout_s:.1f} s"] if timeout_s < math.inf else []
+    late += [] if idle_s is None else [f"no byte for {idle_s:g} s"]
+    with translated_errors(", or ".join(late)):
         async with asyncio.timeout_at(end) as limit:
 
             def moved() -> None:
@@ -172,12 +229,15 @@ async def fetch(
                     raise LongAnswer(
                         f"{response.content_length} bytes, at most {max_bytes} expected"
                     )
-                content = bytearray()
-                async for piece in response.content.iter_any():
-                    moved()
-                    content += piece
-                    if len(content) > max_bytes:
-                        raise LongAnswer(f"more than the {max_bytes} bytes expected")
+                content, size = bytearray(), 0
+                taken = into is not None and 200 <= response.status < 300
+                with into() if into is not None and taken else nullcontext(content.extend) as take:
+                    async for piece in response.content.iter_any():
+                        moved()
+                        size += len(piece)
+                        if size > max_bytes:
+                            raise LongAnswer(f"more than the {max_bytes} bytes expected")
+                        take(piece)
                 retry_after = response.headers.get("Retry-After", "")
                 return Answer(response.status, retry_after, bytes(content))
 
@@ -237,50 +297,3 @@ def fetch_now(method: str, url: str, **options: Any) -> Answer:
             return await fetch(session, method, url, **options)
 
     return asyncio.run(once())
-
-
-def stream(url: str, *, idle_s: float, take: Callable[[Iterator[bytes]], None]) -> Answer:
-    """Gets something long piece by piece.
-
-    Args:
-        url: what to get; redirects are not followed.
-        idle_s: time for the head of the answer, and for each piece.
-        take: receives the pieces if the status is one of success.
-
-    Returns:
-        The status, without content.
-
-    Raises:
-        NoAnswer: the server cannot be reached or breaks off, also while `take` reads.
-    """
-    late = f"no byte within {idle_s:g} s"
-    with asyncio.Runner() as runner:
-
-        def run(work: Callable[[], Awaitable[T]]) -> T:
-            async def in_time() -> T:
-                async with asyncio.timeout(idle_s):
-                    return await work()
-
-            with translated_errors(late):
-                return runner.run(in_time())
-
-        def pieces() -> Iterator[bytes]:
-            while piece := run(response.content.readany):
-                yield piece
-
-        async def opened() -> aiohttp.ClientSession:
-            return new_session()
-
-        session = runner.run(opened())
-        try:
-            get = partial(session.get, url, headers=AS_IT_IS, allow_redirects=False)
-            response = run(get)
-            try:
-                answer = Answer(response.status, response.headers.get("Retry-After", ""), b"")
-                if answer.is_success:
-                    take(pieces())
-                return answer
-            finally:
-                response.close()
-        finally:
-            runner.run(session.close())

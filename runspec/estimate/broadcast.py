@@ -24,8 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf, log2, prod
 
-from bridge.shards import file_header, plan_shards
-from bridge.weight_map import hf_shapes
+from bridge.weight_map import file_header, hf_shapes, plan_shards
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.assumed import changed_share

@@ -315,18 +315,12 @@ class TestSlowUpload:
         async def large(request: web.Request) -> web.Response:
             return web.Response(body=bytes(32 << 20))
 
-        callers = limits.Connections()
         application = web.Application(middlewares=[answering])
         application.router.add_get("/", large)
-        runner = web.AppRunner(application)
-        await runner.setup()
-        assert runner.server is not None
-        port = callers.listen(runner.server, "127.0.0.1", 0)
-        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        for count in (1, 0):
-            while len(callers) != count:
-                await asyncio.sleep(0.005)
-        writer.close()
-        await callers.close()
-        await runner.cleanup()
+        async with limits.Connections().serving(application, "127.0.0.1", 0) as (port, callers):
+            _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            for count in (1, 0):
+                while len(callers) != count:
+                    await asyncio.sleep(0.005)
+            writer.close()

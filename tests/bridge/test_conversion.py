@@ -19,16 +19,14 @@ from orbax.checkpoint import v1 as ocp
 from transformers import AutoModelForCausalLM
 
 from bridge.__main__ import main
-from bridge.conversion import export_checkpoint, import_model
+from bridge.conversion import differences, export_checkpoint, import_model
 from bridge.delta import write_delta
 from bridge.load import LeafReader
 from bridge.orbax_io import open_leaves, read_leaf
 from bridge.safetensors_io import SINGLE_NAME, read_header, read_headers, read_tensor
-from bridge.shards import file_header
 from bridge.tensors import model_digest, tree_digests
-from bridge.versions import differences
 from bridge.weight_map import Path as LeafPath
-from bridge.weight_map import hf_shapes, weight_map
+from bridge.weight_map import file_header, hf_shapes, weight_map
 from runspec.core.errors import UserError
 from runspec.core.models.family import load_config, parse_config
 from tests.bridge.conftest import FAMILIES, iter_leaves
@@ -309,7 +307,7 @@ def in_a_process(code: str, *arguments: object) -> str:
 
 def test_the_bridge_imports_no_jax():
     """The publisher exports with TensorStore alone; neither JAX nor Orbax may come along."""
-    code = "import sys, bridge.conversion, bridge.publisher, bridge.versions"
+    code = "import sys, bridge.conversion, bridge.publisher"
     assert in_a_process(f"{code}; print('jax' in sys.modules)") == "False"
 
 

@@ -339,7 +339,7 @@ class Shelves:
 def test_versions_are_dropped_by_use_where_the_device_is_full(tmp_path, room, loads):
     shelves = Shelves(tmp_path, room, count=3)
     for version in (0, 1, 0, 2, 1, 1, 3, 0):
-        shelves.versions.ensure(version, "ab", deadline_s=1)
+        shelves.versions.ensure_version(version, "ab", deadline_s=1)
         assert shelves.versions.get(version) == f"v{version}"
     assert shelves.loads == loads.split()
     # and one version more than the count stays on disk

@@ -21,8 +21,7 @@ import pytest
 from broadcast.client import WeightsClient
 from broadcast.keygen import make_keys
 from broadcast.manifest import Chunk, WeightsManifest, read_manifest
-from broadcast.origin import run_origin
-from broadcast.relay import run_relay
+from broadcast.relay import run_origin, run_relay
 from broadcast.server import DEFAULT_OPTIONS, ServerOptions
 from broadcast.store import publish
 from runspec.core.errors import UserError

@@ -209,7 +209,7 @@ def test_a_client_that_ends_while_it_applies_deltas_goes_on_from_there(
         raise RuntimeError("ends here")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="ends here"):
-        patch.setattr("broadcast.download.delta_applier", lambda: ends_in_the_middle)
+        patch.setattr("broadcast.client.delta_applier", lambda: ends_in_the_middle)
         fetch(client, 2)
     left = cache / ".partial-v2" / "model.safetensors"
     assert left.read_bytes() != versions.files(2)["model.safetensors"]
@@ -345,7 +345,7 @@ def intact_bytes(run: Run, file: Path) -> int:
 
 def test_a_long_fetch_says_how_far_it_is_and_who_sends(run, counted, monkeypatch, caplog):
     run.publish(0, weights())
-    monkeypatch.setattr("broadcast.download.EVERY_S", 0.01)
+    monkeypatch.setattr("broadcast.client.EVERY_S", 0.01)
     half = threading.Event()
     counted.server.answer("/chunks/", only(3, honest, then=held_until(half)))
     with caplog.at_level(logging.INFO), ThreadPoolExecutor(1) as pool:

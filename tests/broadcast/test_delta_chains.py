@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broadcast.delta_chains import MAX_LINKS, Chain, Link, Unknown, cheapest, versions_to_keep
+from broadcast.delta_chains import MAX_LINKS, Chain, cheapest, versions_to_keep
+from broadcast.manifest import ObjectInfo, WeightsManifest
 from runspec.core.errors import UserError
 from runspec.core.spec.schema.samplers import Broadcast
 
 Needs = dict[int, int | None]
-Links = dict[int, Link | None]
+Links = dict[int, WeightsManifest | None]
 STEADY = settings(derandomize=True, deadline=None, max_examples=150)
 
 
@@ -58,6 +59,16 @@ def test_a_chain_that_is_not_held_whole_is_kept_as_far_as_it_is() -> None:
     assert versions_to_keep({7: 6, 6: 5, 3: None}, 7, 1) == {3, 6, 7}
 
 
+def version_of(base: int | None, delta: int, whole: int | None) -> WeightsManifest:
+    """A manifest of a version with a delta of so many bytes, and so many whole."""
+    sizes = [("w", whole)], [("w.delta", None if base is None else delta)]
+    objects, parts = (
+        {name: ObjectInfo(size, "", ()) for name, size in each if size is not None}
+        for each in sizes
+    )
+    return WeightsManifest("demo", 0, base, None, {}, ("w",), objects, parts)
+
+
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[Links, set[int]]:
     """Versions 0 to n-1: each an anchor, a delta, both, or pruned; and those that are held."""
@@ -66,7 +77,7 @@ def histories(draw: st.DrawFn) -> tuple[Links, set[int]]:
     for version in range(draw(st.integers(1, 12))):
         base = draw(st.none() | st.integers(0, version - 1)) if version else None
         size = 0 if base is None else draw(st.integers(0, 30))
-        link = Link(base, size, whole if base is None or draw(st.booleans()) else None)
+        link = version_of(base, size, whole if base is None or draw(st.booleans()) else None)
         links[version] = draw(st.sampled_from([link, link, link, None]))
     return links, draw(st.sets(st.sampled_from(sorted(links))))
 
@@ -77,23 +88,23 @@ def every_way(target: int, links: Links, held: Collection[int]) -> Iterator[Chai
         yield Chain(target, True, (), 0)
     if (link := links[target]) is None:
         return
-    if link.whole is not None:
-        yield Chain(target, False, (), link.whole)
+    if link.is_anchor:
+        yield Chain(target, False, (), link.weights_bytes)
     if link.base is not None:
         for way in every_way(link.base, links, held):
-            yield Chain(way.start, way.held, (*way.deltas, target), way.size + link.delta)
+            yield Chain(way.start, way.held, (*way.deltas, target), way.size + link.delta_bytes)
 
 
 @STEADY
 @given(histories())
 def test_the_way_is_the_one_with_the_fewest_bytes_and_questions(history):
     links, held = history
-    target, known, asked = max(links), dict[int, Link | None](), list[int]()
+    target, known, asked = max(links), Links(), list[int]()
 
     def plan() -> Chain:
-        while isinstance(step := cheapest(target, known, held), Unknown):
-            asked.append(step.version)
-            known[step.version] = links[step.version]
+        while isinstance(step := cheapest(target, known, held), int):
+            asked.append(step)
+            known[step] = links[step]
         return step
 
     ways = list(every_way(target, links, held))
@@ -110,18 +121,20 @@ def test_the_way_is_the_one_with_the_fewest_bytes_and_questions(history):
     for version in asked:
         assert anchor is None or (behind < anchor and version > min(held))
         if (link := links[version]) is not None:
-            if anchor is None and link.whole is not None:
-                anchor = behind + link.whole
-            behind += link.delta
+            if anchor is None and link.is_anchor:
+                anchor = behind + link.weights_bytes
+            behind += link.delta_bytes
     assert not held & set(asked) and len(asked) == len(set(asked))
 
 
 def test_an_endless_chain_is_given_up_and_no_run_makes_one() -> None:
-    links: Links = {version: Link(version - 1, 1, None) for version in range(1, 2 * MAX_LINKS)}
-    links[2 * MAX_LINKS - 1 - MAX_LINKS] = Link(None, 0, 9)
+    links: Links = {
+        version: version_of(version - 1, 1, None) for version in range(1, 2 * MAX_LINKS)
+    }
+    links[2 * MAX_LINKS - 1 - MAX_LINKS] = version_of(None, 0, 9)
     assert isinstance(way := cheapest(2 * MAX_LINKS - 1, links, held=()), Chain)
     assert (way.start, len(way.deltas)) == (MAX_LINKS - 1, MAX_LINKS)
-    links[MAX_LINKS - 1] = Link(MAX_LINKS - 2, 1, None)
+    links[MAX_LINKS - 1] = version_of(MAX_LINKS - 2, 1, None)
     with pytest.raises(UserError, match=f"no anchor within {MAX_LINKS} deltas"):
         cheapest(2 * MAX_LINKS - 1, links, held=())
     # Anchors are the multiples of `anchor_every`; where it is changed in a run, the way to the next

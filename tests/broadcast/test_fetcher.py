@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from broadcast.fetcher import Fetcher, for_each
-from broadcast.retry import Attempt, Requester
+from broadcast.transport import Attempt
+from broadcast.upstreams import Requester, Upstream, Wanted
 
 from . import fake_relay as lies
 from .conftest import PATIENCE_S, Run, fetch, fetched, newest, no_latest, not_fetched, weights
@@ -46,7 +47,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow server is left soon, and for no other reason than that another one is faster."""
     monkeypatch.setattr("broadcast.fetcher.SLOW_AFTER_S", 0.3)  # a manifest's
     monkeypatch.setattr("broadcast.upstreams.SLOW_AFTER_S", 0.3)
-    monkeypatch.setattr("broadcast.chunk_transfer._LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("broadcast.transport._LOOK_EVERY_S", 0.02)
     monkeypatch.setattr("broadcast.fetcher._SMALL_TIMEOUT_S", PATIENCE_S)
     monkeypatch.setattr("broadcast.fetcher.chunk_timeout_s", lambda size: PATIENCE_S)
 
@@ -241,9 +242,9 @@ async def test_chunks_are_asked_for_in_the_order_in_which_they_were_wanted() -> 
     """Whoever is done and wants the next does not overtake those who wait for room."""
     requester, asked = Requester(["http://a"], most=16), list[int]()
 
-    async def make(attempt: Attempt, number: int) -> None:
+    async def make(upstream: Upstream, wanted: Wanted, attempt: Attempt, number: int) -> None:
         asked.append(number)
-        assert attempt.upstream.in_flight <= 2
+        assert upstream.in_flight <= 2
         await asyncio.sleep(0)
 
     async def want(number: int) -> None:

@@ -15,11 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from broadcast.answers import Recent
 from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest, sign_manifest
-from broadcast.relay import run_relay, to_rebuild
+from broadcast.relay import Transfers, run_relay, to_rebuild
 from broadcast.relay_store import RelayStore
-from broadcast.source import Recent
-from broadcast.transfers import Transfers
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
@@ -119,8 +118,8 @@ def test_chunks_are_passed_on_while_later_ones_are_still_coming(run: Run) -> Non
 
 
 def test_what_does_not_come_is_not_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("broadcast.transfers.STALL_S", 0.2)
-    monkeypatch.setattr("broadcast.transfers.MISSED_S", PATIENCE_S)
+    monkeypatch.setattr("broadcast.relay.STALL_S", 0.2)
+    monkeypatch.setattr("broadcast.relay.MISSED_S", PATIENCE_S)
     monkeypatch.setattr("broadcast.relay.MISSED_S", PATIENCE_S)
     # given a run whose version 0 is gone everywhere, and the chunks of version 1 are silent
     for version in range(2):
@@ -350,11 +349,11 @@ def test_the_bound_holds_whatever_comes(tmp_path_factory, steps, max_bytes, keep
         here = {path.name for path in (folder / "demo/chunks").glob("*")}
         assert here <= known, "nothing stays that no version needs"
     again = store_of(folder, max_bytes, keep=keep)
-    again.recall({KEY.public_hex})
+    again.believe({KEY.public_hex})
     assert again.manifests == store.manifests
     # and a smaller bound holds from the start
     smaller = store_of(folder, max_bytes // 2, keep=keep)
-    smaller.recall({KEY.public_hex})
+    smaller.believe({KEY.public_hex})
     assert on_disk(folder) <= max_bytes // 2
     assert smaller.manifests.items() <= store.manifests.items()
 
@@ -368,7 +367,7 @@ async def test_a_full_disk_lets_the_oldest_go(tmp_path: Path) -> None:
     class Disk:
         """Stands in for a fetcher: chunks come, until the disk is full."""
 
-        async def chunk(self, chunk: Chunk, what: str, deadline: float, *, into: Path) -> None:
+        async def chunk(self, chunk: Chunk, *rest: object, into: Path, attempts: object) -> None:
             if on_disk(tmp_path) + chunk.size > room:
                 raise OSError(errno.ENOSPC, "No space left on device")
             into.write_bytes(bodies[chunk.blake3])

@@ -18,18 +18,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broadcast.admission import RateLimit, address_of
+from broadcast.admission import MAX_TOKENS_BYTES, Tokens, read_tokens
 from broadcast.answers import byte_range
-from broadcast.app import shardcast_distribution
-from broadcast.credentials import MAX_TOKENS_BYTES, Tokens, read_tokens
 from broadcast.manifest import Chunk, ObjectInfo, WeightsManifest
 from broadcast.metrics import Metrics
-from broadcast.origin import run_origin
-from broadcast.server import Limits, ServerOptions
+from broadcast.relay import run_origin
+from broadcast.server import Limits, ServerOptions, shardcast_distribution
 from broadcast.store import refresh_latest
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.hashing import digest_bytes
+from runspec.core.http_server import TokenBuckets
 from runspec.core.latest import sign_latest
 from tests.ended_at_once import hears_sigterm_at_once
 from tests.waiting import eventually
@@ -328,20 +327,6 @@ def test_a_server_with_tokens_tells_others_its_health_alone(run, tmp_path, kind,
     assert f"{tokens}:1: not `NAME TOKEN`" in said
 
 
-@pytest.mark.parametrize(
-    ("peer", "name"),
-    [
-        (("192.0.2.7", 4711), "192.0.2.7"),
-        (("::ffff:192.0.2.7", 4711, 0, 0), "192.0.2.7"),
-        (("2001:db8:1:2:3:4:5:6", 4711, 0, 0), "2001:db8:1:2::/64"),
-        (("fe80::1%eth0", 4711, 0, 2), "fe80::/64"),
-        *((peer, "unknown") for peer in (("not an address", 1), "/run/socket", None, ())),
-    ],
-)
-def test_without_tokens_a_client_is_its_address(peer: object, name: str) -> None:
-    assert address_of(peer) == name
-
-
 # -- How much, how often ---------------------------------------------------------------------------
 
 
@@ -391,30 +376,31 @@ def test_a_client_has_so_many_answers_at_once(run: Run) -> None:
 )
 def test_never_more_than_the_rate_a_second_and_one_piece(rate, asked):
     # given requests at any times, of any sizes
-    limit, now, taken, largest = RateLimit(rate), 0.0, 0, 0
+    limit, now, taken, largest = TokenBuckets(), 0.0, 0, 0
     for pause, size in asked:
         now += pause
-        wait_s = limit.take("a", size, now)
+        wait_s = limit.wait_s("a", 1.0, now)
         if wait_s == 0:
+            limit.take("a", size / rate, now)
             taken += size
             largest = max(largest, size)
         else:
             # when one is refused, then waiting for as long as it said is enough
-            assert limit.take("a", 0, now + wait_s * (1 - 1e-6) - 1e-6) > 0
-            now += wait_s * (1 + 1e-9) + 1e-9
-            assert limit.take("a", 0, now) == 0.0
+            assert limit.wait_s("a", 1.0, now + wait_s * (1 - 1e-6) - 1e-6) > 0
+            now += wait_s * (1 + 1e-9) + 1e-8
+            assert limit.wait_s("a", 1.0, now) == 0.0
     # then the whole is bounded
     assert taken <= (now + 1) * rate * (1 + 1e-6) + largest
 
 
 def test_only_so_many_clients_are_remembered() -> None:
-    limit = RateLimit(100, max_clients=3)
-    for client in ("a", "b", "c"):
-        limit.take(client, 1000, now=0.0)
-    limit.take("a", 1, now=9.0)
-    limit.take("d", 1000, now=9.0)
-    assert limit.take("b", 1, now=9.0) == 0.0  # forgotten: it took something longest ago
-    assert limit.take("d", 1, now=9.0) > 0
+    limit = TokenBuckets(max_names=3)
+    for client, cost_s in (("a", 10.0), ("b", 5.0), ("c", 20.0)):
+        limit.take(client, cost_s, now=0.0)
+    # another one waits until a bucket is full, and those that are remembered do not
+    assert limit.wait_s("d", 30.0, now=2.0) == 3.0
+    assert limit.wait_s("c", 30.0, now=2.0) == 0.0
+    assert limit.wait_s("d", 30.0, now=5.0) == 0.0
 
 
 # -- Many connections, slow ones, and ones that say nothing: none keeps another from being served --

@@ -14,13 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from broadcast.chunk_files import ProvenChunks
 from broadcast.client import WeightsClient, WrongFiles
+from broadcast.disk import TOUCH_EVERY_S, VALID_S, Pins, ProvenChunks
 from broadcast.keygen import make_keys, renew_keys
 from broadcast.layout import stored_versions
 from broadcast.manifest import MAX_CHUNK_BYTES
-from broadcast.origin import StoredManifests
-from broadcast.pins import TOUCH_EVERY_S, VALID_S, Pins
+from broadcast.relay_store import StoredVersions
 from broadcast.store import AlreadyPublished, newest_version, prune, publish_objects, refresh_latest
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
@@ -316,12 +315,13 @@ def test_what_is_asked_for_pins_the_version_that_alone_has_it(run, monkeypatch):
 
 
 async def test_manifests_are_parsed_once_for_each_file(run, monkeypatch, caplog):
-    monkeypatch.setattr("broadcast.origin.MANIFESTS_EVERY_S", 0.0)
+    monkeypatch.setattr("broadcast.relay_store.MANIFESTS_EVERY_S", 0.0)
     run.publish(0, weights())
-    manifests = StoredManifests(run.store, run.name, LOG)
+    manifests = StoredVersions(run.store, run.name, LOG)
     first = await manifests.current()
     run.publish(1, weights(seed=1))
-    assert await manifests.owner(run.weights_chunks(1)[0].blake3) == 1
+    await manifests.note_reader(run.weights_chunks(1)[0].blake3)
+    assert manifests.pins.newest_first() == [1]
     second = await manifests.current()
     assert second[0] is first[0] and sorted(second) == [0, 1]
     # and a damaged one is left out, and said once
@@ -450,9 +450,11 @@ def test_keys_are_renewed_one_by_one(tmp_path: Path) -> None:
     assert tree(tmp_path) == files
 
 
-def test_expired_roles_are_renewed_and_those_of_another_root_are_not(tmp_path: Path) -> None:
+def test_expired_roles_are_renewed_and_those_of_another_root_are_not(tmp_path, monkeypatch):
     for name in ("ours", "theirs"):
-        make_keys(tmp_path / name, run="demo", valid_s=-1000.0)
+        with monkeypatch.context() as patch:
+            patch.setattr("broadcast.keygen.VALID_S", -1000.0)
+            make_keys(tmp_path / name, run="demo")
         (tmp_path / name / "publisher.key").unlink()  # private keys may lie elsewhere
     theirs = (tmp_path / "theirs" / "roles.json").read_bytes()
     renew_keys(tmp_path / "ours", [])

@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from broadcast.credentials import server_context
-from broadcast.origin import run_origin
+from broadcast.admission import server_context
+from broadcast.relay import run_origin
 from broadcast.server import Limits, ServerOptions
 from broadcast.transport import Access, Fault, get, new_session
 from runspec.core.errors import UserError

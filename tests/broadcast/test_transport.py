@@ -11,16 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from broadcast.chunk_transfer import Transfer, fetch_chunk
 from broadcast.manifest import Chunk
 from broadcast.transport import (
     Access,
+    Attempt,
     Busy,
     Fault,
     Lie,
     NotThere,
     TooSlow,
     base_url,
+    fetch_chunk,
     get,
     new_session,
 )
@@ -85,10 +86,11 @@ class Client:
         timeout_s: float = PATIENCE_S,
         is_hopeless: Callable[[float], bool] = lambda elapsed_s: False,
     ) -> bytes:
-        transfer = Transfer(CHUNK, into or self.file, offset)
+        attempt = Attempt(len(BODY))
         limits = {"timeout_s": timeout_s, "is_hopeless": is_hopeless}
-        await fetch_chunk(self.session, f"{url}/x", transfer, **limits)
-        assert transfer.received == len(BODY)
+        place = (into or self.file, offset)
+        await fetch_chunk(self.session, f"{url}/x", CHUNK, *place, attempt, **limits)
+        assert attempt.received == len(BODY)
         return self.file.read_bytes()
 
 
@@ -218,7 +220,7 @@ async def test_an_attempt_ends_at_its_deadline_or_once_it_is_hopeless(client, se
     server = serve(silent)
     with pytest.raises(Fault, match=f"^0 of {len(BODY)} bytes within 0.1 s$"):
         await client.chunk(server.url, timeout_s=0.1)
-    monkeypatch.setattr("broadcast.chunk_transfer._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("broadcast.transport._LOOK_EVERY_S", 0.01)
     with pytest.raises(TooSlow, match=f"^0 of {len(BODY)} bytes so far$"):
         await client.chunk(server.url, is_hopeless=lambda elapsed_s: elapsed_s > 0.05)
 

@@ -40,7 +40,7 @@ CODE = (
     "learner_jax/packing.py",
     "learner_jax/runner.py",
     "learner_jax/training.py",
-    "bridge/delta/apply.py",
+    "bridge/delta/files.py",
     "bridge/publisher.py",
     "bridge/weight_map.py",
     "broadcast/fetcher.py",

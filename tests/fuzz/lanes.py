@@ -20,14 +20,15 @@ from aiohttp import web
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from broadcast.admission import Tokens
 from broadcast.answers import byte_range
-from broadcast.app import MAX_WAIT_S, _poll_parameters
-from broadcast.credentials import Tokens
+from broadcast.server import MAX_WAIT_S, _poll_parameters
 from broadcast.transport import base_url
 from runspec.core.address import parse_join_link
 from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes, is_digest
+from runspec.core.http_server import UNKNOWN, client_address
 from runspec.core.keys import SigningKey
 from runspec.core.signed import sign_document
 from tests.fuzz import documents, files
@@ -38,7 +39,6 @@ from tests.verify.coordinator.over_http import granted, post
 from tests.verify.small_model import fixed_key
 from verify.coordinator import server
 from verify.coordinator.edge import limits
-from verify.coordinator.edge.authentication import UNKNOWN, client_address
 from verify.coordinator.intake import Refusal
 from verify.coordinator.services.activity import Activity, scalars
 from verify.request_auth import RequestChecker, SignedRequest, Unauthorised, sign_request

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.publisher import Publisher
-from broadcast.origin import run_origin
+from broadcast.relay import run_origin
 from learner_jax.checkpoint import save_params
 from learner_jax.execution import Execution
 from learner_jax.model import abstract_params, bind, init_params

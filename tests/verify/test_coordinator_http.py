@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from runspec.core import http_client
 from runspec.core.errors import UserError
 from runspec.core.http_client import Answer, LongAnswer, NoAnswer
 from tests.verify.small_model import fixed_key
@@ -53,26 +54,18 @@ class Coordinator:
         self.now += seconds
 
     def fetch_now(self, method: str, url: str, **options: Any) -> Answer:
-        found = self._next(method=method, url=url, **options)
+        """Bytes are an answer that breaks off behind them, after a second."""
+        self.asked.append({"method": method, "url": url, **options})
+        found = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(found, Exception):
             raise found
+        if options["into"] is not None and (isinstance(found, bytes) or found.is_success):
+            self.now += 1.0
+            with options["into"]() as write:
+                write(found if isinstance(found, bytes) else found.content)
+                if isinstance(found, bytes):
+                    raise NoAnswer("the connection broke")
         assert isinstance(found, Answer)
-        return found
-
-    def _next(self, **asked: Any) -> Answer | Exception | bytes:
-        self.asked.append(asked)
-        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-
-    def stream(self, url: str, *, idle_s: float, take: Any) -> Answer:
-        """Bytes are an answer that breaks off behind them, after a second."""
-        self.now += 1.0
-        found = self._next(url=url)
-        if isinstance(found, bytes):
-            take(iter([found]))
-            raise NoAnswer("the connection broke")
-        assert isinstance(found, Answer)
-        if found.is_success:
-            take(iter([found.content]))
         return found
 
 
@@ -80,8 +73,8 @@ class Coordinator:
 def coordinator(monkeypatch: pytest.MonkeyPatch) -> Coordinator:
     found = Coordinator()
     monkeypatch.setattr(coordinator_http, "fetch_now", found.fetch_now)
-    monkeypatch.setattr(coordinator_http, "stream", found.stream)
-    monkeypatch.setattr(coordinator_http, "time", found)
+    for module in (coordinator_http, http_client):
+        monkeypatch.setattr(module, "time", found)
     return found
 
 
@@ -172,22 +165,22 @@ def test_what_is_long_is_asked_for_again_while_more_comes_each_time(coordinator)
     """A slow line takes longer for a file than a coordinator may be away."""
     got: list[int] = []
 
-    def take(pieces: Iterable[bytes]) -> None:
-        got.append(sum(map(len, pieces)))
+    def fetch(path: str) -> None:
+        coordinator.client.call("GET", path, into=lambda: nullcontext(lambda p: got.append(len(p))))
 
     sizes = [10 * n for n in range(1, 20)]
     coordinator.answers = [answer(500), *(b"x" * n for n in sizes), answer(200, b"x" * 300)]
-    coordinator.client.stream("/v1/data/one", take)
+    fetch("/v1/data/one")
     assert got == [*sizes, 300] and coordinator.now > 1000.0 + 4 * DEADLINE_S
     # and no longer than the deadline while no more comes
     coordinator.answers, coordinator.asked = [b"x" * 10], []
-    with pytest.raises(UserError, match="/v1/data/one: the connection broke"):
-        coordinator.client.stream("/v1/data/one", take)
+    with pytest.raises(UserError, match=r"the connection broke .tried GET /v1/data/one"):
+        fetch("/v1/data/one")
     assert 3 <= len(coordinator.asked) <= 5
     # and not at all where there is no such file
     coordinator.answers, coordinator.asked = [answer(404)], []
-    with pytest.raises(UserError, match="/v1/data/two: answers 404"):
-        coordinator.client.stream("/v1/data/two", take)
+    with pytest.raises(UserError, match=r"/v1/data/two: 404.*\n.*its data changed"):
+        fetch("/v1/data/two")
     assert len(coordinator.asked) == 1
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-from aiohttp import web
 
 from runspec.core.connection_limits import answering
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
+from runspec.core.http_server import until
 from runspec.core.keys import SigningKey
 from runspec.core.process import not_retried, stop_event_of_loop
 from runspec.core.roles import MAX_BYTES as MAX_ROLES_BYTES
@@ -44,7 +41,6 @@ from verify.formats.joining import sign_spec
 from verify.pool_limits import gap_noise_by_pool
 from verify.request_auth import RequestChecker
 
-_SHUTDOWN_S = 0.5
 _log = logging.getLogger(__name__)
 
 
@@ -106,38 +102,27 @@ async def serve(
     )
     documents = Documents(sign_spec(spec, key), roles_document)
     api = Api(journal, services, peers, authentication, roles, documents)
-    connections = Connections()
     application = api.application()
     application.middlewares.insert(0, answering)
-    runner = web.AppRunner(
-        application,
-        handler_cancellation=True,  # a long poll ends when its caller disconnects
-        shutdown_timeout=_SHUTDOWN_S,
-    )
-    await runner.setup()
     stop = stop_event_of_loop()
-    tasks: list[asyncio.Future[Any]] = [api.failure]
     try:
-        started(_listen(connections, runner, host, port))
-        watching = watch_latest(
-            weights,
-            run=spec.name,
-            roles=roles,
-            newest=lambda: journal.state.newest.version if journal.state.newest else None,
-            published=closing.published,
-        )
-        tasks += [asyncio.ensure_future(c) for c in (watching, closing.keep_time(), stop.wait())]
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        async with Connections().serving(application, host, port) as (bound, _):
+            try:
+                _log.info("coordinator listens on http://%s:%d", host, bound)
+                started(bound)
+                watching = watch_latest(
+                    weights,
+                    run=spec.name,
+                    roles=roles,
+                    newest=lambda: journal.state.newest.version if journal.state.newest else None,
+                    published=closing.published,
+                )
+                await until(stop, api.failure, watching, closing.keep_time())
+            finally:
+                journal.stop()
     finally:
-        journal.stop()
         site.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await connections.close()
-        await runner.cleanup()
+        api.failure.cancel()
         journal.close()
 
 
@@ -168,20 +153,3 @@ def _read_roles(
             remedy="sign roles.json for all of learner.islands.members with the root key",
         )
     return document, roles
-
-
-def _listen(connections: Connections, runner: web.AppRunner, host: str, port: int) -> int:
-    assert runner.server is not None
-    try:
-        bound = connections.listen(runner.server, host, port)
-    except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        raise UserError(
-            "the port is taken" if taken else f"cannot listen: {error.strerror or error}",
-            place=f"{host}:{port}",
-            remedy="end the process that holds it, or choose another port"
-            if taken
-            else "name with --listen an address of this machine",
-        ) from error
-    _log.info("coordinator listens on http://%s:%d", host, bound)
-    return bound

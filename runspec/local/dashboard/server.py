@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import re
 import secrets
-import signal
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
-from ipaddress import ip_address
 
 from aiohttp import web
 
+from runspec.core.address import is_loopback
+from runspec.core.connection_limits import ConnectionLimits, Observer, answering
 from runspec.core.errors import UserError
+from runspec.core.http_server import serving, until
+from runspec.core.process import stop_event_of_loop
 from runspec.local.dashboard.page import live_page
 from runspec.local.dashboard.view import SECTIONS, RunView
 
@@ -27,14 +29,9 @@ MAX_QUERY = 400
 """Largest number of characters of a search."""
 _NUMBER = "[0-9]{1,9}"
 _HOSTS = {"localhost", "127.0.0.1", "[::1]"}
+_LIMITS = ConnectionLimits(connections=256, idle_s=75.0, head_s=30.0, header_bytes=8190)
+_log = logging.getLogger(__name__)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach an address."""
-    with suppress(ValueError):
-        return ip_address(host).is_loopback
-    return host == "localhost"
 
 
 class Dashboard:
@@ -134,33 +131,13 @@ async def serve(
         UserError: nothing can listen there.
     """
     token = None if is_loopback(host) else secrets.token_urlsafe(16)
-    runner = web.AppRunner(Dashboard(views, token).application(), access_log=None)
-    await runner.setup()
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    following = asyncio.ensure_future(_follow(views))
-    try:
-        site = web.TCPSite(runner, host, port)
-        try:
-            await site.start()
-        except OSError as error:
-            raise UserError(
-                f"cannot listen: {error.strerror}",
-                place=f"{host}:{port}",
-                remedy="choose another address with --listen HOST:PORT",
-            ) from error
-        (address, *_) = runner.addresses
+    application = Dashboard(views, token).application()
+    application.middlewares.insert(0, answering)
+    stop = stop_event_of_loop()
+    async with serving(application, (host, port), _LIMITS, Observer(), _log) as (bound, _):
         shown = f"[{host}]" if ":" in host else host
-        tell(f"http://{shown}:{address[1]}/" + (f"#token={token}" if token else ""))
-        ended = asyncio.ensure_future(stop.wait())
-        await asyncio.wait([ended, following], return_when=asyncio.FIRST_COMPLETED)
-        ended.cancel()
-        if following.done():
-            following.result()
-    finally:
-        following.cancel()
-        await runner.cleanup()
+        tell(f"http://{shown}:{bound}/" + (f"#token={token}" if token else ""))
+        await until(stop, _follow(views))
 
 
 async def _follow(views: Sequence[RunView]) -> None:

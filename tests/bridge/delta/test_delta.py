@@ -15,12 +15,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bridge.conversion import differences
 from bridge.delta import DamagedWeights, apply_deltas, delta_tensors, write_delta
-from bridge.delta.container import MAGIC, SUFFIX
+from bridge.delta.container import (
+    MAGIC,
+    SEGMENT_ELEMENTS,
+    SUFFIX,
+    UNCHANGED,
+    MalformedSegment,
+    encode,
+    overwrite,
+)
 from bridge.delta.layout import Records
-from bridge.delta.segments import SEGMENT_ELEMENTS, UNCHANGED, MalformedSegment, encode, overwrite
 from bridge.safetensors_io import INDEX_NAME, SINGLE_NAME, TENSORS_NAME, read_header
-from bridge.versions import differences
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from tests.bridge.delta.weights import (

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from bridge.publisher import Publisher, publish_versions
-from broadcast.origin import run_origin
+from broadcast.relay import run_origin
 from broadcast.server import ServerOptions
 from learner_jax.checkpoint import check_state, load_beside, state_steps
 from learner_jax.drawn import draw_initial_model

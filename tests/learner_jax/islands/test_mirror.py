@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from broadcast.origin import run_origin
+from broadcast.relay import run_origin
 from broadcast.store import publish
 from learner_jax.batch import BatchReader
 from learner_jax.islands.mirror import Mirror, fetch_initial

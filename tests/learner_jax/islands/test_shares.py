@@ -15,7 +15,7 @@ import pytest
 
 from broadcast import store as store_module
 from broadcast.layout import stored_versions
-from broadcast.origin import run_origin
+from broadcast.relay import run_origin
 from broadcast.store import AlreadyPublished
 from learner_jax.islands.share_fetcher import BadObject, ShareFetcher, Silent
 from learner_jax.islands.share_store import ShareStore

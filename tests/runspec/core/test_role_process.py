@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -41,6 +41,7 @@ from runspec.core.files import (
     write_atomic,
 )
 from runspec.core.http_client import LateAnswer, LongAnswer, NoAnswer, fetch, fetch_now, new_session
+from runspec.core.http_server import serving
 from runspec.core.metrics import counter, gauge, serve_metrics
 from tests.broadcast.scripted import Peer, Scripted
 from tests.waiting import eventually
@@ -155,21 +156,10 @@ async def served(**limits: Any) -> AsyncIterator[Served]:
     it = Served()
     application = web.Application(middlewares=[answering])
     application.router.add_route("*", "/", it.answer)
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-    await runner.setup()
-    assert runner.server is not None
     chosen = {"connections": 8, "idle_s": LONG_S, "head_s": LONG_S, "header_bytes": 4096} | limits
-    it.limiter = ConnectionLimiter(runner.server, ConnectionLimits(**chosen), it, LOG)
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        listener.setblocking(False)
-        it.port = listener.getsockname()[1]
-        it.limiter.open(listener)
-        try:
-            yield it
-        finally:
-            await it.limiter.close()
-            await runner.cleanup()
-            await it.limiter.abandon()
+    limited = ConnectionLimits(**chosen)
+    async with serving(application, ("127.0.0.1", 0), limited, it, LOG) as (it.port, it.limiter):
+        yield it
 
 
 async def rest(stream: Stream) -> bytes:

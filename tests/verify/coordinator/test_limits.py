@@ -18,6 +18,7 @@ from runspec.cli import app
 from runspec.core.address import parse_join_link
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
+from runspec.core.http_server import UNKNOWN, client_address
 from runspec.core.invite import invite_key, make_invite, open_invite, use_invite
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature
@@ -30,7 +31,7 @@ from tests.verify.coordinator.over_http import check, granted, post, sample, sta
 from tests.waiting import eventually
 from verify.audit.replay import audit
 from verify.coordinator.edge import limits
-from verify.coordinator.edge.authentication import UNKNOWN, client_address, networks
+from verify.coordinator.edge.authentication import networks
 from verify.coordinator.edge.limits import AT_ONCE, RATES, Limiter, Name, NewKeys, Rate
 from verify.coordinator.intake import Refusal
 from verify.coordinator.machine import events

@@ -7,32 +7,32 @@ by key and are under no limit of all, so a flood of strangers does not keep them
 
 The ledger remembers a registered key as long as the run lasts. So keys without an invite are
 limited twice: those of one address in a day, and all that never had a submission accepted.
-
-A rate is kept as one number, the time at which the bucket is full again (the generic cell rate
-algorithm, ITU-T I.371). A full bucket is forgotten, so only names that asked lately use memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 
 from aiohttp import web
 
-from runspec.core.connection_limits import ConnectionLimiter, ConnectionLimits, possible_connections
+from runspec.core.connection_limits import (
+    ConnectionLimiter,
+    ConnectionLimits,
+    Observer,
+    possible_connections,
+)
+from runspec.core.http_server import TokenBuckets, at_once, serving
 from verify.coordinator.intake import Refusal
 from verify.coordinator.machine.state import State
 
 _log = logging.getLogger(__name__)
 
-MAX_BUCKETS = 100_000
-"""Names remembered in each scope; beyond them a new name is refused."""
 _DAY_S = 86400.0
 MAX_UNPROVEN = 10_000
 """Registered keys without an invite and without an accepted submission."""
@@ -100,17 +100,12 @@ polls of new workers (`Rank`) have a limit together.
 
 
 class Limiter:
-    """Counts requests against `RATES` and `AT_ONCE`.
+    """Counts requests against `RATES` and `AT_ONCE`."""
 
-    Args:
-        max_buckets: names remembered in each scope.
-    """
-
-    def __init__(self, max_buckets: int = MAX_BUCKETS) -> None:
-        self._max = max_buckets
-        self._full_at: dict[str, dict[Name, float]] = {"key": {}, "address": {}, "all": {}}
-        """Tables by scope, so that many addresses do not crowd out keys."""
-        self._at_once: Counter[Name] = Counter()
+    def __init__(self) -> None:
+        self._buckets = {scope: TokenBuckets() for scope in ("key", "address", "all")}
+        """By scope, so that many addresses do not crowd out keys."""
+        self._at_once: Counter[Hashable] = Counter()
 
     def wait_s(self, *names: Name, now: float) -> float:
         """Return the seconds until one more request may come; 0.0: now.
@@ -130,32 +125,17 @@ class Limiter:
         wait_s = self.wait_s(*names, now=now)
         if wait_s == 0.0:
             for name in names:
-                buckets, rate = self._full_at[name.scope], RATES[name.scope, name.kind]
-                buckets[name] = max(buckets.get(name, now), now) + 1.0 / rate.per_s
+                cost_s = 1.0 / RATES[name.scope, name.kind].per_s
+                self._buckets[name.scope].take(name, cost_s, now)
         return wait_s
 
-    @contextmanager
-    def at_once(self, *names: Name) -> Iterator[bool]:
-        """Count something for all names within the block; yields whether each of them allows it."""
-        self._at_once.update(names)
-        try:
-            yield all(self._at_once[name] <= AT_ONCE[name.scope, name.kind] for name in names)
-        finally:
-            for name in names:
-                self._at_once[name] -= 1
-                if not self._at_once[name]:
-                    del self._at_once[name]
+    def at_once(self, *names: Name) -> AbstractContextManager[bool]:
+        """Count something for all names within a block; gives whether each of them allows it."""
+        return at_once(self._at_once, {name: AT_ONCE[name.scope, name.kind] for name in names})
 
     def _wait_s(self, name: Name, now: float) -> float:
-        buckets, rate = self._full_at[name.scope], RATES[name.scope, name.kind]
-        if name not in buckets and len(buckets) >= self._max:
-            buckets = {n: at for n, at in buckets.items() if at > now}
-            self._full_at[name.scope] = buckets
-            if len(buckets) >= self._max:
-                return min(buckets.values()) - now
-        ahead_s = max(buckets.get(name, now), now) + 1.0 / rate.per_s - now
-        longest_s = rate.burst / rate.per_s
-        return ahead_s - longest_s if ahead_s > longest_s * (1.0 + 1e-9) else 0.0
+        rate = RATES[name.scope, name.kind]
+        return self._buckets[name.scope].wait_s(name, (rate.burst - 1) / rate.per_s, now)
 
 
 class NewKeys:
@@ -200,66 +180,25 @@ class NewKeys:
             )
 
 
-class Connections:
-    """Listening sockets and connections of one server (`runspec.core.connection_limits`).
-
-    The server's outermost middleware is `answering`.
-    """
+class Connections(Observer):
+    """Limits the connections of one server, whose outermost middleware is `answering`."""
 
     def __init__(self) -> None:
-        self._limiter: ConnectionLimiter | None = None
-        self._listeners: list[socket.socket] = []
+        self._most = possible_connections(
+            MAX_CONNECTIONS, _log, files_each=1, files_beside=_FILES_BESIDE
+        )
         self._warned = -_WARN_EVERY_S
 
-    def __len__(self) -> int:
-        return 0 if self._limiter is None else len(self._limiter)
-
-    def listen(self, server: web.Server, host: str, port: int) -> int:
-        """Accept connections from now on; returns the port.
-
-        Args:
-            server: server of aiohttp.
-            host, port: where to listen, at every address of the host; port 0 picks a free one.
-
-        Raises:
-            OSError: the address cannot be used.
-        """
-        most = possible_connections(MAX_CONNECTIONS, _log, files_each=1, files_beside=_FILES_BESIDE)
-        limits = ConnectionLimits(most, IDLE_S, HEAD_S, MAX_HEADER_BYTES, linger_s=LINGER_S)
-        self._listeners = _listeners(host, port)
-        self._limiter = ConnectionLimiter(server, limits, self, _log)
-        for listener in self._listeners:
-            self._limiter.open(listener)
-        bound: int = self._listeners[0].getsockname()[1]
-        return bound
-
-    async def close(self) -> None:
-        """Stop accepting."""
-        if self._limiter is not None:
-            await self._limiter.close()
-        for listener in self._listeners:
-            listener.close()
+    def serving(
+        self, application: web.Application, host: str, port: int
+    ) -> AbstractAsyncContextManager[tuple[int, ConnectionLimiter]]:
+        """Answer requests within a block (`runspec.core.http_server.serving`)."""
+        limits = ConnectionLimits(self._most, IDLE_S, HEAD_S, MAX_HEADER_BYTES, linger_s=LINGER_S)
+        return serving(application, (host, port), limits, self, _log)
 
     def dropped(self, why: str) -> None:
         """Warn when the limit is reached, at most every `_WARN_EVERY_S`."""
         now = asyncio.get_running_loop().time()
         if why in ("room", "full") and now >= self._warned + _WARN_EVERY_S:
             self._warned = now
-            _log.warning("%d connections are open: closing those idle for longest", len(self))
-
-    def malformed(self, status: int) -> None:
-        """Log nothing, because anybody can cause any number of malformed requests."""
-
-
-def _listeners(host: str, port: int) -> list[socket.socket]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    listeners: list[socket.socket] = []
-    with ExitStack() as on_error:
-        for family, address in dict.fromkeys((each[0], each[4][0]) for each in found):
-            listener = socket.create_server((str(address), port), family=family, backlog=128)
-            on_error.callback(listener.close)
-            listener.setblocking(False)
-            listeners.append(listener)
-            port = listener.getsockname()[1]
-        on_error.pop_all()
-    return listeners
+            _log.warning("%d connections are open: closing those idle for longest", self._most)
