@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from broadcast.transport import Attempt, Busy, Fault, Lie, NotThere, TooSlow
 from broadcast.upstreams import (
+    AHEAD,
+    BUSY_S,
     DISTRUST_S,
     RECENT_S,
     SLOW_AFTER_S,
@@ -23,75 +29,130 @@ LOG = logging.getLogger("test")
 MB = 10**6
 CHUNK = 16 * MB
 MOST = 5
-FAULTS = [Fault("refused"), Lie("wrong"), NotThere("not there")]
+FAULTS = [
+    *(Fault("refused"), Lie("wrong"), NotThere("not there"), TooSlow("slow")),
+    *(Busy(None), Busy(0.0), Busy(7.0), Busy(1e9)),
+]
 
 
-def ready_after(fault: Fault, times: int) -> list[float]:
-    """Seconds for which a server is not asked after each of so many faults, one after the other."""
-    upstreams, wanted, pauses = Upstreams(["a"], MOST), Wanted(CHUNK), list[float]()
-    (upstream,), now = upstreams.all, 1000.0
-    for number in range(times):
-        attempt = upstream.started(now, CHUNK)
-        upstream.failed(now, fault, "chunk", LOG)
-        wanted.failed(now, upstream, fault)
-        attempt.received = number
-        upstream.ended(now, attempt)
-        pauses.append(upstreams.choose(now, wanted).pause_s)
-        now += pauses[-1]
-    assert (upstream.in_flight, upstream.in_flight_bytes) == (0, 0)
-    assert upstream.received == sum(range(times))
-    blamed = not isinstance(fault, NotThere | Busy)
-    assert upstream.failures == times * blamed
-    assert upstream.success == (max(2.0**-times, 1 / 64) if blamed else 1.0)
-    assert (wanted.missing.get(upstream, 0) == times) == isinstance(fault, NotThere)
-    assert (upstream in wanted.shunned) == isinstance(fault, Lie | TooSlow)
-    assert (upstream.distrusted_until > now) == isinstance(fault, Lie)
-    upstream.succeeded()
-    assert upstream.failures == 0 and upstream.success > 1 / 2
-    return pauses
+@dataclass
+class Expected:
+    """What must be known of a server, by the rules alone."""
+
+    failures: int = 0
+    retry_at: float = 0.0
+    distrusted_until: float = 0.0
+    success: float = 1.0
+    received: int = 0
+    fault: str = "not asked yet"
+    fault_at: float = -math.inf
+    not_before: float = 0.0
+    """Of the thing wanted, which it did not have."""
+    missing: int = 0
+
+    def failed(self, now: float, fault: Fault, what: str) -> None:
+        late = isinstance(fault, TooSlow) and self.fault.startswith(f"{what}: ")
+        if not (late and now < self.fault_at + RECENT_S):
+            self.fault, self.fault_at = f"{what}: {fault}", now
+        if isinstance(fault, NotThere):
+            self.not_before, self.missing = now + paused(self.missing), self.missing + 1
+        elif isinstance(fault, Busy):
+            said = BUSY_S[0] if fault.retry_after_s is None else fault.retry_after_s
+            self.retry_at = max(self.retry_at, now + min(max(said, 0.1), BUSY_S[1]))
+        else:
+            pausing = now < self.retry_at  # requests under way together fail together: once
+            if not pausing and not isinstance(fault, TooSlow):
+                self.retry_at = now + paused(self.failures)
+            self.failures += not pausing
+            self.success = max(self.success / 2, 1 / 64)
+            if isinstance(fault, Lie):
+                self.distrusted_until = now + DISTRUST_S
 
 
-@pytest.mark.parametrize(
-    ("fault", "pauses"),
-    [
-        *((fault, [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]) for fault in FAULTS),
-        (TooSlow("slow"), [0.0] * 7),
-        *((Busy(said), [pause] * 7) for said, pause in ((None, 1), (0, 0.1), (7, 7), (1e9, 30))),
-    ],
+def paused(before: int) -> float:
+    return min(0.1 * 2**before, 2.0)
+
+
+class Servers(RuleBasedStateMachine):
+    """Requests for one thing, wanted again and again, of three servers in any order of events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.upstreams = 1000.0, Upstreams(["a", "b", "a", "c"], MOST)
+        assert [u.url for u in self.upstreams.all] == ["a", "b", "c"]
+        self.wanted = Wanted(CHUNK)
+        self.known = {upstream: Expected() for upstream in self.upstreams.all}
+        self.shunned: set[Upstream] = set()
+        self.flying: list[tuple[Upstream, Attempt]] = []
+
+    @rule(seconds=st.sampled_from([0.01, 0.1, 1.0, 3.0, 60.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(small=st.booleans())
+    def ask(self, small: bool) -> None:
+        self.wanted.size = 0 if small else CHUNK
+        choice = self.upstreams.choose(self.now, self.wanted)
+        ready_at = {u: max(k.retry_at, k.not_before) for u, k in self.known.items()}
+        ready = [u for u, at in ready_at.items() if at <= self.now]
+        if not ready:
+            assert choice == Choice(None, min(ready_at.values()) - self.now)
+            return
+        best = min(map(self.disfavour, ready))
+        if choice.upstream is None:  # then there is no room
+            assert choice.pause_s == 0 and not small and self.flying
+            return
+        assert self.disfavour(choice.upstream) == best and choice.upstream in ready
+        attempt = choice.upstream.started(self.now, self.wanted.size)
+        self.flying.append((choice.upstream, attempt))
+        if not small:
+            assert sum(1 for _, t in self.flying) <= MOST
+            assert choice.upstream.in_flight <= AHEAD[1]
+
+    def disfavour(self, upstream: Upstream) -> tuple[bool, bool]:
+        return upstream in self.shunned, self.known[upstream].distrusted_until > self.now
+
+    @rule(data=st.data(), share=st.sampled_from([0.0, 0.5, 1.0]))
+    def end(self, data: st.DataObject, share: float) -> None:
+        if not self.flying:
+            return
+        number = data.draw(st.integers(0, len(self.flying) - 1))
+        fault = data.draw(st.none() | st.sampled_from(FAULTS))
+        what = data.draw(st.sampled_from(["chunk", "manifest"]))
+        upstream, attempt = self.flying.pop(number)
+        known, received = self.known[upstream], int(attempt.size * share)
+        if fault is None:
+            upstream.succeeded()
+            known.failures, known.success = 0, (1 + known.success) / 2
+        else:
+            upstream.failed(self.now, fault, what, LOG)
+            self.wanted.failed(self.now, upstream, fault)
+            known.failed(self.now, fault, what)
+            if isinstance(fault, Lie | TooSlow):
+                self.shunned.add(upstream)
+        attempt.received = received
+        upstream.ended(self.now, attempt)
+        known.received += received
+
+    @invariant()
+    def all_is_known(self) -> None:
+        for upstream, known in self.known.items():
+            attempts = [attempt for one, attempt in self.flying if one is upstream]
+            assert upstream.in_flight == len(attempts)
+            assert upstream.in_flight_bytes == sum(attempt.size for attempt in attempts)
+            found = (upstream.failures, upstream.received, upstream.last_fault, upstream.success)
+            assert found == (known.failures, known.received, known.fault, known.success)
+            times = (upstream.retry_at, upstream.distrusted_until)
+            assert times == pytest.approx((known.retry_at, known.distrusted_until))
+            assert self.wanted.missing.get(upstream, 0) == known.missing
+            assert upstream.rate is None or upstream.rate >= 0
+        assert self.wanted.shunned == self.shunned
+
+
+TestServers = Servers.TestCase
+TestServers.settings = settings(
+    max_examples=60, stateful_step_count=40, derandomize=True, deadline=None
 )
-def test_each_fault_has_its_pause(fault: Fault, pauses: list[float]) -> None:
-    assert ready_after(fault, 7) == pytest.approx(pauses)
-
-
-def test_a_late_answer_does_not_hide_the_fault_before_it() -> None:
-    (only,) = Upstreams(["only"], MOST).all
-    for now, fault, what, said in (
-        (0.0, Fault("refused"), "chunk", "chunk: refused"),
-        (RECENT_S - 0.1, TooSlow("slow"), "chunk", "chunk: refused"),
-        (RECENT_S + 0.1, TooSlow("slow"), "chunk", "chunk: slow"),
-        (RECENT_S + 0.2, TooSlow("slow"), "manifest", "manifest: slow"),
-    ):
-        only.failed(now, fault, what, LOG)
-        assert only.last_fault == said
-
-
-def test_who_lied_is_asked_only_where_no_other_can_be() -> None:
-    # given three servers, one of which lied, and one that is too slow for what is wanted
-    upstreams, wanted = Upstreams(["a", "b", "a", "c"], MOST), Wanted(0)
-    liar, slow, good = upstreams.all
-    liar.failed(0.0, Lie("wrong"), "chunk", LOG)
-    wanted.failed(0.0, slow, TooSlow("slow"))
-    liar.failed(0.05, Fault("refused"), "chunk", LOG)  # it fails together with the lie: once
-    assert liar.failures == 1 and liar.retry_at == pytest.approx(0.1)
-    assert upstreams.choose(1.0, wanted) == Choice(good)
-    # when the good one pauses, then the liar is next, and for a minute only then
-    good.failed(1.0, Busy(7.0), "chunk", LOG)
-    assert upstreams.choose(1.0, wanted) == Choice(liar)
-    assert upstreams.choose(1.0, Wanted(0)) == Choice(slow)
-    for each in (liar, slow):
-        each.failed(1.0, Busy(30.0), "chunk", LOG)
-    assert upstreams.choose(1.0, wanted) == Choice(None, 7.0)
-    assert liar.distrusted_until == DISTRUST_S
 
 
 def measured(upstream: Upstream, rate: float) -> None:
