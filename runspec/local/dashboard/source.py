@@ -25,7 +25,7 @@ from runspec.local.metrics import read_rows, shares_bytes_sent, weights_bytes_se
 from runspec.local.progress import coordinator_status
 from runspec.local.snapshot import Snapshot, look_at
 from verify.coordinator.ledger.ledger import BadRow, decode_event
-from verify.coordinator.ledger.snapshot import damaged, open_snapshot
+from verify.coordinator.ledger.snapshot import LedgerSnapshot, damaged
 from verify.coordinator.ledger.store import NoLedger
 from verify.coordinator.machine.events import Event
 from verify.coordinator.services.workers import read_state, summary
@@ -101,7 +101,7 @@ class FolderSource:
 
     def events(self, after: int) -> Iterator[tuple[int, Event]]:
         try:
-            with closing(open_snapshot(self._run_dir, self.spec)) as ledger:
+            with closing(LedgerSnapshot(self._run_dir, self.spec)) as ledger:
                 for row in ledger.rows(after=after):
                     yield row.seq, decode_event(row.kind, row.body)
         except NoLedger:  # no coordinator was started

@@ -10,10 +10,10 @@ the spec names (`verify.ledger`).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -22,12 +22,7 @@ from runspec.core.errors import NotNow, UserError
 from runspec.core.hashing import hash_parts
 from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.schema import RunSpec
-from verify.coordinator.ledger.store import (
-    LedgerStore,
-    SqliteStore,
-    StoreError,
-    must_follow,
-)
+from verify.coordinator.ledger.store import SqliteStore, Store, StoreError, must_follow
 from verify.coordinator.machine.events import Event
 
 FIRST_CHAIN = bytes(32).hex()
@@ -55,34 +50,36 @@ def decode_event(kind: bytes, body: bytes) -> Event:
         raise BadRow(f"not a {kind.decode()}: {error.errors()[0]['msg']}") from error
 
 
-def open_ledger(run_dir: Path, spec: RunSpec) -> Ledger:
-    """Open the ledger of a run, for its one writer.
+def store_of(run_dir: Path, spec: RunSpec) -> tuple[Callable[..., Store], str]:
+    """Return what opens the store of a run's ledger, and its location for messages.
 
     Raises:
-        UserError: it cannot be read, or the driver of PostgreSQL is not installed.
+        UserError: the driver of PostgreSQL is not installed.
     """
     url = spec.verify.ledger
     if url is None:
-        return Ledger(run_dir / STATE_FILE)
-    postgres = import_postgres_store()
-    with _usable(postgres.place(url, spec.name)):
-        return Ledger(postgres.PostgresStore(url, spec.name))
-
-
-def import_postgres_store() -> ModuleType:
-    """Import `verify.coordinator.ledger.postgres_store`, which needs the driver of PostgreSQL.
-
-    Raises:
-        UserError: the driver is not installed.
-    """
+        path = run_dir / STATE_FILE
+        return partial(SqliteStore, path), str(path)
     try:
-        return importlib.import_module("verify.coordinator.ledger.postgres_store")
+        postgres = importlib.import_module("verify.coordinator.ledger.postgres")
     except ImportError as error:
         raise UserError(
             f"PostgreSQL cannot be used: {error}",
             place="verify.ledger",
             remedy=install_command("postgres"),
         ) from error
+    return partial(postgres.PostgresStore, url, spec.name), postgres.place(url, spec.name)
+
+
+def open_ledger(run_dir: Path, spec: RunSpec) -> Ledger:
+    """Open the ledger of a run, for its one writer.
+
+    Raises:
+        UserError: it cannot be read, or the driver of PostgreSQL is not installed.
+    """
+    make, place = store_of(run_dir, spec)
+    with _usable(place):
+        return Ledger(make())
 
 
 class Ledger:
@@ -95,12 +92,10 @@ class Ledger:
         UserError: from every method, if the store cannot be read or written (a full disk).
     """
 
-    def __init__(self, place: Path | LedgerStore) -> None:
+    def __init__(self, place: Path | Store) -> None:
         with _usable(str(place) if isinstance(place, Path) else place.place):
             self._store = SqliteStore(place) if isinstance(place, Path) else place
-            last = self._store.last()
-        self._seq: int = last[0] if last else 0
-        self._chain: str = last[3] if last else FIRST_CHAIN
+            self._seq, self._chain = self._store.last() or (0, FIRST_CHAIN)
         self.in_doubt = False
         """Whether the store may have rows of an `append` that failed; see `settle`."""
 
@@ -135,7 +130,7 @@ class Ledger:
         """
         if self.in_doubt:
             with _usable(self.place):
-                must_follow(self._store.last(), (self._seq + 1, "", "", ""))
+                must_follow(self._store.last(), self._seq + 1)
             self.in_doubt = False
 
     def append(self, events: Sequence[Event]) -> None:
@@ -175,14 +170,15 @@ class Ledger:
         """Yield all events from the first, each checked against the chain."""
         chain = FIRST_CHAIN
         with _usable(self.place):
-            for position, (seq, kind, body, linked) in enumerate(self._store.rows(), start=1):
-                chain = _link(chain, position, kind, body)
-                if seq != position or linked != chain:
-                    raise self._changed(f"ledger row {seq} does not follow from the rows before it")
+            for position, row in enumerate(self._store.rows(), start=1):
+                chain = _link(chain, position, row.kind, row.body)
+                if row.seq != position or row.chain != chain.encode():
+                    words = f"ledger row {row.seq} does not follow from the rows before it"
+                    raise self._changed(words)
                 try:
-                    yield decode_event(kind.encode(), body.encode())
+                    yield decode_event(row.kind, row.body)
                 except BadRow as error:
-                    raise self._changed(f"ledger row {seq} holds no event: {error}") from error
+                    raise self._changed(f"ledger row {row.seq} holds no event: {error}") from error
 
     def _changed(self, thing: str) -> UserError:
         return UserError(
@@ -206,5 +202,5 @@ def _usable(place: str) -> Iterator[None]:
         ) from error
 
 
-def _link(chain: str, seq: int, kind: str, body: str) -> str:
+def _link(chain: str, seq: int, kind: str | bytes, body: str | bytes) -> str:
     return hash_parts(bytes.fromhex(chain), seq, kind, body).hex()

@@ -2,118 +2,67 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
-from urllib.parse import quote
+from typing import TypeVar
 
 from runspec.core.errors import UserError
-from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.schema import RunSpec
-from verify.coordinator.ledger.ledger import BadRow, decode_event, import_postgres_store
-from verify.coordinator.ledger.store import NoLedger, Row
+from verify.coordinator.ledger.ledger import BadRow, decode_event, store_of
+from verify.coordinator.ledger.store import NoLedger, Row, StoreError
 from verify.coordinator.machine.events import Event, SubmissionJudged, SubmissionSetAside
 
 E = TypeVar("E", bound=Event)
-_BUSY_TIMEOUT_S = 10.0
-# As bytes, because a damaged row may not be text.
-_ROWS = (
-    "SELECT seq, CAST(kind AS BLOB), CAST(body AS BLOB), CAST(chain AS BLOB) "
-    "FROM ledger WHERE seq > :after AND (:kind IS NULL OR kind = :kind) ORDER BY seq"
+_SQLITE_REMEDY = (
+    "the file is damaged or no run's database: restore it from a copy; if a -wal file is beside it "
+    "and you may not write the folder, copy both to a folder of yours"
 )
+_POSTGRES_REMEDY = "check verify.ledger, PGPASSWORD and that the server runs"
 _DROPPED = b'"outcome":"dropped"'
 """Part of the row of a verdict with a dropped group; other rows are not decoded."""
 
 
-class Snapshot(Protocol):
-    """The rows of a run at one moment.
+class LedgerSnapshot:
+    """The rows of a run at one moment, read in one transaction.
 
-    Raises:
-        UserError: from every method, if they cannot be read as a ledger.
-    """
-
-    def rows(self, kind: str | None = None, *, after: int = 0) -> Iterator[Row]:
-        """Yield the rows of a kind (None: of all) later than the `after`-th, in order."""
-
-    def close(self) -> None: ...
-
-
-def open_snapshot(run_dir: Path, spec: RunSpec) -> Snapshot:
-    """Open the ledger of a run as it stands now."""
-    if spec.verify.ledger is None:
-        return SqliteSnapshot(run_dir / STATE_FILE)
-    import_postgres_store()  # says what to install
-    from verify.coordinator.ledger.postgres_store import PostgresSnapshot
-
-    return PostgresSnapshot(spec.verify.ledger, spec.name)
-
-
-class SqliteSnapshot:
-    """One read transaction on a run's state.db.
+    Args:
+        run_dir: the run directory.
+        spec: the run's resolved spec.
 
     Raises:
         NoLedger: there is none.
-        UserError: from every method, if the file cannot be read as a ledger.
+        UserError: from every method, if the rows cannot be read as a ledger.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._read = path, 0
-        if not path.is_file():
-            raise NoLedger(str(path))
-        try:
-            self._database = _open(path)
-        except sqlite3.Error as error:
-            if "no such table" in str(error):
-                raise NoLedger(str(path)) from error
-            raise self._unreadable(error) from error
+    def __init__(self, run_dir: Path, spec: RunSpec) -> None:
+        make, self._place = store_of(run_dir, spec)
+        self._remedy = _SQLITE_REMEDY if spec.verify.ledger is None else _POSTGRES_REMEDY
+        self._read = 0
+        with self._readable():
+            self._store = make(read_only=True)
 
     def close(self) -> None:
-        self._database.close()
+        self._store.close()
 
     def rows(self, kind: str | None = None, *, after: int = 0) -> Iterator[Row]:
-        try:
-            for seq, *texts in self._database.execute(_ROWS, {"kind": kind, "after": after}):
-                yield Row(seq, *(text or b"" for text in texts))
+        """Yield the rows of a kind (None: of all) later than the `after`-th, in order."""
+        with self._readable():
+            for row in self._store.rows(kind, after=after):
+                yield row
                 self._read += 1
-        except sqlite3.Error as error:
-            raise self._unreadable(error) from error
 
-    def _unreadable(self, error: sqlite3.Error) -> UserError:
-        return UserError(
-            f"the ledger cannot be read: {error} (after {self._read} rows)",
-            place=str(self._path),
-            remedy="the file is damaged or no run's database: restore it from a copy; if a -wal "
-            "file is beside it and you may not write the folder, copy both to a folder of yours",
-        )
-
-
-def _open(path: Path) -> sqlite3.Connection:
-    """Open a database for reading only.
-
-    A copy without a write-ahead log may lie in a folder that cannot be written, where SQLite cannot
-    make one. It is read as a file that nobody changes.
-    """
-    name = f"file:{quote(str(path.resolve()))}"
-    try:
-        return _begin(f"{name}?mode=ro")
-    except sqlite3.OperationalError:
-        if path.with_name(f"{path.name}-wal").exists():
-            raise
-        return _begin(f"{name}?mode=ro&immutable=1")
-
-
-def _begin(uri: str) -> sqlite3.Connection:
-    database = sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
-    try:
-        database.execute("BEGIN")
-        database.execute("SELECT max(seq) FROM ledger").fetchone()
-    except sqlite3.Error:
-        database.close()
-        raise
-    return database
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreError as error:
+            raise UserError(
+                f"the ledger cannot be read: {error} (after {self._read} rows)",
+                place=self._place,
+                remedy=self._remedy,
+            ) from error
 
 
 def read_events(
@@ -131,7 +80,7 @@ def read_events(
         NoLedger: there is none.
         UserError: it cannot be read.
     """
-    with closing(open_snapshot(run_dir, spec)) as snapshot:
+    with closing(LedgerSnapshot(run_dir, spec)) as snapshot:
         for row in snapshot.rows(None if kind is Event else kind.__name__):
             if containing in row.body:
                 try:

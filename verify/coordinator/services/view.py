@@ -10,7 +10,7 @@ from runspec.core.errors import UserError
 from runspec.core.run_files import METRICS_FILE, initial_model, submission_files
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.intake import Refusal, refusing
-from verify.coordinator.ledger.snapshot import open_snapshot
+from verify.coordinator.ledger.snapshot import LedgerSnapshot
 from verify.formats.viewing import MAX_PIECE_BYTES, TOKENIZER_FILE
 
 
@@ -34,7 +34,7 @@ class View:
         """
         lines: list[bytes] = []
         left = MAX_PIECE_BYTES
-        with refusing(503, UserError), closing(open_snapshot(self._run_dir, self._spec)) as ledger:
+        with refusing(503, UserError), closing(LedgerSnapshot(self._run_dir, self._spec)) as ledger:
             for row in ledger.rows(after=after):
                 line = json.dumps([row.seq, row.kind.decode(), row.body.decode()]).encode() + b"\n"
                 left -= len(line)
