@@ -1,6 +1,6 @@
 """Coordinator of a simulated run.
 
-It uses the pure decisions of `verify.coordinator` and records them as the coordinator's services
+It uses the pure decisions of `verify.coordinator` and records them as the coordinator's handlers
 do, without signatures, files and HTTP.
 """
 

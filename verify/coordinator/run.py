@@ -11,7 +11,6 @@ from typing import Any
 
 from aiohttp import web
 
-from runspec.core.connection_limits import answering
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.keys import SigningKey
@@ -23,24 +22,21 @@ from runspec.core.spec.islands import island_names
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.role_names import worker_names
 from runspec.core.spec.schema import RunSpec
+from verify.coordinator.closing import Closing
 from verify.coordinator.edge.authentication import Authentication, networks
 from verify.coordinator.edge.backlog import Backlog
-from verify.coordinator.edge.limits import Connections, Limiter, NewKeys
+from verify.coordinator.edge.limits import Connections, Limiter
+from verify.coordinator.handlers.context import RunContext
+from verify.coordinator.handlers.islands import Islands
+from verify.coordinator.handlers.judging import Judging
+from verify.coordinator.handlers.leasing import Admission, Leasing
+from verify.coordinator.handlers.operator import Operator
+from verify.coordinator.handlers.site import Evaluations, SiteHandlers
+from verify.coordinator.handlers.status import Status
 from verify.coordinator.journal import Journal
 from verify.coordinator.ledger.ledger import open_ledger
 from verify.coordinator.machine.state import Policy
-from verify.coordinator.server import Api, Documents, Services
-from verify.coordinator.services.activity import Peers
-from verify.coordinator.services.closing import Closing, watch_latest
-from verify.coordinator.services.data import SiteService
-from verify.coordinator.services.evaluations import Evaluations
-from verify.coordinator.services.islands import Islands
-from verify.coordinator.services.judging import Judging
-from verify.coordinator.services.leasing import Admission, Leasing
-from verify.coordinator.services.operator import OperatorService
-from verify.coordinator.services.status import Status
-from verify.coordinator.services.view import View
-from verify.formats.joining import sign_spec
+from verify.coordinator.server import Server
 from verify.pool_limits import gap_noise_by_pool
 from verify.request_auth import RequestChecker
 
@@ -81,52 +77,38 @@ async def serve(
     # In a thread, because a database may be slow to answer.
     ledger = await asyncio.to_thread(open_ledger, run_dir, spec)
     journal = Journal(run_dir, Policy.of(spec), ledger=ledger)
-    judging = Judging(journal, spec.name, noise)
     own = read_own_workers(run_dir / "keys")
     mine = [own[name] for name in worker_names(spec) if name in own]
     limiter, proxies = Limiter(), networks(spec.verify.proxies)
     authentication = Authentication(journal, RequestChecker(spec.name), limiter, roles, proxies)
-    admission = Admission(spec, roles, mine, NewKeys(limiter))
     backlog = Backlog(journal, spec.verify.backlog)
-    peers = Peers()
-    islands = None
-    if journal.state.policy.islands is not None:
-        islands = Islands(journal, spec.name, key, roles, peers.islands)
-    closing = Closing(journal, spec.name, key, peers.workers, islands)
-    site = SiteService(spec, key, public_weights or [weights])
-    services = Services(
-        Leasing(journal, spec, key, roles, admission, backlog),
-        judging,
-        OperatorService(journal, roles),
-        site,
-        Status(spec.name, journal, judging, backlog, peers),
-        Evaluations(run_dir, spec, roles),
-        View(run_dir, spec),
-        islands,
+    run = RunContext(journal, spec, key, roles, authentication, backlog)
+    islands = None if journal.state.policy.islands is None else Islands(run)
+    site = SiteHandlers(run, roles_document, public_weights or [weights])
+    server = Server(
+        [
+            *site.routes(),
+            *Status(run).routes(),
+            *Evaluations(run).routes(),
+            *Operator(run).routes(),
+            *Judging(run, noise).routes(),
+            *Leasing(run, Admission(spec, roles, mine, limiter)).routes(),
+            *(islands.routes() if islands is not None else ()),
+        ]
     )
-    documents = Documents(sign_spec(spec, key), roles_document)
-    api = Api(journal, services, peers, authentication, roles, documents)
-    connections = Connections()
-    application = api.application()
-    application.middlewares.insert(0, answering)
+    closing, connections = Closing(run, islands), Connections()
     runner = web.AppRunner(
-        application,
+        server.application,
         handler_cancellation=True,  # a long poll ends when its caller disconnects
         shutdown_timeout=_SHUTDOWN_S,
     )
     await runner.setup()
     stop = stop_event_of_loop()
-    tasks: list[asyncio.Future[Any]] = [api.failure]
+    tasks: list[asyncio.Future[Any]] = [server.failure]
     try:
         started(_listen(connections, runner, host, port))
-        watching = watch_latest(
-            weights,
-            run=spec.name,
-            roles=roles,
-            newest=lambda: journal.state.newest.version if journal.state.newest else None,
-            published=closing.published,
-        )
-        tasks += [asyncio.ensure_future(c) for c in (watching, closing.keep_time(), stop.wait())]
+        running = (closing.watch_latest(weights), closing.keep_time(), stop.wait())
+        tasks += [asyncio.ensure_future(each) for each in running]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.verify.coordinator.deployment import Site, tiny_spec
-from verify.coordinator.services import status
+from verify.coordinator.handlers import status
 
 
 @pytest.fixture(autouse=True)

@@ -31,11 +31,11 @@ from tests.waiting import eventually
 from verify.audit.replay import audit
 from verify.coordinator.edge import limits
 from verify.coordinator.edge.authentication import UNKNOWN, client_address, networks
-from verify.coordinator.edge.limits import AT_ONCE, RATES, Limiter, Name, NewKeys, Rate
-from verify.coordinator.intake import Refusal
+from verify.coordinator.edge.limits import AT_ONCE, RATES, Limiter, Name, Rate
+from verify.coordinator.edge.requests import Refusal
+from verify.coordinator.handlers.leasing import Admission
 from verify.coordinator.machine import events
 from verify.coordinator.machine.transitions import replay
-from verify.coordinator.services.leasing import Admission
 
 COORDINATOR = SigningKey.generate()
 DAY_S = 86400.0
@@ -184,8 +184,8 @@ class Registering:
         values["samplers"][1] |= {"trust": "trusted", "in_flight_updates": True}
         values["verify"] |= verify
         roles = roles_of(coordinator=[COORDINATOR.public_hex])
-        limit = NewKeys(Limiter(), clock=lambda: self.now)
-        self.admission = Admission(RunSpec.model_validate(values), roles, [key("own")], limit)
+        spec = RunSpec.model_validate(values)
+        self.admission = Admission(spec, roles, [key("own")], Limiter(), lambda: self.now)
 
     def come(
         self, name: str, address: str = "here", invite: str | None = None, **changes: Any

@@ -29,8 +29,8 @@ from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec
 from tests.verify.coordinator.filled import (
     POLICY,
     chunks,
+    context_of,
     digest,
-    edge_of,
     journal_of,
     leasing_of,
     roles_of,
@@ -38,7 +38,10 @@ from tests.verify.coordinator.filled import (
 )
 from tests.verify.coordinator.over_http import check, claimed, granted, post, sample
 from verify.audit.replay import audit
-from verify.coordinator.intake import Refusal
+from verify.coordinator.closing import Closing
+from verify.coordinator.edge.requests import Refusal
+from verify.coordinator.handlers.judging import Judging
+from verify.coordinator.handlers.operator import obey
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.ledger import store as ledger_store
 from verify.coordinator.ledger.ledger import Ledger
@@ -47,10 +50,6 @@ from verify.coordinator.machine.events import CoordinatorStarted
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
 from verify.coordinator.run import serve
-from verify.coordinator.services.activity import Activity
-from verify.coordinator.services.closing import Closing
-from verify.coordinator.services.judging import Judging
-from verify.coordinator.services.operator import OperatorService
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
@@ -299,11 +298,9 @@ class Coordinator:
         self.store = Breaking(site.run_dir / "state.db")
         ledger = Ledger(self.store)
         self.journal = Journal(site.run_dir, Policy.of(spec), ledger=ledger, clock=self._tick)
-        self.judging = Judging(self.journal, RUN)
-        edge = edge_of(self.journal, spec)
-        self.leasing = leasing_of(self.journal, spec, site.coordinator, roles, edge)
-        self.closing = Closing(self.journal, RUN, site.coordinator, Activity())
-        self.operator = OperatorService(self.journal, roles)
+        self.roles = roles
+        run = context_of(self.journal, spec, site.coordinator, roles)
+        self.judging, self.leasing, self.closing = Judging(run), leasing_of(run), Closing(run)
 
     def _tick(self) -> float:
         self.now += 1e-3
@@ -339,9 +336,8 @@ class Coordinator:
             case "jump":
                 self.now += self.random.choice([-3600.0, -60.0, 20.0, 40.0])
             case "ban":
-                order = {"key": worker.public_hex, "reason": "by hand"}
-                banned = worker.public_hex in self.journal.state.bans
-                (self.operator.unban if banned else self.operator.ban)(order)
+                verb = "unban" if worker.public_hex in self.journal.state.bans else "ban"
+                obey(self.journal, self.roles, verb, worker.public_hex, "by hand")
             case "break":
                 self.store.how = self.random.choice(HOW)
             case "again":
@@ -359,7 +355,7 @@ class Coordinator:
             self.now = max(self.now, lease.expires - self.random.randint(1, 4) * 1e-3)
         signed, table = submission(document, lease, worker, note=self.random.randrange(2))
         await self.leasing.submit(open_submission(signed), signed, chunks(table))
-        assert len(self.judging.submitted()) <= self.spec.verify.backlog.submissions
+        assert len(self.journal.state.to_judge) <= self.spec.verify.backlog.submissions
 
     async def judge(self) -> None:
         key, accepted = self.random.choice(self.validators), self.random.random() < 0.85

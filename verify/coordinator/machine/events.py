@@ -219,7 +219,7 @@ class SubmissionSetAside(Event):
     """Validators failed at a submission but judged others, so nobody judges it any more.
 
     Its groups are dropped. Its worker or the validators may be at fault
-    (`verify.coordinator.services.claims`).
+    (`verify.coordinator.machine.claims`).
     """
 
     lease: str

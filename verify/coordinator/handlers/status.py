@@ -1,4 +1,4 @@
-"""The coordinator's status: JSON for people and commands, Prometheus metrics for monitors."""
+"""Handlers for the status: JSON for people and commands, Prometheus metrics for monitors."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from aiohttp import web
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from runspec.core.hashing import digest_bytes
 from runspec.core.metrics import PREFIX, counter, gauge
-from verify.coordinator.edge.backlog import Backlog
-from verify.coordinator.journal import Journal
+from verify.coordinator.edge.requests import Refusal
+from verify.coordinator.handlers import islands, workers
+from verify.coordinator.handlers.context import RunContext
 from verify.coordinator.machine.filling import needed_groups, tried_groups
 from verify.coordinator.machine.stalls import waited_for
 from verify.coordinator.machine.state import LeaseRecord, State
-from verify.coordinator.services import islands, workers
-from verify.coordinator.services.activity import Peers
-from verify.coordinator.services.judging import Judging
 
 T = TypeVar("T")
 
@@ -30,6 +35,8 @@ SET_ASIDE = 20
 """Submissions that were set aside, the newest, in a status."""
 SHARE = 0.05
 """Largest share of the time that computing may take, however often the value is requested."""
+_LIST = f"{{name:{'|'.join(workers.LISTS)}}}"
+_KEY = "{key:[0-9a-f]{64}}"
 
 
 class Cache(Generic[T]):
@@ -63,14 +70,14 @@ class Cache(Generic[T]):
 
 
 class Status(Collector):
-    """Status of the coordinator; it reads the other services and changes nothing."""
+    """Status of the coordinator; it changes nothing.
 
-    def __init__(
-        self, run: str, journal: Journal, judging: Judging, backlog: Backlog, peers: Peers
-    ) -> None:
-        self._run, self._journal, self._judging, self._backlog = run, journal, judging, backlog
-        self._workers, self._validators = peers.workers, peers.validators
-        self._islands = peers.islands
+    Args:
+        run: the run.
+    """
+
+    def __init__(self, run: RunContext) -> None:
+        self._run, self._journal = run, run.journal
         registry = CollectorRegistry()
         self.report = Cache(self._of_now).get
         """Returns the status, whose size does not grow with the number of workers; times are
@@ -83,11 +90,48 @@ class Status(Collector):
         ProcessCollector(registry=registry)
         registry.register(self)
 
+    def routes(self) -> list[web.RouteDef]:
+        public = self._run.public
+        return [
+            public("/v1/status", self._get),
+            public(f"/v1/lists/{_LIST}", self._get_list),
+            public(f"/v1/lists/{_LIST}/{_KEY}", self._get_list),
+            public(f"/v1/workers/{_KEY}", self._get_worker),
+            public("/metrics", self._metrics),
+            public("/healthz", self._healthz),
+        ]
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        return await self._run.send_json(request, self.document())
+
+    async def _get_list(self, request: web.Request) -> web.StreamResponse:
+        """Send a page of a list; see `workers.page`."""
+        at, state, now = request.match_info, self._journal.state, self._journal.clock()
+        found = workers.page(at["name"], at.get("key", ""), state, self._run.peers.workers, now)
+        document = json.dumps(found, ensure_ascii=False).encode()
+        tag = f'"{digest_bytes(document)}"'
+        if request.headers.get("If-None-Match") == tag:
+            return web.Response(status=304, headers={"ETag": tag})
+        return await self._run.send_json(request, document, {"ETag": tag})
+
+    async def _get_worker(self, request: web.Request) -> web.StreamResponse:
+        key, state, now = request.match_info["key"], self._journal.state, self._journal.clock()
+        if key not in state.workers:
+            raise Refusal(404, "no worker has this key")
+        (found,) = workers.rows(state, [key], self._run.peers.workers, now)
+        return web.json_response(found)
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        headers = {"Content-Type": CONTENT_TYPE_LATEST}
+        return web.Response(body=self.metrics(), headers=headers)
+
+    async def _healthz(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text="ok\n")
+
     def _of_now(self) -> dict[str, Any]:
-        state, now = self._journal.state, self._journal.clock()
-        waiting = len(self._judging.submitted())
+        run, state, now = self._run, self._journal.state, self._journal.clock()
         return {
-            "run": self._run,
+            "run": run.spec.name,
             "state": "finished" if state.finished else "running",
             "waiting_for": waited_for(state),
             "newest_version": None if state.newest is None else state.newest.version,
@@ -95,40 +139,26 @@ class Status(Collector):
             "steps_closed": state.next_close,
             "rows_signed": state.next_close * state.policy.rows_per_step,
             "open_steps": [_step(state, number, now) for number in state.steps],
-            **workers.summary(state, self._workers, now),
+            **workers.summary(state, run.peers.workers, now),
             "validators": [
                 {"key": key, **workers.activity(peer, now)}
-                for key, peer in self._validators.peers.items()
+                for key, peer in run.peers.validators.peers.items()
             ],
             "queue": {
-                "to_judge": waiting,
-                "claimed": len(self._judging.claims),
-                "suspects": self._judging.claims.suspects,
+                "to_judge": len(state.to_judge),
+                "claimed": len(run.claims),
+                "suspects": run.claims.suspects,
             },
             "dropped_by_grader": {"groups": state.dropped_groups, "newest": state.last_fault},
             "set_aside": [_set_aside(r) for r in state.leases.values() if r.attempts][-SET_ASIDE:],
-            "backlog": self._backlog.report(),
+            "backlog": run.backlog.report(),
             "latency": {
                 "verdict": self._journal.history.to_verdict.report(),
                 "manifest": self._journal.history.to_manifest.report(),
             },
             "rejected_submissions": sum(w.standing.rejected for w in state.workers.values()),
-            "islands": islands.report(state, self._islands, now),
+            "islands": islands.report(state, run.peers.islands, now),
         }
-
-    def page(self, name: str, after: str) -> bytes:
-        """Return a page of a list as JSON; see `workers.page`."""
-        state, now = self._journal.state, self._journal.clock()
-        found = workers.page(name, after, state, self._workers, now)
-        return json.dumps(found, ensure_ascii=False).encode()
-
-    def worker(self, key: str) -> dict[str, Any] | None:
-        """Return what is known of one worker; None if the key is none's."""
-        state, now = self._journal.state, self._journal.clock()
-        if key not in state.workers:
-            return None
-        (found,) = workers.rows(state, [key], self._workers, now)
-        return found
 
     def collect(self) -> Iterator[Metric]:
         """Yield gauges, counters and histograms made from the report, at each scrape."""
