@@ -22,11 +22,10 @@ from verify.coordinator.handlers.context import RunContext
 from verify.coordinator.handlers.leasing import Admission, Leasing
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine import events, filling
-from verify.coordinator.machine.consequences import consequences
 from verify.coordinator.machine.filling import Close, NonceNeeded
 from verify.coordinator.machine.stalls import Stalled
 from verify.coordinator.machine.state import LeaseRecord, Policy, State
-from verify.coordinator.machine.transitions import apply
+from verify.coordinator.machine.transitions import apply, consequences
 from verify.formats.lease import Lease
 from verify.request_auth import RequestChecker
 

@@ -345,7 +345,7 @@ def test_a_revoked_invite_admits_nobody_and_who_came_with_it_stays(tmp_path: Pat
 
 
 def test_a_banned_worker_learns_why_and_is_refused_until_its_ban_is_lifted(site, monkeypatch):
-    monkeypatch.setattr("verify.coordinator.machine.consequences.BAN_AFTER", 2)
+    monkeypatch.setattr("verify.coordinator.machine.transitions.BAN_AFTER", 2)
     with site.serving():
         # given a worker whose work is rejected again and again
         key, worker = site.worker()

@@ -6,6 +6,10 @@
 - Learner islands commit each closed step once, in order (`islands`).
 - The leases of one worker and one step are numbered 0, 1, 2, ... under one nonce, which was drawn
   after the worker's key was registered; so no two leases share a seed.
+
+Quarantines and bans that follow from an event enter the ledger with it (`consequences`). They are
+events themselves, so no reader of the ledger computes them. The limits may differ between two
+versions of this program, and a worker's recorded standing must not change with them.
 """
 
 from __future__ import annotations
@@ -17,7 +21,12 @@ from typing import Any
 from verify.coordinator.machine import events, islands
 from verify.coordinator.machine.events import IllegalTransition
 from verify.coordinator.machine.gap_history import with_gaps
-from verify.coordinator.machine.reputation import Standing
+from verify.coordinator.machine.reputation import (
+    BAN_AFTER,
+    CLEAR_AFTER,
+    Standing,
+    should_quarantine,
+)
 from verify.coordinator.machine.state import (
     Draw,
     LeaseRecord,
@@ -32,6 +41,7 @@ from verify.coordinator.machine.state import (
 
 LONGEST_DEFERRAL_S = 600.0
 """Largest time from a deferral to the new end of its lease, in seconds."""
+SET_ASIDE = "set aside: validators came to no verdict on a submission"
 
 
 def replay(policy: Policy, history: Iterable[events.Event]) -> State:
@@ -387,3 +397,49 @@ def _known(state: State, key: str) -> Worker:
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
         raise IllegalTransition(otherwise)
+
+
+# -- Consequences ----------------------------------------------------------------------------------
+
+
+def recorded(state: State, event: events.Event) -> tuple[State, list[events.Event]]:
+    """Return the state after an event and its consequences, and these events, for one transaction.
+
+    Raises:
+        IllegalTransition: the event cannot follow.
+    """
+    state = apply(state, event)
+    follow = consequences(state, event)
+    for each in follow:
+        state = apply(state, each)
+    return state, [event, *follow]
+
+
+def consequences(state: State, event: events.Event) -> list[events.Event]:
+    """Return the events that the coordinator records in one transaction with `event`.
+
+    Args:
+        state: state after `event`.
+        event: the newest event.
+    """
+    if not isinstance(event, events.SubmissionJudged | events.SubmissionSetAside):
+        return []
+    lease = state.leases[event.lease].lease
+    key = lease.worker
+    standing = state.workers[key].standing
+    if key in state.bans:
+        return []
+    if isinstance(event, events.SubmissionSetAside):
+        why, what = SET_ASIDE, "rejected or set aside"
+    elif event.accepted:
+        over = standing.quarantine is not None and standing.in_a_row >= CLEAR_AFTER
+        return [events.QuarantineEnded(event.at, key)] if over else []
+    else:
+        why, what = event.reason, "rejected"
+    which = f"{why[:400]} (submission {event.submission[:16]} of step {lease.step})"
+    if standing.strikes >= BAN_AFTER:
+        reason = f"{standing.strikes} submissions {what}, the last one for {which}"
+        return [events.KeyBanned(event.at, key, reason, events.BY_COORDINATOR)]
+    if should_quarantine(standing, why):
+        return [events.WorkerQuarantined(event.at, key, which)]
+    return []
