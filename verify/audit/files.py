@@ -15,11 +15,12 @@ from runspec.core.signed import BadSignature
 from verify.audit.findings import Report
 from verify.audit.signers import Signers
 from verify.coordinator.machine.events import SubmissionJudged, SubmissionReceived
-from verify.coordinator.machine.gap_history import AnotherCalibration, excess_of
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.verdicts import (
+    AnotherCalibration,
     VerdictMismatch,
     by_coordinator,
+    excess_of,
     grade_groups,
     repeated_submission,
 )

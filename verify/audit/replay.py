@@ -23,10 +23,9 @@ from verify.coordinator.ledger.ledger import FIRST_CHAIN, BadRow, decode_event
 from verify.coordinator.ledger.snapshot import LedgerSnapshot
 from verify.coordinator.ledger.store import Row
 from verify.coordinator.machine import events
-from verify.coordinator.machine.gap_history import fault, is_fault
-from verify.coordinator.machine.history import History
 from verify.coordinator.machine.state import Policy, State
 from verify.coordinator.machine.transitions import apply
+from verify.coordinator.machine.verdicts import History, gap_fault, is_gap_fault
 from verify.formats.batch import BatchGroup
 from verify.formats.lease import Lease, lease_digest, open_lease
 
@@ -293,9 +292,9 @@ class _Replay:
             return
         answered.verdict = event.verdict
         self._files.judged(row, event, answered.lease, signers)
-        if before is not None and (event.accepted or is_fault(event.reason)):
+        if before is not None and (event.accepted or is_gap_fault(event.reason)):
             worker = before.workers[answered.lease.worker]
-            expected = fault(worker, event.gap_excess, event.gap_noise)
+            expected = gap_fault(worker, event.gap_excess, event.gap_noise)
             self._report.require(
                 event.reason == expected, row, "gaps of the worker", event.reason, expected
             )

@@ -20,9 +20,9 @@ from runspec.core.process import RunStopped
 from runspec.core.run_files import STATE_FILE, SubmissionFiles, step_folder, submission_files
 from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import CoordinatorStarted, Event, RolledBack, StepClosed
-from verify.coordinator.machine.history import History
 from verify.coordinator.machine.state import Policy, State
 from verify.coordinator.machine.transitions import apply, recorded
+from verify.coordinator.machine.verdicts import History
 from verify.formats import batch as batch_format
 from verify.timeouts import STORAGE_S
 

@@ -27,10 +27,16 @@ from verify.coordinator.edge.requests import (
 from verify.coordinator.handlers.context import Answer, RunContext, Signed
 from verify.coordinator.journal import Finished
 from verify.coordinator.machine.events import GroupGrade, SubmissionJudged, SubmissionSetAside
-from verify.coordinator.machine.gap_history import AnotherCalibration, excess_of
-from verify.coordinator.machine.gap_history import fault as gap_fault
 from verify.coordinator.machine.state import LeaseRecord
-from verify.coordinator.machine.verdicts import Seen, VerdictMismatch, by_coordinator, grade_groups
+from verify.coordinator.machine.verdicts import (
+    AnotherCalibration,
+    Seen,
+    VerdictMismatch,
+    by_coordinator,
+    excess_of,
+    gap_fault,
+    grade_groups,
+)
 from verify.formats.tables import MalformedTable
 from verify.formats.verdict import (
     MAX_BYTES,

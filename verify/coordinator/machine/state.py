@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import Any, Literal
@@ -151,7 +151,7 @@ class Worker:
     gap_excess: float = 0.0
     """Sum of the excesses of its submissions since the sum was last below 0, nats."""
     gap_noise: GapNoise | None = None
-    """Noise of the calibration by which the sum was computed (`gap_history`)."""
+    """Noise of the calibration by which the sum was computed (`verdicts`)."""
 
     @cached_property
     def rank(self) -> Rank:
@@ -166,6 +166,20 @@ class Worker:
     def unproven(self) -> bool:
         """Whether it is a stranger without an accepted submission."""
         return not self.own and self.invite is None and self.standing.accepted == 0
+
+    def excess_with(self, excess: float, noise: GapNoise) -> float:
+        """Return the sum of the excesses with that of another submission, nats.
+
+        A sum belongs to one calibration.
+        """
+        return excess + (self.gap_excess if self.gap_noise == noise else 0.0)
+
+    def with_gaps(self, excess: float | None, noise: GapNoise | None) -> Worker:
+        """Return the worker with the gaps of a submission, accepted or not."""
+        if excess is None or noise is None:
+            return self
+        total = min(max(0.0, self.excess_with(excess, noise)), noise.largest_excess)
+        return replace(self, gap_excess=total, gap_noise=noise)
 
 
 @dataclass(frozen=True)

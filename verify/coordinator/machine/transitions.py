@@ -20,7 +20,6 @@ from typing import Any
 
 from verify.coordinator.machine import events, islands
 from verify.coordinator.machine.events import IllegalTransition
-from verify.coordinator.machine.gap_history import with_gaps
 from verify.coordinator.machine.reputation import (
     BAN_AFTER,
     CLEAR_AFTER,
@@ -272,7 +271,7 @@ def _judge(state: State, event: events.SubmissionJudged) -> State:
     standing = worker.standing.after_verdict(
         0 if record.overdue else lease.groups, accepted=event.accepted, recomputed=recomputed
     )
-    worker = with_gaps(replace(worker, standing=standing), event.gap_excess, event.gap_noise)
+    worker = replace(worker, standing=standing).with_gaps(event.gap_excess, event.gap_noise)
     if not event.accepted:
         rollouts = lease.groups * state.policy.group_size
         state = _counted(state, record, rejected_submissions=1, rejected_rollouts=rollouts)
