@@ -27,7 +27,7 @@ from tests.verify.coordinator.over_http import granted, post
 from tests.waiting import eventually
 from verify.coordinator.edge import limits, requests
 from verify.coordinator.handlers import context, leasing
-from verify.coordinator.handlers.status import Cache
+from verify.coordinator.handlers.public import Cache
 from verify.coordinator.ledger.ledger import Ledger
 from verify.request_auth import ENVELOPE, sign_request
 
@@ -175,7 +175,7 @@ class TestFlooding:
             with connected(site) as stream:
                 stream.sendall(broken)
                 assert b" 400 " in stream.recv(4096)
-        logged = {"verify.coordinator.server", "aiohttp.server"}
+        logged = {"verify.coordinator.run", "aiohttp.server"}
         assert [r.getMessage() for r in caplog.records if r.name in logged] == []
 
     def test_a_status_that_takes_long_to_make(self) -> None:

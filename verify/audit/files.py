@@ -17,7 +17,6 @@ from verify.audit.signers import Signers
 from verify.coordinator.machine.events import SubmissionJudged, SubmissionReceived
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.verdicts import (
-    AnotherCalibration,
     VerdictMismatch,
     by_coordinator,
     excess_of,
@@ -195,7 +194,7 @@ class FileAudit:
         if event.accepted or by_coordinator(event.reason):
             try:
                 expected = excess_of(decode_verdicts(table), event.gap_noise)
-            except (MalformedTable, AnotherCalibration) as error:
+            except (MalformedTable, VerdictMismatch) as error:
                 self._report.add(row, "verdict file", error, "readable gaps")
                 return
         found = event.gap_excess

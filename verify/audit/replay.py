@@ -19,8 +19,7 @@ from verify.audit.files import FileAudit
 from verify.audit.findings import Credit, Report
 from verify.audit.islands import IslandAudit
 from verify.audit.signers import Signers, read_roles
-from verify.coordinator.ledger.ledger import FIRST_CHAIN, BadRow, decode_event
-from verify.coordinator.ledger.snapshot import LedgerSnapshot
+from verify.coordinator.ledger.ledger import FIRST_CHAIN, BadRow, LedgerSnapshot, decode_event
 from verify.coordinator.ledger.store import Row
 from verify.coordinator.machine import events
 from verify.coordinator.machine.state import Policy, State

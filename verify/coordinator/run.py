@@ -1,17 +1,23 @@
-"""Process of the coordinator: reads the run directory and serves until SIGTERM."""
+"""Process of the coordinator: reads the run directory and serves its HTTP API until SIGTERM.
+
+The caller's signature is checked before anything of a body is read. Bodies are limited in size and
+time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from runspec.core.errors import UserError
+from runspec.core.connection_limits import answering
+from runspec.core.errors import NotNow, UserError
 from runspec.core.files import read_bounded
 from runspec.core.keys import SigningKey
 from runspec.core.process import not_retried, stop_event_of_loop
@@ -23,22 +29,21 @@ from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.role_names import worker_names
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.closing import Closing
-from verify.coordinator.edge.authentication import Authentication, networks
 from verify.coordinator.edge.backlog import Backlog
-from verify.coordinator.edge.limits import Connections, Limiter
-from verify.coordinator.handlers.context import RunContext
+from verify.coordinator.edge.limits import Authentication, Connections, Limiter, networks
+from verify.coordinator.edge.requests import Refusal
+from verify.coordinator.handlers.context import Handler, RunContext
 from verify.coordinator.handlers.islands import Islands
 from verify.coordinator.handlers.judging import Judging
 from verify.coordinator.handlers.leasing import Admission, Leasing
 from verify.coordinator.handlers.operator import Operator
-from verify.coordinator.handlers.site import Evaluations, SiteHandlers
-from verify.coordinator.handlers.status import Status
-from verify.coordinator.journal import Journal
+from verify.coordinator.handlers.public import Evaluations, SiteHandlers, Status
+from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.ledger.ledger import open_ledger
+from verify.coordinator.machine.events import IllegalTransition
 from verify.coordinator.machine.state import Policy
-from verify.coordinator.server import Server
 from verify.pool_limits import gap_noise_by_pool
-from verify.request_auth import RequestChecker
+from verify.request_auth import RequestChecker, Unauthorised
 
 _SHUTDOWN_S = 0.5
 _log = logging.getLogger(__name__)
@@ -167,3 +172,44 @@ def _listen(connections: Connections, runner: web.AppRunner, host: str, port: in
         ) from error
     _log.info("coordinator listens on http://%s:%d", host, bound)
     return bound
+
+
+class Server:
+    """The endpoints of `docs/coordinator.md`.
+
+    Args:
+        routes: endpoints with their handlers.
+    """
+
+    def __init__(self, routes: Iterable[web.RouteDef]) -> None:
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Receives the error after which the process must end: the ledger cannot be written."""
+        self.application = web.Application(middlewares=[answering, self._errors])
+        self.application.add_routes(routes)
+
+    @web.middleware
+    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Refusal as error:
+            # At debug level, because anybody can cause any number of these lines.
+            _log.debug("%s %s refused: %s", request.method, request.path, error)
+            return _error(error.status, error.words, error.retry_after_s)
+        except Unauthorised as error:
+            return _error(401, str(error))
+        except Finished:
+            return _error(410, "the run is finished")
+        except NotNow:
+            words = "the coordinator waits for its disk or its database; ask again"
+            return _error(503, words)
+        except (UserError, IllegalTransition) as error:
+            if not self.failure.done():
+                self.failure.set_exception(error)
+            return _error(503, "the coordinator must be started again")
+
+
+def _error(status: int, words: str, retry_after_s: float | None = None) -> web.Response:
+    headers = None
+    if retry_after_s is not None:
+        headers = {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+    return web.json_response({"error": words}, status=status, headers=headers)

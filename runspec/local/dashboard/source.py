@@ -25,8 +25,7 @@ from runspec.local.metrics import read_rows, shares_bytes_sent, weights_bytes_se
 from runspec.local.progress import coordinator_status
 from runspec.local.snapshot import Snapshot, look_at
 from verify.coordinator.handlers.workers import read_state, summary
-from verify.coordinator.ledger.ledger import BadRow, decode_event
-from verify.coordinator.ledger.snapshot import LedgerSnapshot, damaged
+from verify.coordinator.ledger.ledger import BadRow, LedgerSnapshot, damaged, decode_event
 from verify.coordinator.ledger.store import NoLedger
 from verify.coordinator.machine.events import Event
 from verify.formats.evaluation import Evaluated

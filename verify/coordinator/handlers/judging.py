@@ -29,7 +29,6 @@ from verify.coordinator.journal import Finished
 from verify.coordinator.machine.events import GroupGrade, SubmissionJudged, SubmissionSetAside
 from verify.coordinator.machine.state import LeaseRecord
 from verify.coordinator.machine.verdicts import (
-    AnotherCalibration,
     Seen,
     VerdictMismatch,
     by_coordinator,
@@ -256,7 +255,7 @@ class Judging:
         if by_coordinator(reason):
             raise Refusal(400, "verdict: the coordinator alone rejects for that")
         if accepted:
-            with refusing(400, VerdictMismatch, AnotherCalibration, what="verdict: "):
+            with refusing(400, VerdictMismatch, what="verdict: "):
                 groups = grade_groups(
                     rows,
                     submission=envelope.submission,

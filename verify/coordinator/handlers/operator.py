@@ -24,8 +24,7 @@ from runspec.core.spec.schema import RunSpec
 from verify.coordinator.edge.requests import Refusal, refusing, send_file
 from verify.coordinator.handlers.context import RunContext, Signed
 from verify.coordinator.journal import Journal
-from verify.coordinator.ledger.ledger import open_ledger
-from verify.coordinator.ledger.snapshot import LedgerSnapshot
+from verify.coordinator.ledger.ledger import LedgerSnapshot, open_ledger
 from verify.coordinator.machine.events import (
     BY_OPERATOR,
     BanLifted,

@@ -60,7 +60,8 @@ _LEAST_SPAN_S = 1.0
 
 
 class VerdictMismatch(ValueError):
-    """Raised for a verdict file whose rows are not exactly the rollouts of its submission."""
+    """Raised for a verdict file whose rows are not exactly the rollouts of its submission, or lack
+    what the coordinator's spec asks for."""
 
 
 def grade_groups(
@@ -195,22 +196,18 @@ def _length(grades: Sequence[GroupGrade]) -> float | None:
 # -- Gaps of all submissions of a worker together --------------------------------------------------
 
 
-class AnotherCalibration(ValueError):
-    """Raised for a verdict of a validator whose spec differs from the coordinator's."""
-
-
 def excess_of(rows: Sequence[RolloutVerdict], noise: GapNoise | None) -> float | None:
     """Return the excess of a submission, nats; None if not calibrated or not recomputed.
 
     Raises:
-        AnotherCalibration: a recomputed row has no gaps.
+        VerdictMismatch: a recomputed row has no gaps: the validator has another spec.
     """
     if noise is None:
         return None
     recomputed = [row.gap_excess for row in rows if row.logprob_diff is not None]
     found = [excess for excess in recomputed if excess is not None]
     if len(found) < len(recomputed):
-        raise AnotherCalibration("no gaps for a calibrated pool: the validator has another spec")
+        raise VerdictMismatch("no gaps for a calibrated pool: the validator has another spec")
     return sum(found) if found else None
 
 

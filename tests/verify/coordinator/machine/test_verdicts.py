@@ -15,7 +15,6 @@ from verify.coordinator.machine.reputation import EXACT_CHECKS, WORKERS_GAPS, St
 from verify.coordinator.machine.state import LeaseRecord, State, Tally, Worker
 from verify.coordinator.machine.transitions import apply
 from verify.coordinator.machine.verdicts import (
-    AnotherCalibration,
     History,
     Seen,
     VerdictMismatch,
@@ -193,7 +192,7 @@ def test_the_excess_of_a_submission_is_that_of_the_rows_that_were_recomputed() -
     assert excess_of(gaps(None, recomputed=False), NOISE) is None
     assert excess_of(rows, None) is None
     # a validator that says nothing of gaps judges by another spec
-    with pytest.raises(AnotherCalibration, match="another spec"):
+    with pytest.raises(VerdictMismatch, match="another spec"):
         excess_of(gaps(0.01, None), NOISE)
 
 
