@@ -110,19 +110,15 @@ class Closing:
             now = self._journal.clock()
             try:
                 more = self._advance(now)
+                times = [filling.next_due(self._journal.state, now)]
+                if self._islands is not None:
+                    times.append(self._islands.next_due(now))
                 # A time later than `now` would skip some.
-                due = now if more else self._next_due(now)
+                due = now if more else min((at for at in times if at is not None), default=None)
             except NotNow as error:
                 self._journal.put_off(error)
                 due = self._journal.clock() + _AGAIN_S
             going_on = await self._journal.change(None, due=due)
-
-    def _next_due(self, now: float) -> float | None:
-        """Return when a decision next changes without an event, in seconds since the epoch."""
-        times = [filling.next_due(self._journal.state, now)]
-        if self._islands is not None:
-            times.append(self._islands.next_due(now))
-        return min((at for at in times if at is not None), default=None)
 
     def _advance(self, now: float) -> bool:
         """Do what is due; return whether more steps may close now."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import io
 import math
 import os
 import uuid
@@ -35,8 +34,7 @@ BODY_S = 30.0
 """Seconds a JSON body may take to arrive."""
 MAX_WAIT_S = 30.0
 _MAX_HOLDING = 64
-_CHUNK_BYTES = 1 << 20
-_PIECE_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20
 _PIECE_S = 120.0
 """Seconds that a client may take for one piece; a slower client is disconnected."""
 _MAX_WORDS = 500
@@ -162,11 +160,6 @@ def read_envelope(request: web.Request) -> bytes:
         raise Refusal(400, f"header {ENVELOPE} is not base64: {error}") from error
 
 
-def upload(request: web.Request) -> AsyncIterator[bytes]:
-    """Return the body of an upload, in pieces."""
-    return request.content.iter_chunked(_CHUNK_BYTES)
-
-
 # -- Uploads -----------------------------------------------------------------------------------
 
 
@@ -260,26 +253,19 @@ async def send_file(request: web.Request, path: Path) -> web.StreamResponse:
         raise Refusal(404, f"the file cannot be read any more: {error.strerror}") from error
     with file:
         size = os.fstat(file.fileno()).st_size
-        return await _send(request, file, size, {"Content-Type": "application/octet-stream"})
+        return await send(request, file, size, {"Content-Type": "application/octet-stream"})
 
 
-async def send_json(
-    request: web.Request, document: bytes, headers: Mapping[str, str]
-) -> web.StreamResponse:
-    """Answer with a document that may be large; a slow reader keeps one piece in memory."""
-    headers = {"Content-Type": "application/json", **headers}
-    return await _send(request, io.BytesIO(document), len(document), headers)
-
-
-async def _send(
+async def send(
     request: web.Request, file: BinaryIO, left: int, headers: Mapping[str, str]
 ) -> web.StreamResponse:
+    """Answer with the next `left` bytes of a file; a slow reader keeps one piece in memory."""
     response = web.StreamResponse(headers=headers)
     response.content_length = left
     await response.prepare(request)
     try:
         while left > 0 and request.method == "GET":
-            piece = await asyncio.to_thread(file.read, min(left, _PIECE_BYTES))
+            piece = await asyncio.to_thread(file.read, min(left, PIECE_BYTES))
             if not piece:
                 raise ConnectionAbortedError("the file has become shorter")
             async with asyncio.timeout(_PIECE_S):

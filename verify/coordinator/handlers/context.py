@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from runspec.core.roles import Roles
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.edge.backlog import Backlog
 from verify.coordinator.edge.limits import Authentication
-from verify.coordinator.edge.requests import Refusal, read_json, send_json
+from verify.coordinator.edge.requests import Refusal, read_json, send
 from verify.coordinator.handlers.workers import Peers
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine.claims import Claims
@@ -115,4 +116,5 @@ class RunContext:
         if len(document) <= _SMALL_BYTES:
             return web.Response(body=document, content_type="application/json", headers=headers)
         with self.authentication.download(request):
-            return await send_json(request, document, headers or {})
+            headers = {"Content-Type": "application/json", **(headers or {})}
+            return await send(request, io.BytesIO(document), len(document), headers)

@@ -14,13 +14,13 @@ from runspec.core.files import sync_folder
 from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
 from verify.coordinator.edge.requests import (
+    PIECE_BYTES,
     Refusal,
     digests,
     read_envelope,
     received,
     refusing,
     send_file,
-    upload,
     wait_and_holding,
     write_small,
 )
@@ -129,7 +129,7 @@ class Judging:
             envelope = open_verdict(signed, validators=frozenset({caller.key}))
         if envelope.digest != caller.body_digest:
             raise Refusal(400, "the envelope names another body")
-        await self.judge(caller.key, envelope, signed, upload(request))
+        await self.judge(caller.key, envelope, signed, request.content.iter_chunked(PIECE_BYTES))
         return web.json_response({}, status=202)
 
     async def next_submission(

@@ -24,13 +24,13 @@ from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.edge.limits import Limiter, count_new_key
 from verify.coordinator.edge.requests import (
+    PIECE_BYTES,
     Refusal,
     digests,
     read_envelope,
     received,
     refusing,
     to_the_end,
-    upload,
     wait_and_holding,
     write_small,
 )
@@ -197,7 +197,7 @@ class Leasing:
             raise Refusal(403, "the submission is another worker's")
         if envelope.digest != caller.body_digest:
             raise Refusal(400, "the envelope names another body")
-        await self.submit(envelope, signed, upload(request))
+        await self.submit(envelope, signed, request.content.iter_chunked(PIECE_BYTES))
         return web.json_response({}, status=202)
 
     def register(self, key: str, pool: str, invite: object = None, *, address: str) -> None:

@@ -157,14 +157,6 @@ def _ban(state: State, event: events.KeyBanned) -> State:
     return _strike_unproven(state, event.key)
 
 
-def _strike_unproven(state: State, worker: str) -> State:
-    """Strike the groups of a doubted worker that were accepted without being recomputed."""
-    for record in list(state.leases.values()):
-        if record.lease.worker == worker and not record.recomputed:
-            state = _without_usable(state, record)
-    return state
-
-
 def _lift_ban(state: State, event: events.BanLifted) -> State:
     _require(event.key in state.bans, "a key that is not banned")
     state = replace(state, bans=state.bans.remove(event.key))
@@ -274,8 +266,9 @@ def _judge(state: State, event: events.SubmissionJudged) -> State:
     worker = replace(worker, standing=standing).with_gaps(event.gap_excess, event.gap_noise)
     if not event.accepted:
         rollouts = lease.groups * state.policy.group_size
-        state = _counted(state, record, rejected_submissions=1, rejected_rollouts=rollouts)
-        state = _tallied(state, record, last_rejection=event.reason[:300])
+        state = _counted(
+            state, record, event.reason[:300], rejected_submissions=1, rejected_rollouts=rollouts
+        )
         record = replace(record, status="rejected", verdict=event.verdict)
     else:
         earned = [g for g in event.groups if g.outcome != "dropped"]
@@ -335,20 +328,23 @@ def _close(state: State, event: events.StepClosed) -> State:
     return _lapse(replace(state, leases=kept))
 
 
+def _strike_unproven(state: State, worker: str) -> State:
+    """Strike the groups of a doubted worker that were accepted without being recomputed."""
+    return _strike(state, lambda r: r.lease.worker == worker and not r.recomputed)
+
+
 def _lapse(state: State) -> State:
     """Strike the groups that no step still to close may train."""
+    return _strike(state, lambda r: state.lag(r) > state.policy.async_level)
+
+
+def _strike(state: State, struck: Callable[[LeaseRecord], bool]) -> State:
+    """Strike the groups of some leases that are not trained yet."""
     for record in list(state.leases.values()):
-        if state.lag(record) > state.policy.async_level:
-            state = _without_usable(state, record)
+        if record.usable and struck(record):
+            state = _counted(state, record, expired_groups=len(record.usable))
+            state = _with_lease(state, replace(record, usable=()))
     return state
-
-
-def _without_usable(state: State, record: LeaseRecord) -> State:
-    """Strike the groups of a lease that are not trained yet."""
-    if not record.usable:
-        return state
-    state = _counted(state, record, expired_groups=len(record.usable))
-    return _with_lease(state, replace(record, usable=()))
 
 
 def _record(state: State, lease: str, status: str) -> LeaseRecord:
@@ -358,17 +354,12 @@ def _record(state: State, lease: str, status: str) -> LeaseRecord:
     return record
 
 
-def _counted(state: State, record: LeaseRecord, **more: Any) -> State:
+def _counted(state: State, record: LeaseRecord, rejection: str = "", **more: Any) -> State:
     """Add to counts of the tally that a lease belongs to, or to its grades."""
-    tally = state.tallies.get(max(record.lease.step, state.next_close), Tally())
-    sums = {name: getattr(tally, name) + value for name, value in more.items()}
-    return _tallied(state, record, **sums)
-
-
-def _tallied(state: State, record: LeaseRecord, **values: Any) -> State:
-    """Set values of the tally that a lease belongs to."""
     step = max(record.lease.step, state.next_close)
-    tally = replace(state.tallies.get(step, Tally()), **values)
+    tally = state.tallies.get(step, Tally())
+    sums = {name: getattr(tally, name) + value for name, value in more.items()}
+    tally = replace(tally, last_rejection=rejection or tally.last_rejection, **sums)
     return replace(state, tallies={**state.tallies, step: tally})
 
 
