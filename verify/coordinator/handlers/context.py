@@ -67,11 +67,19 @@ class RunContext:
             raise Refusal(403, "only the coordinator's own key may do this")
         return caller
 
-    def public(self, path: str, handler: Handler) -> web.RouteDef:
-        """Let everybody call a handler, within the limits of unsigned requests."""
+    def get(
+        self, path: str, handler: Handler, by: Callable[[web.Request], SignedRequest | None]
+    ) -> web.RouteDef:
+        """Let a handler answer requests without a body.
+
+        Args:
+            path: path of the requests.
+            handler: answers a request.
+            by: identifies the caller or, if anybody may ask, limits unsigned requests.
+        """
 
         async def answer(request: web.Request) -> web.StreamResponse:
-            self.authentication.public(request)
+            by(request)
             return await handler(request)
 
         return web.get(path, answer)

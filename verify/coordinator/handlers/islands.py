@@ -63,17 +63,17 @@ class Islands:
         """A step, and the paths of the files that its manifest names."""
 
     def routes(self) -> list[web.RouteDef]:
-        post, by = self._run.post, self._island
+        get, post, by = self._run.get, self._run.post, self._island
         return [
             post("/v1/islands/outer", self._announce, "url", "version", "digest", by=by),
-            web.get("/v1/islands/outer", self._outer_states),
+            get("/v1/islands/outer", self._outer_states, by),
             web.post("/v1/islands/offer", self._offer),
-            web.get(f"/v1/islands/records/{_STEP}", self._record),
+            get(f"/v1/islands/records/{_STEP}", self._record, by),
             post("/v1/islands/lost", self._lost, "step", "island", by=by),
             post("/v1/islands/result", self._result, "step", "record", "digest", by=by),
-            web.get(f"/v1/islands/results/{_STEP}", self._get_result),
-            web.get(f"/v1/islands/batches/{_STEP}", self._batch),
-            web.get(f"/v1/islands/files/{_STEP}/{{name:[0-9a-z.]{{1,100}}}}", self._file),
+            get(f"/v1/islands/results/{_STEP}", self._get_result, by),
+            get(f"/v1/islands/batches/{_STEP}", self._batch, by),
+            get(f"/v1/islands/files/{_STEP}/{{name:[0-9a-z.]{{1,100}}}}", self._file, by),
         ]
 
     def _island(self, request: web.Request) -> SignedRequest:
@@ -95,7 +95,6 @@ class Islands:
 
     async def _outer_states(self, request: web.Request) -> web.Response:
         """Send the outer states that were announced, and how far the run is."""
-        self._island(request)
         found = self._journal.state.islands
         oldest = min(found.records, default=found.step)
         outer = OuterStates(list(self._stored.values()), found.step, oldest)
@@ -137,7 +136,6 @@ class Islands:
 
         If there is none in time, send who has offered a share, and for whom the step waits.
         """
-        self._island(request)
         step, deadline = _step(request), self._journal.clock() + _wait(request)
         while True:
             found = self._journal.state.islands
@@ -195,13 +193,11 @@ class Islands:
 
     async def _get_result(self, request: web.Request) -> web.Response:
         """Send the digest of the outer state after a step; null if none was reported."""
-        self._island(request)
         first = self._journal.state.islands.results.get(_step(request))
         return web.json_response({"digest": None if first is None else first.digest})
 
     async def _batch(self, request: web.Request) -> web.StreamResponse:
         """Send a step's signed manifest."""
-        self._island(request)
         step, wait_s, journal = _step(request), _wait(request), self._journal
         if step >= journal.state.policy.steps:
             raise Refusal(404, f"the run has {journal.state.policy.steps} steps")
@@ -217,7 +213,6 @@ class Islands:
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
         """Send a file that the manifest of a closed step names."""
-        self._island(request)
         step, name, journal = _step(request), request.match_info["name"], self._journal
         if self._files[0] != step:
             if journal.state.policy.rows_per_step or step >= journal.state.next_close:

@@ -52,17 +52,17 @@ class Operator:
         self._run, self._run_dir = run, run.journal.run_dir
 
     def routes(self) -> list[web.RouteDef]:
-        by = self._run.operator
+        get, by = self._run.get, self._run.operator
         return [
             self._run.post(
                 "/v1/operator/{verb:ban|unban|revoke}", self._order, "key", "reason", by=by
             ),
-            web.get(f"/v1/view/ledger/{{after:{_NUMBER}}}", self._ledger),
-            web.get(f"/v1/view/metrics/{{offset:{_NUMBER}}}", self._metrics),
-            web.get("/v1/view/tokenizer", self._tokenizer),
-            web.get(
+            get(f"/v1/view/ledger/{{after:{_NUMBER}}}", self._ledger, by),
+            get(f"/v1/view/metrics/{{offset:{_NUMBER}}}", self._metrics, by),
+            get("/v1/view/tokenizer", self._tokenizer, by),
+            get(
                 "/v1/view/{kind:submission|verdict}/{step:[0-9]{1,9}}/{digest:[0-9a-f]{64}}",
-                self._table,
+                *(self._table, by),
             ),
         ]
 
@@ -73,7 +73,6 @@ class Operator:
     async def _ledger(self, request: web.Request) -> web.StreamResponse:
         """Send rows later than the `after`-th as JSON lines [seq, kind, body]: some, or none if
         there is no later one."""
-        self._run.operator(request)
         after = int(request.match_info["after"])
         return web.Response(body=await asyncio.to_thread(self._rows, after))
 
@@ -92,7 +91,6 @@ class Operator:
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
         """Send a piece of metrics.jsonl; 409 if the file is shorter."""
-        self._run.operator(request)
         offset = int(request.match_info["offset"])
         return web.Response(body=await asyncio.to_thread(self._metrics_from, offset))
 
@@ -107,12 +105,10 @@ class Operator:
             return b""
 
     async def _tokenizer(self, request: web.Request) -> web.StreamResponse:
-        self._run.operator(request)
         return await send_file(request, initial_model(self._run_dir) / TOKENIZER_FILE)
 
     async def _table(self, request: web.Request) -> web.StreamResponse:
         """Send the file of a submission, or of the verdict on it; it may be gone."""
-        self._run.operator(request)
         asked = request.match_info
         files = submission_files(self._run_dir, int(asked["step"]), asked["digest"])
         path = files.verdict if asked["kind"] == "verdict" else files.submission

@@ -110,14 +110,14 @@ class Status(Collector):
         registry.register(self)
 
     def routes(self) -> list[web.RouteDef]:
-        public = self._run.public
+        get, by = self._run.get, self._run.authentication.public
         return [
-            public("/v1/status", self._get),
-            public(f"/v1/lists/{_LIST}", self._get_list),
-            public(f"/v1/lists/{_LIST}/{_KEY}", self._get_list),
-            public(f"/v1/workers/{_KEY}", self._get_worker),
-            public("/metrics", self._metrics),
-            public("/healthz", self._healthz),
+            get("/v1/status", self._get, by),
+            get(f"/v1/lists/{_LIST}", self._get_list, by),
+            get(f"/v1/lists/{_LIST}/{_KEY}", self._get_list, by),
+            get(f"/v1/workers/{_KEY}", self._get_worker, by),
+            get("/metrics", self._metrics, by),
+            get("/healthz", self._healthz, by),
         ]
 
     async def _get(self, request: web.Request) -> web.StreamResponse:
@@ -280,11 +280,11 @@ class SiteHandlers:
         self._ready = asyncio.ensure_future(asyncio.to_thread(self._look))
 
     def routes(self) -> list[web.RouteDef]:
-        public = self._run.public
+        get, by = self._run.get, self._run.authentication.public
         return [
-            public("/v1/{name:spec|roles}", self._document),
-            public("/v1/site", self._site),
-            public("/v1/data/{digest:[0-9a-f]{64}}", self._data),
+            get("/v1/{name:spec|roles}", self._document, by),
+            get("/v1/site", self._site, by),
+            get("/v1/data/{digest:[0-9a-f]{64}}", self._data, by),
         ]
 
     def close(self) -> None:
@@ -358,7 +358,8 @@ class Evaluations:
         self._known = {(e.evaluation, e.version): _shown(e) for e in found}
 
     def routes(self) -> list[web.RouteDef]:
-        get = self._run.public("/v1/evaluations", self._get)
+        anybody = self._run.authentication.public
+        get = self._run.get("/v1/evaluations", self._get, anybody)
         return [get, web.post("/v1/evaluations", self._add)]
 
     async def _get(self, request: web.Request) -> web.StreamResponse:

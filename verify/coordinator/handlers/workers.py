@@ -217,14 +217,14 @@ def rows(
     """Return what is known of workers; see `summary`."""
     open_leases = Counter(r.lease.worker for r in state.leases.values() if r.status == "open")
     known = seen.peers if seen else {}
-    return [
-        {**_worker(state, key, open_leases[key]), **activity(known.get(key), now)} for key in keys
-    ]
+    return [_worker(state, key, open_leases[key]) | activity(known.get(key), now) for key in keys]
 
 
 def _worker(state: State, key: str, open_leases: int) -> dict[str, Any]:
     worker, ban = state.workers[key], state.bans.get(key)
-    standing = worker.standing
+    standing, place = worker.standing, worker.rank.name.lower()
+    if ban is not None or standing.quarantine is not None:
+        place = "quarantined" if ban is None else "banned"
     return {
         "key": key,
         "pool": worker.pool,
@@ -237,18 +237,10 @@ def _worker(state: State, key: str, open_leases: int) -> dict[str, Any]:
         "reputation": round(reputation(standing), 4),
         "prefill_share": round(state.share_of(key), 4),
         "gap_excess": round(worker.gap_excess, 4),
-        "standing": _standing(state, key),
+        "standing": place,
         "reason": one_line(ban or standing.quarantine or "", _MAX_REASON),
         "open_leases": open_leases,
     }
-
-
-def _standing(state: State, key: str) -> str:
-    """`banned`, `quarantined`, or its rank: `known`, `recorded` or `new`."""
-    if key in state.bans:
-        return "banned"
-    quarantined = state.workers[key].standing.quarantine is not None
-    return "quarantined" if quarantined else state.workers[key].rank.name.lower()
 
 
 def activity(peer: Peer | None, now: float) -> dict[str, Any]:
