@@ -120,9 +120,7 @@ def database(postgres: Server, tmp_path: Path) -> str:
 
 
 def with_ledger(url: str, name: str = "tiny") -> RunSpec:
-    values: dict[str, Any] = tiny_spec(steps=2).model_dump(mode="json", by_alias=True)
-    values["verify"]["ledger"] = url
-    return RunSpec.model_validate(values | {"name": name})
+    return tiny_spec(steps=2, verify={"ledger": url}, name=name)
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -19,7 +19,6 @@ from runspec.core.latest import Latest, sign_latest
 from runspec.core.process import RunStopped
 from runspec.core.roles import Roles
 from runspec.core.spec.schema import Backlog as Limits
-from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec
 from tests.verify.coordinator.filled import (
     POLICY,
@@ -55,9 +54,8 @@ def test_what_is_too_much_waits_before_its_body_is_read_and_all_of_it_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(backlog_module, "FIRST_RETRY_S", 1)
-    values = tiny_spec(lease_timeout="1h").model_dump(mode="json", by_alias=True)
-    values["verify"]["backlog"]["submissions"] = 1
-    site = Site(tmp_path, RunSpec.model_validate(values))
+    backlog = {"backlog": {"submissions": 1}}
+    site = Site(tmp_path, tiny_spec(lease_timeout="1h", verify=backlog))
     site.publish(0)
     with site.origin(), site.serving(), ThreadPoolExecutor(1) as threads:
         (one, first), (two, second) = site.worker(), site.worker()

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import tiny_spec
 from tests.verify.coordinator.documents import documents_spec
 from tests.verify.coordinator.filled import Filled, key, started
@@ -49,10 +48,9 @@ def leased(record: LeaseRecord) -> tuple[int, int, int]:
 
 
 def test_the_policy_is_the_specs():
-    values = tiny_spec().model_dump(mode="json", by_alias=True)
-    values["algorithm"] |= {"prompts_per_step": 10, "fill": {"max_groups": 2.55, "min_share": 0.55}}
-    values["verify"] |= {"newcomer_share": 0.25, "prefill_share": 0.5, "prefill_floor": 0.2}
-    found = Policy.of(RunSpec.model_validate(values))
+    algorithm = {"prompts_per_step": 10, "fill": {"max_groups": 2.55, "min_share": 0.55}}
+    verify = {"newcomer_share": 0.25, "prefill_share": 0.5, "prefill_floor": 0.2}
+    found = Policy.of(tiny_spec(algorithm=algorithm, verify=verify))
     assert (found.run, found.steps, found.group_size, found.async_level) == ("tiny", 3, 2, 1)
     shares = (found.groups, found.max_groups, found.min_groups, found.newcomer_groups)
     assert shares == (10, 25, 6, 2)
