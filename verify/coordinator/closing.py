@@ -168,7 +168,7 @@ class Closing:
             groups.append(
                 BatchGroup.of(record.lease, record.submission, record.verdict, group.group)
             )
-        busy = self._run.peers.workers.busy_fraction(now)
+        busy = self._run.workers.busy_fraction(now)
         stats = batch_stats(tally, opened=opened, closed=now, busy_fraction=busy)
         stats |= self._journal.history.batch_stats(now, step, decision.groups)
         rows, chain = self._journal.ledger.head

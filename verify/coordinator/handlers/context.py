@@ -15,7 +15,7 @@ from runspec.core.spec.schema import RunSpec
 from verify.coordinator.edge.backlog import Backlog
 from verify.coordinator.edge.limits import Authentication
 from verify.coordinator.edge.requests import Refusal, read_json, send
-from verify.coordinator.handlers.workers import Peers
+from verify.coordinator.handlers.workers import Activity
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine.claims import Claims
 from verify.request_auth import SignedRequest
@@ -51,8 +51,10 @@ class RunContext:
     """Identifies and limits callers."""
     backlog: Backlog
     """Limits the waiting submissions."""
-    peers: Peers = field(default_factory=Peers)
-    """Activity of workers, validators and islands."""
+    workers: Activity = field(default_factory=Activity)
+    validators: Activity = field(default_factory=Activity)
+    islands: Activity = field(default_factory=Activity)
+    """Activity of learner islands, by name instead of key."""
     claims: Claims = field(default_factory=Claims)
     """Which validator works on which submission."""
 

@@ -81,7 +81,7 @@ class Islands:
         caller = self._run.authentication.caller(request)
         if caller.key not in self._names:
             raise Refusal(403, "roles.json does not name this key as an island's")
-        self._run.peers.islands.seen(self._names[caller.key], self._journal.clock())
+        self._run.islands.seen(self._names[caller.key], self._journal.clock())
         return caller
 
     async def _announce(self, asked: Signed) -> None:

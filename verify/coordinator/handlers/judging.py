@@ -43,6 +43,7 @@ from verify.formats.verdict import (
     VerdictEnvelope,
     decode_verdicts,
     open_verdict,
+    read_fingerprints,
 )
 from verify.request_auth import SignedRequest
 from verify.thresholds import GapNoise
@@ -63,7 +64,15 @@ class Judging:
     ) -> None:
         self._run, self._journal, self._gap_noise = run, run.journal, gap_noise
         self._claims = run.claims
-        self._seen = Seen.of(run.journal.run_dir, run.journal.state)
+        self._seen = Seen()
+        for record in run.journal.state.leases.values():  # after a restart
+            if record.status == "accepted" and record.submission is not None:
+                step, submission = record.lease.step, record.submission
+                path = submission_files(run.journal.run_dir, step, submission).verdict
+                try:
+                    self._seen.add(step, submission, read_fingerprints(path))
+                except (OSError, MalformedTable) as error:
+                    _log.warning("new rollouts are not compared with those of %s: %s", path, error)
 
     def routes(self) -> list[web.RouteDef]:
         post, by = self._run.post, self._validator
@@ -78,7 +87,7 @@ class Judging:
         caller = self._run.authentication.caller(request)
         if caller.key not in self._run.roles.validator:
             raise Refusal(403, "roles.json does not name this key as a validator's")
-        self._run.peers.validators.seen(caller.key, self._journal.clock())
+        self._run.validators.seen(caller.key, self._journal.clock())
         return caller
 
     async def _next(self, asked: Signed) -> Answer:

@@ -161,14 +161,14 @@ class Leasing:
             info = scalars(body["info"])
         address = self._run.authentication.address(asked.http)
         self.register(asked.key, body["pool"], body.get("invite"), address=address)
-        self._run.peers.workers.registered(asked.key, info, self._journal.clock())
+        self._run.workers.registered(asked.key, info, self._journal.clock())
 
     async def _heartbeat(self, asked: Signed) -> None:
         run, now = self._run, self._journal.clock()
         if asked.key in run.roles.validator:
-            activity = run.peers.validators
+            activity = run.validators
         elif asked.key in self._journal.state.workers:
-            activity = run.peers.workers
+            activity = run.workers
         else:
             raise Refusal(403, "this key is neither a worker's nor a validator's")
         with refusing(400, TypeError, ValueError, what="state: "):
@@ -178,7 +178,7 @@ class Leasing:
     async def _lease(self, asked: Signed) -> web.Response:
         wait_s, holding = wait_and_holding(asked.body)
         if asked.key in self._journal.state.workers:
-            self._run.peers.workers.seen(asked.key, self._journal.clock())
+            self._run.workers.seen(asked.key, self._journal.clock())
         with self._run.authentication.poll(asked.key, asked.http):
             lease = await self.lease(asked.key, holding, wait_s)
         if lease is None:

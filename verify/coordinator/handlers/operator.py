@@ -25,13 +25,7 @@ from verify.coordinator.edge.requests import Refusal, refusing, send_file
 from verify.coordinator.handlers.context import RunContext, Signed
 from verify.coordinator.journal import Journal
 from verify.coordinator.ledger.ledger import LedgerSnapshot, open_ledger
-from verify.coordinator.machine.events import (
-    BY_OPERATOR,
-    BanLifted,
-    InviteRevoked,
-    KeyBanned,
-    RolledBack,
-)
+from verify.coordinator.machine import events
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
 from verify.formats.viewing import MAX_PIECE_BYTES, TOKENIZER_FILE
@@ -139,15 +133,15 @@ def obey(journal: Journal, roles: Roles, verb: str, key: Any, reason: Any) -> No
             raise Refusal(409, "this key has a role: remove it from roles.json instead")
         if key in state.bans:
             raise Refusal(409, f"banned already: {state.bans[key]}")
-        journal.record(KeyBanned(now, key, reason, BY_OPERATOR))
+        journal.record(events.KeyBanned(now, key, reason, events.BY_OPERATOR))
     elif verb == "unban":
         if key not in state.bans:
             raise Refusal(409, "this key is not banned")
-        journal.record(BanLifted(now, key, reason, BY_OPERATOR))
+        journal.record(events.BanLifted(now, key, reason, events.BY_OPERATOR))
     else:
         if key in state.revoked:
             raise Refusal(409, f"revoked already: {state.revoked[key]}")
-        journal.record(InviteRevoked(now, key, reason, BY_OPERATOR))
+        journal.record(events.InviteRevoked(now, key, reason, events.BY_OPERATOR))
 
 
 def order_stopped(
@@ -190,4 +184,4 @@ def closed_steps(run_dir: Path, spec: RunSpec) -> int:
 def record_rollback(run_dir: Path, spec: RunSpec, version: int) -> None:
     """Record in the ledger of a stopped run that it goes on from an earlier version."""
     with closing(open_ledger(run_dir, spec)) as ledger:
-        ledger.append([RolledBack(time.time(), version)])
+        ledger.append([events.RolledBack(time.time(), version)])

@@ -126,7 +126,7 @@ class Status(Collector):
     async def _get_list(self, request: web.Request) -> web.StreamResponse:
         """Send a page of a list; see `workers.page`."""
         at, state, now = request.match_info, self._journal.state, self._journal.clock()
-        found = workers.page(at["name"], at.get("key", ""), state, self._run.peers.workers, now)
+        found = workers.page(at["name"], at.get("key", ""), state, self._run.workers, now)
         document = json.dumps(found, ensure_ascii=False).encode()
         tag = f'"{digest_bytes(document)}"'
         if request.headers.get("If-None-Match") == tag:
@@ -137,7 +137,7 @@ class Status(Collector):
         key, state, now = request.match_info["key"], self._journal.state, self._journal.clock()
         if key not in state.workers:
             raise Refusal(404, "no worker has this key")
-        (found,) = workers.rows(state, [key], self._run.peers.workers, now)
+        (found,) = workers.rows(state, [key], self._run.workers, now)
         return web.json_response(found)
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
@@ -158,10 +158,10 @@ class Status(Collector):
             "steps_closed": state.next_close,
             "rows_signed": state.next_close * state.policy.rows_per_step,
             "open_steps": [_step(state, number, now) for number in state.steps],
-            **workers.summary(state, run.peers.workers, now),
+            **workers.summary(state, run.workers, now),
             "validators": [
                 {"key": key, **workers.activity(peer, now)}
-                for key, peer in run.peers.validators.peers.items()
+                for key, peer in run.validators.peers.items()
             ],
             "queue": {
                 "to_judge": len(state.to_judge),
@@ -176,7 +176,7 @@ class Status(Collector):
                 "manifest": self._journal.history.to_manifest.report(),
             },
             "rejected_submissions": sum(w.standing.rejected for w in state.workers.values()),
-            "islands": islands.report(state, run.peers.islands, now),
+            "islands": islands.report(state, run.islands, now),
         }
 
     def collect(self) -> Iterator[Metric]:
@@ -198,25 +198,18 @@ class Status(Collector):
         }
         for name, (text, value) in gauges.items():
             yield gauge(f"coordinator_{name}", text, value)
+        rejected = report["rejected_submissions"]
+        rollouts = sum(w.accepted_rollouts for w in known)
+        tokens = sum(w.accepted_tokens for w in known)
+        accepted = sum(w.standing.accepted for w in known)
+        withheld = sum(w.standing.withheld for w in known)
         counters = {
             "steps_closed": ("Batch manifests signed.", report["steps_closed"]),
-            "accepted_rollouts": ("Rollouts accepted.", sum(w.accepted_rollouts for w in known)),
-            "accepted_tokens": (
-                "Output tokens of accepted rollouts.",
-                sum(w.accepted_tokens for w in known),
-            ),
-            "accepted_submissions": (
-                "Submissions accepted by a verdict.",
-                sum(w.standing.accepted for w in known),
-            ),
-            "rejected_submissions": (
-                "Submissions rejected by a verdict.",
-                report["rejected_submissions"],
-            ),
-            "withheld_leases": (
-                "Leases that ended unanswered.",
-                sum(w.standing.withheld for w in known),
-            ),
+            "accepted_rollouts": ("Rollouts accepted.", rollouts),
+            "accepted_tokens": ("Output tokens of accepted rollouts.", tokens),
+            "accepted_submissions": ("Submissions accepted by a verdict.", accepted),
+            "rejected_submissions": ("Submissions rejected by a verdict.", rejected),
+            "withheld_leases": ("Leases that ended unanswered.", withheld),
         }
         for name, (text, value) in counters.items():
             yield counter(f"coordinator_{name}", text, value)

@@ -111,16 +111,6 @@ class Activity:
         return sum(known) / len(known) if known else None
 
 
-@dataclass(frozen=True)
-class Peers:
-    """Activity of all workers, validators and learner islands of a run."""
-
-    workers: Activity = field(default_factory=Activity)
-    validators: Activity = field(default_factory=Activity)
-    islands: Activity = field(default_factory=Activity)
-    """Activity of learner islands, by name instead of key."""
-
-
 def scalars(state: Mapping[str, Any]) -> Scalars:
     """Check a map that a peer sent, and return a copy.
 

@@ -21,28 +21,23 @@ Latencies and rates are folded from the ledger's events like the state, so they 
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from array import array
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runspec.core.run_files import submission_files
 from verify.coordinator.machine import events
 from verify.coordinator.machine.events import GroupGrade
 from verify.coordinator.machine.reputation import WORKERS_GAPS
-from verify.coordinator.machine.state import State, Tally, Worker
+from verify.coordinator.machine.state import Tally, Worker
 from verify.formats.lease import Lease
-from verify.formats.tables import MalformedTable
-from verify.formats.verdict import RolloutVerdict, read_fingerprints
+from verify.formats.verdict import RolloutVerdict
 from verify.thresholds import GapNoise
 
-_log = logging.getLogger(__name__)
 _REASON = re.compile(
     r"duplicates: row \d+: \d+ runs of tokens of submission (?P<submission>[0-9a-f]{64}), "
     r"which was judged before"
@@ -249,21 +244,6 @@ class Seen:
     def __init__(self) -> None:
         self._steps: dict[int, dict[int, str]] = {}
         """For each step and fingerprint, the submission that contained it first."""
-
-    @classmethod
-    def of(cls, run_dir: Path, state: State) -> Seen:
-        """Read the fingerprints of accepted submissions from the verdict files, after a restart."""
-        seen = cls()
-        for record in state.leases.values():
-            if record.status != "accepted" or record.submission is None:
-                continue
-            step = record.lease.step
-            path = submission_files(run_dir, step, record.submission).verdict
-            try:
-                seen.add(step, record.submission, read_fingerprints(path))
-            except (OSError, MalformedTable) as error:
-                _log.warning("new rollouts are not compared with those of %s: %s", path, error)
-        return seen
 
     def add(self, step: int, submission: str, prints: Sequence[Sequence[int]]) -> None:
         """Remember the rows of an accepted submission."""
