@@ -24,7 +24,7 @@ from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.filling import Close, NonceNeeded
 from verify.coordinator.machine.stalls import Stalled
 from verify.coordinator.machine.state import LeaseRecord, Policy, State
-from verify.coordinator.machine.transitions import apply, consequences
+from verify.coordinator.machine.transitions import recorded
 from verify.formats.lease import Lease
 from verify.request_auth import RequestChecker
 
@@ -78,11 +78,8 @@ class Filled:
         self.record(events.CoordinatorStarted(self.now))
 
     def record(self, event: events.Event) -> None:
-        self.state = apply(self.state, event)
-        self.events.append(event)
-        for follows in consequences(self.state, event):
-            self.state = apply(self.state, follows)
-            self.events.append(follows)
+        self.state, events = recorded(self.state, event)
+        self.events += events
 
     def register(self, name: str, pool: str = "a", *, own: bool = True) -> None:
         """Registers a worker of the run's own, or a stranger."""
