@@ -38,7 +38,7 @@ from tests.verify.coordinator.over_http import granted, post
 from tests.verify.small_model import fixed_key
 from verify.coordinator.edge import limits
 from verify.coordinator.edge import requests as received
-from verify.coordinator.edge.limits import UNKNOWN, client_address
+from verify.coordinator.edge.authentication import UNKNOWN, client_address
 from verify.coordinator.edge.requests import Refusal
 from verify.coordinator.handlers.workers import Activity, scalars
 from verify.request_auth import RequestChecker, SignedRequest, Unauthorised, sign_request

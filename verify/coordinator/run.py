@@ -29,8 +29,9 @@ from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.role_names import worker_names
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.closing import Closing
+from verify.coordinator.edge.authentication import Authentication, networks
 from verify.coordinator.edge.backlog import Backlog
-from verify.coordinator.edge.limits import Authentication, Connections, Limiter, networks
+from verify.coordinator.edge.limits import Connections, Limiter
 from verify.coordinator.edge.requests import Refusal
 from verify.coordinator.handlers.context import Handler, RunContext
 from verify.coordinator.handlers.islands import Islands

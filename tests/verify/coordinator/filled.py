@@ -15,8 +15,9 @@ from runspec.core.roles import Roles
 from runspec.core.spec.schema import Backlog as BacklogLimits
 from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import RUN
+from verify.coordinator.edge.authentication import Authentication
 from verify.coordinator.edge.backlog import Backlog
-from verify.coordinator.edge.limits import Authentication, Limiter
+from verify.coordinator.edge.limits import Limiter
 from verify.coordinator.handlers.context import RunContext
 from verify.coordinator.handlers.leasing import Admission, Leasing
 from verify.coordinator.journal import Journal

@@ -30,16 +30,8 @@ from tests.verify.coordinator.over_http import check, granted, post, sample, sta
 from tests.waiting import eventually
 from verify.audit.replay import audit
 from verify.coordinator.edge import limits
-from verify.coordinator.edge.limits import (
-    AT_ONCE,
-    RATES,
-    UNKNOWN,
-    Limiter,
-    Name,
-    Rate,
-    client_address,
-    networks,
-)
+from verify.coordinator.edge.authentication import UNKNOWN, client_address, networks
+from verify.coordinator.edge.limits import AT_ONCE, RATES, Limiter, Name, Rate
 from verify.coordinator.edge.requests import Refusal
 from verify.coordinator.handlers.leasing import Admission
 from verify.coordinator.machine import events

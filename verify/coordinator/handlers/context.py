@@ -12,8 +12,8 @@ from aiohttp import web
 from runspec.core.keys import SigningKey
 from runspec.core.roles import Roles
 from runspec.core.spec.schema import RunSpec
+from verify.coordinator.edge.authentication import Authentication
 from verify.coordinator.edge.backlog import Backlog
-from verify.coordinator.edge.limits import Authentication
 from verify.coordinator.edge.requests import Refusal, read_json, send
 from verify.coordinator.handlers.workers import Activity
 from verify.coordinator.journal import Journal
