@@ -36,7 +36,7 @@ from verify.coordinator.edge.requests import Refusal
 from verify.coordinator.handlers.context import Handler, RunContext
 from verify.coordinator.handlers.islands import Islands
 from verify.coordinator.handlers.judging import Judging
-from verify.coordinator.handlers.leasing import Admission, Leasing
+from verify.coordinator.handlers.leasing import Leasing
 from verify.coordinator.handlers.operator import Operator
 from verify.coordinator.handlers.public import Evaluations, SiteHandlers, Status
 from verify.coordinator.journal import Finished, Journal
@@ -98,7 +98,7 @@ async def serve(
             *Evaluations(run).routes(),
             *Operator(run).routes(),
             *Judging(run, noise).routes(),
-            *Leasing(run, Admission(spec, roles, mine, limiter)).routes(),
+            *Leasing(run, mine, limiter).routes(),
             *(islands.routes() if islands is not None else ()),
         ]
     )

@@ -19,7 +19,7 @@ from verify.coordinator.edge.authentication import Authentication
 from verify.coordinator.edge.backlog import Backlog
 from verify.coordinator.edge.limits import Limiter
 from verify.coordinator.handlers.context import RunContext
-from verify.coordinator.handlers.leasing import Admission, Leasing
+from verify.coordinator.handlers.leasing import Leasing
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.filling import Close, NonceNeeded
@@ -225,7 +225,7 @@ def context_of(
 
 def leasing_of(run: RunContext) -> Leasing:
     """The workers' handlers of a run without workers of its own."""
-    return Leasing(run, Admission(run.spec, run.roles, (), Limiter()))
+    return Leasing(run, (), Limiter())
 
 
 async def chunks(body: bytes) -> AsyncIterator[bytes]:

@@ -25,7 +25,7 @@ from runspec.core.spec.schema import RunSpec
 from runspec.local.endpoints import Endpoints, save_endpoints
 from runspec.local.run_dir import hold
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, tiny_spec
-from tests.verify.coordinator.filled import Filled, key, roles_of
+from tests.verify.coordinator.filled import Filled, context_of, key, roles_of
 from tests.verify.coordinator.over_http import check, granted, post, sample, status
 from tests.waiting import eventually
 from verify.audit.replay import audit
@@ -33,7 +33,7 @@ from verify.coordinator.edge import limits
 from verify.coordinator.edge.authentication import UNKNOWN, client_address, networks
 from verify.coordinator.edge.limits import AT_ONCE, RATES, Limiter, Name, Rate
 from verify.coordinator.edge.requests import Refusal
-from verify.coordinator.handlers.leasing import Admission
+from verify.coordinator.handlers.leasing import Leasing
 from verify.coordinator.machine import events
 from verify.coordinator.machine.transitions import replay
 
@@ -173,8 +173,8 @@ class Registering:
         values = tiny_spec(verify=verify).model_dump(mode="json", by_alias=True)
         values["samplers"][1] |= {"trust": "trusted", "in_flight_updates": True}
         roles = roles_of(coordinator=[COORDINATOR.public_hex])
-        spec = RunSpec.model_validate(values)
-        self.admission = Admission(spec, roles, [key("own")], Limiter(), lambda: self.now)
+        context = context_of(run, RunSpec.model_validate(values), roles=roles)  # type: ignore[arg-type]
+        self.leasing = Leasing(context, [key("own")], Limiter(), lambda: self.now)
 
     def come(
         self, name: str, address: str = "here", invite: str | None = None, **changes: Any
@@ -183,7 +183,7 @@ class Registering:
         used = None if invite is None else use_invite(invite, key(name))
         try:
             how = {"pool": "near", "now": 1.0, "address": address, **changes}
-            by = self.admission.admit(self.run.state, key(name), used=used, **how)
+            by = self.leasing.admit(key(name), used=used, **how)
         except Refusal as refusal:
             return refusal
         event = events.WorkerRegistered(self.run.now, key(name), "a", by, name == "own")

@@ -18,10 +18,8 @@ from aiohttp import web
 
 from runspec.core.files import sync_folder
 from runspec.core.invite import open_invite
-from runspec.core.roles import Roles
 from runspec.core.run_files import SubmissionFiles, submission_files
 from runspec.core.signed import BadSignature
-from runspec.core.spec.schema import RunSpec
 from verify.coordinator.edge.limits import Limiter, count_new_key
 from verify.coordinator.edge.requests import (
     PIECE_BYTES,
@@ -45,77 +43,6 @@ from verify.formats.submission import SubmissionEnvelope, max_submission_bytes, 
 _log = logging.getLogger(__name__)
 
 
-class Admission:
-    """Decides whether a key may register for the first time.
-
-    Args:
-        spec: the run's resolved spec.
-        roles: its coordinators may sign invites.
-        own: public keys of the run's own workers.
-        limiter: limits keys without an invite.
-        clock: seconds, never going back.
-    """
-
-    def __init__(
-        self,
-        spec: RunSpec,
-        roles: Roles,
-        own: Collection[str],
-        limiter: Limiter,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._spec, self._roles, self._limiter, self._clock = spec, roles, limiter, clock
-        self.own = frozenset(own)
-        self._trusted = frozenset(pool.name for pool in spec.samplers if pool.trust == "trusted")
-
-    def admit(
-        self, state: State, key: str, pool: str, used: object, now: float, *, address: str
-    ) -> str | None:
-        """Return the public key of the invite that admits a new key; None if it needs none.
-
-        Args:
-            state: state of the run; it counts the uses of invites.
-            key: public key of the worker.
-            pool: pool that it wants to serve.
-            used: invite that it sent; None without one.
-            now: seconds since the epoch.
-            address: address of the client.
-
-        Raises:
-            Refusal: 403 with the reason, or 429.
-        """
-        if used is None:
-            if key in self.own:
-                return None
-            if pool in self._trusted:
-                raise Refusal(
-                    403,
-                    f"pool {pool!r} is trusted: it takes the run's own workers, and keys with an "
-                    "invite for this pool",
-                )
-            if self._spec.verify.admission == "open":
-                count_new_key(self._limiter, state, address, now=self._clock())
-                return None
-            raise Refusal(403, "this run takes invited workers only: ask for a link with an invite")
-        with refusing(403, BadSignature):
-            invite = open_invite(
-                used,
-                run=self._spec.name,
-                worker=key,
-                coordinators=self._roles.coordinator,
-                now=now,
-            )
-        if invite.key in state.revoked:
-            raise Refusal(403, f"the invite was revoked: {state.revoked[invite.key]}")
-        if invite.pool is not None and invite.pool != pool:
-            raise Refusal(403, f"the invite is for pool {invite.pool!r}")
-        if (times := state.invited.get(invite.key, 0)) >= invite.uses:
-            raise Refusal(403, f"the invite was used {times} times, as often as it may be")
-        if pool in self._trusted and invite.pool is None:
-            raise Refusal(403, f"pool {pool!r} is trusted, and the invite does not name it")
-        return invite.key
-
-
 @dataclass(eq=False)
 class _Question:
     """A waiting request for a lease; a key may have several."""
@@ -130,12 +57,22 @@ class Leasing:
 
     Args:
         run: the run.
-        admission: decides who may register.
+        own: public keys of the run's own workers.
+        limiter: limits keys without an invite.
+        steady: seconds of a clock that never goes back.
     """
 
-    def __init__(self, run: RunContext, admission: Admission) -> None:
-        self._run, self._journal, self._admission = run, run.journal, admission
+    def __init__(
+        self,
+        run: RunContext,
+        own: Collection[str],
+        limiter: Limiter,
+        steady: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run, self._journal, self._own = run, run.journal, frozenset(own)
+        self._limiter, self._steady = limiter, steady
         self._pools = {pool.name: pool for pool in run.spec.samplers}
+        self._trusted = {pool.name for pool in run.spec.samplers if pool.trust == "trusted"}
         self._waiting: list[_Question] = []
         """Questions that wait for a lease."""
         self._settled: State | None = None
@@ -223,11 +160,55 @@ class Leasing:
             raise Refusal(409, f"this key is a worker of pool {known.pool!r}")
         if known is None:
             now = self._journal.clock()
-            state = self._journal.state
-            by = self._admission.admit(state, key, pool, invite, now, address=address)
-            own = by is None and key in self._admission.own
+            by = self.admit(key, pool, invite, now, address=address)
+            own = by is None and key in self._own
             self._journal.record(events.WorkerRegistered(now, key, pool, by, own))
             _log.info("worker %s of pool %s registered", key[:16], pool)
+
+    def admit(self, key: str, pool: str, used: object, now: float, *, address: str) -> str | None:
+        """Return the public key of the invite that admits a new key; None if it needs none.
+
+        Args:
+            key: public key of the worker.
+            pool: pool that it wants to serve.
+            used: invite that it sent; None without one.
+            now: seconds since the epoch.
+            address: address of the client.
+
+        Raises:
+            Refusal: 403 with the reason, or 429.
+        """
+        state, spec, roles = self._journal.state, self._run.spec, self._run.roles
+        if used is None:
+            if key in self._own:
+                return None
+            if pool in self._trusted:
+                raise Refusal(
+                    403,
+                    f"pool {pool!r} is trusted: it takes the run's own workers, and keys with an "
+                    "invite for this pool",
+                )
+            if spec.verify.admission == "open":
+                count_new_key(self._limiter, state, address, now=self._steady())
+                return None
+            raise Refusal(403, "this run takes invited workers only: ask for a link with an invite")
+        with refusing(403, BadSignature):
+            invite = open_invite(
+                used,
+                run=spec.name,
+                worker=key,
+                coordinators=roles.coordinator,
+                now=now,
+            )
+        if invite.key in state.revoked:
+            raise Refusal(403, f"the invite was revoked: {state.revoked[invite.key]}")
+        if invite.pool is not None and invite.pool != pool:
+            raise Refusal(403, f"the invite is for pool {invite.pool!r}")
+        if (times := state.invited.get(invite.key, 0)) >= invite.uses:
+            raise Refusal(403, f"the invite was used {times} times, as often as it may be")
+        if pool in self._trusted and invite.pool is None:
+            raise Refusal(403, f"pool {pool!r} is trusted, and the invite does not name it")
+        return invite.key
 
     async def lease(self, key: str, holding: Collection[str], wait_s: float) -> bytes | None:
         """Return a signed lease for a worker; None if there was none within `wait_s` seconds.
