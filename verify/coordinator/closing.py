@@ -84,11 +84,8 @@ class Closing:
                 remedy="restore the ledger, or delete the run and its published weights",
             )
         if newest is None or latest.version > newest.version:
-            self._journal.record(
-                events.VersionPublished(
-                    self._journal.clock(), latest.version, latest.manifest_digest
-                )
-            )
+            now, digest = self._journal.clock(), latest.manifest_digest
+            self._journal.record(events.VersionPublished(now, latest.version, digest))
             _log.info("version %d is published", latest.version)
         elif latest.version == newest.version and latest.manifest_digest != newest.manifest_digest:
             raise RunStopped(
@@ -159,15 +156,13 @@ class Closing:
         self._ahead = ahead
 
     def _close_step(self, decision: filling.Close, now: float) -> None:
-        step, tally = decision.step, self._journal.state.tallies.get(decision.step, Tally())
-        opened = self._journal.state.steps[step].opened
-        groups = []
-        for group in decision.groups:
-            record = self._journal.state.leases[group.lease]
-            assert record.submission is not None and record.verdict is not None
-            groups.append(
-                BatchGroup.of(record.lease, record.submission, record.verdict, group.group)
-            )
+        state, step, groups = self._journal.state, decision.step, []
+        opened, tally = state.steps[step].opened, state.tallies.get(step, Tally())
+        for trained in decision.groups:
+            found = state.leases[trained.lease]
+            assert found.submission is not None and found.verdict is not None
+            group = BatchGroup.of(found.lease, found.submission, found.verdict, trained.group)
+            groups.append(group)
         busy = self._run.workers.busy_fraction(now)
         stats = batch_stats(tally, opened=opened, closed=now, busy_fraction=busy)
         stats |= self._journal.history.batch_stats(now, step, decision.groups)

@@ -192,9 +192,8 @@ class Judging:
         if envelope.bytes > MAX_BYTES:
             raise Refusal(413, f"{envelope.bytes} bytes, more than the {MAX_BYTES} allowed")
         files = submission_files(self._journal.run_dir, record.lease.step, envelope.submission)
-        async with received(
-            chunks, files.verdict.parent, digest=envelope.digest, size=envelope.bytes
-        ) as body:
+        folder, size = files.verdict.parent, envelope.bytes
+        async with received(chunks, folder, digest=envelope.digest, size=size) as body:
             rows = await asyncio.to_thread(_read_verdicts, body)
             judged = self._judged(validator, envelope, record, rows)
             if self._to_judge(envelope) is None:

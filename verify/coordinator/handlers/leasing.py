@@ -276,10 +276,8 @@ class Leasing:
                 case _ if self._run.backlog.full() is not None:
                     return None  # the status reports why
                 case filling.NonceNeeded(step):
-                    nonce = secrets.token_hex(32)
-                    self._journal.record(
-                        events.NonceDrawn(now, step, nonce, len(self._journal.state.workers))
-                    )
+                    nonce, workers = secrets.token_hex(32), len(self._journal.state.workers)
+                    self._journal.record(events.NonceDrawn(now, step, nonce, workers))
                 case events.LeaseOverdue():
                     lease = self._journal.state.leases[decision.lease].lease
                     self._journal.record(decision)
@@ -290,11 +288,9 @@ class Leasing:
                     )
                 case Lease():
                     document = sign_lease(decision, self._run.key)
-                    self._journal.record(
-                        events.LeaseGranted(
-                            now, decision, lease_digest(document), document.decode()
-                        )
-                    )
+                    digest = lease_digest(document)
+                    event = events.LeaseGranted(now, decision, digest, document.decode())
+                    self._journal.record(event)
 
     def release(self, key: str, leases: Collection[str]) -> None:
         """Take back leases that their holder will not answer; others may be leased the groups.
@@ -342,11 +338,8 @@ class Leasing:
                     await to_the_end(partial(_place, body, files, signed))
                     now = self._journal.clock()
                     self._must_be_open(self._lease_of(envelope), envelope, now)
-                    self._journal.record(
-                        events.SubmissionReceived(
-                            now, envelope.lease, envelope.digest, envelope.bytes
-                        )
-                    )
+                    event = events.SubmissionReceived(now, envelope.lease, envelope.digest, size)
+                    self._journal.record(event)
 
     def _require_pools(self) -> None:
         if self._run.spec.supervised is not None:
