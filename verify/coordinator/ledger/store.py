@@ -12,7 +12,7 @@ import sqlite3
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 from urllib.parse import quote
@@ -60,27 +60,18 @@ class NoLedger(UserError):
         )
 
 
+@dataclass(eq=False)
 class StoreError(Exception):
-    """Raised if a store cannot be read or written.
+    """Raised if a store cannot be read or written."""
 
-    Args:
-        words: why.
-        passing: whether a later try may succeed.
-        remedy: what a person can do.
-        in_doubt: whether the rows may have been written despite the error.
-    """
-
-    def __init__(
-        self,
-        words: str,
-        *,
-        passing: bool,
-        remedy: str = "free disk space or correct the permissions",
-        in_doubt: bool = False,
-    ) -> None:
-        self.words, self.passing, self.remedy = words, passing, remedy
-        self.in_doubt = in_doubt
-        super().__init__(words)
+    words: str
+    _: KW_ONLY
+    passing: bool
+    """Whether a later try may succeed."""
+    remedy: str = "free disk space or correct the permissions"
+    """What a person can do."""
+    in_doubt: bool = False
+    """Whether the rows may have been written despite the error."""
 
 
 class Store(ABC):

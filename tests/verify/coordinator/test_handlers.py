@@ -1,4 +1,4 @@
-"""The coordinator's services: backlog, turns, clocks, what workers report, a relay's answers."""
+"""The coordinator's handlers: backlog, turns, clocks, what workers report, a relay's answers."""
 
 from __future__ import annotations
 
