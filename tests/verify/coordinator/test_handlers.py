@@ -93,7 +93,7 @@ def test_what_is_too_much_waits_before_its_body_is_read_and_all_of_it_is_taken(
 
 
 class Caller:
-    """A worker with two open leases, and the services that it calls, with a disk of their own."""
+    """A worker with two open leases, and the handlers that it calls, with a disk of their own."""
 
     def __init__(self, folder: Path) -> None:
         self.now, self.tick, self.free = 1000.0, 0.0, 10_000

@@ -274,7 +274,7 @@ class Breaking(SqliteStore):
 
 
 class Coordinator:
-    """Its services, and all who call them, by a clock that jumps."""
+    """Its handlers, and all who call them, by a clock that jumps."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.random, self.now = random.Random(seed), 1e6
