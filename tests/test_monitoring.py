@@ -28,7 +28,7 @@ from sampler.worker.meter import Meter
 from tests.harness import ROOT
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from verify.client import CoordinatorClient
-from verify.coordinator.services import islands
+from verify.coordinator.handlers import islands
 from verify.formats.evaluation import Evaluated, Figure
 from verify.validator import Validator
 

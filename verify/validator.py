@@ -3,7 +3,7 @@
 Every submission that a worker can send gets a verdict. If a check breaks, the submissions are
 examined one by one, so that the others get their verdicts. The submission at which it breaks goes
 back to the coordinator with the error, so that another validator can try
-(`verify.coordinator.services.claims`). If the coordinator refuses a rejection, the validator sends
+(`verify.coordinator.machine.claims`). If the coordinator refuses a rejection, the validator sends
 one whose reason repeats nothing of a stranger's; an acceptance that is refused goes back like a
 check that breaks. If the coordinator or weights cannot be reached, or a check breaks at everything,
 the process ends, and its claimed submissions are offered again.

@@ -111,18 +111,18 @@ class _StoppedCoordinator(CoordinatorAccess):
     run_dir: Path
 
     def page(self, name: str, after: str) -> dict[str, Any]:
-        from verify.coordinator.services.workers import page
+        from verify.coordinator.handlers.workers import page
 
         return page(name, after, self._state)
 
     @cached_property
     def _state(self) -> State:
-        from verify.coordinator.services.workers import read_state
+        from verify.coordinator.handlers.workers import read_state
 
         return read_state(self.run_dir, load_resolved(self.run_dir))
 
     def order(self, verb: str, key: str, reason: str) -> None:
-        from verify.coordinator.services.operator import order_stopped
+        from verify.coordinator.handlers.operator import order_stopped
 
         spec = load_resolved(self.run_dir)
         with hold(self.run_dir):

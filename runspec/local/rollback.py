@@ -50,8 +50,8 @@ from runspec.local.full_states import full_states
 from runspec.local.planning import STARTS_ANEW
 from runspec.local.report import REPORT_FILE, SUMMARY_FILE, write_summary
 from runspec.local.state import RunState
+from verify.coordinator.handlers.operator import closed_steps, record_rollback
 from verify.coordinator.ledger.ledger import open_ledger
-from verify.coordinator.services.operator import closed_steps, record_rollback
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 
 INTENT_FILE = "rollback.json"

@@ -17,7 +17,7 @@ from runspec.local.metrics import Row, read_rows
 from runspec.local.role_logs import stages
 from runspec.local.run_dir import holder
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
-from verify.coordinator.ledger.snapshot import Dropped, read_dropped
+from verify.coordinator.ledger.ledger import Dropped, read_dropped
 
 EVENTS = 10
 REMEDY = "; remedy: "

@@ -1,6 +1,6 @@
 """Coordinator of a simulated run.
 
-It uses the pure decisions of `verify.coordinator` and records them as the coordinator's services
+It uses the pure decisions of `verify.coordinator` and records them as the coordinator's handlers
 do, without signatures, files and HTTP.
 """
 
@@ -12,7 +12,6 @@ from itertools import chain
 from runspec.estimate.timeline import Clock, Lengths, Model
 from runspec.simulate.strategies import Content
 from verify.coordinator.machine import filling
-from verify.coordinator.machine.consequences import recorded
 from verify.coordinator.machine.events import (
     CoordinatorStarted,
     Event,
@@ -28,6 +27,7 @@ from verify.coordinator.machine.events import (
 )
 from verify.coordinator.machine.stalls import Stalled
 from verify.coordinator.machine.state import LeaseRecord, Policy, State
+from verify.coordinator.machine.transitions import recorded
 from verify.formats.lease import Lease
 
 

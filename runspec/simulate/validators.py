@@ -9,9 +9,9 @@ from random import Random
 
 from runspec.estimate.timeline import Lengths
 from runspec.simulate.coordinator import Coordinator
+from verify.coordinator.machine.claims import Claims
 from verify.coordinator.machine.events import GroupGrade, SubmissionJudged, SubmissionSetAside
 from verify.coordinator.machine.state import LeaseRecord
-from verify.coordinator.services.claims import Claims
 
 UNRECOMPUTED_S_TOKEN = 15e-6
 """Seconds an output token of a submission that is not recomputed: parsing, grading, checks and

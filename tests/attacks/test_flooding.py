@@ -25,11 +25,10 @@ from runspec.core.spec.schema import Backlog
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec
 from tests.verify.coordinator.over_http import granted, post
 from tests.waiting import eventually
-from verify.coordinator import intake, server
-from verify.coordinator.edge import bodies, limits
+from verify.coordinator.edge import limits, requests
+from verify.coordinator.handlers import context, leasing
+from verify.coordinator.handlers.public import Cache
 from verify.coordinator.ledger.ledger import Ledger
-from verify.coordinator.services import leasing
-from verify.coordinator.services.status import Cache
 from verify.request_auth import ENVELOPE, sign_request
 
 pytestmark = pytest.mark.slow
@@ -155,7 +154,7 @@ class TestFlooding:
     def test_a_large_status_is_sent_to_few_at_once(
         self, site: Site, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(server, "_SMALL_BYTES", 100)
+        monkeypatch.setattr(context, "_SMALL_BYTES", 100)
         key, _ = site.worker()
         ask = lambda: httpx.get(f"{site.url}/v1/status")  # noqa: E731
         assert [each["key"] for each in ask().json()["workers"]] == [key.public_hex]
@@ -176,7 +175,7 @@ class TestFlooding:
             with connected(site) as stream:
                 stream.sendall(broken)
                 assert b" 400 " in stream.recv(4096)
-        logged = {"verify.coordinator.server", "aiohttp.server"}
+        logged = {"verify.coordinator.run", "aiohttp.server"}
         assert [r.getMessage() for r in caplog.records if r.name in logged] == []
 
     def test_a_status_that_takes_long_to_make(self) -> None:
@@ -219,7 +218,7 @@ Deadlines = Callable[..., None]
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> Deadlines:
     """Makes one of the deadlines tiny: it must fire."""
-    owners = {"IDLE_S": limits, "HEAD_S": limits, "BODY_S": bodies, "UPLOAD_TIMEOUT_S": intake}
+    owners = {"IDLE_S": limits, "HEAD_S": limits, "BODY_S": requests, "UPLOAD_TIMEOUT_S": requests}
     return lambda name: monkeypatch.setattr(owners[name], name, 0.3)
 
 
@@ -273,7 +272,7 @@ class TestSlowUpload:
         key, worker = site.worker()
         envelope, table = submission(*granted(site, worker), key)
         with monkeypatch.context() as patch:
-            patch.setattr(intake, "UPLOAD_TIMEOUT_S", 0.3)
+            patch.setattr(requests, "UPLOAD_TIMEOUT_S", 0.3)
             answer = dripped(site, head(site, key, "/v1/submissions", table, envelope), table)
         assert b"408" in answer and b"the body took longer than" in answer
         # then nothing of it is left, and the lease is still good for who sends it in time
@@ -290,7 +289,7 @@ class TestSlowUpload:
         def slowly(path: Path, data: bytes) -> None:
             writing.set()
             gone.wait(PATIENCE_S)
-            intake.write_small(path, data)
+            requests.write_small(path, data)
             written.set()
 
         key, worker = site.worker()

@@ -48,11 +48,10 @@ from tests.verify.bench import lease_for, packed
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from tests.verify.coordinator.over_http import status
 from tests.verify.test_validator import COORDINATOR, WORKER, sample, serve
+from verify.coordinator.handlers.workers import PAGE, SHOWN, Activity, page, scalars, summary
 from verify.coordinator.machine.events import WorkerRegistered
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
-from verify.coordinator.services.activity import Activity, scalars
-from verify.coordinator.services.workers import PAGE, SHOWN, page, summary
 from verify.formats.submission import Rollout
 
 pytestmark = pytest.mark.slow

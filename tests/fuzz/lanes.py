@@ -37,10 +37,10 @@ from tests.fuzz.strategies import TEXT_PIECES, changed, damaged, damaged_json, t
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec
 from tests.verify.coordinator.over_http import granted, post
 from tests.verify.small_model import fixed_key
-from verify.coordinator import server
 from verify.coordinator.edge import limits
-from verify.coordinator.intake import Refusal
-from verify.coordinator.services.activity import Activity, scalars
+from verify.coordinator.edge import requests as received
+from verify.coordinator.edge.requests import Refusal
+from verify.coordinator.handlers.workers import Activity, scalars
 from verify.request_auth import RequestChecker, SignedRequest, Unauthorised, sign_request
 
 # --- texts --------------------------------------------------------------------------------------
@@ -145,11 +145,11 @@ def _asked(sent: bytes) -> dict[str, Any]:
     """A JSON body, and what the coordinator makes of it."""
     body = parse_object(sent, max_bytes=1 << 16)
     if {"wait", "holding"} <= set(body):
-        wait_s, holding = server._wait_and_holding(body)
-        assert 0 <= wait_s <= server.MAX_WAIT_S
+        wait_s, holding = received.wait_and_holding(body)
+        assert 0 <= wait_s <= received.MAX_WAIT_S
         assert len(holding) <= 64 and all(map(is_digest, holding))
     for name in {"leases", "submissions"} & set(body):
-        assert all(map(is_digest, server._digests(name, body[name])))
+        assert all(map(is_digest, received.digests(name, body[name])))
     if isinstance(body.get("info"), dict):
         scalars(body["info"])
     return body

@@ -130,7 +130,7 @@ def trained(folder: Path, patch: pytest.MonkeyPatch, *, evaluated: bool) -> list
     """The rollouts of all steps of a synchronous run, in the order in which they train."""
     drawn = iter(range(1000))
     known = SimpleNamespace(token_hex=lambda size: digest_bytes(str(next(drawn)).encode()))
-    patch.setattr("verify.coordinator.services.leasing.secrets", known)
+    patch.setattr("verify.coordinator.handlers.leasing.secrets", known)
     algorithm = SPEC.algorithm.model_copy(update={"async_level": 0})
     evaluations = [Evaluation(name="held-out", source="parity")] if evaluated else []
     spec = SPEC.model_copy(update={"algorithm": algorithm, "evaluations": evaluations})

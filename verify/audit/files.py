@@ -15,11 +15,11 @@ from runspec.core.signed import BadSignature
 from verify.audit.findings import Report
 from verify.audit.signers import Signers
 from verify.coordinator.machine.events import SubmissionJudged, SubmissionReceived
-from verify.coordinator.machine.gap_history import AnotherCalibration, excess_of
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.verdicts import (
     VerdictMismatch,
     by_coordinator,
+    excess_of,
     grade_groups,
     repeated_submission,
 )
@@ -194,7 +194,7 @@ class FileAudit:
         if event.accepted or by_coordinator(event.reason):
             try:
                 expected = excess_of(decode_verdicts(table), event.gap_noise)
-            except (MalformedTable, AnotherCalibration) as error:
+            except (MalformedTable, VerdictMismatch) as error:
                 self._report.add(row, "verdict file", error, "readable gaps")
                 return
         found = event.gap_excess

@@ -19,14 +19,12 @@ from verify.audit.files import FileAudit
 from verify.audit.findings import Credit, Report
 from verify.audit.islands import IslandAudit
 from verify.audit.signers import Signers, read_roles
-from verify.coordinator.ledger.ledger import FIRST_CHAIN, BadRow, decode_event
-from verify.coordinator.ledger.snapshot import open_snapshot
+from verify.coordinator.ledger.ledger import FIRST_CHAIN, BadRow, LedgerSnapshot, decode_event
 from verify.coordinator.ledger.store import Row
 from verify.coordinator.machine import events
-from verify.coordinator.machine.gap_history import fault, is_fault
-from verify.coordinator.machine.history import History
 from verify.coordinator.machine.state import Policy, State
 from verify.coordinator.machine.transitions import apply
+from verify.coordinator.machine.verdicts import History, gap_fault, is_gap_fault
 from verify.formats.batch import BatchGroup
 from verify.formats.lease import Lease, lease_digest, open_lease
 
@@ -127,7 +125,7 @@ def audit(run_dir: Path, *, root_key: str | None, heads: Mapping[int, str] | Non
     spec, report = load_resolved(run_dir), Report()
     # Listed before the rows are read: a row is written before its manifest, so each has a row.
     on_disk = batches_on_disk(run_dir)
-    with closing(open_snapshot(run_dir, spec)) as snapshot:
+    with closing(LedgerSnapshot(run_dir, spec)) as snapshot:
         rollbacks = [row.seq for row in snapshot.rows(events.RolledBack.__name__)]
         roles = read_roles(run_dir, spec, root_key, report)
         replay = _Replay(run_dir, spec.name, Policy.of(spec), report)
@@ -161,7 +159,7 @@ def _closed_since(run_dir: Path, spec: RunSpec, last: int) -> int:
     The run may since have removed files that were needed when the rows were read.
     """
     next_close = 0
-    with closing(open_snapshot(run_dir, spec)) as now, suppress(BadRow):  # the next audit finds it
+    with closing(LedgerSnapshot(run_dir, spec)) as now, suppress(BadRow):  # the next audit finds it
         for row in now.rows(events.StepClosed.__name__):
             if row.seq > last:
                 event = decode_event(row.kind, row.body)
@@ -293,9 +291,9 @@ class _Replay:
             return
         answered.verdict = event.verdict
         self._files.judged(row, event, answered.lease, signers)
-        if before is not None and (event.accepted or is_fault(event.reason)):
+        if before is not None and (event.accepted or is_gap_fault(event.reason)):
             worker = before.workers[answered.lease.worker]
-            expected = fault(worker, event.gap_excess, event.gap_noise)
+            expected = gap_fault(worker, event.gap_excess, event.gap_noise)
             self._report.require(
                 event.reason == expected, row, "gaps of the worker", event.reason, expected
             )

@@ -18,7 +18,7 @@ from runspec.core.hashing import digest_bytes, digest_file, is_digest
 from runspec.core.run_files import SubmissionFiles, submission_files, weights_folder
 from runspec.core.spec.schema import RunSpec
 from verify.checks.rows import Rejected, open_rows
-from verify.coordinator.ledger.snapshot import read_events
+from verify.coordinator.ledger.ledger import read_events
 from verify.coordinator.machine.events import LeaseGranted, SubmissionReceived
 from verify.formats.lease import Lease
 from verify.formats.submission import (

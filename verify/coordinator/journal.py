@@ -17,13 +17,12 @@ from pathlib import Path
 from runspec.core.errors import NotNow, UserError
 from runspec.core.files import remove_leftovers, write_atomic
 from runspec.core.process import RunStopped
-from runspec.core.run_files import STATE_FILE, SubmissionFiles, step_folder, submission_files
+from runspec.core.run_files import STATE_FILE, step_folder, submission_files
 from verify.coordinator.ledger.ledger import Ledger
-from verify.coordinator.machine.consequences import recorded
 from verify.coordinator.machine.events import CoordinatorStarted, Event, RolledBack, StepClosed
-from verify.coordinator.machine.history import History
 from verify.coordinator.machine.state import Policy, State
-from verify.coordinator.machine.transitions import apply
+from verify.coordinator.machine.transitions import apply, recorded
+from verify.coordinator.machine.verdicts import History
 from verify.formats import batch as batch_format
 from verify.timeouts import STORAGE_S
 
@@ -188,7 +187,9 @@ class Journal:
             step = record.lease.step
             if record.submission is not None and step in expected:
                 files = submission_files(self.run_dir, step, record.submission)
-                expected[step] |= _paths(files, judged=record.verdict is not None)
+                expected[step] |= {files.submission, files.submission_envelope}
+                if record.verdict is not None:
+                    expected[step] |= {files.verdict, files.verdict_envelope}
         for step, paths in expected.items():
             folder = step_folder(self.run_dir, step)
             remove_leftovers(folder)
@@ -197,8 +198,3 @@ class Journal:
                 if unknown_file and path.name != batch_format.FILE_NAME:
                     _log.warning("removing %s, which the ledger does not know", path)
                     path.unlink()
-
-
-def _paths(files: SubmissionFiles, *, judged: bool) -> set[Path]:
-    submitted = {files.submission, files.submission_envelope}
-    return submitted | ({files.verdict, files.verdict_envelope} if judged else set())

@@ -1,14 +1,21 @@
-"""Process of the coordinator: reads the run directory and serves until SIGTERM."""
+"""Process of the coordinator: reads the run directory and serves its HTTP API until SIGTERM.
+
+The caller's signature is checked before anything of a body is read. Bodies are limited in size and
+time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from aiohttp import web
+
 from runspec.core.connection_limits import answering
-from runspec.core.errors import UserError
+from runspec.core.errors import NotNow, UserError
 from runspec.core.files import read_bounded
 from runspec.core.http_server import until
 from runspec.core.keys import SigningKey
@@ -20,26 +27,23 @@ from runspec.core.spec.islands import island_names
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.role_names import worker_names
 from runspec.core.spec.schema import RunSpec
+from verify.coordinator.closing import Closing
 from verify.coordinator.edge.authentication import Authentication, networks
 from verify.coordinator.edge.backlog import Backlog
-from verify.coordinator.edge.limits import Connections, Limiter, NewKeys
-from verify.coordinator.journal import Journal
+from verify.coordinator.edge.limits import Connections, Limiter
+from verify.coordinator.edge.requests import Refusal
+from verify.coordinator.handlers.context import Handler, RunContext
+from verify.coordinator.handlers.islands import Islands
+from verify.coordinator.handlers.judging import Judging
+from verify.coordinator.handlers.leasing import Leasing
+from verify.coordinator.handlers.operator import Operator
+from verify.coordinator.handlers.public import Evaluations, SiteHandlers, Status
+from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.ledger.ledger import open_ledger
+from verify.coordinator.machine.events import IllegalTransition
 from verify.coordinator.machine.state import Policy
-from verify.coordinator.server import Api, Documents, Services
-from verify.coordinator.services.activity import Peers
-from verify.coordinator.services.closing import Closing, watch_latest
-from verify.coordinator.services.data import SiteService
-from verify.coordinator.services.evaluations import Evaluations
-from verify.coordinator.services.islands import Islands
-from verify.coordinator.services.judging import Judging
-from verify.coordinator.services.leasing import Admission, Leasing
-from verify.coordinator.services.operator import OperatorService
-from verify.coordinator.services.status import Status
-from verify.coordinator.services.view import View
-from verify.formats.joining import sign_spec
 from verify.pool_limits import gap_noise_by_pool
-from verify.request_auth import RequestChecker
+from verify.request_auth import RequestChecker, Unauthorised
 
 _log = logging.getLogger(__name__)
 
@@ -77,52 +81,38 @@ async def serve(
     # In a thread, because a database may be slow to answer.
     ledger = await asyncio.to_thread(open_ledger, run_dir, spec)
     journal = Journal(run_dir, Policy.of(spec), ledger=ledger)
-    judging = Judging(journal, spec.name, noise)
     own = read_own_workers(run_dir / "keys")
     mine = [own[name] for name in worker_names(spec) if name in own]
     limiter, proxies = Limiter(), networks(spec.verify.proxies)
     authentication = Authentication(journal, RequestChecker(spec.name), limiter, roles, proxies)
-    admission = Admission(spec, roles, mine, NewKeys(limiter))
     backlog = Backlog(journal, spec.verify.backlog)
-    peers = Peers()
-    islands = None
-    if journal.state.policy.islands is not None:
-        islands = Islands(journal, spec.name, key, roles, peers.islands)
-    closing = Closing(journal, spec.name, key, peers.workers, islands)
-    site = SiteService(spec, key, public_weights or [weights])
-    services = Services(
-        Leasing(journal, spec, key, roles, admission, backlog),
-        judging,
-        OperatorService(journal, roles),
-        site,
-        Status(spec.name, journal, judging, backlog, peers),
-        Evaluations(run_dir, spec, roles),
-        View(run_dir, spec),
-        islands,
+    run = RunContext(journal, spec, key, roles, authentication, backlog)
+    islands = None if journal.state.policy.islands is None else Islands(run)
+    site = SiteHandlers(run, roles_document, public_weights or [weights])
+    server = Server(
+        [
+            *site.routes(),
+            *Status(run).routes(),
+            *Evaluations(run).routes(),
+            *Operator(run).routes(),
+            *Judging(run, noise).routes(),
+            *Leasing(run, mine, limiter).routes(),
+            *(islands.routes() if islands is not None else ()),
+        ]
     )
-    documents = Documents(sign_spec(spec, key), roles_document)
-    api = Api(journal, services, peers, authentication, roles, documents)
-    application = api.application()
-    application.middlewares.insert(0, answering)
-    stop = stop_event_of_loop()
+    closing, stop = Closing(run, islands), stop_event_of_loop()
     try:
-        async with Connections().serving(application, host, port) as (bound, _):
+        async with Connections().serving(server.application, host, port) as (bound, _):
             try:
                 _log.info("coordinator listens on http://%s:%d", host, bound)
                 started(bound)
-                watching = watch_latest(
-                    weights,
-                    run=spec.name,
-                    roles=roles,
-                    newest=lambda: journal.state.newest.version if journal.state.newest else None,
-                    published=closing.published,
-                )
-                await until(stop, api.failure, watching, closing.keep_time())
+                watching = closing.watch_latest(weights)
+                await until(stop, server.failure, watching, closing.keep_time())
             finally:
                 journal.stop()
     finally:
         site.close()
-        api.failure.cancel()
+        server.failure.cancel()
         journal.close()
 
 
@@ -153,3 +143,44 @@ def _read_roles(
             remedy="sign roles.json for all of learner.islands.members with the root key",
         )
     return document, roles
+
+
+class Server:
+    """The endpoints of `docs/coordinator.md`.
+
+    Args:
+        routes: endpoints with their handlers.
+    """
+
+    def __init__(self, routes: Iterable[web.RouteDef]) -> None:
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Receives the error after which the process must end: the ledger cannot be written."""
+        self.application = web.Application(middlewares=[answering, self._errors])
+        self.application.add_routes(routes)
+
+    @web.middleware
+    async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except Refusal as error:
+            # At debug level, because anybody can cause any number of these lines.
+            _log.debug("%s %s refused: %s", request.method, request.path, error)
+            return _error(error.status, error.words, error.retry_after_s)
+        except Unauthorised as error:
+            return _error(401, str(error))
+        except Finished:
+            return _error(410, "the run is finished")
+        except NotNow:
+            words = "the coordinator waits for its disk or its database; ask again"
+            return _error(503, words)
+        except (UserError, IllegalTransition) as error:
+            if not self.failure.done():
+                self.failure.set_exception(error)
+            return _error(503, "the coordinator must be started again")
+
+
+def _error(status: int, words: str, retry_after_s: float | None = None) -> web.Response:
+    headers = None
+    if retry_after_s is not None:
+        headers = {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+    return web.json_response({"error": words}, status=status, headers=headers)

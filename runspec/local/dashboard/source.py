@@ -24,11 +24,10 @@ from runspec.local.evaluations import results_of
 from runspec.local.metrics import read_rows, shares_bytes_sent, weights_bytes_sent
 from runspec.local.progress import coordinator_status
 from runspec.local.snapshot import Snapshot, look_at
-from verify.coordinator.ledger.ledger import BadRow, decode_event
-from verify.coordinator.ledger.snapshot import damaged, open_snapshot
+from verify.coordinator.handlers.workers import read_state, summary
+from verify.coordinator.ledger.ledger import BadRow, LedgerSnapshot, damaged, decode_event
 from verify.coordinator.ledger.store import NoLedger
 from verify.coordinator.machine.events import Event
-from verify.coordinator.services.workers import read_state, summary
 from verify.formats.evaluation import Evaluated
 from verify.formats.submission import largest_accepted_bytes
 from verify.formats.verdict import MAX_BYTES as MAX_VERDICT_BYTES
@@ -101,7 +100,7 @@ class FolderSource:
 
     def events(self, after: int) -> Iterator[tuple[int, Event]]:
         try:
-            with closing(open_snapshot(self._run_dir, self.spec)) as ledger:
+            with closing(LedgerSnapshot(self._run_dir, self.spec)) as ledger:
                 for row in ledger.rows(after=after):
                     yield row.seq, decode_event(row.kind, row.body)
         except NoLedger:  # no coordinator was started

@@ -33,7 +33,7 @@ from verify.audit.replay import audit
 from verify.audit.signers import read_roles
 from verify.coordinator.ledger.ledger import Ledger
 from verify.coordinator.machine.events import RolledBack
-from verify.coordinator.machine.gap_history import is_fault
+from verify.coordinator.machine.verdicts import is_gap_fault
 from verify.formats.batch import BatchManifest, open_batch, sign_batch
 from verify.formats.lease import Lease, open_lease, sign_lease
 from verify.thresholds import FLOAT32, GapNoise
@@ -123,7 +123,7 @@ def test_the_coordinator_rejects_what_only_it_sees_whatever_the_verdict_says(run
     assert [each["accepted"] for each in judged] == [False, True, True, False, False, *[True] * 4]
     first, repeated, gaps = judged[2:5]
     assert f"submission {first['submission']}, which was judged before" in repeated["reason"]
-    assert is_fault(gaps["reason"]) and repeated["groups"] == gaps["groups"] == []
+    assert is_gap_fault(gaps["reason"]) and repeated["groups"] == gaps["groups"] == []
     (quarantined,) = (fields for kind, fields in run.rows() if kind == "WorkerQuarantined")
     assert quarantined["reason"].startswith(gaps["reason"])
 

@@ -4,13 +4,13 @@ from pathlib import Path
 import pytest
 
 from tests.verify.coordinator.deployment import Site, tiny_spec
-from verify.coordinator.services import status
+from verify.coordinator.handlers import public
 
 
 @pytest.fixture(autouse=True)
 def fresh_status(monkeypatch: pytest.MonkeyPatch) -> None:
     """A status is computed for each request, however slow the machine."""
-    monkeypatch.setattr(status, "LONG_S", float("inf"))
+    monkeypatch.setattr(public, "LONG_S", float("inf"))
 
 
 @pytest.fixture

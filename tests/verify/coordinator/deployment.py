@@ -37,27 +37,29 @@ GROUPS, GROUP_SIZE = 4, 2
 DEADLINE_S = 600.0
 
 
-def tiny_spec(*, lease_timeout: str = "60s", steps: int = 3) -> RunSpec:
+def tiny_spec(*, lease_timeout: str = "60s", steps: int = 3, **changes: Any) -> RunSpec:
+    """A spec of two pools; a change replaces a value, or fields of a block."""
     lengths = {"max_model_len": 64, "max_new_tokens": 32, "groups_per_submission": 2}
     pool = {"name": "near", "hardware": {"kind": "cpu"}, **lengths}
     algorithm = {"prompts_per_step": GROUPS, "group_size": GROUP_SIZE, "async_level": 1}
     sources = [{"name": "s", "kind": "parquet"}]
-    return RunSpec.model_validate(
-        {
-            "version": "runspec/v1",
-            "name": RUN,
-            "seed": 1,
-            "steps": steps,
-            "model": {"hf": "some/model", "max_context": 64},
-            "data": {"max_prompt_tokens": 32, "sources": sources},
-            "algorithm": algorithm,
-            "optimizer": {"lr": 1e-3},
-            "reward": [{"name": "r", "kind": "math"}],
-            "learner": {"hardware": {"kind": "cpu"}, "packing": {"tokens": 64, "rows": 1}},
-            "samplers": [pool, {**pool, "name": "far"}],
-            "verify": {"lease_timeout": lease_timeout},
-        }
-    )
+    values: dict[str, Any] = {
+        "version": "runspec/v1",
+        "name": RUN,
+        "seed": 1,
+        "steps": steps,
+        "model": {"hf": "some/model", "max_context": 64},
+        "data": {"max_prompt_tokens": 32, "sources": sources},
+        "algorithm": algorithm,
+        "optimizer": {"lr": 1e-3},
+        "reward": [{"name": "r", "kind": "math"}],
+        "learner": {"hardware": {"kind": "cpu"}, "packing": {"tokens": 64, "rows": 1}},
+        "samplers": [pool, {**pool, "name": "far"}],
+        "verify": {"lease_timeout": lease_timeout},
+    }
+    for name, change in changes.items():
+        values[name] = values[name] | change if isinstance(change, dict) else change
+    return RunSpec.model_validate(values)
 
 
 class Site:

@@ -1,10 +1,10 @@
 """A coordinator without IO: decisions turned into events, as the real one does, by hand; and its
-services without HTTP, over a real ledger and a clock of the test's choice."""
+handlers without HTTP, over a real ledger and a clock of the test's choice."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
@@ -15,17 +15,19 @@ from runspec.core.roles import Roles
 from runspec.core.spec.schema import Backlog as BacklogLimits
 from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import RUN
+from verify.coordinator.edge.authentication import Authentication
 from verify.coordinator.edge.backlog import Backlog
-from verify.coordinator.edge.limits import Limiter, NewKeys
+from verify.coordinator.edge.limits import Limiter
+from verify.coordinator.handlers.context import RunContext
+from verify.coordinator.handlers.leasing import Leasing
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine import events, filling
-from verify.coordinator.machine.consequences import consequences
 from verify.coordinator.machine.filling import Close, NonceNeeded
 from verify.coordinator.machine.stalls import Stalled
 from verify.coordinator.machine.state import LeaseRecord, Policy, State
-from verify.coordinator.machine.transitions import apply
-from verify.coordinator.services.leasing import Admission, Leasing
+from verify.coordinator.machine.transitions import recorded
 from verify.formats.lease import Lease
+from verify.request_auth import RequestChecker
 
 STEADY = settings(stateful_step_count=40, derandomize=True, suppress_health_check=list(HealthCheck))
 """Of the state machines of these tests."""
@@ -77,11 +79,8 @@ class Filled:
         self.record(events.CoordinatorStarted(self.now))
 
     def record(self, event: events.Event) -> None:
-        self.state = apply(self.state, event)
-        self.events.append(event)
-        for follows in consequences(self.state, event):
-            self.state = apply(self.state, follows)
-            self.events.append(follows)
+        self.state, events = recorded(self.state, event)
+        self.events += events
 
     def register(self, name: str, pool: str = "a", *, own: bool = True) -> None:
         """Registers a worker of the run's own, or a stranger."""
@@ -190,15 +189,7 @@ def started(**changes: object) -> Filled:
     return run
 
 
-# -- Services without HTTP -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Edge:
-    """What limits the services of a run."""
-
-    new_keys: NewKeys
-    backlog: Backlog
+# -- Handlers without HTTP -----------------------------------------------------------------------
 
 
 def roles_of(*, coordinator: Iterable[str] = (), validator: Iterable[str] = ()) -> Roles:
@@ -215,25 +206,26 @@ def journal_of(run: Filled, folder: Path, clock: Callable[[], float] | None = No
     return journal
 
 
-def edge_of(
+def context_of(
     journal: Journal,
     spec: RunSpec,
+    key: SigningKey | None = None,
+    roles: Roles | None = None,
     *,
     limits: BacklogLimits | None = None,
     free_bytes: Callable[[], int] = lambda: 1 << 50,
-) -> Edge:
-    """The limits of a run, on a disk of this size."""
-    limits = limits or spec.verify.backlog
-    backlog = Backlog(journal, limits, free_bytes=lambda _: free_bytes())
-    return Edge(NewKeys(Limiter()), backlog)
+) -> RunContext:
+    """A run as its handlers see it, on a disk of this size."""
+    roles = roles or roles_of()
+    backlog = Backlog(journal, limits or spec.verify.backlog, free_bytes=lambda _: free_bytes())
+    authentication = Authentication(journal, RequestChecker(RUN), Limiter(), roles, ())
+    key = key or SigningKey.generate()
+    return RunContext(journal, spec, key, roles, authentication, backlog)
 
 
-def leasing_of(
-    journal: Journal, spec: RunSpec, key: SigningKey, roles: Roles, edge: Edge
-) -> Leasing:
-    """The workers' service of a run without workers of its own."""
-    admission = Admission(spec, roles, (), edge.new_keys)
-    return Leasing(journal, spec, key, roles, admission, edge.backlog)
+def leasing_of(run: RunContext) -> Leasing:
+    """The workers' handlers of a run without workers of its own."""
+    return Leasing(run, (), Limiter())
 
 
 async def chunks(body: bytes) -> AsyncIterator[bytes]:

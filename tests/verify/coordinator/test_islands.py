@@ -35,11 +35,11 @@ from tests.verify.coordinator.island_run import (
 from tests.verify.coordinator.over_http import polled, post, status
 from tests.waiting import eventually
 from verify.audit.replay import audit
+from verify.coordinator.handlers.operator import closed_steps, record_rollback
 from verify.coordinator.machine import filling
 from verify.coordinator.machine.events import IllegalTransition, RolledBack, StepClosed
 from verify.coordinator.machine.stalls import waited_for
 from verify.coordinator.machine.state import Policy
-from verify.coordinator.services.operator import closed_steps, record_rollback
 from verify.formats.islands import Contribution, divide, sign_offer
 from verify.formats.ranges import RangeManifest, RowRange, open_ranges
 from verify.island_client import Committed, IslandRefused, Waiting

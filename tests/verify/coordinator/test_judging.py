@@ -17,10 +17,9 @@ from runspec.core.keys import SigningKey
 from tests.verify.coordinator.deployment import Site, verdict
 from tests.verify.coordinator.filled import journal_of, started
 from tests.verify.coordinator.over_http import claimed, post, sample, status
+from verify.coordinator.machine import claims as rules
+from verify.coordinator.machine.claims import ATTEMPTS, Claims
 from verify.coordinator.machine.reputation import WORKERS_GAPS
-from verify.coordinator.services import claims as rules
-from verify.coordinator.services.claims import ATTEMPTS, Claims
-from verify.coordinator.services.judging import Judging
 
 
 def batch(claims: Claims, validator: str, waiting: Iterable[str], now: float = 0.0) -> list[str]:
@@ -176,7 +175,7 @@ def test_what_can_train_no_more_is_not_offered(tmp_path: Path, async_level: int,
     assert [close.step for close in run.advance()] == [0]
     # then it is offered only where a later step may still train it
     with closing(journal_of(run, tmp_path)) as journal:
-        assert [r.digest for r in Judging(journal, "run").submitted()] == [late.digest] * offered
+        assert [r.digest for r in journal.state.to_judge] == [late.digest] * offered
 
 
 # -- Over HTTP -----------------------------------------------------------------------------------

@@ -28,8 +28,7 @@ from tests.verify.coordinator.deployment import DEADLINE_S, Site, tiny_spec
 from tests.verify.coordinator.filled import Filled, digest, key, policy
 from tests.waiting import eventually
 from verify.audit.replay import audit
-from verify.coordinator.ledger.ledger import Ledger, open_ledger
-from verify.coordinator.ledger.snapshot import Dropped, read_dropped, read_events
+from verify.coordinator.ledger.ledger import Dropped, Ledger, open_ledger, read_dropped, read_events
 from verify.coordinator.ledger.store import StoreError
 from verify.coordinator.machine import events
 from verify.coordinator.machine.events import CoordinatorStarted, Event
@@ -105,9 +104,9 @@ def _run(command: list[str], folder: str) -> None:
 
 def connected(url: str) -> Any:
     """A connection of the driver, which may not be installed."""
-    from verify.coordinator.ledger.postgres_connection import connect
+    import psycopg
 
-    return connect(url)
+    return psycopg.connect(url, autocommit=True)
 
 
 @pytest.fixture
@@ -121,9 +120,7 @@ def database(postgres: Server, tmp_path: Path) -> str:
 
 
 def with_ledger(url: str, name: str = "tiny") -> RunSpec:
-    values: dict[str, Any] = tiny_spec(steps=2).model_dump(mode="json", by_alias=True)
-    values["verify"]["ledger"] = url
-    return RunSpec.model_validate(values | {"name": name})
+    return tiny_spec(steps=2, verify={"ledger": url}, name=name)
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -199,9 +196,9 @@ def test_all_or_nothing_of_one_call_is_kept(tmp_path: Path, spec: RunSpec) -> No
         store.append([(1, "A", "{}", "a")])
         with pytest.raises(StoreError):
             store.append([(2, "B", "{}", "b"), (2, "C", "{}", "c")])
-        assert store.last() == (1, "A", "{}", "a")
+        assert store.last() == (1, "a")
         store.append([(2, "D", "{}", "d"), (3, "E", "{}", "e")])
-        assert [row[1] for row in store.rows()] == ["A", "D", "E"]
+        assert [row.kind for row in store.rows()] == [b"A", b"D", b"E"]
 
 
 def test_a_second_writer_is_refused_until_the_first_is_gone_and_readers_are_not(tmp_path, spec):
@@ -300,7 +297,7 @@ def test_a_lost_connection_is_opened_again_and_a_ledger_that_went_on_is_refused(
 
 def test_a_server_that_says_nothing_is_waited_for_within_a_deadline_and_named() -> None:
     pytest.importorskip("psycopg")
-    from verify.coordinator.ledger.postgres_store import PostgresStore
+    from verify.coordinator.ledger.postgres import PostgresStore
 
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
         place = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -311,7 +308,7 @@ def test_a_server_that_says_nothing_is_waited_for_within_a_deadline_and_named() 
 
 
 def test_an_append_that_takes_too_long_is_cut_off_and_counts_as_lost(tmp_path, database):
-    from verify.coordinator.ledger.postgres_store import PostgresStore
+    from verify.coordinator.ledger.postgres import PostgresStore
 
     with (
         closing(PostgresStore(database, "tiny", exchange_s=0.2)) as store,
@@ -370,7 +367,7 @@ def site(database: str, tmp_path: Path) -> Iterator[Site]:
 
 
 def test_a_run_with_its_ledger_in_postgres_restarts_and_is_audited(site, database):
-    from verify.coordinator.ledger.postgres_store import place
+    from verify.coordinator.ledger.postgres import place
 
     for step in range(2):
         with site.serving():

@@ -24,13 +24,12 @@ from runspec.core.keys import SigningKey
 from runspec.core.latest import Latest
 from runspec.core.process import RunStopped
 from runspec.core.run_files import step_folder, submission_files
-from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec, verdict
 from tests.verify.coordinator.filled import (
     POLICY,
     chunks,
+    context_of,
     digest,
-    edge_of,
     journal_of,
     leasing_of,
     roles_of,
@@ -38,7 +37,10 @@ from tests.verify.coordinator.filled import (
 )
 from tests.verify.coordinator.over_http import check, claimed, granted, post, sample
 from verify.audit.replay import audit
-from verify.coordinator.intake import Refusal
+from verify.coordinator.closing import Closing
+from verify.coordinator.edge.requests import Refusal
+from verify.coordinator.handlers.judging import Judging
+from verify.coordinator.handlers.operator import obey
 from verify.coordinator.journal import Finished, Journal
 from verify.coordinator.ledger import store as ledger_store
 from verify.coordinator.ledger.ledger import Ledger
@@ -47,10 +49,6 @@ from verify.coordinator.machine.events import CoordinatorStarted
 from verify.coordinator.machine.state import Policy
 from verify.coordinator.machine.transitions import replay
 from verify.coordinator.run import serve
-from verify.coordinator.services.activity import Activity
-from verify.coordinator.services.closing import Closing
-from verify.coordinator.services.judging import Judging
-from verify.coordinator.services.operator import OperatorService
 from verify.formats.lease import Lease, lease_digest, open_lease
 from verify.formats.submission import open_submission
 from verify.formats.verdict import open_verdict
@@ -276,15 +274,14 @@ class Breaking(SqliteStore):
 
 
 class Coordinator:
-    """Its services, and all who call them, by a clock that jumps."""
+    """Its handlers, and all who call them, by a clock that jumps."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.random, self.now = random.Random(seed), 1e6
-        values = tiny_spec(steps=8, lease_timeout="30s").model_dump(mode="json", by_alias=True)
-        values["algorithm"]["async_level"] = self.random.choice([0, 1, 2])
-        values["verify"]["newcomer_share"] = self.random.choice([0.25, 1.0])
-        values["verify"]["backlog"]["submissions"] = self.random.choice([2, 50])
-        self.spec = RunSpec.model_validate(values)
+        algorithm = {"async_level": self.random.choice([0, 1, 2])}
+        share, most = self.random.choice([0.25, 1.0]), self.random.choice([2, 50])
+        verify = {"newcomer_share": share, "backlog": {"submissions": most}}
+        self.spec = tiny_spec(steps=8, lease_timeout="30s", algorithm=algorithm, verify=verify)
         self.site = Site(folder, self.spec)
         self.workers = [SigningKey.generate() for _ in range(4)]
         self.validators = [self.site.validator, SigningKey.generate()]
@@ -299,11 +296,9 @@ class Coordinator:
         self.store = Breaking(site.run_dir / "state.db")
         ledger = Ledger(self.store)
         self.journal = Journal(site.run_dir, Policy.of(spec), ledger=ledger, clock=self._tick)
-        self.judging = Judging(self.journal, RUN)
-        edge = edge_of(self.journal, spec)
-        self.leasing = leasing_of(self.journal, spec, site.coordinator, roles, edge)
-        self.closing = Closing(self.journal, RUN, site.coordinator, Activity())
-        self.operator = OperatorService(self.journal, roles)
+        self.roles = roles
+        run = context_of(self.journal, spec, site.coordinator, roles)
+        self.judging, self.leasing, self.closing = Judging(run), leasing_of(run), Closing(run)
 
     def _tick(self) -> float:
         self.now += 1e-3
@@ -339,9 +334,8 @@ class Coordinator:
             case "jump":
                 self.now += self.random.choice([-3600.0, -60.0, 20.0, 40.0])
             case "ban":
-                order = {"key": worker.public_hex, "reason": "by hand"}
-                banned = worker.public_hex in self.journal.state.bans
-                (self.operator.unban if banned else self.operator.ban)(order)
+                verb = "unban" if worker.public_hex in self.journal.state.bans else "ban"
+                obey(self.journal, self.roles, verb, worker.public_hex, "by hand")
             case "break":
                 self.store.how = self.random.choice(HOW)
             case "again":
@@ -359,7 +353,7 @@ class Coordinator:
             self.now = max(self.now, lease.expires - self.random.randint(1, 4) * 1e-3)
         signed, table = submission(document, lease, worker, note=self.random.randrange(2))
         await self.leasing.submit(open_submission(signed), signed, chunks(table))
-        assert len(self.judging.submitted()) <= self.spec.verify.backlog.submissions
+        assert len(self.journal.state.to_judge) <= self.spec.verify.backlog.submissions
 
     async def judge(self) -> None:
         key, accepted = self.random.choice(self.validators), self.random.random() < 0.85

@@ -18,7 +18,7 @@ from aiohttp import web
 from runspec.core.http_server import Network, client_address
 from runspec.core.roles import Roles
 from verify.coordinator.edge.limits import AT_ONCE, Limiter, Name
-from verify.coordinator.intake import Refusal
+from verify.coordinator.edge.requests import Refusal
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine.state import Rank
 from verify.request_auth import RequestChecker, SignedRequest, Unauthorised

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from runspec.core.spec.schema import Backlog as BacklogLimits
-from verify.coordinator.intake import Refusal
+from verify.coordinator.edge.requests import Refusal
 from verify.coordinator.journal import Journal
 from verify.coordinator.machine.events import SubmissionDeferred
 from verify.coordinator.machine.state import LeaseRecord

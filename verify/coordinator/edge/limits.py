@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 
@@ -28,7 +27,7 @@ from runspec.core.connection_limits import (
     possible_connections,
 )
 from runspec.core.http_server import TokenBuckets, at_once, serving
-from verify.coordinator.intake import Refusal
+from verify.coordinator.edge.requests import Refusal
 from verify.coordinator.machine.state import State
 
 _log = logging.getLogger(__name__)
@@ -138,46 +137,32 @@ class Limiter:
         return self._buckets[name.scope].wait_s(name, (rate.burst - 1) / rate.per_s, now)
 
 
-class NewKeys:
-    """Counts keys that register without an invite.
+def count_new_key(limiter: Limiter, state: State, address: str, *, now: float) -> None:
+    """Count a key that registers without an invite.
 
     Args:
         limiter: counts the keys of each address.
-        clock: seconds, never going back.
+        state: state of the run.
+        address: address of the client.
+        now: seconds of a clock that never goes back.
+
+    Raises:
+        Refusal: 403, `MAX_UNPROVEN` is reached; 429, the address has registered too many.
     """
-
-    def __init__(
-        self,
-        limiter: Limiter,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._limiter, self._clock = limiter, clock
-
-    def take(self, state: State, address: str) -> None:
-        """Count a key that registers.
-
-        Args:
-            state: state of the run.
-            address: address of the client.
-
-        Raises:
-            Refusal: 403, `MAX_UNPROVEN` is reached; 429, the address has registered too many.
-        """
-        if state.unproven >= MAX_UNPROVEN:
-            raise Refusal(
-                403,
-                f"{MAX_UNPROVEN} keys without accepted work are registered, as many as may be: ask "
-                "for a link with an invite",
-            )
-        wait_s = self._limiter.take(Name("address", "new key", address), now=self._clock())
-        if wait_s > 0.0:
-            raise Refusal(
-                429,
-                f"{RATES['address', 'new key'].burst} new keys of your address have registered, as "
-                f"many as may in a day: try again in {wait_s:.0f} s, or ask for a link with an "
-                "invite",
-                retry_after_s=wait_s,
-            )
+    if state.unproven >= MAX_UNPROVEN:
+        raise Refusal(
+            403,
+            f"{MAX_UNPROVEN} keys without accepted work are registered, as many as may be: ask for "
+            "a link with an invite",
+        )
+    wait_s = limiter.take(Name("address", "new key", address), now=now)
+    if wait_s > 0.0:
+        raise Refusal(
+            429,
+            f"{RATES['address', 'new key'].burst} new keys of your address have registered, as "
+            f"many as may in a day: try again in {wait_s:.0f} s, or ask for a link with an invite",
+            retry_after_s=wait_s,
+        )
 
 
 class Connections(Observer):

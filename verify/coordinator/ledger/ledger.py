@@ -5,15 +5,19 @@ kind, body), each length-prefixed. The rows of one call are one transaction, syn
 the call returns. So an answer that was sent stays true after `kill -9` and a loss of power. The
 table is in the run's `state.db`, beside the tables of others, or in the PostgreSQL database that
 the spec names (`verify.ledger`).
+
+Readers of a run, which may be live, see the rows of one moment and need no lock.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -23,17 +27,27 @@ from runspec.core.hashing import hash_parts
 from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.schema import RunSpec
 from verify.coordinator.ledger.store import (
-    LedgerStore,
+    NoLedger,
+    Row,
     SqliteStore,
+    Store,
     StoreError,
     must_follow,
 )
-from verify.coordinator.machine.events import Event
+from verify.coordinator.machine.events import Event, SubmissionJudged, SubmissionSetAside
 
 FIRST_CHAIN = bytes(32).hex()
 _CODECS: dict[str, TypeAdapter[Event]] = {
     kind.__name__: TypeAdapter(kind) for kind in Event.__subclasses__()
 }
+E = TypeVar("E", bound=Event)
+_SQLITE_REMEDY = (
+    "the file is damaged or no run's database: restore it from a copy; if a -wal file is beside it "
+    "and you may not write the folder, copy both to a folder of yours"
+)
+_POSTGRES_REMEDY = "check verify.ledger, PGPASSWORD and that the server runs"
+_DROPPED = b'"outcome":"dropped"'
+"""Part of the row of a verdict with a dropped group; other rows are not decoded."""
 
 
 class BadRow(ValueError):
@@ -55,34 +69,36 @@ def decode_event(kind: bytes, body: bytes) -> Event:
         raise BadRow(f"not a {kind.decode()}: {error.errors()[0]['msg']}") from error
 
 
-def open_ledger(run_dir: Path, spec: RunSpec) -> Ledger:
-    """Open the ledger of a run, for its one writer.
+def store_of(run_dir: Path, spec: RunSpec) -> tuple[Callable[..., Store], str]:
+    """Return what opens the store of a run's ledger, and its location for messages.
 
     Raises:
-        UserError: it cannot be read, or the driver of PostgreSQL is not installed.
+        UserError: the driver of PostgreSQL is not installed.
     """
     url = spec.verify.ledger
     if url is None:
-        return Ledger(run_dir / STATE_FILE)
-    postgres = import_postgres_store()
-    with _usable(postgres.place(url, spec.name)):
-        return Ledger(postgres.PostgresStore(url, spec.name))
-
-
-def import_postgres_store() -> ModuleType:
-    """Import `verify.coordinator.ledger.postgres_store`, which needs the driver of PostgreSQL.
-
-    Raises:
-        UserError: the driver is not installed.
-    """
+        path = run_dir / STATE_FILE
+        return partial(SqliteStore, path), str(path)
     try:
-        return importlib.import_module("verify.coordinator.ledger.postgres_store")
+        postgres = importlib.import_module("verify.coordinator.ledger.postgres")
     except ImportError as error:
         raise UserError(
             f"PostgreSQL cannot be used: {error}",
             place="verify.ledger",
             remedy=install_command("postgres"),
         ) from error
+    return partial(postgres.PostgresStore, url, spec.name), postgres.place(url, spec.name)
+
+
+def open_ledger(run_dir: Path, spec: RunSpec) -> Ledger:
+    """Open the ledger of a run, for its one writer.
+
+    Raises:
+        UserError: it cannot be read, or the driver of PostgreSQL is not installed.
+    """
+    make, place = store_of(run_dir, spec)
+    with _usable(place):
+        return Ledger(make())
 
 
 class Ledger:
@@ -95,12 +111,10 @@ class Ledger:
         UserError: from every method, if the store cannot be read or written (a full disk).
     """
 
-    def __init__(self, place: Path | LedgerStore) -> None:
+    def __init__(self, place: Path | Store) -> None:
         with _usable(str(place) if isinstance(place, Path) else place.place):
             self._store = SqliteStore(place) if isinstance(place, Path) else place
-            last = self._store.last()
-        self._seq: int = last[0] if last else 0
-        self._chain: str = last[3] if last else FIRST_CHAIN
+            self._seq, self._chain = self._store.last() or (0, FIRST_CHAIN)
         self.in_doubt = False
         """Whether the store may have rows of an `append` that failed; see `settle`."""
 
@@ -135,7 +149,7 @@ class Ledger:
         """
         if self.in_doubt:
             with _usable(self.place):
-                must_follow(self._store.last(), (self._seq + 1, "", "", ""))
+                must_follow(self._store.last(), self._seq + 1)
             self.in_doubt = False
 
     def append(self, events: Sequence[Event]) -> None:
@@ -175,14 +189,15 @@ class Ledger:
         """Yield all events from the first, each checked against the chain."""
         chain = FIRST_CHAIN
         with _usable(self.place):
-            for position, (seq, kind, body, linked) in enumerate(self._store.rows(), start=1):
-                chain = _link(chain, position, kind, body)
-                if seq != position or linked != chain:
-                    raise self._changed(f"ledger row {seq} does not follow from the rows before it")
+            for position, row in enumerate(self._store.rows(), start=1):
+                chain = _link(chain, position, row.kind, row.body)
+                if row.seq != position or row.chain != chain.encode():
+                    words = f"ledger row {row.seq} does not follow from the rows before it"
+                    raise self._changed(words)
                 try:
-                    yield decode_event(kind.encode(), body.encode())
+                    yield decode_event(row.kind, row.body)
                 except BadRow as error:
-                    raise self._changed(f"ledger row {seq} holds no event: {error}") from error
+                    raise self._changed(f"ledger row {row.seq} holds no event: {error}") from error
 
     def _changed(self, thing: str) -> UserError:
         return UserError(
@@ -206,5 +221,124 @@ def _usable(place: str) -> Iterator[None]:
         ) from error
 
 
-def _link(chain: str, seq: int, kind: str, body: str) -> str:
+def _link(chain: str, seq: int, kind: str | bytes, body: str | bytes) -> str:
     return hash_parts(bytes.fromhex(chain), seq, kind, body).hex()
+
+
+# -- Readers ---------------------------------------------------------------------------------------
+
+
+class LedgerSnapshot:
+    """The rows of a run at one moment, read in one transaction.
+
+    Args:
+        run_dir: the run directory.
+        spec: the run's resolved spec.
+
+    Raises:
+        NoLedger: there is none.
+        UserError: from every method, if the rows cannot be read as a ledger.
+    """
+
+    def __init__(self, run_dir: Path, spec: RunSpec) -> None:
+        make, self._place = store_of(run_dir, spec)
+        self._remedy = _SQLITE_REMEDY if spec.verify.ledger is None else _POSTGRES_REMEDY
+        self._read = 0
+        with self._readable():
+            self._store = make(read_only=True)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def rows(self, kind: str | None = None, *, after: int = 0) -> Iterator[Row]:
+        """Yield the rows of a kind (None: of all) later than the `after`-th, in order."""
+        with self._readable():
+            for row in self._store.rows(kind, after=after):
+                yield row
+                self._read += 1
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreError as error:
+            raise UserError(
+                f"the ledger cannot be read: {error} (after {self._read} rows)",
+                place=self._place,
+                remedy=self._remedy,
+            ) from error
+
+
+def read_events(
+    run_dir: Path, spec: RunSpec, kind: type[E], *, containing: bytes = b""
+) -> Iterator[E]:
+    """Yield the events of a kind from the ledger of a run, which may be live.
+
+    Args:
+        run_dir: the run directory.
+        spec: the run's resolved spec.
+        kind: class of the events; `Event` for all.
+        containing: bytes that the row's body must contain.
+
+    Raises:
+        NoLedger: there is none.
+        UserError: it cannot be read.
+    """
+    with closing(LedgerSnapshot(run_dir, spec)) as snapshot:
+        for row in snapshot.rows(None if kind is Event else kind.__name__):
+            if containing in row.body:
+                try:
+                    event = decode_event(row.kind, row.body)
+                except BadRow as error:
+                    raise damaged(run_dir, f"row {row.seq} cannot be read: {error}") from error
+                if isinstance(event, kind):
+                    yield event
+
+
+def damaged(run_dir: Path, words: str) -> UserError:
+    """Return the error of a ledger whose rows are not those of a run."""
+    return UserError(
+        f"the ledger is damaged: {words}",
+        place=str(run_dir),
+        remedy=f"`python -m verify audit {run_dir}` says what is wrong with it",
+    )
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Groups that a run lost without a worker's fault (`docs/coordinator.md`).
+
+    Times are in seconds since the epoch.
+    """
+
+    set_aside: int = 0
+    """Submissions that were set aside, because validators failed at them."""
+    set_aside_at: float | None = None
+    """When the last submission was set aside."""
+    by_grader: int = 0
+    """Groups at which the grader failed."""
+    fault: str = ""
+    """The grader's error at the newest of these groups."""
+    by_grader_at: float | None = None
+    """When the newest of these groups was judged."""
+
+
+def read_dropped(run_dir: Path, spec: RunSpec) -> Dropped:
+    """Return the losses that the ledger of a run records; the run may be live.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        set_aside = list(read_events(run_dir, spec, SubmissionSetAside))
+        judged = list(read_events(run_dir, spec, SubmissionJudged, containing=_DROPPED))
+    except NoLedger:  # no coordinator was started
+        return Dropped()
+    groups = [grade for event in judged for grade in event.groups]
+    return Dropped(
+        set_aside=len(set_aside),
+        set_aside_at=set_aside[-1].at if set_aside else None,
+        by_grader=sum(grade.outcome == "dropped" for grade in groups),
+        fault=judged[-1].fault if judged else "",
+        by_grader_at=judged[-1].at if judged else None,
+    )

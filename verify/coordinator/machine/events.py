@@ -196,7 +196,7 @@ class SubmissionJudged(Event):
     groups: tuple[GroupGrade, ...]
     """Empty when rejected."""
     gap_excess: float | None = None
-    """Excess of the gaps over a worker's long-run budget, nats (`gap_history`); None if the
+    """Excess of the gaps over a worker's long-run budget, nats (`verdicts`); None if the
     validator rejected the submission, its pool was not calibrated, or nothing was recomputed."""
     gap_noise: GapNoise | None = None
     """Noise by which the excess was computed; it comes from the profile of that time."""
@@ -219,7 +219,7 @@ class SubmissionSetAside(Event):
     """Validators failed at a submission but judged others, so nobody judges it any more.
 
     Its groups are dropped. Its worker or the validators may be at fault
-    (`verify.coordinator.services.claims`).
+    (`verify.coordinator.machine.claims`).
     """
 
     lease: str

@@ -248,8 +248,11 @@ def committed(
         _require(received.offer.base == record.base, f"island {each.island} has another base")
     named = [each.island for each in record.contributors]
     dropped = {each.island: each.reason for each in record.dropped}
-    whole = _is_partition(policy.names, named, list(dropped))
-    _require(bool(named) and whole, "a commit that does not name each island once, in order")
+    # Each name is in one of two lists, once, in order.
+    parts = (named, list(dropped))
+    in_order = all(part == [n for n in policy.names if n in part] for part in parts)
+    once = in_order and len(named) + len(dropped) == len(policy.names)
+    _require(bool(named) and once, "a commit that does not name each island once, in order")
     tallies = {name: islands.tallies.get(name, IslandTally()) for name in policy.names}
     for each in record.contributors:
         tally = tallies[each.island]
@@ -363,12 +366,6 @@ def rolled_back(islands: IslandState, version: int) -> IslandState:
 
 def _suffice(policy: IslandPolicy, counted: Sequence[ShareOffered]) -> bool:
     return len(counted) >= policy.quorum and sum(offer.weight for offer in counted) > 0.0
-
-
-def _is_partition(names: Sequence[str], one: Sequence[str], other: Sequence[str]) -> bool:
-    """Return whether each name is in one of two lists, once, in order."""
-    in_order = all(list(part) == [n for n in names if n in part] for part in (one, other))
-    return in_order and len(one) + len(other) == len(names)
 
 
 def _require(holds: bool, otherwise: str) -> None:

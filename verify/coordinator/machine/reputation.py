@@ -32,7 +32,7 @@ EXACT_CHECKS = frozenset(
     }
 )
 WORKERS_GAPS = "seeded_sampling_worker"
-"""Name of the check of all submissions of a worker together (`gap_history`)."""
+"""Name of the check of all submissions of a worker together (`verdicts`)."""
 QUARANTINE_AFTER = 2
 BAN_AFTER = 6
 CLEAR_AFTER = 5

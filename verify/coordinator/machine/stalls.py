@@ -60,15 +60,6 @@ class Stalled:
     remedy: str
 
 
-@dataclass(frozen=True)
-class _Loss:
-    """Groups that were leased for a step and cannot train, all for the same reason."""
-
-    groups: int
-    text: str
-    remedy: str
-
-
 def unfilled(state: State, number: int, *, had: int, now: float) -> Stalled:
     """Return why an open step has too few groups.
 
@@ -84,9 +75,9 @@ def unfilled(state: State, number: int, *, had: int, now: float) -> Stalled:
         f"step {number} stalled: {had} of {policy.groups} groups, at least {policy.min_groups} "
         f"needed, after {now - step.since:.0f} s and {step.leased} groups leased "
         f"(max_groups allows {policy.max_groups})",
-        *(loss.text for loss in losses),
+        *(text for _, text, _ in losses),
     ]
-    return Stalled("; ".join(parts), losses[0].remedy)
+    return Stalled("; ".join(parts), losses[0][2])
 
 
 def unopened(state: State, now: float) -> Stalled:
@@ -157,36 +148,28 @@ def _islands(state: State) -> str:
     return ", ".join(f"island {name} ({why})" for name, why in missing.items())
 
 
-def _losses(state: State, tally: Tally) -> list[_Loss]:
-    """Return the reasons for which a step lost groups, the largest loss first."""
+def _losses(state: State, tally: Tally) -> list[tuple[int, str, str]]:
+    """Return the reasons for which a step lost groups, the largest loss first.
+
+    Each has the number of groups, the reason for people, and the remedy.
+    """
     dropped = sum(grade.outcome == "dropped" for grade in tally.grades)
     filtered = [grade for grade in tally.grades if grade.outcome == "filtered"]
     rejected = tally.rejected_rollouts // state.policy.group_size
+    grader = f"{dropped} groups dropped by the grader, the newest: {state.last_fault}"
+    rejections = (
+        f"{tally.rejected_submissions} submissions rejected ({rejected} groups), last rejection: "
+        f"{tally.last_rejection}"
+    )
+    aside = f"{tally.set_aside_groups} groups of submissions that validators could not judge"
     losses = [
-        _Loss(
-            dropped,
-            f"{dropped} groups dropped by the grader, the newest: {state.last_fault}",
-            _REPAIR_GRADER,
-        ),
-        _Loss(len(filtered), *_zero_variance(filtered)),
-        _Loss(
-            rejected,
-            f"{tally.rejected_submissions} submissions rejected ({rejected} groups), last "
-            f"rejection: {tally.last_rejection}",
-            _LOOK_AT_REJECTION,
-        ),
-        _Loss(
-            tally.set_aside_groups,
-            f"{tally.set_aside_groups} groups of submissions that validators could not judge",
-            _CHECK_VALIDATORS,
-        ),
-        _Loss(
-            tally.expired_groups,
-            f"{tally.expired_groups} groups withheld or late",
-            _CHECK_WORKERS,
-        ),
+        (dropped, grader, _REPAIR_GRADER),
+        (len(filtered), *_zero_variance(filtered)),
+        (rejected, rejections, _LOOK_AT_REJECTION),
+        (tally.set_aside_groups, aside, _CHECK_VALIDATORS),
+        (tally.expired_groups, f"{tally.expired_groups} groups withheld or late", _CHECK_WORKERS),
     ]
-    return sorted((loss for loss in losses if loss.groups), key=lambda loss: -loss.groups)
+    return sorted((loss for loss in losses if loss[0]), key=lambda loss: -loss[0])
 
 
 def _zero_variance(filtered: Sequence[GroupGrade]) -> tuple[str, str]:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from rpds import HashTrieMap
 
-from runspec.core.spec.schema import Fill, RunSpec, Supervised
+from runspec.core.spec.schema import Fill, RunSpec
 from verify.coordinator.machine.events import FailedAttempt, GroupGrade, VersionPublished
 from verify.coordinator.machine.islands import IslandPolicy, IslandState
 from verify.coordinator.machine.reputation import Standing, prefill_share
@@ -35,77 +35,63 @@ class Policy:
     run: str
     """Name of the run."""
     steps: int
-    groups: int
-    """Groups a step asks for (`prompts_per_step`)."""
-    group_size: int
     async_level: int
     """Largest lag of a step behind the newest published version."""
-    zero_variance_filter: bool
-    max_groups: int
-    """Largest number of a step's groups that known workers are leased."""
-    min_groups: int
-    """Fewest groups of a batch."""
     deadline_s: float
     lease_timeout_s: float
-    groups_per_submission: Mapping[str, int]
-    """Groups of a submission, by pool."""
     prefill_share: float
     """Share of a new key's submissions to recompute."""
     prefill_floor: float
     """The share with the best reputation."""
-    newcomer_groups: int
-    """Groups of a step that new workers may hold together."""
-    rows_per_step: int = 0
-    """Packed rows of a step of a run that trains on documents and has no workers; 0: it samples."""
     islands: IslandPolicy | None = None
     """None: the learner is one program."""
+    rows_per_step: int = 0
+    """Packed rows of a step of a run that trains on documents and has no workers; 0: it samples."""
+    groups: int = 0
+    """Groups a step asks for (`prompts_per_step`); 0 without workers, as what follows."""
+    group_size: int = 0
+    zero_variance_filter: bool = False
+    max_groups: int = 0
+    """Largest number of a step's groups that known workers are leased."""
+    min_groups: int = 0
+    """Fewest groups of a batch."""
+    groups_per_submission: Mapping[str, int] = field(default_factory=dict)
+    """Groups of a submission, by pool."""
+    newcomer_groups: int = 0
+    """Groups of a step that new workers may hold together."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> Policy:
+        common: dict[str, Any] = {
+            "run": spec.name,
+            "steps": spec.steps,
+            "lease_timeout_s": spec.verify.lease_timeout,
+            "prefill_share": spec.verify.prefill_share,
+            "prefill_floor": spec.verify.lowest_prefill_share,
+            "islands": IslandPolicy.of(spec),
+        }
         if spec.supervised is not None:
-            return cls._without_workers(spec, spec.supervised)
-        algorithm, fill = spec.grpo, spec.grpo.fill
-        groups = algorithm.prompts_per_step
+            islands = spec.learner.islands
+            overlap = 0 if islands is None else islands.overlap  # versions are committed so late
+            return cls(
+                **common,
+                # The learner trains on while a version is published, and at most one more waits.
+                async_level=2 * spec.supervised.publish_every - 1 + overlap,
+                deadline_s=Fill().deadline,
+                rows_per_step=rows_per_step(spec),
+            )
+        algorithm, fill, groups = spec.grpo, spec.grpo.fill, spec.grpo.prompts_per_step
         return cls(
-            run=spec.name,
-            steps=spec.steps,
+            **common,
+            async_level=algorithm.async_level,
+            deadline_s=fill.deadline,
             groups=groups,
             group_size=algorithm.group_size,
-            async_level=algorithm.async_level,
             zero_variance_filter=algorithm.filters.zero_variance,
             max_groups=int(fill.max_groups * groups),
             min_groups=max(1, math.ceil(fill.min_share * groups - 1e-9)),
-            deadline_s=fill.deadline,
-            lease_timeout_s=spec.verify.lease_timeout,
             groups_per_submission={p.name: p.groups_per_submission for p in spec.samplers},
-            prefill_share=spec.verify.prefill_share,
-            prefill_floor=spec.verify.lowest_prefill_share,
             newcomer_groups=max(1, int(spec.verify.newcomer_share * groups + 1e-9)),
-            islands=IslandPolicy.of(spec),
-        )
-
-    @classmethod
-    def _without_workers(cls, spec: RunSpec, algorithm: Supervised) -> Policy:
-        islands = spec.learner.islands
-        overlap = 0 if islands is None else islands.overlap  # versions are committed so much later
-        return cls(
-            run=spec.name,
-            steps=spec.steps,
-            groups=0,
-            group_size=0,
-            # The learner trains on while a version is published, and at most one more waits.
-            async_level=2 * algorithm.publish_every - 1 + overlap,
-            zero_variance_filter=False,
-            max_groups=0,
-            min_groups=0,
-            deadline_s=Fill().deadline,
-            lease_timeout_s=spec.verify.lease_timeout,
-            groups_per_submission={},
-            prefill_share=spec.verify.prefill_share,
-            prefill_floor=spec.verify.lowest_prefill_share,
-            newcomer_groups=0,
-            rows_per_step=rows_per_step(spec),
-            islands=IslandPolicy.of(spec),
         )
 
 
@@ -165,7 +151,7 @@ class Worker:
     gap_excess: float = 0.0
     """Sum of the excesses of its submissions since the sum was last below 0, nats."""
     gap_noise: GapNoise | None = None
-    """Noise of the calibration by which the sum was computed (`gap_history`)."""
+    """Noise of the calibration by which the sum was computed (`verdicts`)."""
 
     @cached_property
     def rank(self) -> Rank:
@@ -180,6 +166,20 @@ class Worker:
     def unproven(self) -> bool:
         """Whether it is a stranger without an accepted submission."""
         return not self.own and self.invite is None and self.standing.accepted == 0
+
+    def excess_with(self, excess: float, noise: GapNoise) -> float:
+        """Return the sum of the excesses with that of another submission, nats.
+
+        A sum belongs to one calibration.
+        """
+        return excess + (self.gap_excess if self.gap_noise == noise else 0.0)
+
+    def with_gaps(self, excess: float | None, noise: GapNoise | None) -> Worker:
+        """Return the worker with the gaps of a submission, accepted or not."""
+        if excess is None or noise is None:
+            return self
+        total = min(max(0.0, self.excess_with(excess, noise)), noise.largest_excess)
+        return replace(self, gap_excess=total, gap_noise=noise)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,10 @@
 - Learner islands commit each closed step once, in order (`islands`).
 - The leases of one worker and one step are numbered 0, 1, 2, ... under one nonce, which was drawn
   after the worker's key was registered; so no two leases share a seed.
+
+Quarantines and bans that follow from an event enter the ledger with it (`consequences`). They are
+events themselves, so no reader of the ledger computes them. The limits may differ between two
+versions of this program, and a worker's recorded standing must not change with them.
 """
 
 from __future__ import annotations
@@ -16,8 +20,12 @@ from typing import Any
 
 from verify.coordinator.machine import events, islands
 from verify.coordinator.machine.events import IllegalTransition
-from verify.coordinator.machine.gap_history import with_gaps
-from verify.coordinator.machine.reputation import Standing
+from verify.coordinator.machine.reputation import (
+    BAN_AFTER,
+    CLEAR_AFTER,
+    Standing,
+    should_quarantine,
+)
 from verify.coordinator.machine.state import (
     Draw,
     LeaseRecord,
@@ -32,6 +40,7 @@ from verify.coordinator.machine.state import (
 
 LONGEST_DEFERRAL_S = 600.0
 """Largest time from a deferral to the new end of its lease, in seconds."""
+SET_ASIDE = "set aside: validators came to no verdict on a submission"
 
 
 def replay(policy: Policy, history: Iterable[events.Event]) -> State:
@@ -148,14 +157,6 @@ def _ban(state: State, event: events.KeyBanned) -> State:
     return _strike_unproven(state, event.key)
 
 
-def _strike_unproven(state: State, worker: str) -> State:
-    """Strike the groups of a doubted worker that were accepted without being recomputed."""
-    for record in list(state.leases.values()):
-        if record.lease.worker == worker and not record.recomputed:
-            state = _without_usable(state, record)
-    return state
-
-
 def _lift_ban(state: State, event: events.BanLifted) -> State:
     _require(event.key in state.bans, "a key that is not banned")
     state = replace(state, bans=state.bans.remove(event.key))
@@ -262,11 +263,12 @@ def _judge(state: State, event: events.SubmissionJudged) -> State:
     standing = worker.standing.after_verdict(
         0 if record.overdue else lease.groups, accepted=event.accepted, recomputed=recomputed
     )
-    worker = with_gaps(replace(worker, standing=standing), event.gap_excess, event.gap_noise)
+    worker = replace(worker, standing=standing).with_gaps(event.gap_excess, event.gap_noise)
     if not event.accepted:
         rollouts = lease.groups * state.policy.group_size
-        state = _counted(state, record, rejected_submissions=1, rejected_rollouts=rollouts)
-        state = _tallied(state, record, last_rejection=event.reason[:300])
+        state = _counted(
+            state, record, event.reason[:300], rejected_submissions=1, rejected_rollouts=rollouts
+        )
         record = replace(record, status="rejected", verdict=event.verdict)
     else:
         earned = [g for g in event.groups if g.outcome != "dropped"]
@@ -326,20 +328,23 @@ def _close(state: State, event: events.StepClosed) -> State:
     return _lapse(replace(state, leases=kept))
 
 
+def _strike_unproven(state: State, worker: str) -> State:
+    """Strike the groups of a doubted worker that were accepted without being recomputed."""
+    return _strike(state, lambda r: r.lease.worker == worker and not r.recomputed)
+
+
 def _lapse(state: State) -> State:
     """Strike the groups that no step still to close may train."""
+    return _strike(state, lambda r: state.lag(r) > state.policy.async_level)
+
+
+def _strike(state: State, struck: Callable[[LeaseRecord], bool]) -> State:
+    """Strike the groups of some leases that are not trained yet."""
     for record in list(state.leases.values()):
-        if state.lag(record) > state.policy.async_level:
-            state = _without_usable(state, record)
+        if record.usable and struck(record):
+            state = _counted(state, record, expired_groups=len(record.usable))
+            state = _with_lease(state, replace(record, usable=()))
     return state
-
-
-def _without_usable(state: State, record: LeaseRecord) -> State:
-    """Strike the groups of a lease that are not trained yet."""
-    if not record.usable:
-        return state
-    state = _counted(state, record, expired_groups=len(record.usable))
-    return _with_lease(state, replace(record, usable=()))
 
 
 def _record(state: State, lease: str, status: str) -> LeaseRecord:
@@ -349,17 +354,12 @@ def _record(state: State, lease: str, status: str) -> LeaseRecord:
     return record
 
 
-def _counted(state: State, record: LeaseRecord, **more: Any) -> State:
+def _counted(state: State, record: LeaseRecord, rejection: str = "", **more: Any) -> State:
     """Add to counts of the tally that a lease belongs to, or to its grades."""
-    tally = state.tallies.get(max(record.lease.step, state.next_close), Tally())
-    sums = {name: getattr(tally, name) + value for name, value in more.items()}
-    return _tallied(state, record, **sums)
-
-
-def _tallied(state: State, record: LeaseRecord, **values: Any) -> State:
-    """Set values of the tally that a lease belongs to."""
     step = max(record.lease.step, state.next_close)
-    tally = replace(state.tallies.get(step, Tally()), **values)
+    tally = state.tallies.get(step, Tally())
+    sums = {name: getattr(tally, name) + value for name, value in more.items()}
+    tally = replace(tally, last_rejection=rejection or tally.last_rejection, **sums)
     return replace(state, tallies={**state.tallies, step: tally})
 
 
@@ -387,3 +387,49 @@ def _known(state: State, key: str) -> Worker:
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
         raise IllegalTransition(otherwise)
+
+
+# -- Consequences ----------------------------------------------------------------------------------
+
+
+def recorded(state: State, event: events.Event) -> tuple[State, list[events.Event]]:
+    """Return the state after an event and its consequences, and these events, for one transaction.
+
+    Raises:
+        IllegalTransition: the event cannot follow.
+    """
+    state = apply(state, event)
+    follow = consequences(state, event)
+    for each in follow:
+        state = apply(state, each)
+    return state, [event, *follow]
+
+
+def consequences(state: State, event: events.Event) -> list[events.Event]:
+    """Return the events that the coordinator records in one transaction with `event`.
+
+    Args:
+        state: state after `event`.
+        event: the newest event.
+    """
+    if not isinstance(event, events.SubmissionJudged | events.SubmissionSetAside):
+        return []
+    lease = state.leases[event.lease].lease
+    key = lease.worker
+    standing = state.workers[key].standing
+    if key in state.bans:
+        return []
+    if isinstance(event, events.SubmissionSetAside):
+        why, what = SET_ASIDE, "rejected or set aside"
+    elif event.accepted:
+        over = standing.quarantine is not None and standing.in_a_row >= CLEAR_AFTER
+        return [events.QuarantineEnded(event.at, key)] if over else []
+    else:
+        why, what = event.reason, "rejected"
+    which = f"{why[:400]} (submission {event.submission[:16]} of step {lease.step})"
+    if standing.strikes >= BAN_AFTER:
+        reason = f"{standing.strikes} submissions {what}, the last one for {which}"
+        return [events.KeyBanned(event.at, key, reason, events.BY_COORDINATOR)]
+    if should_quarantine(standing, why):
+        return [events.WorkerQuarantined(event.at, key, which)]
+    return []

@@ -11,22 +11,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.verify.coordinator.filled import STEADY, Filled, digest, key, policy, started
 from verify.coordinator.machine import events
-from verify.coordinator.machine.gap_history import (
-    AnotherCalibration,
-    excess_of,
-    fault,
-    is_fault,
-    with_gaps,
-)
-from verify.coordinator.machine.history import History
 from verify.coordinator.machine.reputation import EXACT_CHECKS, WORKERS_GAPS, Standing, reputation
 from verify.coordinator.machine.state import LeaseRecord, State, Tally, Worker
 from verify.coordinator.machine.transitions import apply
 from verify.coordinator.machine.verdicts import (
+    History,
     Seen,
     VerdictMismatch,
     batch_stats,
+    excess_of,
+    gap_fault,
     grade_groups,
+    is_gap_fault,
     repeated_submission,
 )
 from verify.formats.lease import Lease
@@ -196,7 +192,7 @@ def test_the_excess_of_a_submission_is_that_of_the_rows_that_were_recomputed() -
     assert excess_of(gaps(None, recomputed=False), NOISE) is None
     assert excess_of(rows, None) is None
     # a validator that says nothing of gaps judges by another spec
-    with pytest.raises(AnotherCalibration, match="another spec"):
+    with pytest.raises(VerdictMismatch, match="another spec"):
         excess_of(gaps(0.01, None), NOISE)
 
 
@@ -217,20 +213,20 @@ def test_a_worker_is_at_fault_where_its_sum_is_beyond_the_limit(
     before: float, excess: float | None, noise: GapNoise | None, after: float, at_fault: bool
 ) -> None:
     nats = None if excess is None else excess * LIMIT
-    reason = fault(worker(before * LIMIT), nats, noise)
-    assert is_fault(reason) == at_fault == bool(reason)
+    reason = gap_fault(worker(before * LIMIT), nats, noise)
+    assert is_gap_fault(reason) == at_fault == bool(reason)
     assert not at_fault or f"limit {LIMIT:.4g}" in reason
-    found = with_gaps(worker(before * LIMIT), nats, noise)
+    found = worker(before * LIMIT).with_gaps(nats, noise)
     assert found.gap_excess == pytest.approx(after * LIMIT)
-    assert fault(found, -1e-9, NOISE) == ""
+    assert gap_fault(found, -1e-9, NOISE) == ""
 
 
 def test_a_sum_is_of_one_calibration() -> None:
-    assert not is_fault("seeded_sampling_submission: row 0: mean gap")
+    assert not is_gap_fault("seeded_sampling_submission: row 0: mean gap")
     # given a worker near its limit, when its pool is calibrated again, then its sum begins anew
-    found = with_gaps(worker(0.9 * LIMIT), 0.001, AGAIN)
+    found = worker(0.9 * LIMIT).with_gaps(0.001, AGAIN)
     assert (found.gap_excess, found.gap_noise) == (0.001, AGAIN)
-    assert fault(worker(0.9 * LIMIT), AGAIN.largest_excess, AGAIN) == ""
+    assert gap_fault(worker(0.9 * LIMIT), AGAIN.largest_excess, AGAIN) == ""
 
 
 # -- Rollouts that another submission had before -------------------------------------------------

@@ -1,23 +1,35 @@
-"""Reports on the workers of a run: a summary of constant size, and every worker by pages."""
+"""What is known of the workers of a run: their activity, a summary of all, and each by pages."""
 
 from __future__ import annotations
 
 import heapq
+import json
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runspec.core.errors import one_line
 from runspec.core.spec.schema import RunSpec
-from verify.coordinator.ledger.snapshot import damaged, read_events
+from verify.coordinator.ledger.ledger import damaged, read_events
 from verify.coordinator.ledger.store import NoLedger
 from verify.coordinator.machine.events import Event, IllegalTransition
 from verify.coordinator.machine.reputation import reputation
 from verify.coordinator.machine.state import Policy, State
 from verify.coordinator.machine.transitions import replay
-from verify.coordinator.services.activity import Activity, Peer
 
+NO_VERSION = -1
+"""`version` of a worker's heartbeat before it has loaded a version."""
+DEAD_AFTER_S = 30.0
+"""Seconds of silence after which a peer counts as dead: three heartbeats."""
+_LEAST_INTERVAL_S = 5.0
+"""Least number of seconds over which a rate is measured: half a heartbeat interval."""
+_MAX_NUMBER = 10**15
+_MAX_BYTES = 1024
+"""Largest JSON size of a map that a peer sends."""
+Scalars = dict[str, str | float | int | None]
 SHOWN = 100
 """Workers that a summary has, those with the most credit."""
 PAGE = 250
@@ -27,6 +39,100 @@ _VERSIONS = 20
 """Versions that a summary names."""
 LISTS = ("workers", "banned", "invites")
 """Lists that are read by pages."""
+
+
+# -- Activity ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Peer:
+    """A worker or validator, as its process reports it."""
+
+    last_seen: float
+    info: Scalars = field(default_factory=dict)
+    """Information that the peer sent when it registered."""
+    state: Scalars = field(default_factory=dict)
+    """The last heartbeat."""
+    busy_fraction: float | None = None
+    """Share of the last interval between heartbeats in which it sampled; None before the first such
+    interval with a loaded version."""
+    tokens_per_s: float | None = None
+    _since: tuple[float, float, float] | None = None
+    """Time, busy_s and tokens of the heartbeat from which the next rates count."""
+
+    def alive(self, now: float) -> bool:
+        return now - self.last_seen < DEAD_AFTER_S
+
+    def heartbeat(self, state: Scalars, now: float) -> None:
+        self.state, self.last_seen = state, now
+        busy_s, tokens = (_count(state.get(name)) for name in ("busy_s", "tokens"))
+        began_again = self._since and (busy_s < self._since[1] or tokens < self._since[2])
+        if state.get("version") == NO_VERSION or began_again:
+            self._since = self.busy_fraction = self.tokens_per_s = None
+        if state.get("version") == NO_VERSION:
+            return  # the time in which its engine starts does not count in the rates
+        if self._since is None:
+            self._since = (now, busy_s, tokens)
+            return
+        then, busy_before, tokens_before = self._since
+        if (elapsed := now - then) >= _LEAST_INTERVAL_S:
+            self.busy_fraction = min(1.0, (busy_s - busy_before) / elapsed)
+            self.tokens_per_s = (tokens - tokens_before) / elapsed
+            self._since = (now, busy_s, tokens)
+
+
+class Activity:
+    """The peers of one kind, by public key."""
+
+    def __init__(self) -> None:
+        self.peers: dict[str, Peer] = {}
+
+    def seen(self, key: str, now: float) -> None:
+        self.peers.setdefault(key, Peer(now)).last_seen = now
+
+    def registered(self, key: str, info: Scalars, now: float) -> None:
+        """Record what a worker reports about itself."""
+        self.seen(key, now)
+        self.peers[key].info = info
+
+    def heartbeat(self, key: str, state: Mapping[str, Any], now: float) -> None:
+        """Record a heartbeat.
+
+        Raises:
+            ValueError: `state` is not a small map of scalars.
+        """
+        checked = scalars(state)
+        self.peers.setdefault(key, Peer(now)).heartbeat(checked, now)
+
+    def busy_fraction(self, now: float) -> float | None:
+        """Return the mean busy fraction of the live peers that have one; None if none has."""
+        alive = [p.busy_fraction for p in self.peers.values() if p.alive(now)]
+        known = [fraction for fraction in alive if fraction is not None]
+        return sum(known) / len(known) if known else None
+
+
+def scalars(state: Mapping[str, Any]) -> Scalars:
+    """Check a map that a peer sent, and return a copy.
+
+    Raises:
+        ValueError: the map is large or has values that are not scalars.
+    """
+    for name, value in state.items():
+        if not (value is None or isinstance(value, str | int | float)):
+            raise ValueError(f"{name[:40]!r}: a number, a text or null was expected")
+        if isinstance(value, int) and abs(value) > _MAX_NUMBER:
+            raise ValueError(f"{name[:40]!r}: beyond {_MAX_NUMBER:g}")
+    if len(json.dumps(state)) > _MAX_BYTES:
+        raise ValueError(f"longer than {_MAX_BYTES} bytes of JSON")
+    return dict(state)
+
+
+def _count(value: object) -> float:
+    valid = isinstance(value, int | float) and abs(value) <= _MAX_NUMBER and math.isfinite(value)
+    return max(0.0, float(value)) if valid and isinstance(value, int | float) else 0.0
+
+
+# -- Reports -------------------------------------------------------------------------------------
 
 
 def summary(state: State, seen: Activity | None = None, now: float = 0.0) -> dict[str, Any]:
@@ -101,14 +207,14 @@ def rows(
     """Return what is known of workers; see `summary`."""
     open_leases = Counter(r.lease.worker for r in state.leases.values() if r.status == "open")
     known = seen.peers if seen else {}
-    return [
-        {**_worker(state, key, open_leases[key]), **activity(known.get(key), now)} for key in keys
-    ]
+    return [_worker(state, key, open_leases[key]) | activity(known.get(key), now) for key in keys]
 
 
 def _worker(state: State, key: str, open_leases: int) -> dict[str, Any]:
     worker, ban = state.workers[key], state.bans.get(key)
-    standing = worker.standing
+    standing, place = worker.standing, worker.rank.name.lower()
+    if ban is not None or standing.quarantine is not None:
+        place = "quarantined" if ban is None else "banned"
     return {
         "key": key,
         "pool": worker.pool,
@@ -121,18 +227,10 @@ def _worker(state: State, key: str, open_leases: int) -> dict[str, Any]:
         "reputation": round(reputation(standing), 4),
         "prefill_share": round(state.share_of(key), 4),
         "gap_excess": round(worker.gap_excess, 4),
-        "standing": _standing(state, key),
+        "standing": place,
         "reason": one_line(ban or standing.quarantine or "", _MAX_REASON),
         "open_leases": open_leases,
     }
-
-
-def _standing(state: State, key: str) -> str:
-    """`banned`, `quarantined`, or its rank: `known`, `recorded` or `new`."""
-    if key in state.bans:
-        return "banned"
-    quarantined = state.workers[key].standing.quarantine is not None
-    return "quarantined" if quarantined else state.workers[key].rank.name.lower()
 
 
 def activity(peer: Peer | None, now: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The coordinator's services: backlog, turns, clocks, what workers report, a relay's answers."""
+"""The coordinator's handlers: backlog, turns, clocks, what workers report, a relay's answers."""
 
 from __future__ import annotations
 
@@ -19,32 +19,31 @@ from runspec.core.latest import Latest, sign_latest
 from runspec.core.process import RunStopped
 from runspec.core.roles import Roles
 from runspec.core.spec.schema import Backlog as Limits
-from runspec.core.spec.schema import RunSpec
 from tests.verify.coordinator.deployment import DEADLINE_S, RUN, Site, submission, tiny_spec
 from tests.verify.coordinator.filled import (
     POLICY,
     Filled,
     chunks,
+    context_of,
     digest,
-    edge_of,
     journal_of,
     key,
     leasing_of,
     policy,
-    roles_of,
     submission_of,
 )
 from tests.verify.coordinator.over_http import check, granted, status
 from tests.waiting import eventually
 from verify.audit.replay import audit
+from verify.coordinator import closing as closing_module
+from verify.coordinator.closing import Closing
 from verify.coordinator.edge import backlog as backlog_module
-from verify.coordinator.intake import Refusal
+from verify.coordinator.edge.requests import Refusal
+from verify.coordinator.handlers.workers import Activity
+from verify.coordinator.journal import Journal
 from verify.coordinator.machine import filling
 from verify.coordinator.machine.events import SubmissionReceived, VersionPublished
 from verify.coordinator.machine.state import LeaseRecord
-from verify.coordinator.services import closing as closing_module
-from verify.coordinator.services.activity import Activity
-from verify.coordinator.services.closing import Closing, watch_latest
 from verify.formats.submission import SubmissionEnvelope
 from verify.request_auth import ENVELOPE, sign_request
 
@@ -55,9 +54,8 @@ def test_what_is_too_much_waits_before_its_body_is_read_and_all_of_it_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(backlog_module, "FIRST_RETRY_S", 1)
-    values = tiny_spec(lease_timeout="1h").model_dump(mode="json", by_alias=True)
-    values["verify"]["backlog"]["submissions"] = 1
-    site = Site(tmp_path, RunSpec.model_validate(values))
+    backlog = {"backlog": {"submissions": 1}}
+    site = Site(tmp_path, tiny_spec(lease_timeout="1h", verify=backlog))
     site.publish(0)
     with site.origin(), site.serving(), ThreadPoolExecutor(1) as threads:
         (one, first), (two, second) = site.worker(), site.worker()
@@ -95,7 +93,7 @@ def test_what_is_too_much_waits_before_its_body_is_read_and_all_of_it_is_taken(
 
 
 class Caller:
-    """A worker with two open leases, and the services that it calls, with a disk of their own."""
+    """A worker with two open leases, and the handlers that it calls, with a disk of their own."""
 
     def __init__(self, folder: Path) -> None:
         self.now, self.tick, self.free = 1000.0, 0.0, 10_000
@@ -106,10 +104,8 @@ class Caller:
         limits = Limits.model_validate(
             {"submissions": 10, "bytes": "1000B", "disk_reserve": "500B"}
         )
-        spec = tiny_spec()
-        edge = edge_of(self.journal, spec, limits=limits, free_bytes=lambda: self.free)
-        self.backlog = edge.backlog
-        self.leasing = leasing_of(self.journal, spec, SigningKey.generate(), roles_of(), edge)
+        context = context_of(self.journal, tiny_spec(), limits=limits, free_bytes=lambda: self.free)
+        self.backlog, self.leasing = context.backlog, leasing_of(context)
 
     def _look(self) -> float:
         self.now += self.tick
@@ -218,8 +214,7 @@ def test_a_request_that_comes_as_something_changes_waits_for_its_turn(tmp_path: 
 
     async def served() -> list[str]:
         with closing(journal_of(run, tmp_path)) as journal:
-            edge = edge_of(journal, spec)
-            leasing = leasing_of(journal, spec, SigningKey.generate(), roles_of(), edge)
+            leasing = leasing_of(context_of(journal, spec))
             waits = asyncio.create_task(leasing.lease(key("x"), (), 1e6))
             await asyncio.sleep(0.0)
             # when there is work, and another asks before the first has heard of it
@@ -238,8 +233,7 @@ def test_a_jump_of_the_clock_counts_for_no_deadline(tmp_path, jump: float, count
     run, longest = Filled(), filling.IDLE_DEADLINE_S
     clock = steady = run.now
     with closing(journal_of(run, tmp_path, lambda: clock)) as journal:
-        names = (journal, "run", SigningKey.generate(), Activity())
-        clockwork = Closing(*names, steady=lambda: steady)
+        clockwork = Closing(context_of(journal, tiny_spec()), steady=lambda: steady)
         clock, steady = clock + longest - 1.0, steady + longest - 1.0
         clockwork._advance(clock)
         clock += jump
@@ -290,7 +284,9 @@ def test_rates_count_from_one_heartbeat_to_the_next_once_an_engine_has_a_version
         Answer(HTTPStatus.OK, "", sign_latest(RUN, 3, "ab" * 32, SigningKey.generate())),
     ],
 )
-async def test_whatever_a_relay_answers_the_coordinator_waits_for_a_version(answer, monkeypatch):
+async def test_whatever_a_relay_answers_the_coordinator_waits_for_a_version(
+    answer, tmp_path, monkeypatch
+):
     monkeypatch.setattr(closing_module, "_LEAST_PERIOD_S", 0.0)
     publisher, nobody = SigningKey.generate(), frozenset[str]()
     good = Answer(HTTPStatus.OK, "", sign_latest(RUN, 0, digest("m"), publisher))
@@ -308,10 +304,11 @@ async def test_whatever_a_relay_answers_the_coordinator_waits_for_a_version(answ
 
     monkeypatch.setattr(closing_module, "fetch", fetch)
     roles = Roles(RUN, 0.0, 1e12, frozenset({publisher.public_hex}), nobody, nobody)
-    known, heard = (lambda: 0 if found.done() else None), found.set_result
-    watching = watch_latest("http://relay/", run=RUN, roles=roles, newest=known, published=heard)
-    task = asyncio.create_task(watching)
-    await asyncio.wait({task, found}, return_when=asyncio.FIRST_COMPLETED)
-    assert not task.done() and found.result().version == 0
-    assert asked[:2] == [f"http://relay/{RUN}/latest.json"] * 2
-    task.cancel()
+    with closing(Journal(tmp_path, POLICY)) as journal:
+        clockwork = Closing(context_of(journal, tiny_spec(), roles=roles))
+        monkeypatch.setattr(clockwork, "published", found.set_result)
+        task = asyncio.create_task(clockwork.watch_latest("http://relay/"))
+        await asyncio.wait({task, found}, return_when=asyncio.FIRST_COMPLETED)
+        assert not task.done() and found.result().version == 0
+        assert asked[:2] == [f"http://relay/{RUN}/latest.json"] * 2
+        task.cancel()

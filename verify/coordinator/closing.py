@@ -1,4 +1,4 @@
-"""Timed actions: new versions, expired leases, steps to close and to commit, stalls."""
+"""Actions without a request: new versions, expired leases, steps to close and to commit, stalls."""
 
 from __future__ import annotations
 
@@ -13,19 +13,16 @@ from typing import NoReturn
 from runspec.core.errors import NotNow, UserError
 from runspec.core.files import write_atomic
 from runspec.core.http_client import NoAnswer, fetch, new_session
-from runspec.core.keys import SigningKey
 from runspec.core.latest import MAX_BYTES, Latest, open_latest
 from runspec.core.process import RunStopped
-from runspec.core.roles import Roles
 from runspec.core.run_files import STATE_FILE
 from runspec.core.signed import BadSignature
-from verify.coordinator.journal import Journal
+from verify.coordinator.handlers.context import RunContext
+from verify.coordinator.handlers.islands import Islands
 from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.stalls import RUN_DIR, Stalled
 from verify.coordinator.machine.state import Tally
 from verify.coordinator.machine.verdicts import batch_stats
-from verify.coordinator.services.activity import Activity
-from verify.coordinator.services.islands import Islands
 from verify.formats.batch import BatchGroup, BatchManifest, sign_batch
 from verify.formats.islands import divide
 from verify.formats.ranges import RangeManifest, RowRange, sign_ranges
@@ -50,31 +47,23 @@ class Closing:
     """Closes each step once.
 
     Args:
-        journal: records the events.
-        run: name of the run.
-        key: signs the batch manifests.
-        workers: activity of the samplers, for the manifests' statistics.
+        run: the run.
         islands: commits the steps of learner islands; None for one learner.
         steady: seconds of a clock that nobody sets and that stops while the machine sleeps.
     """
 
     def __init__(
         self,
-        journal: Journal,
-        run: str,
-        key: SigningKey,
-        workers: Activity,
+        run: RunContext,
         islands: Islands | None = None,
         *,
         steady: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._journal, self._run, self._key, self._workers = journal, run, key, workers
-        self._islands = islands
-        self._rows_per_step = journal.state.policy.rows_per_step
-        of_islands = journal.state.policy.islands
-        self._island_names = of_islands.names if of_islands is not None else ()
-        self._steady = steady
-        self._ahead = journal.clock() - steady()
+        self._run, self._journal, self._islands, self._steady = run, run.journal, islands, steady
+        policy = run.journal.state.policy
+        self._rows_per_step = policy.rows_per_step
+        self._island_names = policy.islands.names if policy.islands is not None else ()
+        self._ahead = run.journal.clock() - steady()
         self._unwritten: tuple[Path, bytes] | None = None
 
     def published(self, latest: Latest) -> None:
@@ -95,17 +84,14 @@ class Closing:
                 remedy="restore the ledger, or delete the run and its published weights",
             )
         if newest is None or latest.version > newest.version:
-            self._journal.record(
-                events.VersionPublished(
-                    self._journal.clock(), latest.version, latest.manifest_digest
-                )
-            )
+            now, digest = self._journal.clock(), latest.manifest_digest
+            self._journal.record(events.VersionPublished(now, latest.version, digest))
             _log.info("version %d is published", latest.version)
         elif latest.version == newest.version and latest.manifest_digest != newest.manifest_digest:
             raise RunStopped(
                 f"version {latest.version} is published with manifest {latest.manifest_digest}, "
                 f"before it was {newest.manifest_digest}: a version is published once",
-                place=f"latest.json of {self._run}",
+                place=f"latest.json of {self._run.spec.name}",
                 remedy="find out which publisher signed the second one",
             )
 
@@ -121,19 +107,15 @@ class Closing:
             now = self._journal.clock()
             try:
                 more = self._advance(now)
+                times = [filling.next_due(self._journal.state, now)]
+                if self._islands is not None:
+                    times.append(self._islands.next_due(now))
                 # A time later than `now` would skip some.
-                due = now if more else self._next_due(now)
+                due = now if more else min((at for at in times if at is not None), default=None)
             except NotNow as error:
                 self._journal.put_off(error)
                 due = self._journal.clock() + _AGAIN_S
             going_on = await self._journal.change(None, due=due)
-
-    def _next_due(self, now: float) -> float | None:
-        """Return when a decision next changes without an event, in seconds since the epoch."""
-        times = [filling.next_due(self._journal.state, now)]
-        if self._islands is not None:
-            times.append(self._islands.next_due(now))
-        return min((at for at in times if at is not None), default=None)
 
     def _advance(self, now: float) -> bool:
         """Do what is due; return whether more steps may close now."""
@@ -163,7 +145,7 @@ class Closing:
 
     def _stopped(self, stalled: Stalled) -> RunStopped:
         remedy = stalled.remedy.replace(RUN_DIR, str(self._journal.run_dir))
-        return RunStopped(stalled.reason, place=f"run {self._run}", remedy=remedy)
+        return RunStopped(stalled.reason, place=f"run {self._run.spec.name}", remedy=remedy)
 
     def _notice_jump(self, now: float) -> None:
         """Restart the deadlines if the machine slept or its clock was set."""
@@ -174,24 +156,22 @@ class Closing:
         self._ahead = ahead
 
     def _close_step(self, decision: filling.Close, now: float) -> None:
-        step, tally = decision.step, self._journal.state.tallies.get(decision.step, Tally())
-        opened = self._journal.state.steps[step].opened
-        groups = []
-        for group in decision.groups:
-            record = self._journal.state.leases[group.lease]
-            assert record.submission is not None and record.verdict is not None
-            groups.append(
-                BatchGroup.of(record.lease, record.submission, record.verdict, group.group)
-            )
-        busy = self._workers.busy_fraction(now)
+        state, step, groups = self._journal.state, decision.step, []
+        opened, tally = state.steps[step].opened, state.tallies.get(step, Tally())
+        for trained in decision.groups:
+            found = state.leases[trained.lease]
+            assert found.submission is not None and found.verdict is not None
+            group = BatchGroup.of(found.lease, found.submission, found.verdict, trained.group)
+            groups.append(group)
+        busy = self._run.workers.busy_fraction(now)
         stats = batch_stats(tally, opened=opened, closed=now, busy_fraction=busy)
         stats |= self._journal.history.batch_stats(now, step, decision.groups)
         rows, chain = self._journal.ledger.head
         shares = divide(0, len(groups), self._island_names)
         manifest = BatchManifest(
-            *(self._run, step, groups, decision.complete, stats, rows, chain, shares)
+            *(self._run.spec.name, step, groups, decision.complete, stats, rows, chain, shares)
         )
-        self._publish(step, now, decision.groups, sign_batch(manifest, self._key))
+        self._publish(step, now, decision.groups, sign_batch(manifest, self._run.key))
         _log.info(
             "step %d closed %.2f s after it opened: %d groups (%d leased, %d filtered), "
             "task reward %s, %d submissions rejected",
@@ -202,8 +182,9 @@ class Closing:
     def _sign_rows(self, step: int, now: float) -> None:
         rows = RowRange.of_step(step, self._rows_per_step)
         shares = divide(rows.first, rows.last, self._island_names)
-        manifest = RangeManifest(self._run, step, rows, *self._journal.ledger.head, shares)
-        self._publish(step, now, (), sign_ranges(manifest, self._key))
+        run, head = self._run, self._journal.ledger.head
+        manifest = RangeManifest(run.spec.name, step, rows, *head, shares)
+        self._publish(step, now, (), sign_ranges(manifest, run.key))
         _log.info("step %d: rows %d to %d are signed", step, rows.first, rows.last)
 
     def _publish(
@@ -231,56 +212,42 @@ class Closing:
         self._unwritten = None
         self._journal.written(str(path))
 
-
-async def watch_latest(
-    url: str,
-    *,
-    run: str,
-    roles: Roles,
-    newest: Callable[[], int | None],
-    published: Callable[[Latest], None],
-) -> NoReturn:
-    """Poll for latest.json and call `published` with each one that arrives, until cancelled.
-
-    Args:
-        url: URL of the origin or relay.
-        run: name of the run.
-        roles: names the publishers.
-        newest: returns the newest version known so far.
-        published: receives each latest.json.
-    """
-    pause, trouble_since, reminded, warned = _LEAST_PERIOD_S, 0.0, -_REMIND_EVERY_S, False
-    latest_url = f"{url.rstrip('/')}/{run}/latest.json"
-    async with new_session() as session:
-        while True:
-            asked, known = time.monotonic(), newest()
-            query = "" if known is None else f"?after={known}&wait={_WAIT_S}"
-            try:
-                # Relays do not redirect, as in `broadcast`; some redirects name no valid address.
-                answer = await fetch(
-                    *(session, "GET", latest_url + query),
-                    max_bytes=MAX_BYTES,
-                    timeout_s=_TIMEOUT_S,
-                )
-                latest = None
-                if answer.status == HTTPStatus.OK:
-                    latest = open_latest(answer.content, run=run, publishers=roles.publisher)
-                    published(latest)
-                elif answer.status != HTTPStatus.NOT_FOUND:  # 404: nothing is published yet
-                    raise NoAnswer(f"HTTP {answer.status}")
-            except (NoAnswer, BadSignature, NotNow) as error:
-                trouble_since = trouble_since or asked
-                if time.monotonic() - reminded > _REMIND_EVERY_S:
-                    reminded, warned = time.monotonic(), True
-                    _log.warning(
-                        "waiting for latest.json at %s for %.0f s: %s",
-                        *(url, reminded - trouble_since, error),
+    async def watch_latest(self, url: str) -> NoReturn:
+        """Poll an origin or relay for latest.json and record each version, until cancelled."""
+        run, publishers = self._run.spec.name, self._run.roles.publisher
+        pause, trouble_since, reminded, warned = _LEAST_PERIOD_S, 0.0, -_REMIND_EVERY_S, False
+        latest_url = f"{url.rstrip('/')}/{run}/latest.json"
+        async with new_session() as session:
+            while True:
+                asked, newest = time.monotonic(), self._journal.state.newest
+                known = None if newest is None else newest.version
+                query = "" if known is None else f"?after={known}&wait={_WAIT_S}"
+                try:
+                    # Relays do not redirect (`broadcast`); some redirects name no valid address.
+                    answer = await fetch(
+                        *(session, "GET", latest_url + query),
+                        max_bytes=MAX_BYTES,
+                        timeout_s=_TIMEOUT_S,
                     )
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
-                continue
-            if warned:
-                _log.info("latest.json at %s can be read again", url)
-            pause, trouble_since, warned = _LEAST_PERIOD_S, 0.0, False
-            if latest is None or (known is not None and latest.version <= known):
-                await asyncio.sleep(max(0.0, asked + _LEAST_PERIOD_S - time.monotonic()))
+                    latest = None
+                    if answer.status == HTTPStatus.OK:
+                        latest = open_latest(answer.content, run=run, publishers=publishers)
+                        self.published(latest)
+                    elif answer.status != HTTPStatus.NOT_FOUND:  # 404: nothing is published yet
+                        raise NoAnswer(f"HTTP {answer.status}")
+                except (NoAnswer, BadSignature, NotNow) as error:
+                    trouble_since = trouble_since or asked
+                    if time.monotonic() - reminded > _REMIND_EVERY_S:
+                        reminded, warned = time.monotonic(), True
+                        _log.warning(
+                            "waiting for latest.json at %s for %.0f s: %s",
+                            *(url, reminded - trouble_since, error),
+                        )
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE_S)
+                    continue
+                if warned:
+                    _log.info("latest.json at %s can be read again", url)
+                pause, trouble_since, warned = _LEAST_PERIOD_S, 0.0, False
+                if latest is None or (known is not None and latest.version <= known):
+                    await asyncio.sleep(max(0.0, asked + _LEAST_PERIOD_S - time.monotonic()))

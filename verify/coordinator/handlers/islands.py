@@ -1,97 +1,114 @@
-"""Service for learner islands: takes offers, signs commit records, compares outer states.
+"""Handlers for learner islands: offers, signed commit records, outer states, batches and files.
 
-It also serves the batch manifests and the rollouts that they name, to islands that do not see the
-run directory.
+Every request is signed with an island's key. Batch manifests, and the rollouts that they name, are
+for islands that do not see the run directory.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
 from prometheus_client.core import Metric
 
-from runspec.core.keys import SigningKey
+from runspec.core.hashing import is_digest
 from runspec.core.metrics import counter, gauge
-from runspec.core.roles import Roles
 from runspec.core.run_files import submission_files
 from runspec.core.signed import BadSignature
-from verify.coordinator.intake import Refusal, refusing
-from verify.coordinator.journal import Journal
+from verify.coordinator.edge.requests import MAX_WAIT_S, Refusal, read_body, refusing, send_file
+from verify.coordinator.handlers.context import RunContext, Signed
+from verify.coordinator.handlers.workers import Activity
 from verify.coordinator.machine import events, islands
 from verify.coordinator.machine.islands import IslandPolicy, IslandState, IslandTally
 from verify.coordinator.machine.stalls import Stalled, uncommitted
 from verify.coordinator.machine.state import State
-from verify.coordinator.services.activity import Activity
 from verify.formats.batch import open_batch
-from verify.formats.islands import CommitRecord, OuterStates, StoredOuter, open_offer, sign_commit
+from verify.formats.islands import (
+    CommitRecord,
+    OuterStates,
+    StoredOuter,
+    open_offer,
+    read_stored,
+    sign_commit,
+)
+from verify.request_auth import SignedRequest
 
 _log = logging.getLogger(__name__)
 _AGAIN_S = 1.0
 """Seconds until a manifest that is signed, but not on the disk, is looked for again."""
+_STEP = "{step:[0-9]{1,9}}"
 
 
 class Islands:
-    """The coordinator's side of learner islands.
+    """The coordinator's side of learner islands: endpoints below `/v1/islands`, and commits.
 
     Args:
-        journal: records the events; its policy has islands.
-        run: name of the run.
-        key: signs the records.
-        roles: has the islands' keys.
-        seen: activity of the islands by their names.
+        run: the run; its policy has islands.
     """
 
-    def __init__(
-        self, journal: Journal, run: str, key: SigningKey, roles: Roles, seen: Activity
-    ) -> None:
-        policy = journal.state.policy.islands
+    def __init__(self, run: RunContext) -> None:
+        policy = run.journal.state.policy.islands
         assert policy is not None
-        self._journal, self._run, self._key, self._policy = journal, run, key, policy
-        self._seen = seen
-        self._keys = {name: roles.islands[name] for name in policy.names}
+        self._run, self._journal, self._policy = run, run.journal, policy
+        self._keys = {name: run.roles.islands[name] for name in policy.names}
         self._names = {key: name for name, key in self._keys.items()}
         self._stored: dict[str, StoredOuter] = {}
         self._files: tuple[int, Mapping[str, Path]] = (-1, {})
         """A step, and the paths of the files that its manifest names."""
 
-    def caller(self, key: str) -> str:
-        """Return the island that made a request, by its public key, and record its activity.
+    def routes(self) -> list[web.RouteDef]:
+        get, post, by = self._run.get, self._run.post, self._island
+        return [
+            post("/v1/islands/outer", self._announce, "url", "version", "digest", by=by),
+            get("/v1/islands/outer", self._outer_states, by),
+            web.post("/v1/islands/offer", self._offer),
+            get(f"/v1/islands/records/{_STEP}", self._record, by),
+            post("/v1/islands/lost", self._lost, "step", "island", by=by),
+            post("/v1/islands/result", self._result, "step", "record", "digest", by=by),
+            get(f"/v1/islands/results/{_STEP}", self._get_result, by),
+            get(f"/v1/islands/batches/{_STEP}", self._batch, by),
+            get(f"/v1/islands/files/{_STEP}/{{name:[0-9a-z.]{{1,100}}}}", self._file, by),
+        ]
 
-        Raises:
-            Refusal: 403, the key is none's.
-        """
-        if key not in self._names:
+    def _island(self, request: web.Request) -> SignedRequest:
+        """Return who signed an island's request, and record its activity."""
+        caller = self._run.authentication.caller(request)
+        if caller.key not in self._names:
             raise Refusal(403, "roles.json does not name this key as an island's")
-        self._seen.seen(self._names[key], self._journal.clock())
-        return self._names[key]
+        self._run.islands.seen(self._names[caller.key], self._journal.clock())
+        return caller
 
-    def announce(self, outer: StoredOuter) -> None:
+    async def _announce(self, asked: Signed) -> None:
         """Remember the newest outer state that an island's store has, for islands that join.
 
         It is not recorded: an island announces itself again when it starts and when it stores one.
         """
-        self._stored[outer.island] = outer
+        island = self._names[asked.key]
+        with refusing(400, BadSignature):
+            self._stored[island] = read_stored({"island": island, **asked.body})
 
-    def stored(self) -> OuterStates:
-        """Return the outer states that were announced, and how far the run is."""
+    async def _outer_states(self, request: web.Request) -> web.Response:
+        """Send the outer states that were announced, and how far the run is."""
         found = self._journal.state.islands
         oldest = min(found.records, default=found.step)
-        return OuterStates(list(self._stored.values()), found.step, oldest)
+        outer = OuterStates(list(self._stored.values()), found.step, oldest)
+        return web.json_response(asdict(outer))
 
-    def offer(self, island: str, data: bytes) -> None:
+    async def _offer(self, request: web.Request) -> web.Response:
         """Record an island's signed offer for the next step to commit.
 
         The same offer again changes nothing, another one of the island replaces its earlier one.
-
-        Raises:
-            Refusal: 400 malformed; 403 another island's; 409 the step is committed or not signed
-                yet, or the offer contradicts what is known.
         """
+        caller = self._island(request)
+        island, data = self._names[caller.key], await read_body(request, caller)
         with refusing(400, BadSignature):
-            offer = open_offer(data, keys=self._keys, run=self._run)
+            offer = open_offer(data, keys=self._keys, run=self._run.spec.name)
         if offer.island != island:
             raise Refusal(403, f"the offer is of island {offer.island}")
         state = self._journal.state
@@ -105,65 +122,55 @@ class Islands:
             )
         before = state.islands.offers.get(island)
         if before is not None and before.offer == offer:
-            return
+            return web.json_response({})
         if fault := islands.conflict(state.islands, offer):
             _log.error("offer refused: %s", fault)
             raise Refusal(409, fault)
         self._journal.record(events.OfferReceived(self._journal.clock(), offer, data.decode()))
         if refused := self._policy.refused(offer):
             _log.warning("step %d: island %s does not count: %s", offer.step, island, refused)
+        return web.json_response({})
 
-    async def record(self, step: int, wait_s: float) -> bytes | dict[str, Any]:
-        """Return the signed record of a step.
+    async def _record(self, request: web.Request) -> web.Response:
+        """Send the signed record of a step.
 
-        If there is none within `wait_s` seconds, return who has offered a share, and for whom the
-        step waits.
-
-        Raises:
-            Refusal: 404, the record is from before a rollback.
+        If there is none in time, send who has offered a share, and for whom the step waits.
         """
-        deadline = self._journal.clock() + wait_s
+        step, deadline = _step(request), self._journal.clock() + _wait(request)
         while True:
             found = self._journal.state.islands
             if step in found.records:
-                return found.records[step].encode()
+                body = found.records[step].encode()
+                return web.Response(body=body, content_type="application/json")
             if step < found.step:
                 raise Refusal(404, f"the record of step {step} is from before a rollback")
             if not await self._journal.change(deadline):
                 missing = found.missing(self._policy)
                 offered = [name for name in self._policy.names if name not in missing]
-                return {"waiting_for": missing, "offered": offered}
+                waiting = {"waiting_for": missing, "offered": offered}
+                return web.json_response(waiting, status=HTTPStatus.ACCEPTED)
 
-    def lost(self, by: str, step: int, island: str) -> None:
-        """Open a step again, because an island cannot fetch another's share.
-
-        Raises:
-            Refusal: 409, the share stays in the step's record.
-        """
+    async def _lost(self, asked: Signed) -> None:
+        """Open a step again, because an island cannot fetch another's share."""
+        by, step, island = self._names[asked.key], asked.body["step"], asked.body["island"]
+        if not _is_whole(step) or not isinstance(island, str):
+            raise Refusal(400, "step must be a whole number and island a name")
         now = self._journal.clock()
         if why := islands.kept(self._policy, self._journal.state.islands, step, island, now):
             raise Refusal(409, why)
         self._journal.record(events.ShareLost(now, step, island, by))
         _log.warning("step %d: island %s cannot fetch the share of %s", step, by, island)
 
-    async def result(self, island: str, step: int, record: str, digest: str, wait_s: float) -> bool:
+    async def _result(self, asked: Signed) -> dict[str, Any]:
         """Record the outer state that an island made of a step's record.
 
-        Args:
-            island: its name.
-            step: of the record.
-            record: the record's digest.
-            digest: digest of the outer state.
-            wait_s: seconds to wait for the record to be final.
-
-        Returns:
-            Whether the record is final, so that the island may go on.
-
-        Raises:
-            Refusal: 409, the step has another record or none, or another island reported another
-                state.
+        The answer says whether the record is final, so that the island may go on.
         """
-        deadline = self._journal.clock() + wait_s
+        island, body = self._names[asked.key], asked.body
+        step, record, digest = body["step"], body["record"], body["digest"]
+        if not _is_whole(step) or not is_digest(record) or not is_digest(digest):
+            raise Refusal(400, "step must be a whole number, record and digest 64 hex characters")
+        deadline = self._journal.clock() + _wait(asked.http)
         while True:
             found, now = self._journal.state.islands, self._journal.clock()
             if found.digests.get(step) != record:
@@ -180,53 +187,48 @@ class Islands:
                 self._journal.record(events.OuterResult(now, step, island, digest))
             final = islands.final_at(self._policy, self._journal.state.islands, step)
             if final is not None and now >= final:
-                return True
+                return {"final": True}
             if not await self._journal.change(deadline, due=final):
-                return False
+                return {"final": False}
 
-    def result_of(self, step: int) -> str | None:
-        """Return the digest of the outer state after a step; None if none was reported."""
-        first = self._journal.state.islands.results.get(step)
-        return None if first is None else first.digest
+    async def _get_result(self, request: web.Request) -> web.Response:
+        """Send the digest of the outer state after a step; null if none was reported."""
+        first = self._journal.state.islands.results.get(_step(request))
+        return web.json_response({"digest": None if first is None else first.digest})
 
-    async def batch(self, step: int, wait_s: float) -> Path | None:
-        """Return the file of a step's signed manifest; None if there is none within `wait_s` s.
-
-        Raises:
-            Refusal: 404, the run has no such step.
-        """
-        if step >= self._journal.state.policy.steps:
-            raise Refusal(404, f"the run has {self._journal.state.policy.steps} steps")
-        deadline = self._journal.clock() + wait_s
-        path = self._journal.batch_path(step)
+    async def _batch(self, request: web.Request) -> web.StreamResponse:
+        """Send a step's signed manifest."""
+        step, wait_s, journal = _step(request), _wait(request), self._journal
+        if step >= journal.state.policy.steps:
+            raise Refusal(404, f"the run has {journal.state.policy.steps} steps")
+        deadline, path = journal.clock() + wait_s, journal.batch_path(step)
         while True:
-            closed = step < self._journal.state.next_close
+            closed = step < journal.state.next_close
             if closed and path.exists():
-                return path
+                return await send_file(request, path)
             # A full disk delays the file of a step that is closed.
-            due = self._journal.clock() + _AGAIN_S if closed else None
-            if not await self._journal.change(deadline, due=due):
-                return None
+            due = journal.clock() + _AGAIN_S if closed else None
+            if not await journal.change(deadline, due=due):
+                return web.Response(status=HTTPStatus.NO_CONTENT)
 
-    def file(self, step: int, name: str) -> Path | None:
-        """Return the path of a file that the manifest of a closed step names; None: it names none.
-
-        Raises:
-            Refusal: 404, there is no manifest.
-        """
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        """Send a file that the manifest of a closed step names."""
+        step, name, journal = _step(request), request.match_info["name"], self._journal
         if self._files[0] != step:
-            if self._journal.state.policy.rows_per_step or step >= self._journal.state.next_close:
+            if journal.state.policy.rows_per_step or step >= journal.state.next_close:
                 raise Refusal(404, f"no manifest of step {step} names files")
             with refusing(404, OSError, what="the manifest cannot be read: "):
-                data = self._journal.batch_path(step).read_bytes()
+                data = journal.batch_path(step).read_bytes()
             with refusing(404, BadSignature):
-                manifest = open_batch(data, coordinators=None, run=self._run, step=step)
+                manifest = open_batch(data, coordinators=None, run=self._run.spec.name, step=step)
             paths: dict[str, Path] = {}
             for group in manifest.groups:
-                files = submission_files(self._journal.run_dir, group.step, group.submission)
+                files = submission_files(journal.run_dir, group.step, group.submission)
                 paths |= {path.name: path for path in vars(files).values()}
             self._files = step, paths
-        return self._files[1].get(name)
+        if name not in self._files[1]:
+            raise Refusal(404, f"the manifest names no file {name}")
+        return await send_file(request, self._files[1][name])
 
     def advance(self, now: float) -> Stalled | None:
         """Commit the next step if it is due, or return why the run cannot go on.
@@ -240,11 +242,11 @@ class Islands:
             late = islands.overdue(self._policy, state.islands, now)
             return uncommitted(state, now) if late else None
         record = CommitRecord(
-            *(self._run, commit.step, commit.base, self._policy.codec),
+            *(self._run.spec.name, commit.step, commit.base, self._policy.codec),
             *(commit.contributors, commit.dropped, state.islands.previous),
             *self._journal.ledger.head,
         )
-        document = sign_commit(record, self._key).decode()
+        document = sign_commit(record, self._run.key).decode()
         self._journal.record(events.IslandsCommitted(now, record, document))
         names = ", ".join(each.island for each in commit.contributors)
         _log.info("step %d is committed: islands %s contribute", commit.step, names)
@@ -255,6 +257,26 @@ class Islands:
     def next_due(self, now: float) -> float | None:
         """Return when `advance` next has something to do without an event."""
         return islands.next_due(self._policy, self._journal.state.islands, now)
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _step(request: web.Request) -> int:
+    return int(request.match_info["step"])
+
+
+def _wait(request: web.Request) -> float:
+    """Return the seconds that the caller lets the coordinator wait, at most `MAX_WAIT_S`."""
+    text = request.query.get("wait", "0")
+    try:
+        wait_s = float(text)
+    except ValueError:
+        wait_s = math.nan
+    if not 0.0 <= wait_s < math.inf:
+        raise Refusal(400, "wait must be a number of seconds")
+    return min(wait_s, MAX_WAIT_S)
 
 
 def report(state: State, seen: Activity, now: float) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Service for workers: decides who may register, grants leases, receives submissions.
+"""Handlers for workers: who may register, leases, heartbeats, submissions.
 
 Work from trusted pools is checked less. So they take only keys that the operator named: the run's
 own keys, and keys with an invite for that pool.
@@ -8,93 +8,39 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Collection, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from aiohttp import web
+
 from runspec.core.files import sync_folder
 from runspec.core.invite import open_invite
-from runspec.core.keys import SigningKey
-from runspec.core.roles import Roles
 from runspec.core.run_files import SubmissionFiles, submission_files
 from runspec.core.signed import BadSignature
-from runspec.core.spec.schema import RunSpec
-from verify.coordinator.edge.backlog import Backlog
-from verify.coordinator.edge.limits import NewKeys
-from verify.coordinator.intake import Refusal, received, refusing, to_the_end, write_small
-from verify.coordinator.journal import Finished, Journal
+from verify.coordinator.edge.limits import Limiter, count_new_key
+from verify.coordinator.edge.requests import (
+    PIECE_BYTES,
+    Refusal,
+    digests,
+    read_envelope,
+    received,
+    refusing,
+    to_the_end,
+    wait_and_holding,
+    write_small,
+)
+from verify.coordinator.handlers.context import RunContext, Signed
+from verify.coordinator.handlers.workers import scalars
+from verify.coordinator.journal import Finished
 from verify.coordinator.machine import events, filling
 from verify.coordinator.machine.state import LeaseRecord, State
 from verify.formats.lease import Lease, lease_digest, sign_lease
-from verify.formats.submission import SubmissionEnvelope, max_submission_bytes
+from verify.formats.submission import SubmissionEnvelope, max_submission_bytes, open_submission
 
 _log = logging.getLogger(__name__)
-
-
-class Admission:
-    """Decides whether a key may register for the first time.
-
-    Args:
-        spec: the run's resolved spec.
-        roles: its coordinators may sign invites.
-        own: public keys of the run's own workers.
-        new_keys: limits keys without an invite.
-    """
-
-    def __init__(
-        self, spec: RunSpec, roles: Roles, own: Collection[str], new_keys: NewKeys
-    ) -> None:
-        self._spec, self._roles, self._new_keys = spec, roles, new_keys
-        self.own = frozenset(own)
-        self._trusted = frozenset(pool.name for pool in spec.samplers if pool.trust == "trusted")
-
-    def admit(
-        self, state: State, key: str, pool: str, used: object, now: float, *, address: str
-    ) -> str | None:
-        """Return the public key of the invite that admits a new key; None if it needs none.
-
-        Args:
-            state: state of the run; it counts the uses of invites.
-            key: public key of the worker.
-            pool: pool that it wants to serve.
-            used: invite that it sent; None without one.
-            now: seconds since the epoch.
-            address: address of the client.
-
-        Raises:
-            Refusal: 403 with the reason, or 429.
-        """
-        if used is None:
-            if key in self.own:
-                return None
-            if pool in self._trusted:
-                raise Refusal(
-                    403,
-                    f"pool {pool!r} is trusted: it takes the run's own workers, and keys with an "
-                    "invite for this pool",
-                )
-            if self._spec.verify.admission == "open":
-                self._new_keys.take(state, address)
-                return None
-            raise Refusal(403, "this run takes invited workers only: ask for a link with an invite")
-        with refusing(403, BadSignature):
-            invite = open_invite(
-                used,
-                run=self._spec.name,
-                worker=key,
-                coordinators=self._roles.coordinator,
-                now=now,
-            )
-        if invite.key in state.revoked:
-            raise Refusal(403, f"the invite was revoked: {state.revoked[invite.key]}")
-        if invite.pool is not None and invite.pool != pool:
-            raise Refusal(403, f"the invite is for pool {invite.pool!r}")
-        if (times := state.invited.get(invite.key, 0)) >= invite.uses:
-            raise Refusal(403, f"the invite was used {times} times, as often as it may be")
-        if pool in self._trusted and invite.pool is None:
-            raise Refusal(403, f"pool {pool!r} is trusted, and the invite does not name it")
-        return invite.key
 
 
 @dataclass(eq=False)
@@ -110,33 +56,86 @@ class Leasing:
     """Tells workers what to sample and receives their submissions.
 
     Args:
-        journal: records the events.
-        spec: the run's resolved spec.
-        key: signs the leases.
-        roles: its keys cannot be workers'.
-        admission: decides who may register.
-        backlog: limits the waiting submissions.
+        run: the run.
+        own: public keys of the run's own workers.
+        limiter: limits keys without an invite.
+        steady: seconds of a clock that never goes back.
     """
 
     def __init__(
         self,
-        journal: Journal,
-        spec: RunSpec,
-        key: SigningKey,
-        roles: Roles,
-        admission: Admission,
-        backlog: Backlog,
+        run: RunContext,
+        own: Collection[str],
+        limiter: Limiter,
+        steady: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._journal, self._spec, self._key = journal, spec, key
-        self._admission, self._backlog = admission, backlog
-        self._staff = roles.keys
-        self._pools = {pool.name: pool for pool in spec.samplers}
+        self._run, self._journal, self._own = run, run.journal, frozenset(own)
+        self._limiter, self._steady = limiter, steady
+        self._pools = {pool.name: pool for pool in run.spec.samplers}
+        self._trusted = {pool.name for pool in run.spec.samplers if pool.trust == "trusted"}
         self._waiting: list[_Question] = []
         """Questions that wait for a lease."""
         self._settled: State | None = None
         """State in which there was no work for the waiting questions."""
         self._overdue_at: float | None = None
         """Time at which there may be work although the state does not change."""
+
+    def routes(self) -> list[web.RouteDef]:
+        post = self._run.post
+        return [
+            post("/v1/workers", self._register, "pool", "info", "?invite", by="registration"),
+            post("/v1/heartbeat", self._heartbeat, "state", by="heartbeat"),
+            post("/v1/leases", self._lease, "wait", "holding", by="lease"),
+            post("/v1/release", self._release, "leases", by="release"),
+            web.post("/v1/submissions", self._submit),
+        ]
+
+    async def _register(self, asked: Signed) -> None:
+        body = asked.body
+        if not isinstance(body["pool"], str) or not isinstance(body["info"], dict):
+            raise Refusal(400, "pool must be a name and info a map")
+        with refusing(400, ValueError, what="info: "):
+            info = scalars(body["info"])
+        address = self._run.authentication.address(asked.http)
+        self.register(asked.key, body["pool"], body.get("invite"), address=address)
+        self._run.workers.registered(asked.key, info, self._journal.clock())
+
+    async def _heartbeat(self, asked: Signed) -> None:
+        run, now = self._run, self._journal.clock()
+        if asked.key in run.roles.validator:
+            activity = run.validators
+        elif asked.key in self._journal.state.workers:
+            activity = run.workers
+        else:
+            raise Refusal(403, "this key is neither a worker's nor a validator's")
+        with refusing(400, TypeError, ValueError, what="state: "):
+            activity.heartbeat(asked.key, dict(asked.body["state"]), now)
+        run.claims.prolong(asked.key, now)
+
+    async def _lease(self, asked: Signed) -> web.Response:
+        wait_s, holding = wait_and_holding(asked.body)
+        if asked.key in self._journal.state.workers:
+            self._run.workers.seen(asked.key, self._journal.clock())
+        with self._run.authentication.poll(asked.key, asked.http):
+            lease = await self.lease(asked.key, holding, wait_s)
+        if lease is None:
+            return web.Response(status=204)
+        return web.Response(body=lease, content_type="application/json")
+
+    async def _release(self, asked: Signed) -> None:
+        self.release(asked.key, digests("leases", asked.body["leases"]))
+
+    async def _submit(self, request: web.Request) -> web.StreamResponse:
+        caller = self._run.authentication.caller(request, "submission")
+        signed = read_envelope(request)
+        with refusing(400, BadSignature):
+            envelope = open_submission(signed)
+        if envelope.worker != caller.key:
+            raise Refusal(403, "the submission is another worker's")
+        if envelope.digest != caller.body_digest:
+            raise Refusal(400, "the envelope names another body")
+        await self.submit(envelope, signed, request.content.iter_chunked(PIECE_BYTES))
+        return web.json_response({}, status=202)
 
     def register(self, key: str, pool: str, invite: object = None, *, address: str) -> None:
         """Register a key as a worker of a pool. A second call changes nothing and needs no invite.
@@ -154,18 +153,62 @@ class Leasing:
         self._require_pools()
         if pool not in self._pools:
             raise Refusal(404, f"the run has no pool {pool!r}; it has {', '.join(self._pools)}")
-        if key in self._staff:
+        if key in self._run.roles.keys:
             raise Refusal(403, "a key with a role cannot be a worker's")
         known = self._journal.state.workers.get(key)
         if known is not None and known.pool != pool:
             raise Refusal(409, f"this key is a worker of pool {known.pool!r}")
         if known is None:
             now = self._journal.clock()
-            state = self._journal.state
-            by = self._admission.admit(state, key, pool, invite, now, address=address)
-            own = by is None and key in self._admission.own
+            by = self.admit(key, pool, invite, now, address=address)
+            own = by is None and key in self._own
             self._journal.record(events.WorkerRegistered(now, key, pool, by, own))
             _log.info("worker %s of pool %s registered", key[:16], pool)
+
+    def admit(self, key: str, pool: str, used: object, now: float, *, address: str) -> str | None:
+        """Return the public key of the invite that admits a new key; None if it needs none.
+
+        Args:
+            key: public key of the worker.
+            pool: pool that it wants to serve.
+            used: invite that it sent; None without one.
+            now: seconds since the epoch.
+            address: address of the client.
+
+        Raises:
+            Refusal: 403 with the reason, or 429.
+        """
+        state, spec, roles = self._journal.state, self._run.spec, self._run.roles
+        if used is None:
+            if key in self._own:
+                return None
+            if pool in self._trusted:
+                raise Refusal(
+                    403,
+                    f"pool {pool!r} is trusted: it takes the run's own workers, and keys with an "
+                    "invite for this pool",
+                )
+            if spec.verify.admission == "open":
+                count_new_key(self._limiter, state, address, now=self._steady())
+                return None
+            raise Refusal(403, "this run takes invited workers only: ask for a link with an invite")
+        with refusing(403, BadSignature):
+            invite = open_invite(
+                used,
+                run=spec.name,
+                worker=key,
+                coordinators=roles.coordinator,
+                now=now,
+            )
+        if invite.key in state.revoked:
+            raise Refusal(403, f"the invite was revoked: {state.revoked[invite.key]}")
+        if invite.pool is not None and invite.pool != pool:
+            raise Refusal(403, f"the invite is for pool {invite.pool!r}")
+        if (times := state.invited.get(invite.key, 0)) >= invite.uses:
+            raise Refusal(403, f"the invite was used {times} times, as often as it may be")
+        if pool in self._trusted and invite.pool is None:
+            raise Refusal(403, f"pool {pool!r} is trusted, and the invite does not name it")
+        return invite.key
 
     async def lease(self, key: str, holding: Collection[str], wait_s: float) -> bytes | None:
         """Return a signed lease for a worker; None if there was none within `wait_s` seconds.
@@ -230,13 +273,11 @@ class Leasing:
                     return decision
                 case None:
                     return None
-                case _ if self._backlog.full() is not None:
+                case _ if self._run.backlog.full() is not None:
                     return None  # the status reports why
                 case filling.NonceNeeded(step):
-                    nonce = secrets.token_hex(32)
-                    self._journal.record(
-                        events.NonceDrawn(now, step, nonce, len(self._journal.state.workers))
-                    )
+                    nonce, workers = secrets.token_hex(32), len(self._journal.state.workers)
+                    self._journal.record(events.NonceDrawn(now, step, nonce, workers))
                 case events.LeaseOverdue():
                     lease = self._journal.state.leases[decision.lease].lease
                     self._journal.record(decision)
@@ -246,26 +287,24 @@ class Leasing:
                         *(lease.worker[:16], lease.index, lease.step),
                     )
                 case Lease():
-                    document = sign_lease(decision, self._key)
-                    self._journal.record(
-                        events.LeaseGranted(
-                            now, decision, lease_digest(document), document.decode()
-                        )
-                    )
+                    document = sign_lease(decision, self._run.key)
+                    digest = lease_digest(document)
+                    event = events.LeaseGranted(now, decision, digest, document.decode())
+                    self._journal.record(event)
 
-    def release(self, key: str, digests: Collection[str]) -> None:
+    def release(self, key: str, leases: Collection[str]) -> None:
         """Take back leases that their holder will not answer; others may be leased the groups.
 
         Leases that are not open, not the caller's, or being answered now do not change.
 
         Args:
             key: public key of the worker.
-            digests: digests of the leases.
+            leases: digests of the leases.
         """
-        for digest in digests:
+        for digest in leases:
             record = self._journal.state.leases.get(digest)
             held = record is not None and record.lease.worker == key and record.status == "open"
-            if held and digest not in self._backlog.uploading:
+            if held and digest not in self._run.backlog.uploading:
                 self._journal.record(events.LeaseReleased(self._journal.clock(), digest))
 
     async def submit(
@@ -288,31 +327,24 @@ class Leasing:
         self._must_be_open(record, envelope, now)
         if any(r.submission == envelope.digest for r in self._journal.state.leases.values()):
             raise Refusal(409, "the same bytes were submitted for another lease")
-        limit = max_submission_bytes(self._spec, self._pools[record.lease.pool])
+        limit = max_submission_bytes(self._run.spec, self._pools[record.lease.pool])
         if envelope.bytes > limit:
             raise Refusal(413, f"{envelope.bytes} bytes, more than the {limit} allowed")
-        with self._backlog.reserve(record, envelope, now):
-            await self._take_in(envelope, signed, chunks)
+        files = submission_files(self._journal.run_dir, envelope.step, envelope.digest)
+        folder, size = files.submission.parent, envelope.bytes
+        with self._run.backlog.reserve(record, envelope, now):
+            async with received(chunks, folder, digest=envelope.digest, size=size) as body:
+                with self._journal.recording(files.submission, files.submission_envelope):
+                    await to_the_end(partial(_place, body, files, signed))
+                    now = self._journal.clock()
+                    self._must_be_open(self._lease_of(envelope), envelope, now)
+                    event = events.SubmissionReceived(now, envelope.lease, envelope.digest, size)
+                    self._journal.record(event)
 
     def _require_pools(self) -> None:
-        if self._spec.supervised is not None:
-            kind = self._spec.algorithm.kind
+        if self._run.spec.supervised is not None:
+            kind = self._run.spec.algorithm.kind
             raise Refusal(404, f"a run of algorithm.kind {kind} trains on documents: no workers")
-
-    async def _take_in(
-        self, envelope: SubmissionEnvelope, signed: bytes, chunks: AsyncIterator[bytes]
-    ) -> None:
-        files = submission_files(self._journal.run_dir, envelope.step, envelope.digest)
-        async with received(
-            chunks, files.submission.parent, digest=envelope.digest, size=envelope.bytes
-        ) as body:
-            with self._journal.recording(files.submission, files.submission_envelope):
-                await to_the_end(partial(_place, body, files, signed))
-                now = self._journal.clock()
-                self._must_be_open(self._lease_of(envelope), envelope, now)
-                self._journal.record(
-                    events.SubmissionReceived(now, envelope.lease, envelope.digest, envelope.bytes)
-                )
 
     def _lease_of(self, envelope: SubmissionEnvelope) -> LeaseRecord:
         record = self._journal.state.leases.get(envelope.lease)
