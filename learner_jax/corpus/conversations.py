@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn
 
+from learner_jax.corpus.documents import require_unicode
 from runspec.core.errors import UserError
 from runspec.core.tokenizer_files import ASSISTANT, ChatTemplate, Spans
 
@@ -32,13 +33,13 @@ class Conversation:
 
 
 def conversation_of(
-    row: Mapping[str, Any], column: str, place: str, *, filled: bool
+    column: str, row: Mapping[str, Any], place: str, *, filled: bool
 ) -> Conversation:
     """Return the conversation of a row.
 
     Args:
-        row: columns by name; `tools` is optional.
         column: column of the messages.
+        row: columns by name; `tools` is optional.
         place: file and line or row, for messages.
         filled: whether null stands for fields that only other rows have, as in Parquet.
 
@@ -68,6 +69,7 @@ def conversation_of(
         if fault := _fault(message):
             what = f"message {number} of {column!r}, of role {message['role'][:40]!r}, {fault}"
             refuse(what, "give it text as content, or remove the conversation")
+    require_unicode(messages, place)
     try:
         return Conversation(messages, _tools(_without_nulls(tools) if filled else tools))
     except (ValueError, RecursionError) as error:

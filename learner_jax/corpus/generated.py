@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-
-from learner_jax.corpus.documents import Document
 
 ORDER = 3
 BASES = np.frombuffer(b"ACGT", np.uint8)
@@ -20,6 +19,15 @@ CONCENTRATION = 0.5
 three before it, and 0.48 more given two."""
 _BLOCK = 1 << 12
 """Reads made at a time."""
+
+
+class Read(NamedTuple):
+    """A read of an organism."""
+
+    name: str
+    """`ORGANISM-NUMBER`."""
+    text: str
+    """Its bases."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +53,8 @@ class GeneratedReads:
         rng = np.random.default_rng(self.seed)
         return rng.dirichlet(np.full(len(BASES), CONCENTRATION), (self.organisms, 4**ORDER))
 
-    def documents(self) -> Iterator[Document]:
-        """Yield the reads, each `ORGANISM-NUMBER` and its bases; the first three are uniform."""
+    def documents(self) -> Iterator[Read]:
+        """Yield the reads, in order; the first three are uniform."""
         bounds = self.tables().cumsum(axis=-1)[..., :-1]
         for first in range(0, self.reads, _BLOCK):
             # A generator of its own for each block: a read does not depend on how many there are.
@@ -59,4 +67,4 @@ class GeneratedReads:
                 bases[at] = (draws[at, :, None] > bounds[organisms, context]).sum(axis=-1)
             texts = BASES[bases[: self.length].T]
             for i in range(min(_BLOCK, self.reads - first)):
-                yield Document(f"{organisms[i]}-{first + i}", texts[i].tobytes().decode())
+                yield Read(f"{organisms[i]}-{first + i}", texts[i].tobytes().decode())

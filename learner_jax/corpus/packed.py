@@ -301,8 +301,8 @@ def _make(
     if encoder.end is not None and not ended:
         log.warning("no trained token is the end token: the model does not learn to stop")
     np.save(folder / _DOCUMENTS, np.frombuffer(columns, np.int64).reshape(-1, 4))
-    said = {name: value for name, value in asdict(counts).items() if name != "by_file"}
-    meta = {"dtype": encoder.dtype, "masked": encoder.masked, "tokens": end, "counts": said}
+    meta = {"dtype": encoder.dtype, "masked": encoder.masked, "tokens": end}
+    meta["counts"] = asdict(counts)
     (folder / _META).write_bytes(canonical_json(meta))
 
 

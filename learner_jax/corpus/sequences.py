@@ -78,7 +78,7 @@ def windows(
     tokenizer.no_padding()
     tokenizer.enable_truncation(context)
     for number, document in enumerate(documents):
-        encoded = tokenizer.encode(document.text)
+        encoded = tokenizer.encode(document.value)
         for piece in (encoded, *encoded.overflowing):
             ids = np.array(piece.ids, np.int32)
             if ids.size and ids.max() >= config.vocab_size:

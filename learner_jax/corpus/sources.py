@@ -2,53 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, cast, get_args
 
 import numpy as np
 
-from learner_jax.corpus.conversations import TOOLS, Conversation, conversation_of
-from learner_jax.corpus.documents import (
-    MAX_DOCUMENT_BYTES,
-    READERS,
-    Counts,
-    Kind,
-    json_rows,
-    read_documents,
-    readable,
-    require_some,
-    table_rows,
-    text_lines,
-    too_long,
-)
+from learner_jax.corpus.conversations import TOOLS, conversation_of
+from learner_jax.corpus.documents import Counts, Document, Kind, Parse, read_documents
 from learner_jax.corpus.generated import GeneratedReads
 from runspec.core.errors import UserError
 from runspec.core.spec.documents import PARAMS, column_of, is_generated
 from runspec.core.spec.schema import Source
 
 
-class Row(NamedTuple):
-    """A document of a source."""
-
-    place: str
-    """File and line or row."""
-    value: str | np.ndarray | Conversation
-    """Text, token ids int64 [n], or a conversation."""
-
-    @property
-    def size(self) -> int:
-        """Characters or ids, about."""
-        if isinstance(self.value, Conversation):
-            parts = [message.get("content") for message in self.value.messages]
-            return sum(len(str(part)) for part in (*parts, self.value.tools or ""))
-        return len(self.value)
-
-
 def read_rows(
     source: Source, files: Sequence[Path], counts: Counts, algorithm: str
-) -> Iterator[Row]:
-    """Yield the documents of a source, all of one type.
+) -> Iterator[Document]:
+    """Yield the documents of a source, all of one type: text, ids int64 [n], or conversations.
 
     Args:
         source: of documents, as the linter has checked it.
@@ -61,74 +33,38 @@ def read_rows(
     """
     what, column = column_of(source, algorithm)
     if is_generated(source):
-        for document in GeneratedReads.of(source.params).documents():
+        for name, value in GeneratedReads.of(source.params).documents():
             counts.documents += 1
-            counts.characters += len(document.text)
-            yield Row(f"data.sources.{source.name}, read {document.name}", document.text)
-    elif source.params.get("whole"):
-        yield from _whole_files(files, counts)
-    elif what == "text":
-        for path in files:
-            for document in read_documents(path, counts, kind=_kind(source), column=column):
-                yield Row(f"{path}:{document.name}", document.text)
-    else:
-        table = source.kind == "parquet"
-        optional = (TOOLS,) if what == "messages" else ()
-        offset = int(str(source.params.get("id_offset", 0)))
-        found: Conversation | np.ndarray
-        for path in files:
-            with readable(path, counts):
-                rows = table_rows(path, column, *optional) if table else json_rows(path)
-                for _, place, row in rows:
-                    if what == "messages":
-                        found = conversation_of(row, column, place, filled=table)
-                    else:
-                        found = _token_ids(row.get(column), column, place) + offset
-                    if not len(found):
-                        counts.empty += 1
-                        continue
-                    counts.documents += 1
-                    counts.by_file[str(path)] += 1
-                    yield Row(place, found)
-            require_some(path, counts)
-
-
-def _kind(source: Source) -> Kind:
-    if source.kind not in READERS:
+            counts.characters += len(value)
+            yield Document(name, f"data.sources.{source.name}, read {name}", value)
+        return
+    if source.kind not in get_args(Kind):
         raise UserError(
             f"{source.kind!r} is no kind of documents",
             place=f"data.sources.{source.name}.kind",
             remedy=f"name one of {', '.join(PARAMS)}",
         )
-    return source.kind
-
-
-def _whole_files(files: Sequence[Path], counts: Counts) -> Iterator[Row]:
-    """Yield each text file as one document, its lines joined by line feeds."""
+    kind = cast(Kind, "whole" if source.params.get("whole") else source.kind)
+    parse: Parse | None = None
+    if what == "messages":
+        parse = partial(conversation_of, column, filled=kind == "parquet")
+    elif what == "tokens":
+        parse = partial(_token_ids, column, int(str(source.params.get("id_offset", 0))))
+    optional = (TOOLS,) if what == "messages" else ()
     for path in files:
-        lines, size = list[str](), 0
-        with readable(path, counts):
-            for document in text_lines(path, counts, ""):
-                lines.append(document.text)
-                size += len(document.text) + 1
-                if size > MAX_DOCUMENT_BYTES:
-                    raise too_long(path, len(lines))
-        text = "\n".join(lines)
-        if text:
-            counts.documents += 1
-            counts.characters += len(text)
-            counts.by_file[str(path)] += 1
-            yield Row(str(path), text)
-        require_some(path, counts)
+        yield from read_documents(
+            path, counts, kind=kind, column=column, parse=parse, optional=optional
+        )
 
 
-def _token_ids(value: object, column: str, place: str) -> np.ndarray:
+def _token_ids(column: str, offset: int, row: Mapping[str, Any], place: str) -> np.ndarray:
+    value = row.get(column)
     try:
         found = np.array(value if isinstance(value, list) else None)
     except ValueError:  # lists of several lengths
         found = np.array(None)
     if found.ndim == 1 and (found.dtype.kind == "i" or not found.size):
-        return found.astype(np.int64)
+        return found.astype(np.int64) + offset
     raise UserError(
         f"{column!r} holds no list of token ids",
         place=place,

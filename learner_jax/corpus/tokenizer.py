@@ -133,6 +133,6 @@ def tokenizer_command(
 def _limited(documents: Iterable[Document], counts: Counts, characters: int) -> Iterator[str]:
     """Yield texts until they have this many characters."""
     for document in documents:
-        yield document.text
+        yield document.value
         if counts.characters >= characters:
             return

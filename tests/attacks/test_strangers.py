@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.published import require_published
-from learner_jax.corpus.documents import table_rows
+from learner_jax.corpus.documents import Counts, read_documents
 from runspec.cli.join import progress_line
 from runspec.core import parquet
 from runspec.core.canonical import MAX_DEPTH, MalformedJson, canonical_json, parse_object
@@ -308,7 +308,7 @@ class TestParquetThatExpands:
             for _ in parquet.parquet_rows(file, ["text"], most=most, place="p"):
                 assert pa.total_allocated_bytes() - before < 10**8
         if not nested:
-            assert [row["text"] for _, _, row in table_rows(path, "text")] == [text] * 60
+            assert [each.value for each in read_documents(path, Counts())] == [text] * 60
 
     def test_rows_come_in_portions_of_bounded_size(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
