@@ -19,24 +19,20 @@ from typing import Any
 from rich.console import Console
 
 from runspec.cli.evaluate_with import results_with
-from runspec.cli.lifecycle import run_and_version
-from runspec.cli.serve import bare_pool
+from runspec.cli.serve import bare_pool, served
 from runspec.cli.shipped_suites import named_suite
 from runspec.cli.spec_files import located
 from runspec.cli.view import plain_table
 from runspec.core.errors import UserError, one_line
-from runspec.core.models.family import load_config
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.load import SpecFiles, load_layers
-from runspec.core.spec.resolved import dump_resolved, load_resolved
+from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.registry import Context
 from runspec.lint.rules.evaluations import evaluation_names
 from runspec.local.children import EXIT_INTERRUPTED
 from runspec.local.cores import vllm_environment
-from runspec.local.export import published_version
 from runspec.local.formatting import number
-from runspec.local.run_dir import find_run
 
 
 def evaluate_command(
@@ -64,7 +60,15 @@ def evaluate_command(
         UserError: the weights are missing or damaged, or the suite has errors.
     """
     with tempfile.TemporaryDirectory(prefix="runspec-evaluate-") as folder:
-        weights, base = _weights_and_base(what, runs_dir)
+        model = served(what, runs_dir)
+        weights = model.folder
+        if model.spec is None or model.manifest is None:
+            base = bare_spec(weights, model.pool.max_model_len)
+        else:
+            from bridge.published import require_published  # draws numpy
+
+            require_published(weights, model.manifest)
+            base = model.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
         own = {each["name"] for each in base.get("evaluations", ())}
         file: Path | None = None
         if suite is not None:
@@ -101,21 +105,6 @@ def evaluate_with_command(
         return EXIT_INTERRUPTED
     _print(found, as_json=as_json)
     return 0
-
-
-def _weights_and_base(what: str, runs_dir: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the directory of the weights, and the spec that a suite goes over."""
-    weights = Path(what).absolute()
-    if (weights / "config.json").is_file():
-        return weights, bare_spec(weights, load_config(weights).max_position_embeddings)
-    from bridge.published import require_published  # draws numpy
-
-    name, version = run_and_version(what)
-    run_dir = find_run(name, runs_dir)
-    spec = load_resolved(run_dir)
-    found = published_version(run_dir, spec, version)
-    require_published(found.folder, found.manifest)
-    return found.folder, spec.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def bare_spec(weights: Path, length: int) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def results_with(
             url=f"http://{HOST}:{port}/v1",
             model=found.names[-1],
             tokenizer=folder / "tokenizer",
-            context=found.context,
+            context=found.pool.max_model_len,
             task=task,
             out=out,
             more=more,

@@ -110,9 +110,9 @@ def _texts(tasks: Any, count: int) -> Iterator[tuple[str, str]]:
 def _trained(spec: RunSpec, tokenizer_dir: Path) -> Iterator[tuple[str, str]]:
     """Yield id and text of all problems that the run trains on."""
     from sampler.tasks.problems import Problems, problem_filter
-    from sampler.tasks.prompts import PromptCodec, PromptForm
+    from sampler.tasks.prompts import PromptCodec
 
     if any(source.train for source in spec.data.sources):
-        codec = PromptCodec.read(tokenizer_dir, PromptForm.of(spec.data))
+        codec = PromptCodec.read(tokenizer_dir, spec.data)
         problems = Problems(spec, problem_filter(spec, codec, "train"))
         yield from _texts(problems, len(problems))

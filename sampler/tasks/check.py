@@ -30,7 +30,7 @@ from sampler.tasks.grading.graders import Graders
 from sampler.tasks.grading.launch import require_graders
 from sampler.tasks.interfaces import Keep, Part, ProblemSource, make_source, make_term
 from sampler.tasks.problems import problem_filter
-from sampler.tasks.prompts import PromptCodec, PromptForm
+from sampler.tasks.prompts import PromptCodec
 from sampler.tasks.rewards.code.formats import read_tests
 from sampler.tasks.rewards.gym import origin_of
 from sampler.tasks.rewards.math import truths_of
@@ -165,7 +165,7 @@ def _measure(spec: RunSpec, model: Path | None, checked: Checked) -> None:
         checked.notes.append("the tokenizer is not on this machine: no prompt was measured")
     else:
         with checked.catching("model"):
-            codec = PromptCodec.read(model, PromptForm.of(spec.data))
+            codec = PromptCodec.read(model, spec.data)
     if codec is not None:
         fitting = _read(spec, problem_filter(spec, codec, "train"), checked)
         checked.notes += [f"source {name}: {_count(each)}" for name, each in fitting.items()]
@@ -202,7 +202,7 @@ def _warm_start_codec(spec: RunSpec) -> PromptCodec:
     data.traces(np.random.default_rng(spec.seed), _TRACES, "train")
     with TemporaryDirectory(prefix="runspec-tokenizer-") as folder:
         data.write_tokenizer(Path(folder))
-        return PromptCodec.read(Path(folder), PromptForm.of(spec.data))
+        return PromptCodec.read(Path(folder), spec.data)
 
 
 def _read_verifications(

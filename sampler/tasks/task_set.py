@@ -15,7 +15,7 @@ from sampler.tasks.grading.graders import Graders
 from sampler.tasks.grading.launch import require_graders
 from sampler.tasks.interfaces import LengthTerm, Score, length_term
 from sampler.tasks.problems import Problems, problem_filter, target_lengths
-from sampler.tasks.prompts import PromptCodec, PromptForm
+from sampler.tasks.prompts import PromptCodec
 from verify.plugins import Graded, GradeItem, GraderFault, Problem, Split
 
 _UNANSWERED = {
@@ -104,7 +104,7 @@ def build_task_set(spec: RunSpec, tokenizer_dir: Path, data_dir: Path | None = N
             tokenizer, or a reward needs a sandbox and none works.
     """
     require_graders(spec)
-    codec = PromptCodec.read(tokenizer_dir, PromptForm.of(spec.data))
+    codec = PromptCodec.read(tokenizer_dir, spec.data)
     problems = Problems(spec, problem_filter(spec, codec, "train"), data_dir)
     return RunTask(spec, codec, problems, data_digest(spec, data_dir))
 
@@ -119,7 +119,7 @@ def build_evaluation_set(
         RunStopped: there is no problem.
     """
     require_graders(spec)
-    codec = PromptCodec.read(tokenizer_dir, PromptForm.of(spec.data))
+    codec = PromptCodec.read(tokenizer_dir, spec.data)
     asked_only = {source.name for source in spec.data.sources if not source.train}
     split: Split | None = None if evaluation.source in asked_only else "held_out"
     keep = problem_filter(spec, codec, split)

@@ -20,7 +20,7 @@ from runspec.core.spec.schema import Source
 from runspec.core.spec.source_files import source_files
 from sampler.tasks.interfaces import ProblemSource, make_source
 from sampler.tasks.problems import Fitting, InSplit, split_of
-from sampler.tasks.prompts import PromptCodec, PromptForm
+from sampler.tasks.prompts import PromptCodec
 from tests.sampler.tasks.conftest import laptop_spec
 from tests.sampler.tasks.row_files import (
     FORMS,
@@ -342,7 +342,7 @@ def test_over_long_prompts_are_left_out_for_whatever_length_is_asked_and_counted
     # given problems of each split, of which some fit only with a target of one digit
     texts = [f"{'a' * (i % 30)}{i}" for i in range(120)]
     rows = [row | {"prompt": text} for row, text in zip(make_rows(120), texts, strict=True)]
-    codec = PromptCodec.read(tokenizer_dir, PromptForm.of(laptop_spec().data))
+    codec = PromptCodec.read(tokenizer_dir, laptop_spec().data)
     targets = [8, 16, 12345]
     lengths = [max(len(codec.prompt_tokens(t, target)) for target in targets) for t in texts]
     limit = sorted(lengths)[80]
