@@ -24,9 +24,8 @@ from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.schema import Evaluation, RunSpec
 from sampler.engine.engine import Engine, EngineDied, same_death_is_final
 from sampler.evaluation.arrivals import Arrivals, Arrived
-from sampler.evaluation.ask import Questions, ask
+from sampler.evaluation.ask import Questions, ask, summary
 from sampler.evaluation.due import due, due_versions
-from sampler.evaluation.figures import figures
 from sampler.evaluation.results import Results
 from sampler.role import RoleOptions
 from sampler.tasks.task_set import RunTask, build_evaluation_set
@@ -36,7 +35,6 @@ from verify.plugins import require_graders
 from verify.problem_files import problem_files
 
 _LOOK_S = 0.5
-_SAY_EVERY_S = 10.0
 
 
 def evaluate_versions(
@@ -134,22 +132,23 @@ class Evaluator:
         """
         begun, cpu = time.monotonic(), cpu_seconds()
         questions = self._asked(evaluation, arrived.path)
+        what = f"{evaluation.name} of version {arrived.version}"
         try:
-            results = self._answers(questions, arrived, stop)
+            results = self._answers(questions, arrived, stop, what)
         except EngineDied as error:
             self._log.warning("the engine died, asking again with a new one: %s", error)
             with same_death_is_final(error):
-                results = self._answers(questions, arrived, stop)
+                results = self._answers(questions, arrived, stop, what)
         if results is None:
             return False
-        graded = [each for each in results if any(r is not None for r in each.rewards)]
+        figures, graded, faults = summary(results)
         result = Evaluated(
             run=self._spec.name,
             evaluation=evaluation.name,
             version=arrived.version,
             model_digest=read_manifest(arrived.path).model_digest,
-            figures=figures(graded),
-            faults=sum(reward is None for each in results for reward in each.rewards),
+            figures=figures,
+            faults=faults,
             problems=results,
             finished=time.time(),
             wall_s=round(time.monotonic() - begun, 3),
@@ -159,9 +158,8 @@ class Evaluator:
         self._results.evaluated(result)
         mean = result.figures.get("mean")
         self._log.info(
-            "%s of version %d: mean %s over %d problems, %d answers failed to be graded, %.1f s",
-            *(evaluation.name, arrived.version, f"{mean.value:.3f}" if mean else "unknown"),
-            *(len(graded), result.faults, result.wall_s),
+            "%s: mean %s over %d problems, %d answers failed to be graded, %.1f s",
+            *(what, f"{mean.value:.3f}" if mean else "unknown", graded, faults, result.wall_s),
         )
         return True
 
@@ -174,22 +172,11 @@ class Evaluator:
         return self._questions[evaluation.name]
 
     def _answers(
-        self, questions: Questions, arrived: Arrived, stop: threading.Event
+        self, questions: Questions, arrived: Arrived, stop: threading.Event, what: str
     ) -> list[ProblemResult] | None:
         if self._engine.version != arrived.version:
             self._engine.load(arrived.path, arrived.version)
-        name, total = questions.evaluation.name, len(questions)
-        told = time.monotonic()
-
-        def said(done: int) -> None:
-            nonlocal told
-            if time.monotonic() - told >= _SAY_EVERY_S:
-                told = time.monotonic()
-                self._log.info(
-                    "%s of version %d: %d of %d problems", name, arrived.version, done, total
-                )
-
-        return ask(questions, self._engine, stop, said)
+        return ask(questions, self._engine, stop, self._log, what)
 
 
 def cpu_seconds() -> float:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import stats
 
 from verify.formats.evaluation import Figure, ProblemResult
 
@@ -92,6 +91,8 @@ def interval(values: np.ndarray) -> tuple[float, float]:
     Args:
         values: one a problem, float64 [n], n >= 2.
     """
+    from scipy import stats  # its import takes a while, and a worker needs none of this
+
     n = len(values)
     if n >= MANY and np.ptp(values) > 0:
         found = stats.bootstrap(

@@ -27,6 +27,7 @@ NAME = "suite"
 def add_command(commands: Any) -> None:
     """Add the command to the subparsers of `python -m sampler`."""
     parser = commands.add_parser(NAME, help="evaluate a directory of weights")
+    parser.set_defaults(call=run)
     parser.add_argument("spec", metavar="SPEC.json", type=Path, help="a resolved spec")
     parser.add_argument("weights", metavar="WEIGHTS", type=Path, help="a Hugging Face directory")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="gets the result")
@@ -56,8 +57,7 @@ def evaluate(
     """
     # Imported here: they take seconds, and `python -m sampler --help` has no use for them.
     from sampler.engine.engine import Engine
-    from sampler.evaluation.ask import Questions, ask
-    from sampler.evaluation.figures import figures
+    from sampler.evaluation.ask import Questions, ask, summary
     from sampler.evaluation.overlap import overlaps
     from sampler.tasks.task_set import build_evaluation_set
 
@@ -70,16 +70,16 @@ def evaluate(
             began, name = time.monotonic(), evaluation.name
             with closing(build_evaluation_set(spec, evaluation, options.weights)) as tasks:
                 questions = Questions.of(spec, evaluation, tasks)
-                total = len(questions)
+                total = questions.count
                 log.info("%s: %d problems, %d answers each", name, total, evaluation.samples)
-                results = ask(questions, engine, stop, _telling(log, name, total))
+                results = ask(questions, engine, stop, log, name)
                 if results is None:
                     raise UserError("stopped before all problems were answered", place=name)
-                graded = [each for each in results if any(r is not None for r in each.rewards)]
+                figures, _, faults = summary(results)
                 found[name] = {
-                    "figures": {k: [f.value, f.low, f.high] for k, f in figures(graded).items()},
+                    "figures": {k: [f.value, f.low, f.high] for k, f in figures.items()},
                     "unanswered": questions.unanswered,
-                    "faults": sum(r is None for each in results for r in each.rewards),
+                    "faults": faults,
                     "wall_s": round(time.monotonic() - began, 3),
                     "problems": [asdict(each) for each in results],
                 }
@@ -87,18 +87,6 @@ def evaluate(
                     asked, trained = _texts(tasks, total), _trained(spec, options.weights)
                     found[name]["overlap"] = [asdict(one) for one in overlaps(asked, trained)]
     return found
-
-
-def _telling(log: logging.Logger, name: str, total: int) -> Any:
-    told = time.monotonic()
-
-    def said(done: int) -> None:
-        nonlocal told
-        if time.monotonic() - told >= 5.0 and done < total:
-            told = time.monotonic()
-            log.info("%s: %d of %d problems", name, done, total)
-
-    return said
 
 
 def _texts(tasks: Any, count: int) -> Iterator[tuple[str, str]]:

@@ -23,7 +23,8 @@ from runspec.core.spec.lock_file import pin_model
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import whole_uri
 from sampler.engine.arguments import find_pool
-from sampler.measuring.measure import Measurement, Tries, measure, open_progress
+from sampler.evaluation.ask import Questions
+from sampler.measuring.measure import Tries, measure, open_progress
 from sampler.tasks.task_set import RunTask, build_task_set
 from verify.plugins import TaskSet
 
@@ -45,6 +46,7 @@ def add_command(commands: Any) -> None:
         "answers as the run does, and writes the rows with their solve rate. If it is killed, the "
         "same command continues where it stopped.",
     )
+    parser.set_defaults(call=run)
     parser.add_argument("spec", type=Path, metavar="SPEC", help="names sources, prompts, rewards")
     parser.add_argument("--source", required=True, metavar="NAME", help="of data.sources")
     parser.add_argument(
@@ -82,7 +84,8 @@ def _measure(options: argparse.Namespace, log: logging.Logger) -> None:
     field = options.field or (rate.field if rate else DEFAULT_FIELD)
     with closing(build_task_set(unfiltered(spec), options.model)) as tasks:
         problems = min(len(tasks), options.limit or len(tasks))
-        asked = Measurement(tasks, pool, options.samples, problems, spec.seed)
+        seed = ("solve rates", spec.seed)
+        asked = Questions(tasks, pool, options.samples, problems, seed, targets=())
         about = _about(spec, tasks, asked, options.model)
         progress_path = out.with_name(f"{out.name}.progress")
         with open_progress(progress_path, about) as progress:
@@ -126,7 +129,7 @@ def unfiltered(spec: RunSpec) -> RunSpec:
     return spec.model_copy(update={"data": data, "warm_start": None})
 
 
-def _about(spec: RunSpec, tasks: RunTask, asked: Measurement, model: Path) -> dict[str, object]:
+def _about(spec: RunSpec, tasks: RunTask, asked: Questions, model: Path) -> dict[str, object]:
     """Return everything that the rates depend on, except the number of problems, which may grow."""
     try:
         pins = pin_model(model)
@@ -141,7 +144,7 @@ def _about(spec: RunSpec, tasks: RunTask, asked: Measurement, model: Path) -> di
         "targets": tasks.targets,
         "reward": [reward.model_dump() for reward in spec.reward],
         "samples": asked.samples,
-        "seed": asked.seed,
+        "seed": spec.seed,
         "max_new_tokens": asked.pool.max_new_tokens,
         "dtype": asked.pool.dtype,
         "quantization": asked.pool.quantization,
@@ -150,7 +153,7 @@ def _about(spec: RunSpec, tasks: RunTask, asked: Measurement, model: Path) -> di
 
 
 def _sample(
-    asked: Measurement,
+    asked: Questions,
     options: argparse.Namespace,
     progress: Any,
     log: logging.Logger,
@@ -162,7 +165,7 @@ def _sample(
     pool = asked.pool.model_copy(update={"in_flight_updates": False})
     with closing(Engine(pool, probe=False)) as engine:
         engine.load(options.model, 0)
-        log.info("%d tries of %d problems", asked.samples, asked.problems)
+        log.info("%d tries of %d problems", asked.samples, asked.count)
         return measure(asked, engine, progress, log, stop)
 
 

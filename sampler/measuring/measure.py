@@ -13,22 +13,18 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from runspec.core.hashing import hash_parts
-from runspec.core.spec.schema import SamplerPool
-from sampler.engine.filling import sampled_problems
-from sampler.engine.requests import Sampled, SampleRequest, sample_requests
-from verify.noise import noise_key
-from verify.plugins import Graded, GradeItem, TaskSet
+from sampler.evaluation.ask import Questions, answered
+from sampler.evaluation.figures import SOLVED
+
+if TYPE_CHECKING:
+    from sampler.engine.engine import Engine
 
 MAX_BYTES = 1 << 30
-SOLVED = 1.0
-"""Least task reward of a try that solves its problem."""
 _LOG_EVERY_S = 5.0
 
 
@@ -132,41 +128,8 @@ def _tries(lines: list[bytes], path: Path) -> dict[int, Tries]:
     return {one.index: one for one in found}
 
 
-if TYPE_CHECKING:
-    from sampler.engine.engine import Engine
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Settings of a measurement."""
-
-    tasks: TaskSet
-    pool: SamplerPool
-    """How to sample: lengths, temperature, top-p, top-k."""
-    samples: int
-    """Tries of each problem."""
-    problems: int
-    """Number of problems, the first ones of the task set."""
-    seed: int
-    """Determines the noise of every try, together with the problem's id."""
-
-    def requests(self, index: int) -> list[SampleRequest]:
-        """Return the requests of a problem's tries; the prompt asks for no length.
-
-        Raises:
-            UserError: the prompt leaves no room for an answer.
-        """
-        seed = hash_parts("solve rates", self.seed, self.tasks.problem(index).problem_id)
-        return sample_requests(
-            self.pool,
-            self.tasks.prompt_tokens(index, None),
-            self.tasks.eos_token_id,
-            [noise_key(seed, 0, sample) for sample in range(self.samples)],
-        )
-
-
 def measure(
-    asked: Measurement,
+    asked: Questions,
     engine: Engine,
     progress: Progress,
     log: logging.Logger,
@@ -180,44 +143,23 @@ def measure(
     Raises:
         UserError: the engine died, or nothing can be graded here.
     """
-    left = (index for index in range(asked.problems) if index not in progress.done)
-    before = sum(index < asked.problems for index in progress.done)
-    teller = _ProgressLog(asked.problems, before, log)
-    for sampled in sampled_problems(engine, left, asked.requests, samples=asked.samples, stop=stop):
-        progress.add(_graded(asked.tasks, sampled))
-        teller.say(progress)
-    return all(index in progress.done for index in range(asked.problems))
-
-
-def _graded(tasks: TaskSet, sampled: dict[int, list[Sampled]]) -> Iterator[Tries]:
-    items = [
-        GradeItem(index, None, one.output_tokens.tolist())
-        for index, tries in sampled.items()
-        for one in tries
-    ]
-    grades = iter(tasks.grade_all(items))
-    for index, tries in sampled.items():
-        graded = [grade for grade in islice(grades, len(tries)) if isinstance(grade, Graded)]
-        yield Tries(index, sum(grade.task_reward >= SOLVED for grade in graded), len(graded))
-
-
-class _ProgressLog:
-    """Logs the progress every few seconds."""
-
-    def __init__(self, problems: int, before: int, log: logging.Logger) -> None:
-        self._problems, self._before, self._log = problems, before, log
-        self._begun = self._said = time.monotonic()
-
-    def say(self, progress: Progress) -> None:
-        now = time.monotonic()
-        done = [one.rate for one in progress.done.values() if one.index < self._problems]
-        left = self._problems - len(done)
-        if now - self._said < _LOG_EVERY_S and left:
-            return
-        self._said = now
-        rates = [rate for rate in done if rate is not None]
-        self._log.info(
-            "%d of %d problems, mean solve rate %.3f, %d without one; about %.0f s left",
-            *(len(done), self._problems, sum(rates) / max(1, len(rates)), len(done) - len(rates)),
-            left * (now - self._begun) / max(1, len(done) - self._before),
+    begun = said = time.monotonic()
+    before = sum(index < asked.count for index in progress.done)
+    left = (index for index in range(asked.count) if index not in progress.done)
+    for found in answered(asked, engine, left, stop):
+        graded = {index: [r for r in one.rewards if r is not None] for index, one in found.items()}
+        progress.add(
+            Tries(index, sum(reward >= SOLVED for reward in rewards), len(rewards))
+            for index, rewards in graded.items()
         )
+        done = [one.rate for one in progress.done.values() if one.index < asked.count]
+        missing, now = asked.count - len(done), time.monotonic()
+        if now - said >= _LOG_EVERY_S or not missing:
+            said = now
+            rates = [rate for rate in done if rate is not None]
+            log.info(
+                "%d of %d problems, mean solve rate %.3f, %d without one; about %.0f s left",
+                *(len(done), asked.count, sum(rates) / max(1, len(rates)), len(done) - len(rates)),
+                missing * (now - begun) / max(1, len(done) - before),
+            )
+    return all(index in progress.done for index in range(asked.count))

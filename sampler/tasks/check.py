@@ -104,6 +104,7 @@ def add_command(commands: Any) -> None:
         "sources with what grades it, grades two answers to a problem of each task type, and "
         "prints what it found as a JSON object. `runspec lint --data` and `apply` call it.",
     )
+    parser.set_defaults(call=run)
     parser.add_argument("folder", type=Path, metavar="DIR", help="of a run, or with a spec.json")
     parser.add_argument(
         "--model",

@@ -18,8 +18,9 @@ from runspec.core.errors import UserError
 from runspec.core.spec.schema import SamplerPool, Source
 from sampler.__main__ import main
 from sampler.engine.requests import Sampled, SampleRequest
+from sampler.evaluation.ask import Questions
 from sampler.measuring.command import only_source, unfiltered, write_rows
-from sampler.measuring.measure import Measurement, Tries, measure, open_progress
+from sampler.measuring.measure import Tries, measure, open_progress
 from sampler.tasks.interfaces import make_source
 from sampler.tasks.traces import build_warm_start_data
 from tests.sampler.engine.models import save_version
@@ -48,6 +49,9 @@ class Tasks:
     def prompt_tokens(self, index: int, target: int | None) -> list[int]:
         assert target is None
         return [7] * (index + 1)
+
+    def answer(self, output_tokens: Sequence[int]) -> str:
+        return str(output_tokens[-1])
 
     def grade_all(self, items: Sequence[GradeItem]) -> list[Graded | GraderFault]:
         return [
@@ -90,8 +94,9 @@ class FakeEngine:
     def close(self) -> None: ...
 
 
-def asked(problems: int = 20, pool: SamplerPool = POOL) -> Measurement:
-    return Measurement(Tasks(), pool, samples=4, problems=problems, seed=3)  # type: ignore[arg-type]
+def asked(problems: int = 20, pool: SamplerPool = POOL) -> Questions:
+    seed = ("solve rates", 3)
+    return Questions(Tasks(), pool, 4, problems, seed, targets=())  # type: ignore[arg-type]
 
 
 def run(path: Path, engine: FakeEngine, problems: int = 20) -> dict[int, Tries]:
