@@ -5,7 +5,7 @@ The worker makes no choices: problem, target length and noise all follow from th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,46 +77,43 @@ def claim_rewards(
     ]
 
 
-@dataclass(frozen=True)
-class FinishedRollout:
-    """Contents of a row of a submission."""
-
-    planned: PlannedRollout
-    sampled: Sampled
-    claim: Graded
-    proofs: list[bytes]
-
-
 def make_rollouts(
     lease: Lease,
     lease_digest: str,
-    finished: Sequence[FinishedRollout],
+    rows: Iterable[tuple[PlannedRollout, Sampled, Graded, list[bytes]]],
     tasks: TaskSet,
     pool: SamplerPool,
 ) -> list[Rollout]:
-    """Return the rows of a submission, in the order of the plan."""
+    """Return the rows of a submission, in the order of the plan.
+
+    Args:
+        lease, lease_digest: of the plan.
+        rows: for each planned rollout what was sampled, the claimed rewards, and the proofs.
+        tasks: the problems.
+        pool: settings of sampling.
+    """
     return [
         Rollout(
             run=lease.run,
             step=lease.step,
             worker=lease.worker,
             lease=lease_digest,
-            problem_id=tasks.problem(row.planned.problem).problem_id,
-            group=row.planned.group,
-            sample=row.planned.sample,
+            problem_id=tasks.problem(planned.problem).problem_id,
+            group=planned.group,
+            sample=planned.sample,
             version=lease.version,
-            prompt_tokens=np.asarray(row.planned.request.prompt_tokens, dtype=np.int32),
-            output_tokens=row.sampled.output_tokens,
-            logprobs=row.sampled.logprobs,
-            finish_reason=row.sampled.finish_reason,
+            prompt_tokens=np.asarray(planned.request.prompt_tokens, dtype=np.int32),
+            output_tokens=sampled.output_tokens,
+            logprobs=sampled.logprobs,
+            finish_reason=sampled.finish_reason,
             temperature=pool.sampling.temperature,
             top_p=pool.sampling.top_p,
             top_k=pool.sampling.top_k,
-            target=row.planned.target,
-            task_reward=row.claim.task_reward,
-            length_penalty=row.claim.length_penalty,
-            proofs=row.proofs,
-            versions=row.sampled.versions if pool.in_flight_updates else None,
+            target=planned.target,
+            task_reward=claim.task_reward,
+            length_penalty=claim.length_penalty,
+            proofs=proofs,
+            versions=sampled.versions if pool.in_flight_updates else None,
         )
-        for row in finished
+        for planned, sampled, claim, proofs in rows
     ]

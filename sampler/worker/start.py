@@ -19,7 +19,7 @@ from sampler.role import RoleOptions
 from sampler.worker.meter import Meter
 from sampler.worker.outbox import Outbox
 from sampler.worker.versions import Versions
-from sampler.worker.worker import Registration, Worker
+from sampler.worker.worker import Worker
 from verify.client import CoordinatorClient, RunFinished
 from verify.formats.submission import max_submission_bytes
 from verify.plugins import load_task_set, require_graders
@@ -98,8 +98,8 @@ def work(
             max_bytes=max_submission_bytes(spec, pool),
             log=log,
         )
-        registration = Registration(client, key, spec, pool, meter, log)
-        member = worker(registration, versions=versions, engine=made, tasks=tasks, outbox=outbox)
+        parts = {"versions": versions, "engine": made, "tasks": tasks, "outbox": outbox}
+        member = worker(client, key, spec, pool, **parts, meter=meter, log=log)
         member.load(version, path)
         member.run(stop)
 

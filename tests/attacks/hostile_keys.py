@@ -30,7 +30,7 @@ from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.simulate.population import StrategyBlock
 from runspec.simulate.strategies import Sleeper, Strategy, strategies
 from sampler.engine.requests import Sampled, SampleRequest
-from sampler.worker.rollouts import FinishedRollout, claim_rewards, make_rollouts, plan_rollouts
+from sampler.worker.rollouts import claim_rewards, make_rollouts, plan_rollouts
 from sampler.worker.versions import Versions
 from tests.harness import ROOT
 from tests.waiting import eventually
@@ -175,9 +175,7 @@ class Sampler:
             sampled = [row for group in groups for row in sample_group(model, group)]
             claims = claim_rewards(plan, sampled, tasks)
         proofs = build_proofs_of([each.selection for each in sampled])
-        finished = [
-            FinishedRollout(*row) for row in zip(plan, sampled, claims, proofs, strict=True)
-        ]
+        finished = zip(plan, sampled, claims, proofs, strict=True)
         return make_rollouts(lease, lease_digest(signed), finished, tasks, self._pool)
 
 
