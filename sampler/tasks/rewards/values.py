@@ -17,8 +17,7 @@ from typing import Any
 
 import mpmath
 
-from sampler.tasks.rewards.formulas import Node, is_name
-from sampler.tasks.rewards.notation import UNITS, Unreadable
+from sampler.tasks.rewards.notation import UNITS, Node, Unreadable, is_name
 
 MAX_BITS = 131_072
 """Of a numerator or denominator."""
