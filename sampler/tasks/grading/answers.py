@@ -15,7 +15,8 @@ MAX_ANSWER_CHARS = 1 << 20
 """Longest answer that is graded; longer ones get 0."""
 MAX_GRADERS = 16
 """Most processes or threads that grade at once, whatever the number of cores."""
-
+MAX_REASON = 400
+"""Characters of a reason or a fault."""
 _MAX_ID = 80
 """Characters of a problem's id in a fault."""
 
@@ -46,26 +47,37 @@ def fault(problem: Problem, reason: str) -> GraderFault:
     return GraderFault(f"{problem.problem_id[:_MAX_ID]}: {reason}")
 
 
-def raised(term: TaskTerm, error: Exception) -> str:
-    """Describe the error that a term raised, with its place in the term's package."""
-    module = getattr(term.score, "__module__", None) or ""
-    return describe_error(error, module.partition(".")[0])
+def reply_of(term: TaskTerm, problem: Problem, answer: str) -> dict[str, Any]:
+    """Grade an answer by a term, which may be a plug-in and raise or return whatever it likes.
 
-
-def checked(problem: Problem, given: Any, reason: str = "") -> Result:
-    """Return a score, or a fault if the value is no finite number."""
-    if not isinstance(given, (int, float)) or not math.isfinite(given):
-        return fault(problem, f"the grader returned {given!r:.80}")
-    return Score(float(given), reason)
+    Returns:
+        JSON data: `value` and `reason`; or `fault`, why there is none; or `memory`, where it ran
+        out of that.
+    """
+    try:
+        given = term.score(problem, answer)
+    except MemoryError:
+        return {"memory": True}
+    except Exception as error:  # noqa: BLE001
+        package = (getattr(term.score, "__module__", None) or "").partition(".")[0]
+        return {"fault": describe_error(error, package)[:MAX_REASON]}
+    score = given if isinstance(given, Score) else Score(given)
+    value: Any = score.value
+    if not isinstance(value, (int, float)):
+        return {"fault": f"the grader returned {value!r:.80}"}
+    return {"value": float(value), "reason": str(score.reason)[:MAX_REASON]}
 
 
 def result_of(answer: Answer, reply: Mapping[str, Any], rules: TermRules) -> Result:
-    """Return the result in a grader process's reply to an answer."""
+    """Return the result in a reply of `reply_of`, which may be another process's."""
     if reply.get("memory"):
         return over_limit(answer, "out of memory", rules)
     if "value" not in reply:
         return fault(answer.problem, str(reply.get("fault", "the grader said nothing")))
-    return checked(answer.problem, reply["value"], str(reply.get("reason", "")))
+    value = reply["value"]
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return fault(answer.problem, f"the grader returned {value!r:.80}")
+    return Score(float(value), str(reply.get("reason", "")))
 
 
 def over_limit(answer: Answer, reason: str, rules: TermRules) -> Result:

@@ -14,12 +14,9 @@ from typing import Any, BinaryIO
 
 from runspec.core.errors import describe_error
 from runspec.core.spec.schema import Reward
-from sampler.tasks.grading.answers import raised
-from sampler.tasks.interfaces import Score, TaskTerm, completed
+from sampler.tasks.grading.answers import MAX_REASON, reply_of
+from sampler.tasks.interfaces import TaskTerm, completed
 from verify.plugins import Problem
-
-MAX_REASON = 400
-"""Characters of a reason or a fault."""
 
 
 def main() -> None:
@@ -34,21 +31,8 @@ def main() -> None:
     _write(replies, {"ready": True})
     while line := requests.readline():
         for item in json.loads(line):
-            _write(replies, _grade(terms[item.pop("kind")], item.pop("answer"), Problem(**item)))
-
-
-def _grade(term: TaskTerm, answer: str, problem: Problem) -> dict[str, Any]:
-    try:
-        given = term.score(problem, answer)
-    except MemoryError:
-        return {"memory": True}
-    except Exception as error:  # noqa: BLE001 - a plug-in may raise whatever it likes
-        return {"fault": raised(term, error)[:MAX_REASON]}
-    score = given if isinstance(given, Score) else Score(given)
-    value: Any = score.value  # a plug-in may return any type
-    if not isinstance(value, (int, float)):
-        return {"fault": f"the grader returned {value!r:.80}"}
-    return {"value": float(value), "reason": str(score.reason)[:MAX_REASON]}
+            term, answer = terms[item.pop("kind")], item.pop("answer")
+            _write(replies, reply_of(term, Problem(**item), answer))
 
 
 def _make(module: str, attribute: str, reward: dict[str, Any]) -> TaskTerm:
