@@ -223,17 +223,15 @@ class EngineClient:
             rank, "take_recorded", slots=[s.slot.number for s in batch], lengths=lengths
         )
         recorded = next(answer for answer in answers if answer is not None)
-        rows = split_recorded(Recorded(**recorded), lengths)
-        for sequence, result, row in zip(batch, results, rows, strict=True):
-            if row.tokens.tolist() != list(result.token_ids):
+        reasons = [result.finish_reason for result in results]
+        rows = split_recorded(Recorded(**recorded), lengths, reasons)
+        for sequence, result, sampled in zip(batch, results, rows, strict=True):
+            if sampled.output_tokens.tolist() != list(result.token_ids):
                 raise RuntimeError("the recorded tokens are not the ones that vLLM returned")
-            if result.finish_reason not in ("stop", "length"):
-                raise RuntimeError(f"vLLM ended a sequence: {result.finish_reason}")
+            if sampled.finish_reason not in ("stop", "length"):
+                raise RuntimeError(f"vLLM ended a sequence: {sampled.finish_reason}")
             del self._live[sequence.name]
             self._slots.give(sequence.slot)
-            sampled = Sampled(
-                row.tokens, row.logprobs, result.finish_reason, row.versions, row.selection
-            )
             self._answer(sequence.submission, sequence.index, sampled)
 
     def _answer(self, submission: Submission, index: int, sampled: Sampled) -> None:

@@ -29,7 +29,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from sampler.engine.gumbel_sampling import GumbelSampler, Rules
 from sampler.engine.recorder import TokenRecorder, on_device
 
-_EVERYTHING = np.iinfo(np.int32).max
+_EVERYTHING = int(np.iinfo(np.int32).max)
 
 
 def sampling_arguments(
@@ -53,14 +53,14 @@ def sampling_arguments(
         "noise_key": list(noise_key),
         "temperature": temperature,
         "top_p": top_p,
-        "top_k": top_k,
+        "top_k": top_k if top_k > 0 else _EVERYTHING,
     }
 
 
 @dataclass(frozen=True)
 class _Request:
     slot: int
-    noise_key: tuple[int, int]
+    noise_key: list[int]
     temperature: float
     top_p: float
     top_k: int
@@ -161,6 +161,4 @@ def _request(
     extra = params.extra_args
     if not extra or "noise_key" not in extra:
         return None
-    top_k = extra["top_k"] if extra["top_k"] > 0 else _EVERYTHING
-    key = tuple(extra["noise_key"])
-    return _Request(extra["slot"], key, extra["temperature"], extra["top_p"], top_k, output_tokens)
+    return _Request(**extra, output_tokens=output_tokens)

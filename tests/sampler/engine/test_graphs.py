@@ -41,9 +41,9 @@ def test_a_step_may_overwrite_the_outputs_of_the_one_before() -> None:
         recorder.record(np.array([1]), np.array([position]), tokens, logprobs, hidden)
     hidden.zero_()
 
-    (found,) = split_recorded(recorder.take([1], [steps]), [steps])
+    (found,) = split_recorded(recorder.take([1], [steps]), [steps], ["length"])
 
-    assert found.tokens.tolist() == list(range(steps))
+    assert found.output_tokens.tolist() == list(range(steps))
     assert found.logprobs.tolist() == [-float(position) for position in range(steps)]
     bits = states[:, 0].to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     assert build_proofs_of([found.selection]) == [build_proofs(bits)]
