@@ -287,14 +287,18 @@ class EngineProcesses:
         return list(await self._call(call, f"`{method}`"))
 
     async def _watch(self) -> None:
-        """Call each core at intervals while an output is awaited; it answers between two steps."""
+        """Call each core at intervals, until it is cancelled."""
         while True:
             await asyncio.sleep(ASK_S)
-            for engine, pid in zip(self._client.core_engines, self.pids, strict=True):
-                call = self._client._call_utility_async("is_scheduler_paused", engine=engine)
-                with suppress(EngineDied):  # raised by the calls that wait for an output
-                    what = f"a sign of life of process {pid}, while outputs are awaited"
-                    await self._call(call, what, seconds=SILENCE_S)
+            await self._ask()
+
+    async def _ask(self) -> None:
+        """Call each core, which answers between two steps."""
+        for engine, pid in zip(self._client.core_engines, self.pids, strict=True):
+            call = self._client._call_utility_async("is_scheduler_paused", engine=engine)
+            with suppress(EngineDied):  # raised by the calls that wait for an output
+                what = f"a sign of life of process {pid}, while outputs are awaited"
+                await self._call(call, what, seconds=SILENCE_S)
 
     def close(self) -> None:
         """End the cores and wait for them. They have nothing to save."""

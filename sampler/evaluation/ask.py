@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from runspec.core.hashing import hash_parts
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.schema import Evaluation, RunSpec, SamplerPool
 from sampler.engine.requests import Sampled, SampleRequest, sample_requests
-from sampler.evaluation.figures import figures, majority
 from sampler.tasks.task_set import RunTask
 from verify.formats.evaluation import Figure, ProblemResult
 from verify.noise import noise_key
@@ -161,3 +165,165 @@ def summary(results: Sequence[ProblemResult]) -> tuple[dict[str, Figure], int, i
     graded = [each for each in results if any(reward is not None for reward in each.rewards)]
     faults = sum(reward is None for each in results for reward in each.rewards)
     return figures(graded), len(graded), faults
+
+
+SOLVED = 1.0
+"""Least task reward of an answer that solves its problem."""
+MANY = 100
+"""Problems from which on an interval is the bootstrap's."""
+LEVEL = 0.95
+_RESAMPLES = 1000
+
+
+def figures(problems: Sequence[ProblemResult]) -> dict[str, Figure]:
+    """Return the figures of graded problems.
+
+    `mean` is the mean task reward, `pass-K` the chance that one of K answers solves a problem, for
+    K = 2, 4, 8, ... up to the number of answers, `majority` the reward of the most frequent answer,
+    `length` the mean output in tokens, and `length-error` its mean distance from the target.
+
+    Args:
+        problems: those of which at least one answer was graded.
+    """
+    graded = [[r for r in each.rewards if r is not None] for each in problems]
+    found = {"mean": [_mean(rewards) for rewards in graded]}
+    most, k = min(map(len, graded), default=0), 2
+    while k <= most:
+        solved = [sum(r >= SOLVED for r in rewards) for rewards in graded]
+        counts = zip(graded, solved, strict=True)
+        found[f"pass-{k}"] = [pass_at_k(len(rewards), c, k) for rewards, c in counts]
+        k *= 2
+    if most > 1:
+        found["majority"] = [each.majority for each in problems if each.majority is not None]
+    found["length"] = [_mean(each.lengths) for each in problems]
+    if asked := [each for each in problems if each.target is not None]:
+        found["length-error"] = [
+            _mean([abs(length - (each.target or 0)) for length in each.lengths]) for each in asked
+        ]
+    return {name: mean_of(np.array(values)) for name, values in found.items() if values}
+
+
+def pass_at_k(answers: int, solved: int, k: int) -> float:
+    """Return the chance that k of the answers, drawn without repetition, have a solution.
+
+    1 - C(n - c, k) / C(n, k), unbiased for the chance of k fresh answers (Chen et al. 2021,
+    arXiv 2107.03374, equation 1).
+    """
+    return 1.0 - math.comb(answers - solved, k) / math.comb(answers, k)
+
+
+def majority(answers: Sequence[str | None], rewards: Sequence[float | None]) -> float | None:
+    """Return the mean reward of the most frequent answer, or of those that are equally frequent.
+
+    Args:
+        answers: text of each answer; None if the model gave none.
+        rewards: task reward of each; None if the grader failed.
+    """
+    pairs = zip(answers, rewards, strict=True)
+    graded = [(a and a.strip(), r) for a, r in pairs if r is not None]
+    if not graded:
+        return None
+    votes = Counter(answer for answer, _ in graded if answer)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    winners = [answer for answer, count in votes.items() if count == most]
+    return _mean([_mean([r for a, r in graded if a == winner]) for winner in winners])
+
+
+def mean_of(values: np.ndarray) -> Figure:
+    """Return the mean of one value a problem, with its interval."""
+    low, high = interval(values) if len(values) > 1 else (None, None)
+    return Figure(float(values.mean()), low, high)
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """Return a 95 % interval of the mean over all problems like these.
+
+    From `MANY` problems on it is the bootstrap over problems, corrected for bias and skewness (BCa;
+    Efron 1987). With fewer, or if all values are equal, it is Student's t. Shares then get four
+    more values, two zeros and two ones (Agresti and Coull 1998, for proportions), because the
+    spread of a few shares near 0 or 1 is often far too small.
+
+    Args:
+        values: one a problem, float64 [n], n >= 2.
+    """
+    from scipy import stats  # its import takes a while, and a worker needs none of this
+
+    n = len(values)
+    if n >= MANY and np.ptp(values) > 0:
+        found = stats.bootstrap(
+            (values,),
+            np.mean,
+            confidence_level=LEVEL,
+            n_resamples=_RESAMPLES,
+            method="BCa",
+            rng=np.random.default_rng(0),
+        ).confidence_interval
+        if math.isfinite(found.low) and math.isfinite(found.high):
+            return float(found.low), float(found.high)
+    shares = values.min() >= 0.0 and values.max() <= 1.0
+    padded = np.concatenate([values, [0.0, 0.0, 1.0, 1.0]]) if shares else values
+    half = stats.t.ppf((1 + LEVEL) / 2, len(padded) - 1) * padded.std(ddof=1)
+    half /= math.sqrt(len(padded))
+    low, high = padded.mean() - half, padded.mean() + half
+    return (max(0.0, float(low)), min(1.0, float(high))) if shares else (float(low), float(high))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+WORDS = 13
+"""Length of the word sequences that two problems may not share (Brown et al. 2020, GPT-3)."""
+_WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """One problem of an evaluation that the training problems have, whole or in part."""
+
+    problem_id: str
+    exact: bool
+    """Whether some training problem has the same words; else it shares `WORDS` in a row."""
+    trained: str
+    """Id of the first such problem."""
+
+
+def overlaps(asked: Iterable[tuple[str, str]], trained: Iterable[tuple[str, str]]) -> list[Overlap]:
+    """Return the problems of an evaluation that training problems contain.
+
+    Case and punctuation do not count. A problem shorter than `WORDS` is compared whole.
+
+    Args:
+        asked: id and text of the evaluation's problems.
+        trained: the same of the training problems, read once.
+    """
+    whole: dict[tuple[str, ...], list[str]] = {}
+    parts: dict[tuple[str, ...], list[str]] = {}
+    order = []
+    for problem_id, text in asked:
+        order.append(problem_id)
+        words = _words(text)
+        whole.setdefault(words, []).append(problem_id)
+        for part in _parts(words):
+            parts.setdefault(part, []).append(problem_id)
+    found: dict[str, Overlap] = {}
+    for trained_id, text in trained:
+        words = _words(text)
+        for problem_id in whole.get(words, ()):
+            if problem_id not in found or not found[problem_id].exact:
+                found[problem_id] = Overlap(problem_id, True, trained_id)
+        for part in _parts(words):
+            for problem_id in parts.get(part, ()):
+                found.setdefault(problem_id, Overlap(problem_id, False, trained_id))
+    return [found[problem_id] for problem_id in order if problem_id in found]
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(_WORD.findall(text.lower()))
+
+
+def _parts(words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for start in range(len(words) - WORDS + 1):
+        yield words[start : start + WORDS]

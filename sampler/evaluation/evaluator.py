@@ -9,25 +9,27 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from broadcast.client import WeightsClient
 from broadcast.manifest import read_manifest
+from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
-from runspec.core.metrics import serve_metrics
+from runspec.core.latest import Latest
+from runspec.core.metrics import PREFIX, counter, gauge, serve_metrics
 from runspec.core.process import not_retried
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.schema import Evaluation, RunSpec
 from sampler.engine.engine import Engine, EngineDied, same_death_is_final
-from sampler.evaluation.arrivals import Arrivals, Arrived
 from sampler.evaluation.ask import Questions, ask, summary
-from sampler.evaluation.due import due, due_versions
-from sampler.evaluation.results import Results
-from sampler.role import RoleOptions
+from sampler.role import RoleOptions, VersionWatch
 from sampler.tasks.task_set import RunTask, build_evaluation_set
 from verify.client import CoordinatorClient
 from verify.formats.evaluation import Evaluated, ProblemResult, sign_evaluation
@@ -190,3 +192,139 @@ def cpu_seconds() -> float:
             continue
         total += times.user + times.system
     return total
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A version on this machine."""
+
+    version: int
+    path: Path
+
+
+class Arrivals(VersionWatch):
+    """The newest due version that nobody has taken; one at most waits.
+
+    `newest` is the newest version that was announced, once what is due up to it was fetched.
+
+    Args:
+        client: makes a client of relays and origins.
+        due: returns the versions in (after, newest] that are due, in order.
+        fetch_s: seconds after which a fetch is given up.
+        log: told of what is skipped, and of errors.
+    """
+
+    def __init__(
+        self,
+        client: Callable[[], WeightsClient],
+        due: Callable[[int, int], Sequence[int]],
+        *,
+        fetch_s: float,
+        log: logging.Logger,
+    ) -> None:
+        super().__init__(client, log)
+        self._due, self._fetch_s = due, fetch_s
+        self._changed = threading.Condition()
+        self._waiting: Arrived | None = None
+        self._taken = -1
+        self._thread.start()
+
+    def take(self, wait_s: float) -> Arrived | None:
+        """Return the newest due version, or None if there is none within `wait_s` seconds.
+
+        The one taken before is removed from this machine.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is not None, wait_s)
+            taken, self._waiting = self._waiting, None
+            if taken is not None:
+                self._taken = taken.version
+        return taken
+
+    def _take_in(self, latest: Latest) -> None:
+        if found := self._due(self.newest, latest.version):
+            self._bring(found, latest.version, latest.manifest_digest)
+        self.newest = latest.version  # not before: it may be the run's last
+
+    def _bring(self, versions: Sequence[int], newest: int, digest: str) -> None:
+        """Fetch the last of some due versions; the publisher's signature is on each."""
+        *others, version = versions
+        expected = digest if version == newest else None
+        try:
+            path = self._client.fetch(version, manifest_digest=expected, deadline_s=self._fetch_s)
+        except UserError as error:
+            self._log.warning("version %d is not evaluated, nobody serves it: %s", version, error)
+            return
+        with self._changed:
+            before, self._waiting = self._waiting, Arrived(version, path)
+            self._changed.notify_all()
+            self._client.prune({version, self._taken})
+        for skipped in [*([before.version] if before else []), *others]:
+            self._log.warning(
+                "version %d is not evaluated: the evaluator was busy until version %d was there",
+                *(skipped, version),
+            )
+
+
+Done = Collection[tuple[str, int]]
+"""Evaluations and the versions of which they are done."""
+
+
+def is_due(evaluation: Evaluation, version: int, steps: int) -> bool:
+    """Return whether a version is one of those that are evaluated, in a run of so many steps."""
+    if version == 0:
+        return evaluation.at_start
+    if version == steps:
+        return evaluation.at_end
+    return version % evaluation.every == 0
+
+
+def due(spec: RunSpec, version: int, done: Done) -> list[Evaluation]:
+    """Return the evaluations that a version is still to have."""
+    return [
+        each
+        for each in spec.evaluations
+        if is_due(each, version, spec.steps) and (each.name, version) not in done
+    ]
+
+
+def due_versions(spec: RunSpec, after: int, newest: int, done: Done) -> Sequence[int]:
+    """Return the versions in (after, newest] that are still to have an evaluation, in order."""
+    return [version for version in range(after + 1, newest + 1) if due(spec, version, done)]
+
+
+class Results(Collector):
+    """The newest result of each evaluation.
+
+    Args:
+        done: evaluations that have a result already, and its version.
+    """
+
+    def __init__(self, done: Iterable[tuple[str, int]]) -> None:
+        self._versions: dict[str, float] = {}
+        for name, version in done:
+            self._versions[name] = max(version, self._versions.get(name, -1))
+        self._newest: dict[str, Evaluated] = {}
+        self._busy_s = 0.0
+
+    def evaluated(self, result: Evaluated) -> None:
+        """Note a result that the coordinator has."""
+        self._versions[result.evaluation] = result.version
+        self._newest[result.evaluation] = result
+        self._busy_s += result.wall_s
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the figures since the process began, and the newest version of each evaluation."""
+        text, versions = "Newest version that was evaluated.", dict(self._versions)
+        yield gauge("evaluator_newest_version", text, versions, "evaluation")
+        yield counter("evaluator_busy_seconds", "Seconds spent on evaluations.", self._busy_s)
+        text = "Figures of the newest version, with the ends of their 95 % intervals."
+        labels = ["evaluation", "figure", "bound"]
+        figures = GaugeMetricFamily(f"{PREFIX}evaluator_figure", text, labels=labels)
+        for name, result in dict(self._newest).items():
+            for figure, found in result.figures.items():
+                bounds = {"estimate": found.value, "low": found.low, "high": found.high}
+                for bound, value in bounds.items():
+                    if value is not None:
+                        figures.add_metric([name, figure, bound], value)
+        yield figures

@@ -57,8 +57,7 @@ def evaluate(
     """
     # Imported here: they take seconds, and `python -m sampler --help` has no use for them.
     from sampler.engine.engine import Engine
-    from sampler.evaluation.ask import Questions, ask, summary
-    from sampler.evaluation.overlap import overlaps
+    from sampler.evaluation.ask import Questions, ask, overlaps, summary
     from sampler.tasks.task_set import build_evaluation_set
 
     spec = parse_resolved(read_bounded(options.spec, MAX_BYTES), place=str(options.spec))

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
-from sampler.evaluation.ask import Questions, answered
-from sampler.evaluation.figures import SOLVED
+from sampler.evaluation.ask import SOLVED, Questions, answered
 
 if TYPE_CHECKING:
     from sampler.engine.engine import Engine

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from runspec.core.errors import UserError
 from runspec.core.evaluation_tools import Asked, Figures, Measured
-from sampler.evaluation.tools.files import read_shape, result_files, with_error
+from sampler.evaluation.tools import read_shape, result_files, with_error
 
 ERROR = "stderr"
 _OF_MEANS = ("accuracy", "mean")

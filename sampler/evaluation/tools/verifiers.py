@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from runspec.core.errors import UserError
 from runspec.core.evaluation_tools import KEY_VARIABLE, Asked, Measured
-from sampler.evaluation.figures import mean_of
-from sampler.evaluation.tools.files import parse_shape, result_files
+from sampler.evaluation.ask import mean_of
+from sampler.evaluation.tools import parse_shape, result_files
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 _RUN = "run"

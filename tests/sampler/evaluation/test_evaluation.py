@@ -17,11 +17,8 @@ from broadcast.client import WeightsClient
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.evaluation_tools import Asked, evaluation_tool
 from runspec.core.spec.schema import Evaluation
-from sampler.evaluation.arrivals import Arrivals
-from sampler.evaluation.due import due, due_versions
-from sampler.evaluation.figures import figures, interval, majority, pass_at_k
-from sampler.evaluation.overlap import WORDS, Overlap, overlaps
-from sampler.evaluation.results import Results
+from sampler.evaluation.ask import WORDS, Overlap, figures, interval, majority, overlaps, pass_at_k
+from sampler.evaluation.evaluator import Arrivals, Results, due, due_versions
 from tests.broadcast.conftest import Run
 from tests.broadcast.fake_relay import held_until
 from tests.broadcast.model_versions import ModelVersions
