@@ -20,8 +20,7 @@ worker may be killed at any point without a loss."""
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line and run the command; return its exit code."""
-    from sampler.evaluation import suite
-    from sampler.measuring import command as measuring
+    from sampler.evaluation import solve_rates, suite
     from sampler.tasks import check
     from sampler.tasks.grading import command as grading
 
@@ -42,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         role.add_argument("--metrics", metavar="HOST:PORT", help="serves Prometheus metrics there")
     work.add_argument("--pool", required=True, metavar="NAME", help="sampler pool of the spec")
     grading.add_commands(commands)
-    measuring.add_command(commands)
+    solve_rates.add_command(commands)
     check.add_command(commands)
     suite.add_command(commands)
     options = parser.parse_args(arguments)

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from tokenizers import Tokenizer
 
-from learner_jax.corpus.conversations import Conversation, only_parts, spans_of
 from learner_jax.corpus.documents import Counts, Document
-from learner_jax.corpus.sources import read_rows
+from learner_jax.corpus.sources import Conversation, only_parts, read_rows, spans_of
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes

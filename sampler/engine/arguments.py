@@ -73,7 +73,7 @@ def engine_arguments(
         "skip_tokenizer_init": True,  # tokens in, tokens out
         "generation_config": "vllm",  # ignore the model's own temperature and top-p
         "hf_overrides": {"head_dtype": "float32"},  # logits unrounded, as the learner's are
-        "logits_processors": ["sampler.engine.seeded:SeededSampler"],
+        "logits_processors": ["sampler.engine.worker_extension:SeededSampler"],
         "worker_extension_cls": "sampler.engine.worker_extension.SamplerExtension",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,

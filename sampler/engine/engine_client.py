@@ -254,7 +254,7 @@ class EngineClient:
 def _sampling_params(request: SampleRequest, slot: int) -> Any:
     from vllm import SamplingParams
 
-    from sampler.engine.seeded import sampling_arguments
+    from sampler.engine.worker_extension import sampling_arguments
 
     return _final(
         SamplingParams(

@@ -96,8 +96,8 @@ def _texts(tasks: Any, count: int) -> Iterator[tuple[str, str]]:
 
 def _trained(spec: RunSpec, tokenizer_dir: Path) -> Iterator[tuple[str, str]]:
     """Yield id and text of all problems that the run trains on."""
-    from sampler.tasks.problems import Problems, problem_filter
     from sampler.tasks.prompts import PromptCodec
+    from sampler.tasks.task_set import Problems, problem_filter
 
     if any(source.train for source in spec.data.sources):
         codec = PromptCodec.read(tokenizer_dir, spec.data)

@@ -29,11 +29,11 @@ from sampler.tasks.grading.answers import Answer
 from sampler.tasks.grading.graders import Graders
 from sampler.tasks.grading.launch import require_graders
 from sampler.tasks.interfaces import Keep, Part, ProblemSource, make_source, make_term
-from sampler.tasks.problems import problem_filter
 from sampler.tasks.prompts import PromptCodec
 from sampler.tasks.rewards.code.formats import read_tests
 from sampler.tasks.rewards.gym import origin_of
 from sampler.tasks.rewards.math import truths_of
+from sampler.tasks.task_set import problem_filter
 from verify.plugins import GraderFault, Problem, load_warm_start_data
 
 NAME = "check"

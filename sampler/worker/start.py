@@ -16,9 +16,7 @@ from runspec.core.process import not_retried
 from sampler.engine.arguments import find_pool
 from sampler.engine.engine import Engine
 from sampler.role import RoleOptions
-from sampler.worker.meter import Meter
-from sampler.worker.outbox import Outbox
-from sampler.worker.versions import Versions
+from sampler.worker.stores import Meter, Outbox, Versions
 from sampler.worker.worker import Worker
 from verify.client import CoordinatorClient, RunFinished
 from verify.formats.submission import max_submission_bytes

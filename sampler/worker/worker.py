@@ -2,7 +2,7 @@
 
 The worker makes no choices and stores no progress. After a kill at any time, it asks again, gets
 its open leases back and samples the same rollouts. Leases, weights, grading, proofs and submissions
-are handled in threads beside the sampling. `schedule` decides the next action, and this loop
+are handled in threads beside the sampling. `next_action` decides the next action, and this loop
 performs it.
 """
 
@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -24,18 +23,20 @@ from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from sampler.engine.engine import Engine, EngineDied, same_death_is_final
 from sampler.engine.requests import GenerationAborted, NoVersion, Sampled
-from sampler.worker.meter import Meter
-from sampler.worker.outbox import Made, Outbox
 from sampler.worker.rollouts import (
-    PlannedRollout,
+    Ask,
+    Load,
+    Situation,
+    Submit,
+    Wait,
     claim_rewards,
     make_rollouts,
+    next_action,
     plan_rollouts,
 )
-from sampler.worker.schedule import Ask, Load, OpenLease, Situation, Submit, Wait, next_action
-from sampler.worker.versions import Versions
+from sampler.worker.stores import Background, Event, HeldLease, Made, Meter, Outbox, Versions
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
-from verify.formats.lease import Lease, lease_digest, open_lease
+from verify.formats.lease import lease_digest, open_lease
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission
 from verify.plugins import TaskSet
 from verify.toploc.codec import build_proofs_of
@@ -52,46 +53,6 @@ DEATH_S = 10.0
 """Seconds in which a dead engine must fail all its requests."""
 _LOOK_S = 0.05
 """Seconds between two checks of the engine and of `stop`."""
-
-
-@dataclass
-class HeldLease(OpenLease):
-    """A lease and the state of its sampling; only the loop's thread changes it."""
-
-    lease: Lease
-    plan: Sequence[PlannedRollout]
-    future: Future[list[Sampled]] | None = None
-    """Result of its sampling; a new one if it is sampled again."""
-    deaths: int = 0
-    """Engines that died while they sampled it."""
-    since: float = field(default_factory=time.monotonic)
-    """When its sampling began."""
-
-
-Event = Callable[[], None]
-"""Something that happened, for the loop to handle: it may raise the error of its thread."""
-
-
-class Background:
-    """A thread that runs work in order and reports what each piece returns. Ends with the process.
-
-    Args:
-        name: of the thread.
-        report: receives the events, on that thread.
-    """
-
-    def __init__(self, name: str, report: Callable[[Event], None]) -> None:
-        self._report = report
-        self._queue: queue.SimpleQueue[Callable[[], Event]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def add(self, work: Callable[[], Event]) -> None:
-        """Queue a piece of work, which limits its own time and raises nothing."""
-        self._queue.put(work)
-
-    def _run(self) -> None:
-        while True:
-            self._report(self._queue.get()())
 
 
 class Worker:

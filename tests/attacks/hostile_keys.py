@@ -31,7 +31,7 @@ from runspec.simulate.population import StrategyBlock
 from runspec.simulate.strategies import Sleeper, Strategy, strategies
 from sampler.engine.requests import Sampled, SampleRequest
 from sampler.worker.rollouts import claim_rewards, make_rollouts, plan_rollouts
-from sampler.worker.versions import Versions
+from sampler.worker.stores import Versions
 from tests.harness import ROOT
 from tests.waiting import eventually
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused

@@ -16,10 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from learner_jax.corpus import encoding
-from learner_jax.corpus.generated import GeneratedReads
-from learner_jax.corpus.layout import epoch_order, pack_documents, split_documents
-from learner_jax.corpus.packed import Corpus
-from learner_jax.corpus.rows import CorpusRows
+from learner_jax.corpus.packed import (
+    Corpus,
+    CorpusRows,
+    epoch_order,
+    pack_documents,
+    split_documents,
+)
+from learner_jax.corpus.sources import GeneratedReads
 from learner_jax.corpus.tokenizer import train_tokenizer
 from runspec.core.errors import UserError
 from runspec.core.files import temporary_name

@@ -13,10 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from learner_jax.corpus import documents
-from learner_jax.corpus.check import check_documents
-from learner_jax.corpus.conversations import Conversation
 from learner_jax.corpus.documents import Counts, Document, kind_of, read_documents
-from learner_jax.corpus.sources import read_rows
+from learner_jax.corpus.sources import Conversation, check_documents, read_rows
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec, Source
 from tests.runspec.core.spec.spec_files import DOCUMENTS, load

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sampler.engine.gumbel_sampling import GumbelSampler, Rules, Vocabulary, _win
 from sampler.engine.recorder import TokenRecorder
 from sampler.engine.requests import split_recorded
-from sampler.engine.seeded import SeededSampler
+from sampler.engine.worker_extension import SeededSampler
 from tests.sampler.engine.test_seeded import VOCABULARY, changed, logits, ours
 from verify.toploc.codec import build_proofs, build_proofs_of
 

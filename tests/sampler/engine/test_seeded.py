@@ -9,7 +9,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate
 
-from sampler.engine.seeded import SeededSampler, sampling_arguments
+from sampler.engine.worker_extension import SeededSampler, sampling_arguments
 
 VOCABULARY = 50
 OTHER = SamplingParams(temperature=0.0)

@@ -19,8 +19,14 @@ from runspec.core.spec.schema import SamplerPool, Source
 from sampler.__main__ import main
 from sampler.engine.requests import Sampled, SampleRequest
 from sampler.evaluation.ask import Questions
-from sampler.measuring.command import only_source, unfiltered, write_rows
-from sampler.measuring.measure import Tries, measure, open_progress
+from sampler.evaluation.solve_rates import (
+    Tries,
+    measure,
+    only_source,
+    open_progress,
+    unfiltered,
+    write_rows,
+)
 from sampler.tasks.interfaces import make_source
 from sampler.tasks.traces import build_warm_start_data
 from tests.sampler.engine.models import save_version
@@ -195,7 +201,7 @@ def command(tmp_path, monkeypatch):
     """`sampler solve-rates` on a model without a probe, with words behind the usual ones."""
     model = save_version(tmp_path / "random")
     build_warm_start_data(laptop_spec()).write_tokenizer(model)
-    monkeypatch.setattr("sampler.measuring.command.stop_event", threading.Event)
+    monkeypatch.setattr("sampler.evaluation.solve_rates.stop_event", threading.Event)
     monkeypatch.setattr("sampler.engine.engine.Engine", FakeEngine)
     usual = [
         *("solve-rates", str(SPECS / "target_short.yaml"), "--profile", "laptop"),
@@ -215,7 +221,7 @@ def test_the_command_goes_on_where_it_was_and_writes_a_row_for_each_problem(
         raise UserError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("sampler.measuring.command.write_rows", full)
+        patch.setattr("sampler.evaluation.solve_rates.write_rows", full)
         assert command("--limit", "6") == 1
     assert len(progress.read_bytes().splitlines()) == 7 and not out.exists()
     # when more problems are asked for, then it goes on behind those

@@ -19,8 +19,8 @@ from runspec.core.errors import UserError
 from runspec.core.spec.schema import Source
 from runspec.core.spec.source_files import source_files
 from sampler.tasks.interfaces import ProblemSource, make_source
-from sampler.tasks.problems import Fitting, InSplit, split_of
 from sampler.tasks.prompts import PromptCodec
+from sampler.tasks.task_set import Fitting, InSplit, split_of
 from tests.sampler.tasks.conftest import laptop_spec
 from tests.sampler.tasks.row_files import (
     FORMS,

@@ -19,8 +19,7 @@ from runspec.core.process import RunStopped
 from sampler.engine.engine import EngineDied
 from sampler.worker import start
 from sampler.worker import worker as worker_module
-from sampler.worker.meter import Meter
-from sampler.worker.schedule import (
+from sampler.worker.rollouts import (
     MAX_SAMPLING,
     Ask,
     Load,
@@ -30,7 +29,7 @@ from sampler.worker.schedule import (
     Wait,
     next_action,
 )
-from sampler.worker.versions import Versions
+from sampler.worker.stores import Meter, Versions
 from tests.broadcast.conftest import Run
 from tests.broadcast.fake_relay import Request, held_until
 from tests.broadcast.model_versions import ModelVersions
@@ -492,7 +491,7 @@ def test_they_go_on_after_a_coordinator_that_was_away_and_end_with_the_run(monke
 
 def test_the_meter_counts_busy_time_while_any_lease_is_sampled(monkeypatch):
     clock = iter([100.0, 101.0, 104.0, 106.0, *[110.0] * 9])
-    monkeypatch.setattr("sampler.worker.meter.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("sampler.worker.stores.time.monotonic", lambda: next(clock))
     meter = Meter()
     meter.lease_began()
     meter.lease_began()

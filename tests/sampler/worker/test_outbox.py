@@ -21,8 +21,8 @@ from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import SamplerPool
 from sampler.engine.requests import Sampled
-from sampler.worker.outbox import Made, Outbox
 from sampler.worker.rollouts import claim_rewards, make_rollouts, plan_rollouts
+from sampler.worker.stores import Made, Outbox
 from tests.sampler.worker.works import LONG_S, Counting, outbox_in, site_of
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec, verdict
 from tests.waiting import eventually

@@ -18,8 +18,7 @@ from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import RunSpec
 from sampler.engine.engine import EngineDied
 from sampler.engine.requests import GenerationAborted, LoadReport, NoVersion, Sampled, SampleRequest
-from sampler.worker.meter import Meter
-from sampler.worker.outbox import Outbox
+from sampler.worker.stores import Meter, Outbox
 from sampler.worker.worker import Worker
 from tests.verify.coordinator.deployment import RUN, Site
 from tests.waiting import eventually

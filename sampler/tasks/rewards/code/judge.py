@@ -17,11 +17,16 @@ from textwrap import dedent, indent, shorten
 from typing import Any
 
 from sampler.sandbox import PYTHON, Limits, run
-from sampler.tasks.grading.channel import ChannelClosed, Overdue
+from sampler.tasks.grading.launch import ChannelClosed, Overdue
 from sampler.tasks.rewards.code.formats import CallTest, CheckTests, StdioTest, Tests
 from sampler.tasks.rewards.code.plain import decode, encode
-from sampler.tasks.rewards.code.preamble import started_by, with_names
-from sampler.tasks.rewards.code.sessions import Program, ProgramFailed, Session
+from sampler.tasks.rewards.code.sessions import (
+    Program,
+    ProgramFailed,
+    Session,
+    started_by,
+    with_names,
+)
 
 _MAX_NUMBER_CHARS = 400
 _NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(\.[0-9]*)?|(\.[0-9]+))([eE][+-]?[0-9]{1,4})?")
