@@ -56,7 +56,7 @@ def _talk(
             if len(speakers) > 1:
                 print(f"[{found.names[-1]}]")
             data = None if found.spec is None else found.spec.data
-            messages = [{"role": "user", "content": question}]
+            messages: list[Any] = [{"role": "user", "content": question}]
             if data is not None:
                 messages = prompt_messages(data, question, target)
             thinks = data is None or data.thinking != "none"

@@ -261,8 +261,8 @@ def evaluate_with_command(
             return EXIT_INTERRUPTED
         wall_s = round(time.monotonic() - begun, 3)
         measured = adapter.measured(out)
-    found = {name: asdict(each) | {"wall_s": wall_s} for name, each in measured.items()}
-    _print(found, as_json=as_json)
+    results = {name: asdict(each) | {"wall_s": wall_s} for name, each in measured.items()}
+    _print(results, as_json=as_json)
     return 0
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from runspec.core.spec.schema import Data
 
+if TYPE_CHECKING:  # it loads tokenizers
+    from runspec.core.tokenizer_files import Message
 
-def prompt_messages(data: Data, problem: str, target: int | None) -> list[dict[str, str]]:
+
+def prompt_messages(data: Data, problem: str, target: int | None) -> list[Message]:
     """Return the system message, if it has any content, and the user message.
 
     Args:
@@ -19,5 +24,5 @@ def prompt_messages(data: Data, problem: str, target: int | None) -> list[dict[s
     in_user = length if data.length_prompt_role == "user" else None
     system = "\n".join(text for text in (data.system_prompt, in_system) if text)
     user = problem if in_user is None else f"{problem}\n{in_user}"
-    first = [{"role": "system", "content": system}] if system else []
+    first: list[Message] = [{"role": "system", "content": system}] if system else []
     return [*first, {"role": "user", "content": user}]

@@ -11,14 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from broadcast.client import WeightsClient
 from broadcast.manifest import read_manifest
 from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
@@ -52,31 +51,21 @@ def evaluate_versions(
         UserError: an error that a person can fix; the message names it.
         RunStopped: an error that would occur again.
     """
-    key = SigningKey.load(options.key)
-    client = CoordinatorClient(
-        options.coordinator, key, run=options.run, root_public_key=options.public_key
-    )
+    client, key = options.connect()
     spec = client.spec()
     require_graders(spec)
     done = client.evaluations()
     results = Results(done)
-
-    def weights() -> WeightsClient:
-        folder = options.dir / "weights"
-        root = options.public_key
-        return WeightsClient(
-            options.weights, run=options.run, root_public_key=root, cache_dir=folder
-        )
 
     with ExitStack() as up:  # closes in reverse order
         with not_retried():  # before any thread starts: on CPUs it may fork this process
             made = up.enter_context(closing(engine(evaluator_pool(spec))))
         serve_metrics(options.metrics, results, log)
         arrivals = Arrivals(
-            weights,
-            lambda after, newest: due_versions(spec, after, newest, done),
-            fetch_s=spec.verify.lease_timeout,
-            log=log,
+            options,
+            spec.verify.lease_timeout,
+            log,
+            due=lambda after, newest: due_versions(spec, after, newest, done),
         )
         up.enter_context(closing(arrivals))
         data = problem_files(client, spec, options.dir / "data", log)
@@ -94,36 +83,24 @@ def evaluate_versions(
                     done.add((evaluation.name, arrived.version))
 
 
+@dataclass
 class Evaluator:
-    """Evaluates versions with one engine.
+    """Evaluates versions with one engine."""
 
-    Args:
-        client: of the coordinator.
-        key: signs the results.
-        spec: of the run.
-        data_dir: folder of the problems' files; None: at the spec's paths.
-        log: the role's.
-        up: closes the graders.
-        results: receives each result.
-        engine: answers; nothing is loaded in it yet.
-    """
-
-    def __init__(
-        self,
-        client: CoordinatorClient,
-        key: SigningKey,
-        spec: RunSpec,
-        data_dir: Path | None,
-        log: logging.Logger,
-        up: ExitStack,
-        results: Results,
-        engine: Engine,
-    ) -> None:
-        self._client, self._key, self._spec = client, key, spec
-        self._data_dir, self._log, self._up = data_dir, log, up
-        self._results = results
-        self._engine = engine
-        self._questions: dict[str, Questions] = {}
+    client: CoordinatorClient
+    key: SigningKey
+    """Signs the results."""
+    spec: RunSpec
+    data_dir: Path | None
+    """Folder of the problems' files; None: at the spec's paths."""
+    log: logging.Logger
+    up: ExitStack
+    """Closes the graders."""
+    results: Results
+    """Receives each result."""
+    engine: Engine
+    """Answers; nothing is loaded in it yet."""
+    _questions: dict[str, Questions] = field(default_factory=dict)
 
     def evaluate(self, evaluation: Evaluation, arrived: Arrived, stop: threading.Event) -> bool:
         """Evaluate a version and send the result; return False if `stop` was set.
@@ -138,14 +115,14 @@ class Evaluator:
         try:
             results = self._answers(questions, arrived, stop, what)
         except EngineDied as error:
-            self._log.warning("the engine died, asking again with a new one: %s", error)
+            self.log.warning("the engine died, asking again with a new one: %s", error)
             with same_death_is_final(error):
                 results = self._answers(questions, arrived, stop, what)
         if results is None:
             return False
         figures, graded, faults = summary(results)
         result = Evaluated(
-            run=self._spec.name,
+            run=self.spec.name,
             evaluation=evaluation.name,
             version=arrived.version,
             model_digest=read_manifest(arrived.path).model_digest,
@@ -156,10 +133,10 @@ class Evaluator:
             wall_s=round(time.monotonic() - begun, 3),
             cpu_s=round(max(0.0, cpu_seconds() - cpu), 3),
         )
-        self._client.evaluated(sign_evaluation(result, self._key))
-        self._results.evaluated(result)
+        self.client.evaluated(sign_evaluation(result, self.key))
+        self.results.evaluated(result)
         mean = result.figures.get("mean")
-        self._log.info(
+        self.log.info(
             "%s: mean %s over %d problems, %d answers failed to be graded, %.1f s",
             *(what, f"{mean.value:.3f}" if mean else "unknown", graded, faults, result.wall_s),
         )
@@ -167,18 +144,18 @@ class Evaluator:
 
     def _asked(self, evaluation: Evaluation, tokenizer_dir: Path) -> Questions:
         if evaluation.name not in self._questions:
-            tasks: RunTask = self._up.enter_context(
-                closing(build_evaluation_set(self._spec, evaluation, tokenizer_dir, self._data_dir))
+            tasks: RunTask = self.up.enter_context(
+                closing(build_evaluation_set(self.spec, evaluation, tokenizer_dir, self.data_dir))
             )
-            self._questions[evaluation.name] = Questions.of(self._spec, evaluation, tasks)
+            self._questions[evaluation.name] = Questions.of(self.spec, evaluation, tasks)
         return self._questions[evaluation.name]
 
     def _answers(
         self, questions: Questions, arrived: Arrived, stop: threading.Event, what: str
     ) -> list[ProblemResult] | None:
-        if self._engine.version != arrived.version:
-            self._engine.load(arrived.path, arrived.version)
-        return ask(questions, self._engine, stop, self._log, what)
+        if self.engine.version != arrived.version:
+            self.engine.load(arrived.path, arrived.version)
+        return ask(questions, self.engine, stop, self.log, what)
 
 
 def cpu_seconds() -> float:
@@ -208,22 +185,20 @@ class Arrivals(VersionWatch):
     `newest` is the newest version that was announced, once what is due up to it was fetched.
 
     Args:
-        client: makes a client of relays and origins.
+        options, fetch_s, log: as for `VersionWatch`.
         due: returns the versions in (after, newest] that are due, in order.
-        fetch_s: seconds after which a fetch is given up.
-        log: told of what is skipped, and of errors.
     """
 
     def __init__(
         self,
-        client: Callable[[], WeightsClient],
-        due: Callable[[int, int], Sequence[int]],
-        *,
+        options: RoleOptions,
         fetch_s: float,
         log: logging.Logger,
+        *,
+        due: Callable[[int, int], Sequence[int]],
     ) -> None:
-        super().__init__(client, log)
-        self._due, self._fetch_s = due, fetch_s
+        super().__init__(options, fetch_s, log)
+        self._due = due
         self._changed = threading.Condition()
         self._waiting: Arrived | None = None
         self._taken = -1

@@ -10,7 +10,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from runspec.core.errors import UserError
-from runspec.core.keys import SigningKey
 from runspec.core.metrics import serve_metrics
 from runspec.core.process import not_retried
 from sampler.engine.arguments import find_pool
@@ -56,13 +55,7 @@ def work(
         UserError: an error that a person can fix; the message names it.
         RunStopped: an error that would occur again: no such pool, unreadable problems.
     """
-    key = SigningKey.load(options.key)
-    client = CoordinatorClient(
-        options.coordinator,
-        key,
-        run=options.run,
-        root_public_key=options.public_key,
-    )
+    client, key = options.connect()
     spec = client.spec()
     with not_retried():
         pool = find_pool(spec, options.pool)
@@ -76,14 +69,7 @@ def work(
         threading.Thread(
             target=_heartbeats, args=(client, meter, stop, log), name="heartbeat", daemon=True
         ).start()
-        versions = Versions(
-            options.weights,
-            run=options.run,
-            root_public_key=options.public_key,
-            cache_dir=options.dir / "weights",
-            fetch_s=spec.verify.lease_timeout,
-            log=log,
-        )
+        versions = Versions(options, spec.verify.lease_timeout, log)
         up.enter_context(closing(versions))
         version, path = versions.first()
         data = problem_files(client, spec, options.dir / "data", log)

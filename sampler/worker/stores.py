@@ -23,7 +23,6 @@ from pathlib import Path
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from broadcast.client import WeightsClient
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers, write_atomic
 from runspec.core.hashing import digest_bytes
@@ -31,7 +30,7 @@ from runspec.core.latest import Latest
 from runspec.core.metrics import counter, gauge
 from runspec.core.signed import BadSignature
 from sampler.engine.requests import Sampled
-from sampler.role import VersionWatch
+from sampler.role import RoleOptions, VersionWatch
 from sampler.worker.rollouts import OpenLease, PlannedRollout
 from verify.formats.lease import Lease
 from verify.formats.submission import MAX_ENVELOPE_BYTES, open_submission
@@ -165,34 +164,11 @@ FIRST_S = 600.0
 
 
 class Versions(VersionWatch):
-    """Fetches versions from relays into `cache_dir/v<N>`.
+    """Fetches versions; only those passed to `keep` and the newest stay on this machine."""
 
-    Args:
-        urls: of relays or origins.
-        run, root_public_key: whose versions are accepted.
-        cache_dir: stores them; only the versions passed to `keep` and the newest stay.
-        fetch_s: seconds after which a fetch is given up.
-        log: receives errors of the prefetch.
-    """
-
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        run: str,
-        root_public_key: str,
-        cache_dir: Path,
-        fetch_s: float,
-        log: logging.Logger,
-    ) -> None:
-        def client() -> WeightsClient:
-            return WeightsClient(
-                urls, run=run, root_public_key=root_public_key, cache_dir=cache_dir
-            )
-
-        super().__init__(client, log)
+    def __init__(self, options: RoleOptions, fetch_s: float, log: logging.Logger) -> None:
+        super().__init__(options, fetch_s, log)
         self._fetching = threading.Lock()
-        self._fetch_s = fetch_s
         self._here: dict[tuple[int, str], Path] = {}
 
     def first(self) -> tuple[int, Path]:
