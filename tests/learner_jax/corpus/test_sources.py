@@ -264,17 +264,17 @@ LINE = b'{"messages": [{"role": "user", "content": "hi"}]}\n'
     [
         ("a.txt", b"\n", {"whole": True}, "a.txt", "holds no document"),
         ("a.jsonl", b'{"messages": []}\n', {"messages": "messages"}, "a.jsonl", "no document"),
-        ("a.txt", b"one\ncaf\xe9\n", {}, "a.txt:2", "not UTF-8: byte 0xe9 at column 4"),
         ("a.txt", b"one\ncaf\xe9\n", {"whole": True}, "a.txt:2", "not UTF-8"),
         ("a.jsonl", b'{"text": "caf\xe9"}\n', {}, "a.jsonl:1", "not a JSON object"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', {}, "a.jsonl:1", "surrogates not allowed"),
         ("a.jsonl", LINE + b'{"messages": [', {"messages": "messages"}, "a.jsonl:2", "JSON"),
         ("a.jsonl", b'{"m": [{"content": "x"}]}', {"messages": "m"}, "a.jsonl:1", "a role"),
+        ("a.jsonl", b'{"ids": 3}', {"tokens": "ids"}, "a.jsonl:1", "no list of token ids"),
+        ("a.jsonl", b'["text"]', {}, "a.jsonl:1", "it is of type list"),
         ("a.jsonl", b'{"m": "hi"}', {"messages": "m"}, "a.jsonl:1", "no list of messages"),
         ("a.jsonl", LINE, {"messages": "talk"}, "a.jsonl:1", "'talk' holds no list of messages"),
         ("a.jsonl", b'{"ids": [1, 2.5]}', {"tokens": "ids"}, "a.jsonl:1", "no list of token ids"),
         ("a.jsonl", b'{"ids": [%d]}' % 10**30, {"tokens": "ids"}, "a.jsonl:1", "no list of token"),
-        ("a.parquet", b"", {}, "a.parquet", "cannot be read as Parquet"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(
