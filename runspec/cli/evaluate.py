@@ -33,6 +33,7 @@ from runspec.cli.serve import (
     free_port,
     link_files,
     served,
+    server_failed,
     serving,
 )
 from runspec.cli.spec_files import located
@@ -305,8 +306,7 @@ def run_tool(
     if stops():
         return False
     if server.poll() is not None:
-        said = "\n".join(last_lines(server_log, 20))
-        raise UserError(f"the server ended with exit code {server.poll()}\n{said}", place="vLLM")
+        raise server_failed(f"ended with exit code {server.poll()}", server_log)
     if process.returncode != 0:
         said = "\n".join(last_lines(log, 20))
         raise UserError(

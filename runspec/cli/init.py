@@ -114,11 +114,13 @@ def initial_files(template: TemplateName, name: str, model: str | None = None) -
         ".pre-commit-config.yaml": _template("pre-commit.yaml"),
         ".github/workflows/runspec.yaml": _template("workflow.yaml"),
     }
+    # 500 problems or conversations to start with, until a person has put others in their place.
+    pairs = [(a, b) for a in range(20) for b in range(25)]
     if f"uri: {PROBLEMS}" in spec:
-        files[PROBLEMS] = "".join(json.dumps(row) + "\n" for row in _additions())
+        files[PROBLEMS] = _lines(_problem(a, b, f"What is {a} + {b}?") for a, b in pairs)
     if f"uri: {CONVERSATIONS}" in spec:
-        talks = ({"messages": _talk(row)} for row in _additions())
-        files[CONVERSATIONS] = "".join(json.dumps(talk) + "\n" for talk in talks)
+        talks = (_talk(f"What is {a} + {b}?", f"{a + b}.") for a, b in pairs)
+        files[CONVERSATIONS] = _lines(talks)
     if template == "pretrain":
         bases = resources.files("runspec.lint") / "examples" / "models" / "bases"
         for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -129,29 +131,6 @@ def initial_files(template: TemplateName, name: str, model: str | None = None) -
         files |= {**data_files(seed=0), **tokenizer_files()}
         files["tokenizer/tokenizer.json"] = _template("digits.json")
     return files
-
-
-def _additions() -> list[dict[str, Any]]:
-    """500 problems to start with, until a person has put their own in their place."""
-    return [
-        {
-            "problem_id": f"{a}+{b}",
-            "task_type": "math",
-            "prompt": f"What is {a} + {b}?",
-            "verification_info": {"ground_truth": str(a + b)},
-        }
-        for a in range(20)
-        for b in range(25)
-    ]
-
-
-def _talk(problem: dict[str, Any]) -> list[dict[str, str]]:
-    """A problem of `_additions`, asked and answered."""
-    answer = problem["verification_info"]["ground_truth"]
-    return [
-        {"role": "user", "content": problem["prompt"]},
-        {"role": "assistant", "content": f"{answer}."},
-    ]
 
 
 def _gpu_kind() -> str:
@@ -276,9 +255,9 @@ def data_files(seed: int) -> dict[str, str]:
     """Return the files of conversations and of problems by their names; a sum is in one of them."""
     drawn, end = sums(seed), SUMS_SHOWN + SUMS_ASKED
     return {
-        "sft.jsonl": _lines(_conversation(a, b) for a, b in drawn[:SUMS_SHOWN]),
-        "problems.jsonl": _lines(_problem(a, b) for a, b in drawn[SUMS_SHOWN:end]),
-        "held_out.jsonl": _lines(_problem(a, b) for a, b in drawn[end:]),
+        "sft.jsonl": _lines(_talk(f"{a}+{b}=", worked(a, b)) for a, b in drawn[:SUMS_SHOWN]),
+        "problems.jsonl": _lines(_problem(a, b, f"{a}+{b}=") for a, b in drawn[SUMS_SHOWN:end]),
+        "held_out.jsonl": _lines(_problem(a, b, f"{a}+{b}=") for a, b in drawn[end:]),
     }
 
 
@@ -292,20 +271,20 @@ def tokenizer_files() -> dict[str, str]:
     }
 
 
-def _problem(a: int, b: int) -> dict[str, Any]:
+def _problem(a: int, b: int, prompt: str) -> dict[str, Any]:
     return {
         "problem_id": f"{a}+{b}",
         "task_type": "math",
-        "prompt": f"{a}+{b}=",
+        "prompt": prompt,
         "verification_info": {"ground_truth": str(a + b)},
     }
 
 
-def _conversation(a: int, b: int) -> dict[str, Any]:
+def _talk(prompt: str, answer: str) -> dict[str, Any]:
     return {
         "messages": [
-            {"role": "user", "content": f"{a}+{b}="},
-            {"role": "assistant", "content": worked(a, b)},
+            {"role": "user", "content": prompt},
+            {"role": "assistant", "content": answer},
         ]
     }
 

@@ -150,12 +150,18 @@ def await_end(
         if (error := failure()) is not None:
             raise error
         if server.returncode is not None and not stops():
-            raise UserError(
-                f"the server ended with exit code {server.returncode}",
-                place="vLLM",
-                remedy="see what it printed; out of memory is the usual cause (`dmesg` names it)",
-            )
+            raise server_failed(f"ended with exit code {server.returncode}")
     return 0
+
+
+def server_failed(why: str, log: Path | None = None) -> UserError:
+    """Return the error of a server that failed, with the end of its log."""
+    said = "" if log is None else "".join(f"\n{line}" for line in last_lines(log, 20))
+    return UserError(
+        f"the server {why}{said}",
+        place="vLLM",
+        remedy="see what it printed; out of memory is the usual cause (`dmesg` names it)",
+    )
 
 
 @contextmanager
@@ -256,8 +262,7 @@ def await_server(
         return
     ended = server.poll()
     why = f"ended with exit code {ended}" if ended is not None else f"not up in {START_S:.0f} s"
-    said = "\n".join(last_lines(log, 20))
-    raise UserError(f"the server {why}\n{said}", place="vLLM", remedy="mend what it says")
+    raise server_failed(why, log)
 
 
 def link_files(source: Path, target: Path, only: Sequence[str] = ()) -> None:
