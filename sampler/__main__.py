@@ -20,7 +20,7 @@ worker may be killed at any point without a loss."""
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line and run the command; return its exit code."""
-    from sampler.evaluation import solve_rates, suite
+    from sampler.evaluation import ask, solve_rates
     from sampler.tasks import check
     from sampler.tasks.grading import command as grading
 
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     grading.add_commands(commands)
     solve_rates.add_command(commands)
     check.add_command(commands)
-    suite.add_command(commands)
+    ask.add_command(commands)
     options = parser.parse_args(arguments)
     code: int = options.call(options)
     return code

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from runspec.core.errors import UserError, describe_error
-from runspec.core.hashing import hash_parts
 from runspec.core.process import run_role
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import Reward, RunSpec
@@ -28,7 +27,7 @@ from runspec.core.spec.schema_fields import close_match
 from sampler.tasks.grading.answers import Answer
 from sampler.tasks.grading.graders import Graders
 from sampler.tasks.grading.launch import require_graders
-from sampler.tasks.interfaces import Keep, Part, ProblemSource, make_source, make_term
+from sampler.tasks.interfaces import Keep, ProblemSource, make_source, make_term
 from sampler.tasks.prompts import PromptCodec
 from sampler.tasks.rewards.code.formats import read_tests
 from sampler.tasks.rewards.gym import origin_of
@@ -137,23 +136,12 @@ def check(spec: RunSpec, model: Path | None) -> Checked:
     """
     checked = Checked(spec.data.max_prompt_tokens)
     rewards = list(_working(spec, checked))
-    sources = _read(spec, _All(), checked)
+    sources = _read(spec, Keep(), checked)
     if len(sources) == len(spec.data.sources):
         _measure(spec, model, checked)
     _read_verifications(rewards, sources, checked)
     _try_graders(spec, rewards, sources, checked)
     return checked
-
-
-class _All(Keep):
-    """Keeps every problem."""
-
-    known = ("train",)
-    digest = hash_parts("keep all").hex()
-
-    def parts(self, problems: Sequence[str]) -> list[Part]:
-        """See `Keep`."""
-        return ["train"] * len(problems)
 
 
 def _measure(spec: RunSpec, model: Path | None, checked: Checked) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from typing import get_args
 
 from runspec.core.errors import UserError
 from runspec.core.hashing import hash_parts
@@ -71,6 +72,8 @@ class Fitting(Keep):
         limit: longest prompt, in tokens.
         split: None accepts both splits.
     """
+
+    known = get_args(Part)
 
     def __init__(
         self, codec: PromptCodec, targets: Sequence[int], limit: int, split: Split | None
