@@ -25,11 +25,11 @@ import pyarrow as pa
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.hashing import hash_parts
-from runspec.core.parquet import bounded_rows
 from runspec.core.rows import (
     GROUP_BITS,
     Row,
     arrow_batches,
+    bounded_rows,
     json_object,
     json_rows,
     parquet_groups,

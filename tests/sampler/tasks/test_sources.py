@@ -231,7 +231,7 @@ def test_a_row_of_a_shard_a_missing_column_and_a_cut_file_are_named(tmp_path, ki
 
 
 def test_a_row_group_too_large_to_hold_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("runspec.core.parquet.MAX_GROUP_BYTES", 1000)
+    monkeypatch.setattr("runspec.core.rows.MAX_GROUP_BYTES", 1000)
     path = write_parquet(tmp_path / "rows.parquet", make_rows(200), group=200)
     refused(source("parquet", path), r"row group 0 is [0-9]+ bytes, more than 1000")
 
@@ -423,7 +423,7 @@ def test_without_a_place_to_remember_it_works_and_says_so(tmp_path, monkeypatch,
 @pytest.mark.parametrize("form", ["one_jsonl", "one_parquet", "saved_dataset"])
 def test_a_source_holds_a_part_of_its_files(tmp_path, monkeypatch, form):
     # given 16 MB of long rows, and little room for what is read
-    monkeypatch.setattr("runspec.core.parquet._TOGETHER_BYTES", 2**20)
+    monkeypatch.setattr("runspec.core.rows._TOGETHER_BYTES", 2**20)
     monkeypatch.setattr("sampler.tasks.sources.file_source.CACHED_BYTES", 2**20)
     rows = make_rows(400)
     for row in rows:
