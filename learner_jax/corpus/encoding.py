@@ -187,7 +187,8 @@ class Encoder:
             raise UserError(error.thing, place=both, remedy=remedy) from error
         spans = [(begin, stop) for begin, stop in spans if begin < stop]
         if not spans and any(
-            each["role"] == ASSISTANT and _says(each) for each in conversation.messages
+            each["role"] == ASSISTANT and (each.get("content") or each.get("tool_calls"))
+            for each in conversation.messages
         ):
             raise UserError(
                 "the chat template does not render what the assistant says",
@@ -239,10 +240,6 @@ def token_bytes(tokenizer: Tokenizer, vocabulary: int) -> np.ndarray:
         else:
             found[number] = len(token.replace("\u2581", " ").encode())
     return found
-
-
-def _says(message: dict[str, Any]) -> bool:
-    return bool(message.get("content") or message.get("tool_calls"))
 
 
 def _size(value: str | np.ndarray | Conversation) -> int:

@@ -98,7 +98,9 @@ def initial_files(template: TemplateName, name: str, model: str | None = None) -
     Raises:
         UserError: the template wants a model, takes none, or cannot be made with this one.
     """
-    values = {"name": yaml_scalar(name), "gpu": _gpu_kind()}
+    device = next(filter(None, map(jax_device, gpu_names())), None)
+    # Of the usual node where there is no GPU that is known.
+    values = {"name": yaml_scalar(name), "gpu": device.kind if device else "h100-80g"}
     if template in _MODELS:
         values |= _model_values(model or _MODELS[template], _LONGEST[template])
     elif model is not None:
@@ -131,12 +133,6 @@ def initial_files(template: TemplateName, name: str, model: str | None = None) -
         files |= {**data_files(seed=0), **tokenizer_files()}
         files["tokenizer/tokenizer.json"] = _template("digits.json")
     return files
-
-
-def _gpu_kind() -> str:
-    """`hardware.kind` of the GPUs here; of the usual node where there are none that are known."""
-    device = next(filter(None, map(jax_device, gpu_names())), None)
-    return device.kind if device else "h100-80g"
 
 
 def _model_values(named: str | None, longest: int) -> dict[str, str]:

@@ -311,7 +311,7 @@ class Engine:
         """Attribute all tokens and cached blocks from now on to the new version."""
         core = self._require_core()
         await core.rpc("set_version", version=version)
-        self._require_client().set_salt(str(self._loads))
+        self._require_client().salt = str(self._loads)
         if not self._pool.in_flight_updates:
             await core.reset_prefix_cache()  # the salt suffices; this frees the memory at once
 

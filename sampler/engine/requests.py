@@ -152,7 +152,8 @@ def split_recorded(
     sequences, row, chunk = [], 0, 0
     for length, reason in zip(lengths, reasons, strict=True):
         rows = slice(row, row + length)
-        sizes = chunk_rows(length) * recorded.hidden_size
+        starts = np.arange(0, length, CHUNK_ROWS)  # a chunk has 32 rows, or the rest
+        sizes = np.minimum(CHUNK_ROWS, length - starts) * recorded.hidden_size
         chunks = slice(chunk, chunk + len(sizes))
         selection = Selection(indices[chunks], bits[chunks], sizes)
         sequences.append(Sampled(tokens[rows], logprobs[rows], reason, versions[rows], selection))
@@ -160,9 +161,3 @@ def split_recorded(
     if (row, chunk) != (len(tokens), len(indices)):
         raise ValueError(f"a record of {len(tokens)} tokens for sequences of {row}")
     return sequences
-
-
-def chunk_rows(length: int) -> np.ndarray:
-    """Return the rows of each chunk of a sequence: i64 [ceil(length / 32)], 32 and the rest."""
-    starts = np.arange(0, length, CHUNK_ROWS)
-    return np.minimum(CHUNK_ROWS, length - starts)

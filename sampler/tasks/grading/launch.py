@@ -293,7 +293,11 @@ def _packages(points: Iterable[EntryPoint]) -> tuple[dict[str, str], list[Path]]
     """Return import name -> file of our packages and of the terms', and the paths to read."""
     files: dict[str, str] = {}
     readable = []
-    for name in ("runspec", "sampler", "verify", *map(_top, points)):
+    names = ["runspec", "sampler", "verify"]
+    for point in points:
+        point.load()
+        names.append(point.module.partition(".")[0])
+    for name in names:
         found = sys.modules[name].__file__
         if found is None:  # a namespace package, importable from site-packages
             continue
@@ -301,11 +305,6 @@ def _packages(points: Iterable[EntryPoint]) -> tuple[dict[str, str], list[Path]]
         files[name] = str(file)
         readable.append(file.parent if file.name == "__init__.py" else file)
     return files, readable
-
-
-def _top(entry_point: EntryPoint) -> str:
-    entry_point.load()
-    return entry_point.module.partition(".")[0]
 
 
 def _installed(path: str) -> bool:
