@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -23,6 +22,7 @@ from learner_jax.corpus.documents import (
     Kind,
     Parse,
     read_documents,
+    reported,
     require_unicode,
 )
 from runspec.core.errors import UserError
@@ -305,7 +305,6 @@ class GeneratedReads:
 
 MAX_FAULTS = 20
 MAX_CHARS = 1000
-_PROGRESS_S = 5.0
 _log = logging.getLogger(__name__)
 """`runspec.local.problems` shows the lines of this log as progress."""
 
@@ -341,20 +340,11 @@ def _open(source: Source, kind: str) -> str:
         next(reads.documents())
         return f"{reads.reads:,} generated reads of {reads.length} bases"
     files = source_files(source)
-    for path in _reported(list(files.values())):
-        next(read_rows(source, [path], Counts(), kind))
+    counts = Counts()
+    for path in reported(files.values(), counts, _log):
+        next(read_rows(source, [path], counts, kind))
     size = sum(path.stat().st_size for path in files.values())
     return f"{len(files)} file{'s' if len(files) > 1 else ''}, {size:,} bytes"
-
-
-def _reported(files: list[Path]) -> Iterator[Path]:
-    """Yield the files, and log how many every few seconds."""
-    logged = time.monotonic()
-    for number, path in enumerate(files):
-        yield path
-        if time.monotonic() - logged > _PROGRESS_S:
-            logged = time.monotonic()
-            _log.info("opened %d of %d files", number + 1, len(files))
 
 
 def check_command(folder: Path) -> None:

@@ -235,12 +235,9 @@ class Meter(Collector):
         self._lock = threading.Lock()
         self._started = time.monotonic()
         self._leases = 0
-        self._busy_s = 0.0
         self._busy_since = 0.0
-        self._tokens = 0
-        self._version = -1
-        self._loads = 0
-        self._pause_s = 0.0
+        self._totals: dict[str, int | float] = {"version": -1, "busy_s": 0.0, "pause_s": 0.0}
+        self._totals |= {"tokens": 0, "loads": 0}
         self._answers: Counter[str] = Counter({"accepted": 0, "refused": 0})
 
     def lease_began(self) -> None:
@@ -259,9 +256,9 @@ class Meter(Collector):
         """
         with self._lock:
             self._leases -= 1
-            self._tokens += tokens
+            self._totals["tokens"] += tokens
             if self._leases == 0:
-                self._busy_s += time.monotonic() - self._busy_since
+                self._totals["busy_s"] += time.monotonic() - self._busy_since
 
     def loaded(self, version: int, pause_s: float) -> None:
         """Note that a version was loaded.
@@ -271,9 +268,9 @@ class Meter(Collector):
             pause_s: seconds in which nothing could be sampled for it.
         """
         with self._lock:
-            self._version = version
-            self._loads += 1
-            self._pause_s += pause_s
+            self._totals["version"] = version
+            self._totals["loads"] += 1
+            self._totals["pause_s"] += pause_s
 
     def submitted(self, *, accepted: bool) -> None:
         """Count a submission that the coordinator took or refused."""
@@ -302,11 +299,5 @@ class Meter(Collector):
         with self._lock:
             now = time.monotonic()
             running = now - self._busy_since if self._leases else 0.0
-            return {
-                "version": self._version,
-                "busy_s": self._busy_s + running,
-                "tokens": self._tokens,
-                "loads": self._loads,
-                "pause_s": self._pause_s,
-                "uptime_s": now - self._started,
-            }
+            sums = {"busy_s": self._totals["busy_s"] + running, "uptime_s": now - self._started}
+            return self._totals | sums

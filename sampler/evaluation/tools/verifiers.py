@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel
 
-from runspec.core.errors import UserError
 from runspec.core.evaluation_tools import KEY_VARIABLE, Asked, Measured
+from runspec.core.rows import lines
 from sampler.evaluation.ask import mean_of
 from sampler.evaluation.tools import parse_shape, result_files
 
@@ -96,11 +96,7 @@ class Verifiers:
 def _episodes(out: Path) -> Iterator[_Episode]:
     [path] = result_files(out, f"{_RUN}/traces.jsonl")
     with path.open("rb") as stream:
-        number = 0
-        while line := stream.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            if len(line) > MAX_LINE_BYTES:
-                raise UserError(f"longer than {MAX_LINE_BYTES} bytes", place=f"{path}:{number}")
+        for number, _, line in lines(stream, str(path), MAX_LINE_BYTES):
             yield parse_shape(_Episode, line, f"{path}:{number}")
 
 
