@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from pydantic import BaseModel
+from pydantic import AliasPath, BaseModel, Field
 
 from runspec.core.evaluation_tools import KEY_VARIABLE, Asked, Measured
 from runspec.core.rows import lines
@@ -29,21 +29,9 @@ class _Trace(BaseModel):
     metrics: dict[str, float | None] = {}
 
 
-class _Row(BaseModel):
-    idx: int
-
-
-class _Task(BaseModel):
-    data: _Row
-
-
-class _Environment(BaseModel):
-    id: str
-
-
 class _Episode(BaseModel):
-    env: _Environment
-    task: _Task
+    task: str = Field(validation_alias=AliasPath("env", "id"))
+    row: int = Field(validation_alias=AliasPath("task", "data", "idx"))
     ok: bool
     traces: list[_Trace]
 
@@ -70,7 +58,7 @@ class Verifiers:
         counts: dict[str, set[int]] = defaultdict(set)
         faults: dict[str, int] = defaultdict(int)
         for episode in _episodes(out):
-            name, row = episode.env.id, episode.task.data.idx
+            name, row = episode.task, episode.row
             counts[name].add(row)
             graded = [trace for trace in episode.traces if any(trace.rewards.values())]
             if not episode.ok or not graded:
