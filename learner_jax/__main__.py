@@ -184,7 +184,7 @@ def _run(options: argparse.Namespace, log: logging.Logger) -> None:
         step = export_adapter(options.run_dir, options.out, step=options.step)
         log.info("adapters after step %d are in %s", step, options.out)
     elif options.command == "check":
-        from learner_jax.corpus.check import check_command
+        from learner_jax.corpus.sources import check_command
 
         check_command(options.folder)
     elif options.command == "tokenizer":

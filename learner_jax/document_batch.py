@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from learner_jax.corpus.packed import Corpus, open_corpus
-from learner_jax.corpus.rows import CorpusRows
+from learner_jax.corpus.packed import Corpus, CorpusRows, open_corpus
 from learner_jax.learner_run import LearnerRun
 from learner_jax.manifests import RangeReader, manifest_digest, own_share
 from learner_jax.packing import TokenBatch

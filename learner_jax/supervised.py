@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from learner_jax.corpus.rows import CorpusRows
+from learner_jax.corpus.packed import CorpusRows
 from learner_jax.packing import TokenBatch
 from learner_jax.sharding import shard_batch
 from learner_jax.step import Programs, TrainState, microbatch_bound

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from bridge.safetensors_io import SINGLE_NAME
-from learner_jax.corpus.rows import CorpusRows
+from learner_jax.corpus.packed import CorpusRows
 from learner_jax.execution import full_float32
 from learner_jax.leaves import save_weights
 from learner_jax.model import abstract_params, init_params

@@ -20,8 +20,7 @@ worker may be killed at any point without a loss."""
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line and run the command; return its exit code."""
-    from sampler.evaluation import suite
-    from sampler.measuring import command as measuring
+    from sampler.evaluation import ask, solve_rates
     from sampler.tasks import check
     from sampler.tasks.grading import command as grading
 
@@ -30,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     work = commands.add_parser("work", help="sample for a run until it is finished")
     evaluate = commands.add_parser("evaluate", help="evaluate a run's versions until its last one")
     for role in (work, evaluate):
+        role.set_defaults(call=_role)
         role.add_argument("--run", required=True, help="the run's name")
         role.add_argument("--coordinator", required=True, metavar="URL")
         role.add_argument(
@@ -41,19 +41,16 @@ def main(arguments: list[str] | None = None) -> int:
         role.add_argument("--metrics", metavar="HOST:PORT", help="serves Prometheus metrics there")
     work.add_argument("--pool", required=True, metavar="NAME", help="sampler pool of the spec")
     grading.add_commands(commands)
-    measuring.add_command(commands)
+    solve_rates.add_command(commands)
     check.add_command(commands)
-    suite.add_command(commands)
+    ask.add_command(commands)
     options = parser.parse_args(arguments)
-    if options.command == measuring.NAME:
-        return measuring.run(options)
-    if options.command == suite.NAME:
-        return suite.run(options)
-    if options.command == check.NAME:
-        return check.run(options)
-    if options.command in grading.NAMES:
-        return grading.run(options)
-    values = {name: value for name, value in vars(options).items() if name != "command"}
+    code: int = options.call(options)
+    return code
+
+
+def _role(options: argparse.Namespace) -> int:
+    values = {k: value for k, value in vars(options).items() if k not in ("command", "call")}
     if options.command == "evaluate":
         return run_role("evaluator", lambda log: _evaluate(values, log))
     return run_role(f"sampler {options.pool}", lambda log: _work(values, log))

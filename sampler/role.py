@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from broadcast.client import WeightsClient
 from runspec.core.errors import UserError
+from runspec.core.keys import SigningKey
 from runspec.core.latest import Latest
+from verify.client import CoordinatorClient
 
 _POLL_S = 20.0
 """Seconds that one request for a newer version stays open."""
@@ -33,18 +34,36 @@ class RoleOptions:
     metrics: str | None = field(default=None, kw_only=True)
     """Where the figures are served, see `serve_metrics`."""
 
+    def connect(self) -> tuple[CoordinatorClient, SigningKey]:
+        """Return a client of the coordinator, and the key that it signs with.
+
+        Raises:
+            UserError: the key cannot be read.
+        """
+        key, root = SigningKey.load(self.key), self.public_key
+        return CoordinatorClient(self.coordinator, key, run=self.run, root_public_key=root), key
+
 
 class VersionWatch(ABC):
     """Waits in a thread for announcements of newer versions, and has a client to fetch them with.
 
     Args:
-        client: makes a client of relays and origins.
+        options: name relays or origins, and the folder that stores versions in `weights/v<N>`.
+        fetch_s: seconds after which a fetch is given up.
         log: receives errors of the watch.
     """
 
-    def __init__(self, client: Callable[[], WeightsClient], log: logging.Logger) -> None:
-        self._news, self._client = client(), client()  # two, so a long poll delays no fetch
-        self._log = log
+    def __init__(self, options: RoleOptions, fetch_s: float, log: logging.Logger) -> None:
+        self._news, self._client = (  # two, so a long poll delays no fetch
+            WeightsClient(
+                options.weights,
+                run=options.run,
+                root_public_key=options.public_key,
+                cache_dir=options.dir / "weights",
+            )
+            for _ in range(2)
+        )
+        self._fetch_s, self._log = fetch_s, log
         self.newest = -1
         """The newest version that was taken in; -1 if there is none."""
         self._stop = threading.Event()

@@ -17,8 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from learner_jax.corpus.tokenizer import train_tokenizer
-from runspec.cli.init import initial_files
-from runspec.cli.sums import PROBLEMS, SUPERVISED, data_files, sums, worked
+from runspec.cli.init import SUMS_ASKED, SUMS_SHOWN, data_files, initial_files, sums, worked
 from runspec.core.models.spec_model import named_model
 from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.validate import to_python
@@ -129,7 +128,7 @@ def test_the_sums_of_the_page_are_those_of_the_template() -> None:
 
 
 def test_the_tokenizer_of_the_template_is_made_of_its_sums() -> None:
-    texts = [worked(*pair) for pair in sums(seed=0)[: SUPERVISED + PROBLEMS]]
+    texts = [worked(*pair) for pair in sums(seed=0)[: SUMS_SHOWN + SUMS_ASKED]]
     made = json.loads(train_tokenizer(texts, 264, "text").to_str())
     assert made == json.loads(initial_files("sums", "x")["tokenizer/tokenizer.json"])
 

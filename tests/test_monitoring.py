@@ -23,8 +23,8 @@ from broadcast.metrics import Metrics
 from learner_jax.figures import GAUGES, Rows
 from runspec.core.keys import SigningKey
 from runspec.local.targets import FILE_NAME
-from sampler.evaluation.results import Results
-from sampler.worker.meter import Meter
+from sampler.evaluation.evaluator import Results
+from sampler.worker.stores import Meter
 from tests.harness import ROOT
 from tests.verify.coordinator.deployment import Site, tiny_spec
 from verify.client import CoordinatorClient

@@ -167,7 +167,7 @@ def sampled(model: Any, sizes: Sizes, device: torch.device, settings: Settings) 
         states.append(hidden)
         ids = tokens[:, None]
     lengths = [sizes.output] * ROWS
-    records = split_recorded(recorder.take(range(ROWS), lengths), lengths)
+    records = split_recorded(recorder.take(range(ROWS), lengths), lengths, ["length"] * ROWS)
     seconds = time.perf_counter() - begun
     proofs = [build_proofs_of([record.selection])[0] for record in records]
     bits = torch.stack(states, 1).view(torch.int16).cpu().numpy().view(np.uint16)
@@ -182,7 +182,7 @@ def sampled(model: Any, sizes: Sizes, device: torch.device, settings: Settings) 
     Rollouts(
         prompts,
         keys,
-        [record.tokens for record in records],
+        [record.output_tokens for record in records],
         [record.logprobs for record in records],
         proofs,
     ).save(settings.folder)

@@ -76,7 +76,7 @@ def ours(folder: Path, settings: dict[str, Any], arrays: dict[str, Any]) -> Step
     os.environ |= jax_environment(os.environ, on_cpu=True, devices=DEVICES)
     import jax
 
-    from learner_jax.corpus.rows import CorpusRows
+    from learner_jax.corpus.packed import CorpusRows
     from learner_jax.leaves import load_params
     from learner_jax.sharding import make_mesh
     from learner_jax.step import build_programs

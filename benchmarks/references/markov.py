@@ -1,7 +1,7 @@
 """What is known of an order-3 source of bases: its entropies, and the bits of its reads.
 
 A source is its table, float64 [64, 4]: p(base | three bases before it), where the first of the
-three counts 16, the second 4, the third 1. `learner_jax.corpus.generated` draws tables and reads.
+three counts 16, the second 4, the third 1. `learner_jax.corpus.sources` draws tables and reads.
 """
 
 from __future__ import annotations

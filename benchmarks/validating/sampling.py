@@ -10,7 +10,7 @@ from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.spec import schema
 from sampler.engine.engine import Engine
-from sampler.worker.rollouts import FinishedRollout, claim_rewards, make_rollouts, plan_rollouts
+from sampler.worker.rollouts import claim_rewards, make_rollouts, plan_rollouts
 from verify.client import WorkItem
 from verify.formats.lease import Lease, lease_digest, sign_lease
 from verify.formats.submission import encode_rollouts, sign_submission
@@ -90,8 +90,7 @@ class Sampler:
         digest = lease_digest(signed)
         claims = claim_rewards(plan, sampled, self._tasks)
         made = zip(plan, sampled, claims, proofs, strict=True)
-        finished = [FinishedRollout(*parts) for parts in made]
-        rows = make_rollouts(lease, digest, finished, self._tasks, self._pool)
+        rows = make_rollouts(lease, digest, made, self._tasks, self._pool)
         table = encode_rollouts(rows)
         envelope = sign_submission(
             table, run=lease.run, step=lease.step, index=lease.index, lease=digest, key=WORKER

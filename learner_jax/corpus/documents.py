@@ -10,22 +10,18 @@ import gzip
 import json
 import logging
 import time
-import zlib
-from codecs import BOM_UTF8
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple, TypeVar, cast
-
-import pyarrow as pa
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar, cast
 
 from runspec.core.errors import UserError
-from runspec.core.parquet import open_parquet, parquet_rows
+from runspec.core.rows import json_rows, lines, parquet_groups, readable, table_rows, too_long
 
 T = TypeVar("T")
-Kind = Literal["text", "jsonl", "parquet", "fasta", "fastq"]
+Kind = Literal["text", "whole", "jsonl", "parquet", "fasta", "fastq"]
+"""Kind of a file; `whole` is a text file that is one document."""
 MAX_DOCUMENT_BYTES = 1 << 28
 """Largest document, and longest line of a file."""
 _SUFFIXES: dict[str, Kind] = {
@@ -55,16 +51,19 @@ def _base_table() -> bytes:
 _TO_BASE = _base_table()
 
 
-Columns = tuple[int, str, Mapping[str, object]]
-"""Number and place of a line or row, and its columns by name."""
-
-
 class Document(NamedTuple):
     """A document of a file."""
 
     name: str
     """Name of a FASTA or FASTQ record; elsewhere the number of the line or row, from 1."""
-    text: str
+    place: str
+    """File and line or row."""
+    value: Any
+    """Text; or what `parse` of `read_documents` makes of a row."""
+
+
+Parse = Callable[[Mapping[str, Any], str], Any]
+"""Makes a document of a row's columns; its second argument is the row's place."""
 
 
 @dataclass
@@ -87,8 +86,6 @@ class Counts:
     """Conversations longer than a row; they are left out."""
     without_assistant: int = 0
     """Conversations in which the assistant says nothing; they are left out."""
-    by_file: Counter[str] = field(default_factory=Counter)
-    """Documents of each file."""
 
     def __str__(self) -> str:
         changes = {
@@ -111,36 +108,50 @@ def kind_of(path: Path) -> Kind:
 
 
 def read_documents(
-    path: Path, counts: Counts, *, kind: Kind | None = None, column: str = "text"
+    path: Path,
+    counts: Counts,
+    *,
+    kind: Kind | None = None,
+    column: str = "text",
+    parse: Parse | None = None,
+    optional: Sequence[str] = (),
 ) -> Iterator[Document]:
-    """Yield the documents of a file, in order; sequences as bases A, C, G, T and N.
+    """Yield the documents of a file that are not empty, in order; sequences as bases ACGTN.
 
     Args:
         path: the file. A document of a text file is a line, of a FASTA or FASTQ file a record.
         counts: receives the numbers.
         kind: kind of the file; by default what its name says.
         column: field of a JSON line, or column of a Parquet file, that holds the text.
+        parse: makes documents of rows in place of the column's text.
+        optional: columns that it reads where the file has them.
 
     Raises:
         UserError: the file cannot be read, is not of its kind, or holds no document.
     """
-    documents = READERS[kind or kind_of(path)](path, counts, column)
-    with readable(path, counts):
-        for document in documents:
-            if not document.text:
-                counts.empty += 1
-                continue
-            counts.documents += 1
-            counts.characters += len(document.text)
-            counts.by_file[str(path)] += 1
-            yield document
-    require_some(path, counts)
-
-
-def require_some(path: Path, counts: Counts) -> None:
-    """Raise UserError where a file held no document."""
-    if not counts.by_file[str(path)]:
-        raise UserError("holds no document", place=str(path), remedy="leave the file out")
+    before, place = counts.documents, str(path)
+    kind = kind or kind_of(path)
+    with readable(place, "Parquet" if kind == "parquet" else "text"), path.open("rb") as plain:
+        zipped = plain.peek(2)[:2] == _GZIP_MAGIC
+        with cast(BinaryIO, gzip.open(plain)) if zipped else plain as stream:
+            if kind in ("jsonl", "parquet"):
+                found = _rows(
+                    stream, place, kind, column, parse or partial(_text, column), optional
+                )
+            elif kind in ("text", "whole"):
+                found = (_text_lines if kind == "text" else _whole)(stream, place)
+            else:
+                found = (_fasta if kind == "fasta" else _fastq)(stream, place, counts)
+            for document in found:
+                if not len(document.value):
+                    counts.empty += 1
+                    continue
+                counts.documents += 1
+                if isinstance(document.value, str):
+                    counts.characters += len(document.value)
+                yield document
+    if counts.documents == before:
+        raise UserError("holds no document", place=place, remedy="leave the file out")
 
 
 def read_all(
@@ -162,142 +173,86 @@ def reported(items: Iterable[T], counts: Counts, log: logging.Logger) -> Iterato
     log.info("read %s", counts)
 
 
-@contextmanager
-def readable(path: Path, counts: Counts) -> Iterator[None]:
-    """Raise what reading raises as an error that names the file."""
-    try:
-        yield
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(
-            f"damaged gzip after document {counts.by_file[str(path)]}: {error}",
-            place=str(path),
-            remedy="copy the file again; `gzip -t` tests it",
-        ) from error
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise UserError(
-            f"not readable as Parquet: {error}", place=str(path), remedy="write the file again"
-        ) from error
-    except OSError as error:
-        raise UserError(
-            f"cannot read: {error.strerror or error}",
-            place=str(path),
-            remedy="name a file that exists and may be read",
-        ) from error
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield number, from 1, and bytes of each line, without its end and without the byte order mark
-    that editors put before the first."""
-    with path.open("rb") as plain:
-        zipped = plain.peek(2)[:2] == _GZIP_MAGIC
-        with cast(BinaryIO, gzip.open(plain)) if zipped else plain as stream:
-            number = 0
-            while line := stream.readline(MAX_DOCUMENT_BYTES + 1):
-                number += 1
-                if len(line) > MAX_DOCUMENT_BYTES:
-                    raise too_long(path, number)
-                yield number, (line if number > 1 else line.removeprefix(BOM_UTF8)).rstrip(b"\r\n")
-
-
-def too_long(path: Path, line: int) -> UserError:
-    """Return the error of a document over the limit."""
-    return UserError(
-        f"a document of more than {MAX_DOCUMENT_BYTES >> 20} MiB",
-        place=f"{path}:{line}",
-        remedy="split it",
-    )
-
-
-def text_lines(path: Path, counts: Counts, column: str) -> Iterator[Document]:
+def _text_lines(stream: BinaryIO, place: str) -> Iterator[Document]:
     """Yield each line of a UTF-8 file."""
-    for number, line in _lines(path):
+    for number, _, line in lines(stream, place, MAX_DOCUMENT_BYTES):
         try:
-            yield Document(str(number), line.decode())
+            yield Document(str(number), f"{place}:{number}", line.decode())
         except UnicodeDecodeError as error:
             raise UserError(
                 f"not UTF-8: byte {line[error.start]:#04x} at column {error.start + 1}",
-                place=f"{path}:{number}",
+                place=f"{place}:{number}",
                 remedy="convert the file, for example with iconv",
             ) from error
 
 
-def _jsonl(path: Path, counts: Counts, column: str) -> Iterator[Document]:
-    for number, place, row in json_rows(path):
-        yield Document(str(number), _string(row.get(column), column, place))
+def _whole(stream: BinaryIO, place: str) -> Iterator[Document]:
+    """Yield a text file as one document, its lines joined by line feeds."""
+    found, size = list[str](), 0
+    for line in _text_lines(stream, place):
+        found.append(line.value)
+        size += len(line.value) + 1
+        if size > MAX_DOCUMENT_BYTES:
+            raise too_long(line.place, MAX_DOCUMENT_BYTES)
+    yield Document(place, place, "\n".join(found))
 
 
-def json_rows(path: Path) -> Iterator[Columns]:
-    """Yield the object of each JSON line; blank lines are left out."""
-    for number, line in _lines(path):
-        if not line.strip():
-            continue
-        place = f"{path}:{number}"
-        try:
-            row = json.loads(line.decode())
-            if not isinstance(row, dict):
-                raise ValueError(f"it is of type {type(row).__name__}")
-            if b"\\ud" in line.lower():  # may be half of a pair, which has no UTF-8
-                json.dumps(row, ensure_ascii=False).encode()
-        except (ValueError, RecursionError) as error:
-            raise UserError(
-                f"not a JSON object: {error}", place=place, remedy="write one object a line"
-            ) from error
-        yield number, place, row
+def _rows(
+    stream: BinaryIO, place: str, kind: str, column: str, parse: Parse, optional: Sequence[str]
+) -> Iterator[Document]:
+    if kind == "jsonl":
+        rows = json_rows(stream, place, MAX_DOCUMENT_BYTES)
+    else:
+        groups = parquet_groups(stream, [column], place, optional=optional)
+        rows = table_rows(groups, place, MAX_DOCUMENT_BYTES)
+    for row in rows:
+        yield Document(str(row.number), row.place, parse(row.columns, row.place))
 
 
-def _parquet(path: Path, counts: Counts, column: str) -> Iterator[Document]:
-    for number, place, row in table_rows(path, column):
-        yield Document(str(number), _string(row[column], column, place))
-
-
-def table_rows(path: Path, column: str, *optional: str) -> Iterator[Columns]:
-    """Yield a column of each row of a Parquet file, and the optional ones that the file has."""
-    with open_parquet(path, {column, *optional}) as file:
-        names = file.schema_arrow.names
-        if column not in names:
-            raise UserError(
-                f"has no column {column!r}, but {', '.join(names)}",
-                place=str(path),
-                remedy="name the column that holds the text",
-            )
-        columns = [name for name in dict.fromkeys((column, *optional)) if name in names]
-        row = 0
-        for rows in parquet_rows(file, columns, most=MAX_DOCUMENT_BYTES, place=str(path)):
-            for found in rows:
-                row += 1
-                yield row, f"{path}, row {row}", found
-
-
-def _string(value: object, column: str, place: str) -> str:
+def _text(column: str, row: Mapping[str, Any], place: str) -> str:
+    value = row.get(column)
     if not isinstance(value, str):
         raise UserError(
             f"{column!r} holds {type(value).__name__}, not text",
             place=place,
             remedy="name the field that holds the text",
         )
+    require_unicode(value, place)
     return value
 
 
-def _fasta(path: Path, counts: Counts, column: str) -> Iterator[Document]:
+def require_unicode(value: object, place: str) -> None:
+    """Raise UserError where a text, or a text in JSON data, holds half of a surrogate pair."""
+    try:
+        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"not Unicode: {error.reason}", place=place, remedy="mend the text, or leave it out"
+        ) from error
+
+
+def _fasta(stream: BinaryIO, place: str, counts: Counts) -> Iterator[Document]:
     name: str | None = None
     parts: list[str] = []
     size = 0
-    for number, line in _lines(path):
+    begun = ""
+    for number, _, line in lines(stream, place, MAX_DOCUMENT_BYTES):
         if line.startswith(b">"):
             if name is not None:
-                yield Document(name, "".join(parts))
-            name, parts, size = _name(line), [], 0
+                yield Document(name, begun, "".join(parts))
+            name, parts, size, begun = _name(line), [], 0, f"{place}:{number}"
         elif not line.strip():
             continue
         elif name is None:
-            raise _malformed(path, number, "FASTA", "a record begins with a line of `>` and a name")
+            expected = "a record begins with a line of `>` and a name"
+            raise _malformed(f"{place}:{number}", "FASTA", expected)
         else:
             size += len(line)
             if size > MAX_DOCUMENT_BYTES:
-                raise too_long(path, number)
-            parts.append(_bases(line, counts, path, number))
+                raise too_long(f"{place}:{number}", MAX_DOCUMENT_BYTES)
+            parts.append(_bases(line, counts, f"{place}:{number}"))
     if name is not None:
-        yield Document(name, "".join(parts))
+        yield Document(name, begun, "".join(parts))
 
 
 def _name(line: bytes) -> str:
@@ -305,25 +260,26 @@ def _name(line: bytes) -> str:
     return line[1:].decode(errors="replace").partition(" ")[0].partition("\t")[0]
 
 
-def _fastq(path: Path, counts: Counts, column: str) -> Iterator[Document]:
-    lines = _lines(path)
-    for number, name in lines:
+def _fastq(stream: BinaryIO, place: str, counts: Counts) -> Iterator[Document]:
+    left = lines(stream, place, MAX_DOCUMENT_BYTES)
+    for number, _, name in left:
         if not name.strip():
             continue
-        sequence, plus, quality = (next(lines, (0, b""))[1] for _ in range(3))
+        sequence, plus, quality = (next(left, (0, 0, b""))[2] for _ in range(3))
         if name[:1] != b"@" or plus[:1] != b"+" or len(quality) != len(sequence):
             expected = "a record has four lines: @name, bases, +, as many qualities as bases"
-            raise _malformed(path, number, "FASTQ", expected)
-        yield Document(_name(name), _bases(sequence, counts, path, number + 1))
+            raise _malformed(f"{place}:{number}", "FASTQ", expected)
+        bases = _bases(sequence, counts, f"{place}:{number + 1}")
+        yield Document(_name(name), f"{place}:{number}", bases)
 
 
-def _bases(line: bytes, counts: Counts, path: Path, number: int) -> str:
+def _bases(line: bytes, counts: Counts, place: str) -> str:
     line = line.strip()
     bases = line.translate(_TO_BASE)
     if (at := bases.find(_FOREIGN)) >= 0:
         raise UserError(
             f"{chr(line[at])!r} at column {at + 1} is no code of a nucleotide",
-            place=f"{path}:{number}",
+            place=place,
             remedy="remove gaps and proteins; IUPAC codes of bases are read",
         )
     if bases != line:
@@ -334,14 +290,5 @@ def _bases(line: bytes, counts: Counts, path: Path, number: int) -> str:
     return bases.decode()
 
 
-def _malformed(path: Path, line: int, form: str, expected: str) -> UserError:
-    return UserError(f"not {form}: {expected}", place=f"{path}:{line}", remedy="mend the record")
-
-
-READERS: dict[Kind, Callable[[Path, Counts, str], Iterator[Document]]] = {
-    "text": text_lines,
-    "jsonl": _jsonl,
-    "parquet": _parquet,
-    "fasta": _fasta,
-    "fastq": _fastq,
-}
+def _malformed(place: str, form: str, expected: str) -> UserError:
+    return UserError(f"not {form}: {expected}", place=place, remedy="mend the record")

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from tokenizers import Tokenizer
 
-from learner_jax.corpus.conversations import Conversation, only_parts, spans_of
-from learner_jax.corpus.documents import Counts
-from learner_jax.corpus.sources import Row, read_rows
+from learner_jax.corpus.documents import Counts, Document
+from learner_jax.corpus.sources import Conversation, only_parts, read_rows, spans_of
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes
@@ -141,7 +140,7 @@ class Encoder:
         text_bytes = np.add.reduceat(np.where(mask, self.text_bytes[tokens], 0), starts)
         return Encoded(tokens, mask, lengths, trained, text_bytes)
 
-    def _tokenized(self, rows: Sequence[Row], counts: Counts) -> Iterator[Tokenized]:
+    def _tokenized(self, rows: Sequence[Document], counts: Counts) -> Iterator[Tokenized]:
         first = rows[0].value  # a source has documents of one type
         if isinstance(first, str):
             texts = [cast(str, row.value) for row in rows]
@@ -156,7 +155,7 @@ class Encoder:
         else:
             yield from self._conversations(rows, counts)
 
-    def _conversations(self, rows: Sequence[Row], counts: Counts) -> Iterator[Tokenized]:
+    def _conversations(self, rows: Sequence[Document], counts: Counts) -> Iterator[Tokenized]:
         """Yield those that are kept; the others are counted."""
         rendered = [(row, *self._rendered(row)) for row in rows]
         assert self.template is not None, "something was rendered"
@@ -171,7 +170,7 @@ class Encoder:
                 continue
             yield Tokenized(row.place, np.array(found.ids, np.int64), self._mask(found, spans))
 
-    def _rendered(self, row: Row) -> tuple[str, list[tuple[int, int]]]:
+    def _rendered(self, row: Document) -> tuple[str, list[tuple[int, int]]]:
         """Return a conversation as text, and the spans of what the assistant says."""
         conversation = cast(Conversation, row.value)
         if self.template is None:
@@ -188,7 +187,8 @@ class Encoder:
             raise UserError(error.thing, place=both, remedy=remedy) from error
         spans = [(begin, stop) for begin, stop in spans if begin < stop]
         if not spans and any(
-            each["role"] == ASSISTANT and _says(each) for each in conversation.messages
+            each["role"] == ASSISTANT and (each.get("content") or each.get("tool_calls"))
+            for each in conversation.messages
         ):
             raise UserError(
                 "the chat template does not render what the assistant says",
@@ -242,16 +242,20 @@ def token_bytes(tokenizer: Tokenizer, vocabulary: int) -> np.ndarray:
     return found
 
 
-def _says(message: dict[str, Any]) -> bool:
-    return bool(message.get("content") or message.get("tool_calls"))
+def _size(value: str | np.ndarray | Conversation) -> int:
+    """Return how many characters or ids a document has, about."""
+    if not isinstance(value, Conversation):
+        return len(value)
+    parts = [message.get("content") for message in value.messages]
+    return sum(len(str(part)) for part in (*parts, value.tools or ""))
 
 
-def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
+def _batches(rows: Iterator[Document]) -> Iterator[list[Document]]:
     """Yield the rows in lists, none much larger than its last row."""
-    batch, size = list[Row](), 0
+    batch, size = list[Document](), 0
     for row in rows:
         batch.append(row)
-        size += row.size
+        size += _size(row.value)
         if len(batch) == _BATCH or size > _BATCH_SIZE:
             yield batch
             batch, size = [], 0

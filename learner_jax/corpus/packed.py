@@ -1,9 +1,9 @@
 """The corpus of a run: its documents as tokens on disk, packed into rows that can be read alone.
 
 A folder of the cache holds the tokens of all documents, one after the other, and what is known of
-each document. The rows follow from these, from the seed and from the length of a row
-(`learner_jax.corpus.layout`), so that any process can read any row. They are in a folder of their
-own: runs with another seed share the tokens.
+each document. The rows follow from these, from the seed and from the length of a row, so that any
+process can read any row. They are in a folder of their own: runs with another seed share the
+tokens.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ import numpy as np
 
 from learner_jax.corpus.documents import Counts, reported
 from learner_jax.corpus.encoding import Encoder
-from learner_jax.corpus.layout import Rows, epoch_order, pack_documents, split_documents
-from learner_jax.corpus.rows import CorpusRows
-from learner_jax.packing import TokenBatch
+from learner_jax.packing import TokenBatch, first_fit
 from runspec.core.canonical import canonical_json
 from runspec.core.errors import UserError
 from runspec.core.files import locked, new_directory, open_folder_lock, remove_leftovers
@@ -32,6 +30,127 @@ from runspec.core.models.family import load_config
 from runspec.core.spec.documents import is_generated
 from runspec.core.spec.schema import RunSpec, Source
 from runspec.core.spec.source_files import file_digest, source_files
+
+
+@dataclass(frozen=True)
+class CorpusRows:
+    """Rows of whole documents, each document a segment of its own."""
+
+    batch: TokenBatch
+    """numpy int32 [R, tokens] each; a target is -1 where its token is not trained."""
+    weights: np.ndarray
+    """float32 [R, tokens]: loss weight of the target at each position, its source's `weight`; 0
+    where none is trained."""
+
+
+WINDOW = 8192
+"""Pieces that are packed together: all but the window's last rows come out nearly full."""
+_DOCUMENT_STREAM, _ROW_STREAM = 0, 1
+"""Streams of random numbers."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The pieces of each row, in the order of the rows."""
+
+    first: np.ndarray
+    """int64 [rows + 1]: the first piece of each row, and the number of pieces."""
+    start: np.ndarray
+    """int64 [pieces]: first token of a piece in the corpus."""
+    length: np.ndarray
+    """int64 [pieces]: in tokens, at least 2."""
+    document: np.ndarray
+    """int64 [pieces]: number of its document."""
+
+    @property
+    def count(self) -> int:
+        """Rows."""
+        return len(self.first) - 1
+
+    def save(self, folder: Path) -> None:
+        """Write the arrays into a new folder, a file each."""
+        folder.mkdir()
+        for name, values in vars(self).items():
+            np.save(folder / f"{name}.npy", values)
+
+    @classmethod
+    def load(cls, folder: Path) -> Rows:
+        """Map the arrays that `save` wrote.
+
+        Raises:
+            OSError: a file is missing.
+            ValueError: a file is damaged.
+        """
+        names = cls.__dataclass_fields__
+        return cls(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in names))
+
+
+def split_documents(
+    lengths: np.ndarray, held_out_tokens: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw an order of the documents; the first of them are held out.
+
+    Args:
+        lengths: int64 [documents], in tokens.
+        held_out_tokens: the fewest documents with so many tokens are held out.
+        seed: of the run.
+
+    Returns:
+        the numbers of the documents to train on and of those held out, int64, in drawn order.
+    """
+    order = _permutation(len(lengths), seed, _DOCUMENT_STREAM)
+    before = np.cumsum(lengths[order]) - lengths[order]
+    held_out = before < held_out_tokens
+    return order[~held_out], order[held_out]
+
+
+def pack_documents(documents: np.ndarray, ends: np.ndarray, tokens: int) -> Rows:
+    """Pack documents into rows of `tokens`, whole; those that are longer are cut.
+
+    The pieces of a cut document overlap by one token, so that each token but the first is predicted
+    exactly once. Pieces are packed by first-fit decreasing, a window of them at a time.
+
+    Args:
+        documents: int64 [documents], numbers of documents in the order of packing; each has two
+            tokens or more.
+        ends: int64 [all documents], where each ends among the tokens of the corpus.
+        tokens: length of a row, at least 2.
+    """
+    starts = np.concatenate([[0], ends[:-1]])[documents]
+    lengths = ends[documents] - starts
+    # n tokens make n - 1 predictions, of which a piece has at most tokens - 1.
+    pieces = -(-(lengths - 1) // (tokens - 1))
+    document = np.repeat(documents, pieces)
+    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    offset = number * (tokens - 1)
+    start = np.repeat(starts, pieces) + offset
+    length = np.minimum(tokens, np.repeat(lengths, pieces) - offset)
+    row = np.empty(len(start), np.int64)
+    used = 0
+    for begin in range(0, len(start), WINDOW):
+        window = length[begin : begin + WINDOW]
+        order = np.argsort(-window, kind="stable")
+        found = np.empty(len(window), np.int64)
+        found[order] = first_fit(window[order].tolist(), tokens)
+        row[begin : begin + WINDOW] = used + found
+        used += int(found.max()) + 1
+    by_row = np.argsort(row, kind="stable")
+    first = np.searchsorted(row[by_row], np.arange(used + 1))
+    return Rows(first, start[by_row], length[by_row], document[by_row])
+
+
+def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of the rows in an epoch, int64 [rows]."""
+    return _permutation(rows, seed, _ROW_STREAM, epoch)
+
+
+def _permutation(count: int, *key: int) -> np.ndarray:
+    """Draw a permutation, int64 [count]."""
+    # numpy promises the raw bits of a bit generator for ever, and those of `permutation` it does
+    # not: https://numpy.org/neps/nep-0019-rng-policy.html
+    draws = np.random.PCG64(list(key)).random_raw(count)
+    return np.argsort(draws, kind="stable")
+
 
 FORMAT = 3
 """Part of the digest: a change of what a corpus holds raises it."""
@@ -301,8 +420,8 @@ def _make(
     if encoder.end is not None and not ended:
         log.warning("no trained token is the end token: the model does not learn to stop")
     np.save(folder / _DOCUMENTS, np.frombuffer(columns, np.int64).reshape(-1, 4))
-    said = {name: value for name, value in asdict(counts).items() if name != "by_file"}
-    meta = {"dtype": encoder.dtype, "masked": encoder.masked, "tokens": end, "counts": said}
+    meta = {"dtype": encoder.dtype, "masked": encoder.masked, "tokens": end}
+    meta["counts"] = asdict(counts)
     (folder / _META).write_bytes(canonical_json(meta))
 
 

@@ -78,7 +78,7 @@ def windows(
     tokenizer.no_padding()
     tokenizer.enable_truncation(context)
     for number, document in enumerate(documents):
-        encoded = tokenizer.encode(document.text)
+        encoded = tokenizer.encode(document.value)
         for piece in (encoded, *encoded.overflowing):
             ids = np.array(piece.ids, np.int32)
             if ids.size and ids.max() >= config.vocab_size:
@@ -157,40 +157,44 @@ def _some(found: Iterator[Window]) -> Iterator[Window]:
 
 def bits(model: LoadedModel, documents: Iterable[Document], context: int) -> Iterator[Measured]:
     """Yield the bits of each document: - log2 p of its tokens, each given those before it."""
-    names: list[str] = []
-    found = windows(_named(documents, names), model.tokenizer, model.config, context)
-    program = partial(_logprobs, config=model.config, execution=model.execution)
-    by_document = groupby(computed(program, model, found, context), lambda pair: pair[0].document)
-    for document, pairs in by_document:
+    for name, pairs in _by_document(_logprobs, model, documents, context):
         tokens, characters, nats = 0, 0, 0.0
         for window, logprobs in pairs:
             counted = window.counted[1:]
             tokens += int(counted.sum())
             characters += int(window.characters[1:].sum(where=counted))
             nats -= float(logprobs[:-1].sum(where=counted, dtype=np.float64))
-        yield Measured(names[document], tokens, characters, nats / math.log(2))
+        yield Measured(name, tokens, characters, nats / math.log(2))
 
 
 def means(
     model: LoadedModel, documents: Iterable[Document], context: int
 ) -> Iterator[tuple[str, Float[np.ndarray, " D"]]]:
     """Yield name and mean of the last hidden states of each document, over all of its tokens."""
-    names: list[str] = []
-    found = windows(_named(documents, names), model.tokenizer, model.config, context)
-    program = partial(_hidden, config=model.config, execution=model.execution)
-    by_document = groupby(computed(program, model, found, context), lambda pair: pair[0].document)
-    for document, pairs in by_document:
+    for name, pairs in _by_document(_hidden, model, documents, context):
         total, count = np.zeros(model.config.hidden_size), 0
         for window, hidden in pairs:
             total += hidden.sum(axis=0, dtype=np.float64)
             count += len(window.ids)
-        yield names[document], (total / count).astype(np.float32)
+        yield name, (total / count).astype(np.float32)
 
 
-def _named(documents: Iterable[Document], names: list[str]) -> Iterator[Document]:
-    for document in documents:
-        names.append(document.name)
-        yield document
+def _by_document(
+    program: Callable[..., Array], model: LoadedModel, documents: Iterable[Document], context: int
+) -> Iterator[tuple[str, Iterator[tuple[Window, np.ndarray]]]]:
+    """Yield the name of each document, and its windows with what a program computes of them."""
+    names: list[str] = []
+
+    def named() -> Iterator[Document]:
+        for document in documents:
+            names.append(document.name)
+            yield document
+
+    found = windows(named(), model.tokenizer, model.config, context)
+    bound = partial(program, config=model.config, execution=model.execution)
+    pairs = computed(bound, model, found, context)
+    for number, of_document in groupby(pairs, lambda pair: pair[0].document):
+        yield names[number], of_document
 
 
 @partial(jax.jit, static_argnames=("config", "execution"))

@@ -69,20 +69,14 @@ def train_tokenizer(documents: Iterable[str], vocab: int, scheme: Scheme) -> Tok
             remedy="add documents, or ask for fewer",
         )
     if nucleotides:
-        tokenizer = _with_released_ids(tokenizer)
+        state = json.loads(tokenizer.to_str())  # the trainer sorts the bases; a release has ids
+        state["model"]["vocab"] |= {base: len(special) + i for i, base in enumerate(_BASES)}
+        tokenizer = Tokenizer.from_str(json.dumps(state))
         tokenizer.post_processor = processors.TemplateProcessing(
             single="[BOS] $A [EOS]",
             special_tokens=[(name, special.index(name)) for name in ("[BOS]", "[EOS]")],
         )
     return tokenizer
-
-
-def _with_released_ids(tokenizer: Tokenizer) -> Tokenizer:
-    """Give the bases the ids of the release; the trainer sorts them."""
-    state = json.loads(tokenizer.to_str())
-    first = len(_SPECIAL["nucleotides"])
-    state["model"]["vocab"] |= {base: first + i for i, base in enumerate(_BASES)}
-    return Tokenizer.from_str(json.dumps(state))
 
 
 def tokenizer_command(
@@ -133,6 +127,6 @@ def tokenizer_command(
 def _limited(documents: Iterable[Document], counts: Counts, characters: int) -> Iterator[str]:
     """Yield texts until they have this many characters."""
     for document in documents:
-        yield document.text
+        yield document.value
         if counts.characters >= characters:
             return

@@ -8,38 +8,16 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runspec.cli.lifecycle import run_and_version
 from runspec.cli.serve import HOST, Served, await_server, free_port, served, serving
 from runspec.core.errors import UserError
-from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.schema import Data
-from runspec.local.run_dir import find_run
+from runspec.core.prompt_messages import prompt_messages
 
 THINK_END = "</think>"
 ANSWER_S = 600.0
 _DIM, _PLAIN = "\033[2m", "\033[0m"
-
-
-@dataclass(frozen=True)
-class Speaker:
-    """A version that answers."""
-
-    found: Served
-    port: int
-    data: Data | None
-    """How the run puts problems to the policy; None for a model that no run made."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """An answer that has ended."""
-
-    text: str
-    tokens: int
 
 
 def chat_command(
@@ -58,31 +36,34 @@ def chat_command(
         UserError: a version cannot be served.
     """
     names = [what, *([compare] if compare is not None else [])]
-    speakers = [
-        Speaker(served(name, runs_dir), free_port(), _data(name, runs_dir)) for name in names
-    ]
+    speakers = [(served(name, runs_dir), free_port()) for name in names]
     with tempfile.TemporaryDirectory(prefix="runspec-chat-") as folder, ExitStack() as up:
-        for number, speaker in enumerate(speakers):
-            print(f"loading {speaker.found.names[-1]}", file=sys.stderr)
+        for number, (found, port) in enumerate(speakers):
+            print(f"loading {found.names[-1]}", file=sys.stderr)
             log = Path(folder) / f"{number}.log"
-            server = up.enter_context(serving(speaker.found, HOST, speaker.port, log=log))
-            await_server(server, speaker.port, log)
+            await_server(up.enter_context(serving(found, HOST, port, log=log)), port, log)
         _talk(speakers, target, max_tokens)
     return 0
 
 
-def _talk(speakers: Sequence[Speaker], target: int | None, max_tokens: int | None) -> None:
-    """Answer line after line; every question stands alone, as in training."""
+def _talk(
+    speakers: Sequence[tuple[Served, int]], target: int | None, max_tokens: int | None
+) -> None:
+    """Answer line after line by models at ports; every question stands alone, as in training."""
     terminal = sys.stdout.isatty()
     for question in _questions():
-        for speaker in speakers:
+        for found, port in speakers:
             if len(speakers) > 1:
-                print(f"[{speaker.found.names[-1]}]")
-            body = {"messages": messages(speaker.data, question, target)}
-            thinks = speaker.data is None or speaker.data.thinking != "none"
-            reply = print_reply(_pieces(speaker, body, max_tokens), dim=terminal and thinks)
+                print(f"[{found.names[-1]}]")
+            data = None if found.spec is None else found.spec.data
+            messages: list[Any] = [{"role": "user", "content": question}]
+            if data is not None:
+                messages = prompt_messages(data, question, target)
+            thinks = data is None or data.thinking != "none"
+            pieces = _pieces(found, port, {"messages": messages}, max_tokens)
+            tokens = print_reply(pieces, dim=terminal and thinks)
             asked = "" if target is None else f", {target} were asked for"
-            print(f"\n({reply.tokens} tokens{asked})\n")
+            print(f"\n({tokens} tokens{asked})\n")
 
 
 def _questions() -> Iterator[str]:
@@ -96,21 +77,10 @@ def _questions() -> Iterator[str]:
             yield question
 
 
-def messages(data: Data | None, question: str, target: int | None) -> list[dict[str, str]]:
-    """Return a question as the run puts it to its policy (`sampler.tasks.prompts.PromptForm`)."""
-    system, length = "", ""
-    if data is not None:
-        system = data.system_prompt or ""
-        length = "" if target is None else data.length_prompt.replace("{target}", str(target))
-        if data.length_prompt_role == "system":
-            system, length = "\n".join(text for text in (system, length) if text), ""
-    user = "\n".join(text for text in (question, length) if text)
-    first = [{"role": "system", "content": system}] if system else []
-    return [*first, {"role": "user", "content": user}]
+def print_reply(pieces: Iterator[tuple[str, int]], *, dim: bool) -> int:
+    """Print an answer as it comes, and return its tokens.
 
-
-def print_reply(pieces: Iterator[tuple[str, int]], *, dim: bool) -> Reply:
-    """Print an answer as it comes: its thinking dim, what cannot be printed as `?`.
+    The thinking is dim, and what cannot be printed is `?`.
 
     Args:
         pieces: text, and the number of tokens so far.
@@ -129,29 +99,29 @@ def print_reply(pieces: Iterator[tuple[str, int]], *, dim: bool) -> Reply:
         sys.stdout.flush()
     if dim:
         sys.stdout.write(_PLAIN)
-    return Reply(text, count)
+    return count
 
 
 def _pieces(
-    speaker: Speaker, body: dict[str, Any], max_tokens: int | None
+    found: Served, port: int, body: dict[str, Any], max_tokens: int | None
 ) -> Iterator[tuple[str, int]]:
     """Yield the pieces of an answer, from the server's events.
 
     Raises:
         UserError: the server refuses, or ends the answer early.
     """
-    body = {**body, "model": speaker.found.names[0], "stream": True, "skip_special_tokens": False}
+    body = {**body, "model": found.names[0], "stream": True, "skip_special_tokens": False}
     body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     if max_tokens is not None:
         body["max_tokens"] = max_tokens
-    connection = http.client.HTTPConnection(HOST, speaker.port, timeout=ANSWER_S)
+    connection = http.client.HTTPConnection(HOST, port, timeout=ANSWER_S)
     with closing(connection):
         try:
             headers = {"Content-Type": "application/json"}
             connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
             answer = connection.getresponse()
             if answer.status != 200:
-                raise _refused(speaker, answer.read(2000).decode(errors="replace"))
+                raise _refused(found, answer.read(2000).decode(errors="replace"))
             for line in answer:
                 if line.startswith(b"data: ") and (data := line[6:].strip()) != b"[DONE]":
                     event = json.loads(data)
@@ -159,16 +129,10 @@ def _pieces(
                     for choice in event["choices"]:
                         yield choice["delta"].get("content") or "", tokens
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-            raise _refused(speaker, repr(error)) from error
+            raise _refused(found, repr(error)) from error
 
 
-def _refused(speaker: Speaker, why: str) -> UserError:
+def _refused(found: Served, why: str) -> UserError:
     return UserError(
-        f"no answer: {why[:500]}", place=speaker.found.names[-1], remedy="ask something shorter"
+        f"no answer: {why[:500]}", place=found.names[-1], remedy="ask something shorter"
     )
-
-
-def _data(what: str, runs_dir: Path) -> Data | None:
-    if (Path(what) / "config.json").is_file():
-        return None
-    return load_resolved(find_run(run_and_version(what)[0], runs_dir)).data

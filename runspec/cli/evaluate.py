@@ -7,36 +7,48 @@ directory that no run made.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
+import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from runspec.cli.evaluate_with import results_with
-from runspec.cli.lifecycle import run_and_version
-from runspec.cli.serve import bare_pool
-from runspec.cli.shipped_suites import named_suite
+from bridge.model_files import TOKENIZER_NAMES
+from runspec.cli.serve import (
+    HOST,
+    await_server,
+    bare_pool,
+    end_group,
+    free_port,
+    link_files,
+    served,
+    server_failed,
+    serving,
+)
 from runspec.cli.spec_files import located
 from runspec.cli.view import plain_table
-from runspec.core.errors import UserError, one_line
-from runspec.core.models.family import load_config
+from runspec.core.errors import BadUsage, UserError, one_line
+from runspec.core.evaluation_tools import KEY_VARIABLE, Asked, EvaluationTool, evaluation_tool
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.load import SpecFiles, load_layers
-from runspec.core.spec.resolved import dump_resolved, load_resolved
+from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.registry import Context
 from runspec.lint.rules.evaluations import evaluation_names
-from runspec.local.children import EXIT_INTERRUPTED
+from runspec.local.children import EXIT_INTERRUPTED, StopSignals, last_lines
 from runspec.local.cores import vllm_environment
-from runspec.local.export import published_version
 from runspec.local.formatting import number
-from runspec.local.run_dir import find_run
 
 
 def evaluate_command(
@@ -64,7 +76,15 @@ def evaluate_command(
         UserError: the weights are missing or damaged, or the suite has errors.
     """
     with tempfile.TemporaryDirectory(prefix="runspec-evaluate-") as folder:
-        weights, base = _weights_and_base(what, runs_dir)
+        model = served(what, runs_dir)
+        weights = model.folder
+        if model.spec is None or model.manifest is None:
+            base = bare_spec(weights, model.pool.max_model_len)
+        else:
+            from bridge.published import require_published  # draws numpy
+
+            require_published(weights, model.manifest)
+            base = model.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
         own = {each["name"] for each in base.get("evaluations", ())}
         file: Path | None = None
         if suite is not None:
@@ -79,43 +99,6 @@ def evaluate_command(
         found = _evaluated(spec, weights, names, Path(folder), overlap=overlap)
     _print(found, as_json=as_json)
     return 0
-
-
-def evaluate_with_command(
-    what: str,
-    tool: str,
-    python: Path | None,
-    task: str | None,
-    more: Sequence[str],
-    out: Path | None,
-    *,
-    as_json: bool,
-    runs_dir: Path,
-) -> int:
-    """Evaluate by another project's tool and print its figures; return the exit code.
-
-    The arguments and errors are those of `results_with`.
-    """
-    found = results_with(what, tool, python, task, more, out, runs_dir)
-    if found is None:
-        return EXIT_INTERRUPTED
-    _print(found, as_json=as_json)
-    return 0
-
-
-def _weights_and_base(what: str, runs_dir: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the directory of the weights, and the spec that a suite goes over."""
-    weights = Path(what).absolute()
-    if (weights / "config.json").is_file():
-        return weights, bare_spec(weights, load_config(weights).max_position_embeddings)
-    from bridge.published import require_published  # draws numpy
-
-    name, version = run_and_version(what)
-    run_dir = find_run(name, runs_dir)
-    spec = load_resolved(run_dir)
-    found = published_version(run_dir, spec, version)
-    require_published(found.folder, found.manifest)
-    return found.folder, spec.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def bare_spec(weights: Path, length: int) -> dict[str, Any]:
@@ -205,3 +188,200 @@ def _print(found: Mapping[str, Any], *, as_json: bool) -> None:
             print(f"  {asked} has {how} {trained}, which is trained on")
         if result.get("overlap") == []:
             print("  no problem overlaps the training problems")
+
+
+LOG_NAME = "tool.log"
+_LOOK_S = 0.2
+
+
+def evaluate_with_command(
+    what: str,
+    tool: str,
+    python: Path | None,
+    task: str | None,
+    more: Sequence[str],
+    out: Path | None,
+    *,
+    as_json: bool,
+    runs_dir: Path,
+) -> int:
+    """Evaluate by another project's tool and print its figures by task; return the exit code.
+
+    The tool runs in an environment of its own, since its packages rule out ours, and speaks HTTP to
+    a model that is served here.
+
+    Args:
+        what: NAME, NAME@VERSION, or a Hugging Face directory.
+        tool: name of an adapter.
+        python: the interpreter of the tool's environment.
+        task: in the tool's own terms.
+        more: further options of the tool.
+        out: a new folder that keeps the tool's files; None keeps none.
+        as_json: whether the whole result is printed, as JSON.
+        runs_dir: folder of runs.
+
+    Raises:
+        BadUsage: an argument is missing.
+        UserError: the model cannot be served, or the tool fails.
+    """
+    adapter = evaluation_tool(tool)
+    if python is None or not python.is_file():
+        raise BadUsage(
+            "its environment is not named" if python is None else f"there is no {python}",
+            place=f"--with {tool}",
+            remedy="--python ENV/bin/python; docs/evaluation.md says how to make one",
+        )
+    if task is None:
+        raise BadUsage("no task", place=f"--with {tool}", remedy="--task TASK")
+    if out is not None and out.exists():
+        raise BadUsage("is there already", place=str(out), remedy="name a new folder")
+    found = served(what, runs_dir)
+    with ExitStack() as up:
+        stops = up.enter_context(StopSignals())
+        folder = Path(up.enter_context(tempfile.TemporaryDirectory(prefix="runspec-with-")))
+        link_files(found.folder, folder / "tokenizer", only=TOKENIZER_NAMES)
+        port, log = free_port(), folder / "server.log"
+        server = up.enter_context(serving(found, HOST, port, log=log))
+        await_server(server, port, log, stops)
+        if stops():
+            return EXIT_INTERRUPTED
+        (out := (out or folder / "out").absolute()).mkdir(parents=True)
+        asked = Asked(
+            # Not resolved: the interpreter of an environment is a link, which says where it is.
+            python=python.absolute(),
+            url=f"http://{HOST}:{port}/v1",
+            model=found.names[-1],
+            tokenizer=folder / "tokenizer",
+            context=found.pool.max_model_len,
+            task=task,
+            out=out,
+            more=more,
+        )
+        begun = time.monotonic()
+        if not run_tool(adapter, asked, server, log, stops):
+            return EXIT_INTERRUPTED
+        wall_s = round(time.monotonic() - begun, 3)
+        measured = adapter.measured(out)
+    results = {name: asdict(each) | {"wall_s": wall_s} for name, each in measured.items()}
+    _print(results, as_json=as_json)
+    return 0
+
+
+def run_tool(
+    adapter: EvaluationTool,
+    asked: Asked,
+    server: subprocess.Popen[bytes],
+    server_log: Path,
+    stops: StopSignals,
+) -> bool:
+    """Run the tool; return False if it was interrupted. It ends with the server.
+
+    Raises:
+        UserError: it failed, or the server ended.
+    """
+    command = adapter.command(asked)
+    path = f"{asked.python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    log = asked.out / LOG_NAME
+    with log.open("wb") as stdout:
+        try:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, "PATH": path, KEY_VARIABLE: "none"},
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,  # ours is for the figures
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UserError(
+                f"cannot be started: {error}",
+                place=str(asked.python.parent),
+                remedy="install the tool's list of requirements/ there",
+            ) from error
+        try:
+            while process.poll() is None and server.poll() is None and not stops():
+                time.sleep(_LOOK_S)
+        finally:
+            if process.poll() is None:
+                end_group(process)
+    if stops():
+        return False
+    if server.poll() is not None:
+        raise server_failed(f"ended with exit code {server.poll()}", server_log)
+    if process.returncode != 0:
+        said = "\n".join(last_lines(log, 20))
+        raise UserError(
+            f"exit code {process.returncode}\n{said}",
+            place=Path(command[0]).name,
+            remedy="the lines above say why",
+        )
+    return True
+
+
+MAX_UNPACKED_BYTES = 8 * 1024**3
+"""Most bytes that a file of problems may have when it is unpacked."""
+_CHUNK_BYTES = 1024 * 1024
+_SUITES = resources.files("runspec.cli") / "suites"
+
+
+def shipped_names() -> list[str]:
+    """Return the names of the shipped suites."""
+    names = (entry.name for entry in _SUITES.iterdir())
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+
+
+def named_suite(suite: str, data: Path | None, folder: Path) -> tuple[Path, Sequence[str]]:
+    """Return the file of a suite, and the overrides that say where its problems are.
+
+    Args:
+        suite: name of a shipped suite, or a file.
+        data: JSON Lines of a shipped suite's problems, also as .gz, or Parquet, or a folder.
+        folder: gets files that are made for it.
+
+    Raises:
+        BadUsage: `data` is missing, or there although the suite is a file.
+        UserError: `data` cannot be unpacked.
+    """
+    shipped = shipped_names()
+    if suite not in shipped:
+        if data is not None:
+            raise BadUsage(
+                "--data is of a shipped suite; a file of your own names its problems itself",
+                place=suite,
+                remedy=f"the shipped ones are {', '.join(shipped)}",
+            )
+        if not Path(suite).is_file():
+            raise BadUsage(
+                "no such file, and no shipped suite",
+                place=suite,
+                remedy=f"the shipped ones are {', '.join(shipped)}",
+            )
+        return Path(suite), ()
+    if data is None or not data.exists():
+        raise BadUsage(
+            "its problems are not here" if data is None else f"there is no {data}",
+            place=f"suite {suite}",
+            remedy="--data FILE; docs/evaluation.md says which data set fits",
+        )
+    path = folder / f"{suite}.yaml"
+    path.write_text((_SUITES / path.name).read_text(encoding="utf-8"), encoding="utf-8")
+    data = _unpacked(data, folder) if data.suffix == ".gz" else data.absolute()
+    source = f"data.sources.suite-{suite}"
+    # LiveCodeBench has a reader of its own, for JSON Lines.
+    parquet = data.suffix == ".parquet" and suite != "livecodebench"
+    return path, [f"{source}.uri={data}", *([f"{source}.kind=parquet"] if parquet else [])]
+
+
+def _unpacked(data: Path, folder: Path) -> Path:
+    """Write a gzip file's contents into a folder; return the path."""
+    path, size = folder / data.stem, 0
+    try:
+        with gzip.open(data) as packed, path.open("wb") as plain:
+            while chunk := packed.read(_CHUNK_BYTES):
+                size += plain.write(chunk)
+                if size > MAX_UNPACKED_BYTES:
+                    raise UserError(f"more than {MAX_UNPACKED_BYTES} bytes", place=str(data))
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(
+            f"cannot be unpacked: {error}", place=str(data), remedy="fetch the file again"
+        ) from error
+    return path

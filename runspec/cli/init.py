@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Any, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from runspec.cli.options import TemplateName
-from runspec.cli.sums import data_files, tokenizer_files
 from runspec.core.errors import UserError, bad_usage
 from runspec.core.files import expand_user, temporary_name
 from runspec.core.models.family import load_config
@@ -98,7 +98,9 @@ def initial_files(template: TemplateName, name: str, model: str | None = None) -
     Raises:
         UserError: the template wants a model, takes none, or cannot be made with this one.
     """
-    values = {"name": yaml_scalar(name), "gpu": _gpu_kind()}
+    device = next(filter(None, map(jax_device, gpu_names())), None)
+    # Of the usual node where there is no GPU that is known.
+    values = {"name": yaml_scalar(name), "gpu": device.kind if device else "h100-80g"}
     if template in _MODELS:
         values |= _model_values(model or _MODELS[template], _LONGEST[template])
     elif model is not None:
@@ -114,11 +116,13 @@ def initial_files(template: TemplateName, name: str, model: str | None = None) -
         ".pre-commit-config.yaml": _template("pre-commit.yaml"),
         ".github/workflows/runspec.yaml": _template("workflow.yaml"),
     }
+    # 500 problems or conversations to start with, until a person has put others in their place.
+    pairs = [(a, b) for a in range(20) for b in range(25)]
     if f"uri: {PROBLEMS}" in spec:
-        files[PROBLEMS] = "".join(json.dumps(row) + "\n" for row in _additions())
+        files[PROBLEMS] = _lines(_problem(a, b, f"What is {a} + {b}?") for a, b in pairs)
     if f"uri: {CONVERSATIONS}" in spec:
-        talks = ({"messages": _talk(row)} for row in _additions())
-        files[CONVERSATIONS] = "".join(json.dumps(talk) + "\n" for talk in talks)
+        talks = (_talk(f"What is {a} + {b}?", f"{a + b}.") for a, b in pairs)
+        files[CONVERSATIONS] = _lines(talks)
     if template == "pretrain":
         bases = resources.files("runspec.lint") / "examples" / "models" / "bases"
         for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -129,35 +133,6 @@ def initial_files(template: TemplateName, name: str, model: str | None = None) -
         files |= {**data_files(seed=0), **tokenizer_files()}
         files["tokenizer/tokenizer.json"] = _template("digits.json")
     return files
-
-
-def _additions() -> list[dict[str, Any]]:
-    """500 problems to start with, until a person has put their own in their place."""
-    return [
-        {
-            "problem_id": f"{a}+{b}",
-            "task_type": "math",
-            "prompt": f"What is {a} + {b}?",
-            "verification_info": {"ground_truth": str(a + b)},
-        }
-        for a in range(20)
-        for b in range(25)
-    ]
-
-
-def _talk(problem: dict[str, Any]) -> list[dict[str, str]]:
-    """A problem of `_additions`, asked and answered."""
-    answer = problem["verification_info"]["ground_truth"]
-    return [
-        {"role": "user", "content": problem["prompt"]},
-        {"role": "assistant", "content": f"{answer}."},
-    ]
-
-
-def _gpu_kind() -> str:
-    """`hardware.kind` of the GPUs here; of the usual node where there are none that are known."""
-    device = next(filter(None, map(jax_device, gpu_names())), None)
-    return device.kind if device else "h100-80g"
 
 
 def _model_values(named: str | None, longest: int) -> dict[str, str]:
@@ -242,3 +217,73 @@ def write_all(folder: Path, files: Mapping[str, str], *, force: bool) -> None:
 
 def _template(name: str) -> str:
     return (resources.files("runspec.cli") / "templates" / name).read_text(encoding="utf-8")
+
+
+SUMS_SHOWN, SUMS_ASKED, SUMS_HELD_OUT = 500, 3500, 500
+"""Sums of each file; no sum is in two of them."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}<|eos|>{% endgeneration %}"
+    "{% else %}<|bos|>{{ message.content }}{% endif %}{% endfor %}"
+)
+"""Marks what the assistant says, which is what `sft` trains."""
+
+
+def sums(seed: int) -> list[tuple[int, int]]:
+    """Return the summands of all files, in the files' order."""
+    pairs = [(a, b) for a in range(100) for b in range(100)]
+    random.Random(seed).shuffle(pairs)
+    return pairs[: SUMS_SHOWN + SUMS_ASKED + SUMS_HELD_OUT]
+
+
+def worked(a: int, b: int) -> str:
+    """Return ones, tens with the carry, and the answer.
+
+    37 + 48 is `7+8=15;3+4+1=8</think>85`.
+    """
+    ones = a % 10 + b % 10
+    tens = a // 10 + b // 10 + ones // 10
+    carried = f"{a % 10}+{b % 10}={ones:02};{a // 10}+{b // 10}+{ones // 10}={tens}"
+    return f"{carried}</think>{a + b}"
+
+
+def data_files(seed: int) -> dict[str, str]:
+    """Return the files of conversations and of problems by their names; a sum is in one of them."""
+    drawn, end = sums(seed), SUMS_SHOWN + SUMS_ASKED
+    return {
+        "sft.jsonl": _lines(_talk(f"{a}+{b}=", worked(a, b)) for a, b in drawn[:SUMS_SHOWN]),
+        "problems.jsonl": _lines(_problem(a, b, f"{a}+{b}=") for a, b in drawn[SUMS_SHOWN:end]),
+        "held_out.jsonl": _lines(_problem(a, b, f"{a}+{b}=") for a, b in drawn[end:]),
+    }
+
+
+def tokenizer_files() -> dict[str, str]:
+    """Return what goes with digits.json, a tokenizer that is trained on all `worked` sums."""
+    tokens = {f"{kind}_token": f"<|{kind}|>" for kind in ("pad", "bos", "eos")}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return {
+        "tokenizer/tokenizer_config.json": json.dumps({**config, **tokens}, indent=1) + "\n",
+        "tokenizer/chat_template.jinja": CHAT_TEMPLATE,
+    }
+
+
+def _problem(a: int, b: int, prompt: str) -> dict[str, Any]:
+    return {
+        "problem_id": f"{a}+{b}",
+        "task_type": "math",
+        "prompt": prompt,
+        "verification_info": {"ground_truth": str(a + b)},
+    }
+
+
+def _talk(prompt: str, answer: str) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "user", "content": prompt},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+
+
+def _lines(rows: Iterable[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)

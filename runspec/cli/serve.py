@@ -26,7 +26,7 @@ from runspec.core.models.family import load_config
 from runspec.core.models.memory import CPU_BLOCK_TOKENS, MAX_SEQUENCES, cpu_kv_bytes
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.schema import SamplerPool
+from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.local.children import StopSignals, last_lines
 from runspec.local.cores import vllm_environment
 from runspec.local.export import published_version
@@ -53,11 +53,10 @@ class Served:
     """Of a run's version; None for any other model."""
     names: tuple[str, ...]
     """Names of the model: NAME@vN, and NAME where that is the newest version."""
-    options: tuple[str, ...]
-    """Of vLLM: lengths, type, parallelism."""
-    on_cpu: bool
-    context: int
-    """Most tokens of prompt and answer."""
+    spec: RunSpec | None
+    """Of the run; None for any other model."""
+    pool: SamplerPool
+    """Settings of the engine; `max_model_len` are the most tokens of prompt and answer."""
 
 
 def served(what: str, runs_dir: Path) -> Served:
@@ -73,17 +72,14 @@ def served(what: str, runs_dir: Path) -> Served:
     folder = Path(what)
     if (folder / "config.json").is_file():
         pool = bare_pool(load_config(folder).max_position_embeddings)
-        options, on_cpu = _options(pool, folder), pool.hardware.kind == "cpu"
-        own = (folder.absolute().name,)
-        return Served(folder.absolute(), None, own, options, on_cpu, pool.max_model_len)
+        return Served(folder.absolute(), None, (folder.absolute().name,), None, pool)
     name, version = run_and_version(what)
     run_dir = find_run(name, runs_dir)
     spec = load_resolved(run_dir)
-    found, pool = published_version(run_dir, spec, version), evaluator_pool(spec)
+    found = published_version(run_dir, spec, version)
     fixed = f"{spec.name}@v{found.manifest.version}"
     names = (spec.name, fixed) if version is None else (fixed,)
-    options, on_cpu = _options(pool, found.folder), pool.hardware.kind == "cpu"
-    return Served(found.folder, found.manifest, names, options, on_cpu, pool.max_model_len)
+    return Served(found.folder, found.manifest, names, spec, evaluator_pool(spec))
 
 
 def bare_pool(length: int) -> SamplerPool:
@@ -154,12 +150,18 @@ def await_end(
         if (error := failure()) is not None:
             raise error
         if server.returncode is not None and not stops():
-            raise UserError(
-                f"the server ended with exit code {server.returncode}",
-                place="vLLM",
-                remedy="see what it printed; out of memory is the usual cause (`dmesg` names it)",
-            )
+            raise server_failed(f"ended with exit code {server.returncode}")
     return 0
+
+
+def server_failed(why: str, log: Path | None = None) -> UserError:
+    """Return the error of a server that failed, with the end of its log."""
+    said = "" if log is None else "".join(f"\n{line}" for line in last_lines(log, 20))
+    return UserError(
+        f"the server {why}{said}",
+        place="vLLM",
+        remedy="see what it printed; out of memory is the usual cause (`dmesg` names it)",
+    )
 
 
 @contextmanager
@@ -203,8 +205,9 @@ def serving(
         link_files(model, tokenizer, only=TOKENIZER_NAMES)
         command = [sys.executable, "-m", SERVER, "--model", str(model)]
         command += ["--tokenizer", str(tokenizer), "--served-model-name", *found.names]
-        command += ["--host", host, "--port", str(port), *found.options]
-        variables = _QUIET | vllm_environment((), on_cpu=found.on_cpu, tensor=1)
+        command += ["--host", host, "--port", str(port), *_options(found.pool, model)]
+        on_cpu = found.pool.hardware.kind == "cpu"
+        variables = _QUIET | vllm_environment((), on_cpu=on_cpu, tensor=1)
         with ExitStack() as up:
             out = None if log is None else up.enter_context(log.open("wb"))
             process = subprocess.Popen(
@@ -259,8 +262,7 @@ def await_server(
         return
     ended = server.poll()
     why = f"ended with exit code {ended}" if ended is not None else f"not up in {START_S:.0f} s"
-    said = "\n".join(last_lines(log, 20))
-    raise UserError(f"the server {why}\n{said}", place="vLLM", remedy="mend what it says")
+    raise server_failed(why, log)
 
 
 def link_files(source: Path, target: Path, only: Sequence[str] = ()) -> None:

@@ -73,7 +73,7 @@ def engine_arguments(
         "skip_tokenizer_init": True,  # tokens in, tokens out
         "generation_config": "vllm",  # ignore the model's own temperature and top-p
         "hf_overrides": {"head_dtype": "float32"},  # logits unrounded, as the learner's are
-        "logits_processors": ["sampler.engine.seeded:SeededSampler"],
+        "logits_processors": ["sampler.engine.worker_extension:SeededSampler"],
         "worker_extension_cls": "sampler.engine.worker_extension.SamplerExtension",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -87,8 +87,18 @@ def engine_arguments(
         executor = OneRank if pool.parallel.tensor == 1 else ManyRanks
         arguments["distributed_executor_backend"] = executor
     arguments |= options
-    if kind == "cpu":
-        _require_room(pool, weights_dir, arguments)
+    if kind == "cpu":  # without room for one sequence it would wait for ever
+        block = int(arguments["block_size"])
+        tokens = (-(-int(arguments["max_model_len"]) // block) + 1) * block  # vLLM keeps one empty
+        needed = tokens * int(kv_token_bytes(pool, load_config(weights_dir)))
+        given = int(arguments["kv_cache_memory_bytes"])
+        if given < needed:
+            raise RunStopped(
+                f"keys and values of one sequence take {needed / 2**20:.2f} MiB, the cache has "
+                f"{given / 2**20:.2f}",
+                place=f"samplers.{pool.name}.max_model_len",
+                remedy="lower it, or use more tensor-parallel ranks",
+            )
     return arguments
 
 
@@ -123,21 +133,6 @@ def find_pool(spec: RunSpec, name: str) -> SamplerPool:
     return pools[name]
 
 
-def refuse_unsupported(pool: SamplerPool) -> None:
-    """Refuse a pool that no engine supports, before vLLM starts.
-
-    Raises:
-        UserError: the pool is quantised and on CPUs.
-    """
-    if pool.hardware.kind == "cpu" and pool.quantization is not None:
-        # vLLM's CPU build accepts the option and ends in the first load: it has no such kernel.
-        raise UserError(
-            f"vLLM does not quantise to {pool.quantization} on CPUs",
-            place=f"samplers.{pool.name}.quantization",
-            remedy="leave it out, or sample on a GPU",
-        )
-
-
 def kv_cache_error(exit_reason: str, pool: SamplerPool) -> UserError | None:
     """Return the error of a core whose KV cache had no room for one sequence; None for others.
 
@@ -151,18 +146,3 @@ def kv_cache_error(exit_reason: str, pool: SamplerPool) -> UserError | None:
         place=f"samplers.{pool.name}.max_model_len",
         remedy="lower it, or use more tensor-parallel ranks, or a GPU with more memory",
     )
-
-
-def _require_room(pool: SamplerPool, weights_dir: Path, arguments: Mapping[str, Any]) -> None:
-    """Refuse a KV cache without room for one sequence, which would wait for ever."""
-    block = int(arguments["block_size"])
-    tokens = (-(-int(arguments["max_model_len"]) // block) + 1) * block  # vLLM keeps one empty
-    needed = tokens * int(kv_token_bytes(pool, load_config(weights_dir)))
-    given = int(arguments["kv_cache_memory_bytes"])
-    if given < needed:
-        raise RunStopped(
-            f"keys and values of one sequence take {needed / 2**20:.2f} MiB, the cache has "
-            f"{given / 2**20:.2f}",
-            place=f"samplers.{pool.name}.max_model_len",
-            remedy="lower it, or use more tensor-parallel ranks",
-        )

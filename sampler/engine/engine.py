@@ -27,7 +27,6 @@ from sampler.engine.arguments import (
     engine_arguments,
     kv_cache_error,
     prepare_environment,
-    refuse_unsupported,
     register_model_class,
 )
 from sampler.engine.checks import (
@@ -78,7 +77,13 @@ class Engine:
     def __init__(
         self, pool: SamplerPool, *, options: Mapping[str, Any] | None = None, probe: bool = True
     ) -> None:
-        refuse_unsupported(pool)
+        if pool.hardware.kind == "cpu" and pool.quantization is not None:
+            # vLLM's CPU build accepts the option and ends in the first load: it has no such kernel.
+            raise UserError(
+                f"vLLM does not quantise to {pool.quantization} on CPUs",
+                place=f"samplers.{pool.name}.quantization",
+                remedy="leave it out, or sample on a GPU",
+            )
         prepare_environment()
         forked = pool.hardware.kind == "cpu"
         if forked:
@@ -311,7 +316,7 @@ class Engine:
         """Attribute all tokens and cached blocks from now on to the new version."""
         core = self._require_core()
         await core.rpc("set_version", version=version)
-        self._require_client().set_salt(str(self._loads))
+        self._require_client().salt = str(self._loads)
         if not self._pool.in_flight_updates:
             await core.reset_prefix_cache()  # the salt suffices; this frees the memory at once
 

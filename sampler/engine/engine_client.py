@@ -101,7 +101,8 @@ class EngineClient:
         self._news = asyncio.Event()
         self._records = asyncio.Lock()  # one call to the recorders at a time
         self._names = itertools.count()
-        self._salt = "0"
+        self.salt = "0"
+        """Cached keys and values are reused only if they were computed under this salt."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._collector = asyncio.ensure_future(self._collect())
 
@@ -113,10 +114,6 @@ class EngineClient:
     def shut(self) -> None:
         """Close admission: no sequence enters, no result leaves."""
         self._open.clear()
-
-    def set_salt(self, salt: str) -> None:
-        """From now on, reuse cached keys and values only if they were computed under this salt."""
-        self._salt = salt
 
     def add(self, submission: Submission) -> None:
         """Queue a submission behind the earlier ones."""
@@ -132,7 +129,7 @@ class EngineClient:
 
         async def one(tokens: Sequence[int]) -> np.ndarray:
             params = _final(SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
-            prompt = tokens_input(list(tokens), cache_salt=self._salt)
+            prompt = tokens_input(list(tokens), cache_salt=self.salt)
             collector = await self._core.add(self._name(), prompt, params, rank)
             entries = (await self._core.output(collector)).prompt_logprobs
             given = zip(tokens[1:], entries[1:], strict=True)
@@ -189,7 +186,7 @@ class EngineClient:
 
         request = sequence.submission.requests[sequence.index]
         try:
-            prompt = tokens_input(list(request.prompt_tokens), cache_salt=self._salt)
+            prompt = tokens_input(list(request.prompt_tokens), cache_salt=self.salt)
             params = _sampling_params(request, sequence.slot.number)
             collector = await self._core.add(sequence.name, prompt, params, sequence.slot.rank)
             sequence.output = await self._core.output(collector)
@@ -223,17 +220,15 @@ class EngineClient:
             rank, "take_recorded", slots=[s.slot.number for s in batch], lengths=lengths
         )
         recorded = next(answer for answer in answers if answer is not None)
-        rows = split_recorded(Recorded(**recorded), lengths)
-        for sequence, result, row in zip(batch, results, rows, strict=True):
-            if row.tokens.tolist() != list(result.token_ids):
+        reasons = [result.finish_reason for result in results]
+        rows = split_recorded(Recorded(**recorded), lengths, reasons)
+        for sequence, result, sampled in zip(batch, results, rows, strict=True):
+            if sampled.output_tokens.tolist() != list(result.token_ids):
                 raise RuntimeError("the recorded tokens are not the ones that vLLM returned")
-            if result.finish_reason not in ("stop", "length"):
-                raise RuntimeError(f"vLLM ended a sequence: {result.finish_reason}")
+            if sampled.finish_reason not in ("stop", "length"):
+                raise RuntimeError(f"vLLM ended a sequence: {sampled.finish_reason}")
             del self._live[sequence.name]
             self._slots.give(sequence.slot)
-            sampled = Sampled(
-                row.tokens, row.logprobs, result.finish_reason, row.versions, row.selection
-            )
             self._answer(sequence.submission, sequence.index, sampled)
 
     def _answer(self, submission: Submission, index: int, sampled: Sampled) -> None:
@@ -256,8 +251,10 @@ class EngineClient:
 def _sampling_params(request: SampleRequest, slot: int) -> Any:
     from vllm import SamplingParams
 
-    from sampler.engine.seeded import sampling_arguments
+    from sampler.engine.worker_extension import sampling_arguments
 
+    # For pools that are not seeded.
+    unpredictable = secrets.randbits(32) - 2**31, secrets.randbits(32) - 2**31
     return _final(
         SamplingParams(
             temperature=0.0,  # the noise is in the logits
@@ -266,7 +263,7 @@ def _sampling_params(request: SampleRequest, slot: int) -> Any:
             ignore_eos=True,  # only our end token counts
             extra_args=sampling_arguments(
                 slot,
-                request.noise_key or _random_key(),
+                request.noise_key or unpredictable,
                 request.temperature,
                 top_p=request.top_p,
                 top_k=request.top_k,
@@ -283,8 +280,3 @@ def _final(params: Any) -> Any:
     params.detokenize = False
     params.skip_clone = True
     return params
-
-
-def _random_key() -> tuple[int, int]:
-    """Return an unpredictable key, for pools that are not seeded."""
-    return secrets.randbits(32) - 2**31, secrets.randbits(32) - 2**31

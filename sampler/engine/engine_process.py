@@ -14,7 +14,7 @@ import logging
 import multiprocessing
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -181,35 +181,6 @@ async def _settle() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-class Watchdog:
-    """Context manager around each wait for an output: calls `ask` while at least one is open.
-
-    Args:
-        ask: calls every core and kills one that does not answer.
-    """
-
-    def __init__(self, ask: Callable[[], Awaitable[None]]) -> None:
-        self._ask = ask
-        self._waiting = 0
-        self._task: asyncio.Task[None] | None = None
-
-    def __enter__(self) -> None:
-        self._waiting += 1
-        if self._task is None:
-            self._task = asyncio.ensure_future(self._run())
-
-    def __exit__(self, *error: object) -> None:
-        self._waiting -= 1
-        if not self._waiting and self._task is not None:
-            self._task.cancel()
-            self._task = None
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(ASK_S)
-            await self._ask()
-
-
 class EngineProcesses:
     """A started AsyncLLM.
 
@@ -251,7 +222,8 @@ class EngineProcesses:
         self._processes = list(client.resources.engine_manager.processes)
         self.ranks = len(self._processes)
         """Number of data-parallel ranks."""
-        self._watchdog = Watchdog(self._ask)
+        self._waiting = 0  # for outputs
+        self._watchdog: asyncio.Task[None] | None = None
         self._sentinels = [process.sentinel for process in self._processes]
         for sentinel, process in zip(self._sentinels, self._processes, strict=True):
             self._loop.add_reader(sentinel, self._ended, process)
@@ -273,8 +245,16 @@ class EngineProcesses:
 
     async def output(self, collector: Any) -> Any:
         """Return the finished output of a request; waits as long as the cores live."""
-        with self._watchdog:
+        self._waiting += 1
+        if self._watchdog is None:
+            self._watchdog = asyncio.ensure_future(self._watch())
+        try:
             return await self._call(collector.get(), "an output", seconds=None)
+        finally:
+            self._waiting -= 1
+            if not self._waiting and self._watchdog is not None:
+                self._watchdog.cancel()
+                self._watchdog = None
 
     async def abort(self, names: Sequence[str]) -> None:
         await self._call(self._llm.abort(list(names)), "the abort of requests")
@@ -305,6 +285,12 @@ class EngineProcesses:
             "collective_rpc", method, None, (), kwargs, engine=self._client.core_engines[rank]
         )
         return list(await self._call(call, f"`{method}`"))
+
+    async def _watch(self) -> None:
+        """Call each core at intervals, until it is cancelled."""
+        while True:
+            await asyncio.sleep(ASK_S)
+            await self._ask()
 
     async def _ask(self) -> None:
         """Call each core, which answers between two steps."""

@@ -77,7 +77,8 @@ class Sampled:
     versions: np.ndarray
     """i32 [n]: the policy version that each token was sampled from."""
     selection: Selection
-    """Selection of the final hidden states behind the tokens, from which proofs are made."""
+    """Selection of the final hidden states behind the tokens, one chunk for each 32 or rest of
+    them: `verify.toploc.codec.build_proofs_of` makes the proofs."""
 
 
 @dataclass(frozen=True)
@@ -133,27 +134,15 @@ class Recorded:
     hidden_size: int
 
 
-@dataclass(frozen=True)
-class RecordedSequence:
-    """The record of one sequence of n tokens."""
-
-    tokens: np.ndarray
-    """i32 [n]."""
-    logprobs: np.ndarray
-    """f32 [n]."""
-    versions: np.ndarray
-    """i32 [n]."""
-    selection: Selection
-    """One chunk for each 32 tokens or rest of them: `verify.toploc.codec.build_proofs_of` makes the
-    proofs."""
-
-
-def split_recorded(recorded: Recorded, lengths: Sequence[int]) -> list[RecordedSequence]:
+def split_recorded(
+    recorded: Recorded, lengths: Sequence[int], reasons: Sequence[str]
+) -> list[Sampled]:
     """Split a record into its sequences.
 
     Args:
         recorded: result of `take_recorded(slots, lengths)`.
         lengths: output tokens of each sequence.
+        reasons: why each ended.
     """
     tokens = np.frombuffer(recorded.tokens, np.int32)
     logprobs = np.frombuffer(recorded.logprobs, np.float32)
@@ -161,19 +150,14 @@ def split_recorded(recorded: Recorded, lengths: Sequence[int]) -> list[RecordedS
     indices = np.frombuffer(recorded.indices, np.int32).reshape(-1, TOP_K).astype(np.int64)
     bits = np.frombuffer(recorded.bits, np.uint16).reshape(-1, TOP_K).astype(np.int64)
     sequences, row, chunk = [], 0, 0
-    for length in lengths:
+    for length, reason in zip(lengths, reasons, strict=True):
         rows = slice(row, row + length)
-        sizes = chunk_rows(length) * recorded.hidden_size
+        starts = np.arange(0, length, CHUNK_ROWS)  # a chunk has 32 rows, or the rest
+        sizes = np.minimum(CHUNK_ROWS, length - starts) * recorded.hidden_size
         chunks = slice(chunk, chunk + len(sizes))
         selection = Selection(indices[chunks], bits[chunks], sizes)
-        sequences.append(RecordedSequence(tokens[rows], logprobs[rows], versions[rows], selection))
+        sequences.append(Sampled(tokens[rows], logprobs[rows], reason, versions[rows], selection))
         row, chunk = rows.stop, chunks.stop
     if (row, chunk) != (len(tokens), len(indices)):
         raise ValueError(f"a record of {len(tokens)} tokens for sequences of {row}")
     return sequences
-
-
-def chunk_rows(length: int) -> np.ndarray:
-    """Return the rows of each chunk of a sequence: i64 [ceil(length / 32)], 32 and the rest."""
-    starts = np.arange(0, length, CHUNK_ROWS)
-    return np.minimum(CHUNK_ROWS, length - starts)

@@ -79,19 +79,6 @@ class Gate:
         await self._idle.wait()
 
 
-class BadBody(Exception):
-    """The body of a request is too large, or late.
-
-    Args:
-        status: of the answer.
-        message: of the answer.
-    """
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status, self.message = status, message
-
-
 class VersionSwitch:
     """The middleware; vLLM makes it once, with `--middleware`."""
 
@@ -114,12 +101,10 @@ class VersionSwitch:
             await self._answer(scope, receive, send)
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
-        try:
-            body = await read_body(receive)
-        except BadBody as error:
-            await _refuse(send, error)
-            return
-        if body is None:
+        body = await read_body(receive)
+        if isinstance(body, tuple):
+            await _refuse(send, *body)
+        if not isinstance(body, bytes):
             return
 
         async def send_in_time(message: Message) -> None:
@@ -195,12 +180,9 @@ class VersionSwitch:
         models.base_model_paths = models.registry.base_model_paths = names
 
 
-async def read_body(receive: Receive) -> bytes | None:
-    """Return the body of a request; None if its client has gone.
-
-    Raises:
-        BadBody: it has over `MAX_BODY_BYTES`, or is not complete after `BODY_S`.
-    """
+async def read_body(receive: Receive) -> bytes | tuple[int, str] | None:
+    """Return the body of a request; None if its client has gone; status and message of the answer
+    if it has over `MAX_BODY_BYTES`, or is not complete after `BODY_S`."""
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -210,11 +192,11 @@ async def read_body(receive: Receive) -> bytes | None:
                     return None
                 body += message.get("body", b"")
                 if len(body) > MAX_BODY_BYTES:
-                    raise BadBody(413, f"the body has over {MAX_BODY_BYTES} bytes")
+                    return 413, f"the body has over {MAX_BODY_BYTES} bytes"
                 if not message.get("more_body", False):
                     return bytes(body)
     except TimeoutError:
-        raise BadBody(408, f"the body did not arrive within {BODY_S:g} s") from None
+        return 408, f"the body did not arrive within {BODY_S:g} s"
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
@@ -227,11 +209,11 @@ def _again(body: bytes, receive: Receive) -> Receive:
     return received
 
 
-async def _refuse(send: Send, error: BadBody) -> None:
+async def _refuse(send: Send, status: int, message: str) -> None:
     """Answer with OpenAI's error body."""
-    found = {"message": error.message, "type": "BadRequestError", "param": None}
-    content = json.dumps({"error": found | {"code": error.status}}).encode()
+    found = {"message": message, "type": "BadRequestError", "param": None}
+    content = json.dumps({"error": found | {"code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
     headers.append((b"content-length", str(len(content)).encode()))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": content})

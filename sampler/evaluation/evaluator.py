@@ -9,26 +9,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from broadcast.client import WeightsClient
 from broadcast.manifest import read_manifest
+from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
-from runspec.core.metrics import serve_metrics
+from runspec.core.latest import Latest
+from runspec.core.metrics import PREFIX, counter, gauge, serve_metrics
 from runspec.core.process import not_retried
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.schema import Evaluation, RunSpec
 from sampler.engine.engine import Engine, EngineDied, same_death_is_final
-from sampler.evaluation.arrivals import Arrivals, Arrived
-from sampler.evaluation.ask import Questions, ask
-from sampler.evaluation.due import due, due_versions
-from sampler.evaluation.figures import figures
-from sampler.evaluation.results import Results
-from sampler.role import RoleOptions
+from sampler.evaluation.ask import Questions, ask, summary
+from sampler.role import RoleOptions, VersionWatch
 from sampler.tasks.task_set import RunTask, build_evaluation_set
 from verify.client import CoordinatorClient
 from verify.formats.evaluation import Evaluated, ProblemResult, sign_evaluation
@@ -36,7 +36,6 @@ from verify.plugins import require_graders
 from verify.problem_files import problem_files
 
 _LOOK_S = 0.5
-_SAY_EVERY_S = 10.0
 
 
 def evaluate_versions(
@@ -52,31 +51,21 @@ def evaluate_versions(
         UserError: an error that a person can fix; the message names it.
         RunStopped: an error that would occur again.
     """
-    key = SigningKey.load(options.key)
-    client = CoordinatorClient(
-        options.coordinator, key, run=options.run, root_public_key=options.public_key
-    )
+    client, key = options.connect()
     spec = client.spec()
     require_graders(spec)
     done = client.evaluations()
     results = Results(done)
-
-    def weights() -> WeightsClient:
-        folder = options.dir / "weights"
-        root = options.public_key
-        return WeightsClient(
-            options.weights, run=options.run, root_public_key=root, cache_dir=folder
-        )
 
     with ExitStack() as up:  # closes in reverse order
         with not_retried():  # before any thread starts: on CPUs it may fork this process
             made = up.enter_context(closing(engine(evaluator_pool(spec))))
         serve_metrics(options.metrics, results, log)
         arrivals = Arrivals(
-            weights,
-            lambda after, newest: due_versions(spec, after, newest, done),
-            fetch_s=spec.verify.lease_timeout,
-            log=log,
+            options,
+            spec.verify.lease_timeout,
+            log,
+            due=lambda after, newest: due_versions(spec, after, newest, done),
         )
         up.enter_context(closing(arrivals))
         data = problem_files(client, spec, options.dir / "data", log)
@@ -94,36 +83,24 @@ def evaluate_versions(
                     done.add((evaluation.name, arrived.version))
 
 
+@dataclass
 class Evaluator:
-    """Evaluates versions with one engine.
+    """Evaluates versions with one engine."""
 
-    Args:
-        client: of the coordinator.
-        key: signs the results.
-        spec: of the run.
-        data_dir: folder of the problems' files; None: at the spec's paths.
-        log: the role's.
-        up: closes the graders.
-        results: receives each result.
-        engine: answers; nothing is loaded in it yet.
-    """
-
-    def __init__(
-        self,
-        client: CoordinatorClient,
-        key: SigningKey,
-        spec: RunSpec,
-        data_dir: Path | None,
-        log: logging.Logger,
-        up: ExitStack,
-        results: Results,
-        engine: Engine,
-    ) -> None:
-        self._client, self._key, self._spec = client, key, spec
-        self._data_dir, self._log, self._up = data_dir, log, up
-        self._results = results
-        self._engine = engine
-        self._questions: dict[str, Questions] = {}
+    client: CoordinatorClient
+    key: SigningKey
+    """Signs the results."""
+    spec: RunSpec
+    data_dir: Path | None
+    """Folder of the problems' files; None: at the spec's paths."""
+    log: logging.Logger
+    up: ExitStack
+    """Closes the graders."""
+    results: Results
+    """Receives each result."""
+    engine: Engine
+    """Answers; nothing is loaded in it yet."""
+    _questions: dict[str, Questions] = field(default_factory=dict)
 
     def evaluate(self, evaluation: Evaluation, arrived: Arrived, stop: threading.Event) -> bool:
         """Evaluate a version and send the result; return False if `stop` was set.
@@ -134,62 +111,51 @@ class Evaluator:
         """
         begun, cpu = time.monotonic(), cpu_seconds()
         questions = self._asked(evaluation, arrived.path)
+        what = f"{evaluation.name} of version {arrived.version}"
         try:
-            results = self._answers(questions, arrived, stop)
+            results = self._answers(questions, arrived, stop, what)
         except EngineDied as error:
-            self._log.warning("the engine died, asking again with a new one: %s", error)
+            self.log.warning("the engine died, asking again with a new one: %s", error)
             with same_death_is_final(error):
-                results = self._answers(questions, arrived, stop)
+                results = self._answers(questions, arrived, stop, what)
         if results is None:
             return False
-        graded = [each for each in results if any(r is not None for r in each.rewards)]
+        figures, graded, faults = summary(results)
         result = Evaluated(
-            run=self._spec.name,
+            run=self.spec.name,
             evaluation=evaluation.name,
             version=arrived.version,
             model_digest=read_manifest(arrived.path).model_digest,
-            figures=figures(graded),
-            faults=sum(reward is None for each in results for reward in each.rewards),
+            figures=figures,
+            faults=faults,
             problems=results,
             finished=time.time(),
             wall_s=round(time.monotonic() - begun, 3),
             cpu_s=round(max(0.0, cpu_seconds() - cpu), 3),
         )
-        self._client.evaluated(sign_evaluation(result, self._key))
-        self._results.evaluated(result)
+        self.client.evaluated(sign_evaluation(result, self.key))
+        self.results.evaluated(result)
         mean = result.figures.get("mean")
-        self._log.info(
-            "%s of version %d: mean %s over %d problems, %d answers failed to be graded, %.1f s",
-            *(evaluation.name, arrived.version, f"{mean.value:.3f}" if mean else "unknown"),
-            *(len(graded), result.faults, result.wall_s),
+        self.log.info(
+            "%s: mean %s over %d problems, %d answers failed to be graded, %.1f s",
+            *(what, f"{mean.value:.3f}" if mean else "unknown", graded, faults, result.wall_s),
         )
         return True
 
     def _asked(self, evaluation: Evaluation, tokenizer_dir: Path) -> Questions:
         if evaluation.name not in self._questions:
-            tasks: RunTask = self._up.enter_context(
-                closing(build_evaluation_set(self._spec, evaluation, tokenizer_dir, self._data_dir))
+            tasks: RunTask = self.up.enter_context(
+                closing(build_evaluation_set(self.spec, evaluation, tokenizer_dir, self.data_dir))
             )
-            self._questions[evaluation.name] = Questions.of(self._spec, evaluation, tasks)
+            self._questions[evaluation.name] = Questions.of(self.spec, evaluation, tasks)
         return self._questions[evaluation.name]
 
     def _answers(
-        self, questions: Questions, arrived: Arrived, stop: threading.Event
+        self, questions: Questions, arrived: Arrived, stop: threading.Event, what: str
     ) -> list[ProblemResult] | None:
-        if self._engine.version != arrived.version:
-            self._engine.load(arrived.path, arrived.version)
-        name, total = questions.evaluation.name, len(questions)
-        told = time.monotonic()
-
-        def said(done: int) -> None:
-            nonlocal told
-            if time.monotonic() - told >= _SAY_EVERY_S:
-                told = time.monotonic()
-                self._log.info(
-                    "%s of version %d: %d of %d problems", name, arrived.version, done, total
-                )
-
-        return ask(questions, self._engine, stop, said)
+        if self.engine.version != arrived.version:
+            self.engine.load(arrived.path, arrived.version)
+        return ask(questions, self.engine, stop, self.log, what)
 
 
 def cpu_seconds() -> float:
@@ -203,3 +169,137 @@ def cpu_seconds() -> float:
             continue
         total += times.user + times.system
     return total
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A version on this machine."""
+
+    version: int
+    path: Path
+
+
+class Arrivals(VersionWatch):
+    """The newest due version that nobody has taken; one at most waits.
+
+    `newest` is the newest version that was announced, once what is due up to it was fetched.
+
+    Args:
+        options, fetch_s, log: as for `VersionWatch`.
+        due: returns the versions in (after, newest] that are due, in order.
+    """
+
+    def __init__(
+        self,
+        options: RoleOptions,
+        fetch_s: float,
+        log: logging.Logger,
+        *,
+        due: Callable[[int, int], Sequence[int]],
+    ) -> None:
+        super().__init__(options, fetch_s, log)
+        self._due = due
+        self._changed = threading.Condition()
+        self._waiting: Arrived | None = None
+        self._taken = -1
+        self._thread.start()
+
+    def take(self, wait_s: float) -> Arrived | None:
+        """Return the newest due version, or None if there is none within `wait_s` seconds.
+
+        The one taken before is removed from this machine.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is not None, wait_s)
+            taken, self._waiting = self._waiting, None
+            if taken is not None:
+                self._taken = taken.version
+        return taken
+
+    def _take_in(self, latest: Latest) -> None:
+        if found := self._due(self.newest, latest.version):
+            self._bring(found, latest.version, latest.manifest_digest)
+        self.newest = latest.version  # not before: it may be the run's last
+
+    def _bring(self, versions: Sequence[int], newest: int, digest: str) -> None:
+        """Fetch the last of some due versions; the publisher's signature is on each."""
+        *others, version = versions
+        expected = digest if version == newest else None
+        try:
+            path = self._client.fetch(version, manifest_digest=expected, deadline_s=self._fetch_s)
+        except UserError as error:
+            self._log.warning("version %d is not evaluated, nobody serves it: %s", version, error)
+            return
+        with self._changed:
+            before, self._waiting = self._waiting, Arrived(version, path)
+            self._changed.notify_all()
+            self._client.prune({version, self._taken})
+        for skipped in [*([before.version] if before else []), *others]:
+            self._log.warning(
+                "version %d is not evaluated: the evaluator was busy until version %d was there",
+                *(skipped, version),
+            )
+
+
+Done = Collection[tuple[str, int]]
+"""Evaluations and the versions of which they are done."""
+
+
+def is_due(evaluation: Evaluation, version: int, steps: int) -> bool:
+    """Return whether a version is one of those that are evaluated, in a run of so many steps."""
+    if version == 0:
+        return evaluation.at_start
+    if version == steps:
+        return evaluation.at_end
+    return version % evaluation.every == 0
+
+
+def due(spec: RunSpec, version: int, done: Done) -> list[Evaluation]:
+    """Return the evaluations that a version is still to have."""
+    return [
+        each
+        for each in spec.evaluations
+        if is_due(each, version, spec.steps) and (each.name, version) not in done
+    ]
+
+
+def due_versions(spec: RunSpec, after: int, newest: int, done: Done) -> Sequence[int]:
+    """Return the versions in (after, newest] that are still to have an evaluation, in order."""
+    return [version for version in range(after + 1, newest + 1) if due(spec, version, done)]
+
+
+class Results(Collector):
+    """The newest result of each evaluation.
+
+    Args:
+        done: evaluations that have a result already, and its version.
+    """
+
+    def __init__(self, done: Iterable[tuple[str, int]]) -> None:
+        self._versions: dict[str, float] = {}
+        for name, version in done:
+            self._versions[name] = max(version, self._versions.get(name, -1))
+        self._newest: dict[str, Evaluated] = {}
+        self._busy_s = 0.0
+
+    def evaluated(self, result: Evaluated) -> None:
+        """Note a result that the coordinator has."""
+        self._versions[result.evaluation] = result.version
+        self._newest[result.evaluation] = result
+        self._busy_s += result.wall_s
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the figures since the process began, and the newest version of each evaluation."""
+        text, versions = "Newest version that was evaluated.", dict(self._versions)
+        yield gauge("evaluator_newest_version", text, versions, "evaluation")
+        yield counter("evaluator_busy_seconds", "Seconds spent on evaluations.", self._busy_s)
+        text = "Figures of the newest version, with the ends of their 95 % intervals."
+        labels = ["evaluation", "figure", "bound"]
+        figures = GaugeMetricFamily(f"{PREFIX}evaluator_figure", text, labels=labels)
+        for name, result in dict(self._newest).items():
+            for figure, found in result.figures.items():
+                bounds = {"estimate": found.value, "low": found.low, "high": found.high}
+                for bound, value in bounds.items():
+                    if value is not None:
+                        figures.add_metric([name, figure, bound], value)
+        yield figures

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from sampler.sandbox.limits import Finished, Limits
-from sampler.sandbox.probe import probe, require, working
+from sampler.sandbox.probe import probe, require
 from sampler.sandbox.process import (
     PORTION_BYTES,
     PYTHON,
@@ -54,8 +54,10 @@ def start(
         NotIsolated: a mechanism fails, or the program or a path is missing.
         UserError: no set of mechanisms works here.
     """
-    chosen = working() if mechanisms is None else mechanisms
-    return launch(command, limits=limits, mechanisms=chosen, files=files, readable=readable)
+    if mechanisms is None:
+        require("sandbox")
+        mechanisms = probe().working
+    return launch(command, limits=limits, mechanisms=mechanisms, files=files, readable=readable)
 
 
 def run(

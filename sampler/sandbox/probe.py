@@ -102,16 +102,6 @@ def _vsock() -> bool:
         return False
 
 
-def working() -> tuple[str, ...]:
-    """Return the mechanisms to apply: all that work.
-
-    Raises:
-        UserError: they are not enough to isolate.
-    """
-    require("sandbox")
-    return probe().working
-
-
 def require(place: str) -> None:
     """Check that programs of a model can be isolated here.
 

@@ -16,7 +16,7 @@ from typing import IO
 
 from sampler.sandbox import filter as seccomp
 from sampler.sandbox.inside import messages
-from sampler.sandbox.inside.init_process import remove_scratch
+from sampler.sandbox.inside.launcher import remove_scratch
 from sampler.sandbox.inside.limits import READ_ALL, capabilities, landlock_abi
 from sampler.sandbox.inside.messages import LANDLOCK, NAMESPACES, SECCOMP, Order
 from sampler.sandbox.limits import Finished, Limits, judge

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from runspec.core.errors import UserError, describe_error
-from runspec.core.hashing import hash_parts
 from runspec.core.process import run_role
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import Reward, RunSpec
@@ -28,12 +27,12 @@ from runspec.core.spec.schema_fields import close_match
 from sampler.tasks.grading.answers import Answer
 from sampler.tasks.grading.graders import Graders
 from sampler.tasks.grading.launch import require_graders
-from sampler.tasks.interfaces import Keep, Part, ProblemSource, make_source, make_term
-from sampler.tasks.problems import problem_filter
-from sampler.tasks.prompts import PromptCodec, PromptForm
+from sampler.tasks.interfaces import Keep, ProblemSource, make_source, make_term
+from sampler.tasks.prompts import PromptCodec
 from sampler.tasks.rewards.code.formats import read_tests
 from sampler.tasks.rewards.gym import origin_of
 from sampler.tasks.rewards.math import truths_of
+from sampler.tasks.task_set import problem_filter
 from verify.plugins import GraderFault, Problem, load_warm_start_data
 
 NAME = "check"
@@ -104,6 +103,7 @@ def add_command(commands: Any) -> None:
         "sources with what grades it, grades two answers to a problem of each task type, and "
         "prints what it found as a JSON object. `runspec lint --data` and `apply` call it.",
     )
+    parser.set_defaults(call=run)
     parser.add_argument("folder", type=Path, metavar="DIR", help="of a run, or with a spec.json")
     parser.add_argument(
         "--model",
@@ -136,23 +136,12 @@ def check(spec: RunSpec, model: Path | None) -> Checked:
     """
     checked = Checked(spec.data.max_prompt_tokens)
     rewards = list(_working(spec, checked))
-    sources = _read(spec, _All(), checked)
+    sources = _read(spec, Keep(), checked)
     if len(sources) == len(spec.data.sources):
         _measure(spec, model, checked)
     _read_verifications(rewards, sources, checked)
     _try_graders(spec, rewards, sources, checked)
     return checked
-
-
-class _All(Keep):
-    """Keeps every problem."""
-
-    known = ("train",)
-    digest = hash_parts("keep all").hex()
-
-    def parts(self, problems: Sequence[str]) -> list[Part]:
-        """See `Keep`."""
-        return ["train"] * len(problems)
 
 
 def _measure(spec: RunSpec, model: Path | None, checked: Checked) -> None:
@@ -165,7 +154,7 @@ def _measure(spec: RunSpec, model: Path | None, checked: Checked) -> None:
         checked.notes.append("the tokenizer is not on this machine: no prompt was measured")
     else:
         with checked.catching("model"):
-            codec = PromptCodec.read(model, PromptForm.of(spec.data))
+            codec = PromptCodec.read(model, spec.data)
     if codec is not None:
         fitting = _read(spec, problem_filter(spec, codec, "train"), checked)
         checked.notes += [f"source {name}: {_count(each)}" for name, each in fitting.items()]
@@ -202,7 +191,7 @@ def _warm_start_codec(spec: RunSpec) -> PromptCodec:
     data.traces(np.random.default_rng(spec.seed), _TRACES, "train")
     with TemporaryDirectory(prefix="runspec-tokenizer-") as folder:
         data.write_tokenizer(Path(folder))
-        return PromptCodec.read(Path(folder), PromptForm.of(spec.data))
+        return PromptCodec.read(Path(folder), spec.data)
 
 
 def _read_verifications(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
@@ -12,8 +11,9 @@ from tokenizers import Tokenizer
 
 from runspec.core.errors import UserError
 from runspec.core.hashing import digest_bytes, hash_parts
+from runspec.core.prompt_messages import prompt_messages
 from runspec.core.spec.schema import Data
-from runspec.core.tokenizer_files import ChatTemplate, Message, TokenizerFiles
+from runspec.core.tokenizer_files import ChatTemplate, TokenizerFiles
 
 THINK, THINK_END = "<think>", "</think>"
 
@@ -35,45 +35,9 @@ def answer_in(output: str, thinking: Thinking) -> str | None:
     return None if thinking == "required" else output.strip()
 
 
-@dataclass(frozen=True)
-class PromptForm:
-    """Form of a prompt: the fields of `data` that determine how a problem is presented."""
-
-    length_prompt: str
-    """Text that asks for a length; `{target}` is replaced by it."""
-    length_role: Literal["user", "system"] = "user"
-    """Role of the message that contains the length prompt."""
-    system_prompt: str | None = None
-    """Start of the system message."""
-    think_prefill: bool = False
-    """Whether the prompt opens the thinking if the template does not."""
-    thinking: Thinking = "required"
-    """What of an output is the answer; no prompt depends on it."""
-
-    @classmethod
-    def of(cls, data: Data) -> PromptForm:
-        """Return the form that a spec asks for."""
-        return cls(
-            *(data.length_prompt, data.length_prompt_role, data.system_prompt, data.think_prefill),
-            thinking=data.thinking or "required",
-        )
-
-    def messages(self, problem: str, target: int | None) -> list[Message]:
-        """Return the system message, if it has any content, and the user message.
-
-        The length prompt is on a line of its own; without a target there is none.
-        """
-        length = None if target is None else self.length_prompt.replace("{target}", str(target))
-        in_system = length if self.length_role == "system" else None
-        in_user = length if self.length_role == "user" else None
-        system = "\n".join(text for text in (self.system_prompt, in_system) if text)
-        user = problem if in_user is None else f"{problem}\n{in_user}"
-        messages: list[Message] = [{"role": "system", "content": system}] if system else []
-        return [*messages, {"role": "user", "content": user}]
-
-    def text(self, problem: str, target: int | None) -> str:
-        """Return the contents of the messages without a template, each on a new line."""
-        return "\n".join(message["content"] for message in self.messages(problem, target))
+def unformatted(data: Data, problem: str, target: int | None) -> str:
+    """Return the contents of a prompt's messages without a template, each on a new line."""
+    return "\n".join(message["content"] for message in prompt_messages(data, problem, target))
 
 
 class PromptCodec:
@@ -81,16 +45,18 @@ class PromptCodec:
 
     Args:
         files: tokenizer files of a model directory.
-        form: form of the prompts.
+        data: says the form of prompts, and what of an output is the answer.
 
     Raises:
         UserError: a broken template, a template without support for a system message that the
-            form needs, or no end token.
+            prompts need, or no end token.
     """
 
-    def __init__(self, files: TokenizerFiles, form: PromptForm) -> None:
+    def __init__(self, files: TokenizerFiles, data: Data) -> None:
         self._tokenizer: Tokenizer = files.tokenizer
-        self._form = form
+        self._data = data
+        self.thinking: Thinking = data.thinking or "required"
+        """What of an output is the answer."""
         self._place = files.place
         self._template = ChatTemplate.of(files)
         eos = files.special_tokens.get("eos_token")
@@ -105,37 +71,33 @@ class PromptCodec:
         # A tokenizer saved for training may silently truncate or pad prompts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        if self._template is not None and (form.system_prompt or form.length_role == "system"):
+        if self._template is not None and (
+            data.system_prompt or data.length_prompt_role == "system"
+        ):
             self._template.require_system_message()
 
     @classmethod
-    def read(cls, directory: Path, form: PromptForm) -> PromptCodec:
+    def read(cls, directory: Path, data: Data) -> PromptCodec:
         """Read the codec of a model directory.
 
         Raises:
             UserError: a file is missing or malformed, or an error of the class.
         """
-        return cls(TokenizerFiles.read(directory), form)
-
-    @property
-    def thinking(self) -> Thinking:
-        """What of an output is the answer."""
-        return self._form.thinking
+        return cls(TokenizerFiles.read(directory), data)
 
     @property
     def digest(self) -> str:
         """Digest of everything that a prompt's tokens depend on besides the problem and the
         target."""
-        form = self._form
-        template = self._template
+        data, template = self._data, self._template
         parts = [
             digest_bytes(self._tokenizer.to_str().encode()),
             "" if template is None else template.source,
             repr(sorted(template.special_tokens.items())) if template else "",
-            form.length_prompt,
-            form.length_role,
-            form.system_prompt or "",
-            str(form.think_prefill),
+            data.length_prompt,
+            data.length_prompt_role,
+            data.system_prompt or "",
+            str(data.think_prefill),
             *(f"{package} {version(package)}" for package in ("tokenizers", "jinja2")),
         ]
         return hash_parts(*parts).hex()
@@ -143,12 +105,12 @@ class PromptCodec:
     def prompt_text(self, problem: str, target: int | None) -> str:
         """Return the text to encode: the messages in the chat template, and the opened thinking."""
         if self._template is None:
-            text = self._form.text(problem, target)
+            text = unformatted(self._data, problem, target)
             opening = f"\n{THINK}\n"
         else:
-            text = self._template.render(self._form.messages(problem, target))
+            text = self._template.render(prompt_messages(self._data, problem, target))
             opening = f"{THINK}\n"
-        if self._form.think_prefill and not text.rstrip().endswith(THINK):
+        if self._data.think_prefill and not text.rstrip().endswith(THINK):
             text += opening
         return text
 
@@ -199,4 +161,4 @@ class PromptCodec:
         )
         if not tokens or tokens[-1] != self.eos_token_id or not known:
             return None
-        return answer_in(self.decode(tokens[:-1]), self._form.thinking)
+        return answer_in(self.decode(tokens[:-1]), self.thinking)

@@ -28,8 +28,8 @@ from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.spec.schema import RunSpec
 from runspec.core.tokenizer_files import TokenizerFiles
-from sampler.tasks.problems import InSplit, Problems, problem_filter, target_lengths
-from sampler.tasks.prompts import THINK_END, PromptCodec, PromptForm
+from sampler.tasks.prompts import THINK_END, PromptCodec, unformatted
+from sampler.tasks.task_set import InSplit, Problems, problem_filter, target_lengths
 from verify.plugins import Problem, Split, Trace
 
 PAD, EOS, UNKNOWN, THINK = "<pad>", "<eos>", "<unk>", "<think>"
@@ -121,7 +121,7 @@ class WarmStartTraces:
         self._longest = min(pool.max_new_tokens for pool in spec.samplers)
         self._tokenizer = tokenizer
         files = TokenizerFiles(tokenizer, tokenizer_config(), "the warm start's tokenizer")
-        self._codec = PromptCodec(files, PromptForm.of(spec.data))
+        self._codec = PromptCodec(files, spec.data)
         splits: tuple[Split, ...] = ("train", "held_out")
         self._problems = {
             split: Problems(spec, problem_filter(spec, self._codec, split)) for split in splits
@@ -217,11 +217,10 @@ def build_warm_start_data(spec: RunSpec) -> WarmStartTraces:
     characters = {c for each in looked_at for c in f"{each.prompt}{_answer(each)}".lower()}
     sample = [each.prompt for each in looked_at[:_SAMPLED_PROBLEMS]]
     targets: list[int | None] = [*target_lengths(spec)] or [None]
-    form = PromptForm.of(spec.data)
     words = {
         word
         for target in targets
-        for word in boilerplate([form.text(text, target) for text in sample])
+        for word in boilerplate([unformatted(spec.data, text, target) for text in sample])
     }
     tokenizer = build_tokenizer(sorted(words), spec.model.shape.vocab_size, sorted(characters))
     return WarmStartTraces(spec, spec.warm_start.obey_share, tokenizer)

@@ -10,16 +10,13 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
 from runspec.core.errors import UserError
-from runspec.core.keys import SigningKey
 from runspec.core.metrics import serve_metrics
 from runspec.core.process import not_retried
 from sampler.engine.arguments import find_pool
 from sampler.engine.engine import Engine
 from sampler.role import RoleOptions
-from sampler.worker.meter import Meter
-from sampler.worker.outbox import Outbox
-from sampler.worker.versions import Versions
-from sampler.worker.worker import Registration, Worker
+from sampler.worker.stores import Meter, Outbox, Versions
+from sampler.worker.worker import Worker
 from verify.client import CoordinatorClient, RunFinished
 from verify.formats.submission import max_submission_bytes
 from verify.plugins import load_task_set, require_graders
@@ -58,13 +55,7 @@ def work(
         UserError: an error that a person can fix; the message names it.
         RunStopped: an error that would occur again: no such pool, unreadable problems.
     """
-    key = SigningKey.load(options.key)
-    client = CoordinatorClient(
-        options.coordinator,
-        key,
-        run=options.run,
-        root_public_key=options.public_key,
-    )
+    client, key = options.connect()
     spec = client.spec()
     with not_retried():
         pool = find_pool(spec, options.pool)
@@ -78,14 +69,7 @@ def work(
         threading.Thread(
             target=_heartbeats, args=(client, meter, stop, log), name="heartbeat", daemon=True
         ).start()
-        versions = Versions(
-            options.weights,
-            run=options.run,
-            root_public_key=options.public_key,
-            cache_dir=options.dir / "weights",
-            fetch_s=spec.verify.lease_timeout,
-            log=log,
-        )
+        versions = Versions(options, spec.verify.lease_timeout, log)
         up.enter_context(closing(versions))
         version, path = versions.first()
         data = problem_files(client, spec, options.dir / "data", log)
@@ -98,8 +82,8 @@ def work(
             max_bytes=max_submission_bytes(spec, pool),
             log=log,
         )
-        registration = Registration(client, key, spec, pool, meter, log)
-        member = worker(registration, versions=versions, engine=made, tasks=tasks, outbox=outbox)
+        parts = {"versions": versions, "engine": made, "tasks": tasks, "outbox": outbox}
+        member = worker(client, key, spec, pool, **parts, meter=meter, log=log)
         member.load(version, path)
         member.run(stop)
 

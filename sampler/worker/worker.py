@@ -2,7 +2,7 @@
 
 The worker makes no choices and stores no progress. After a kill at any time, it asks again, gets
 its open leases back and samples the same rollouts. Leases, weights, grading, proofs and submissions
-are handled in threads beside the sampling. `schedule` decides the next action, and this loop
+are handled in threads beside the sampling. `next_action` decides the next action, and this loop
 performs it.
 """
 
@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,25 +23,18 @@ from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from sampler.engine.engine import Engine, EngineDied, same_death_is_final
 from sampler.engine.requests import GenerationAborted, NoVersion, Sampled
-from sampler.worker.lease_state import (
-    Background,
-    Event,
-    Granted,
-    HeldLease,
-    NotGranted,
-    SamplingEnded,
-    Settled,
-)
-from sampler.worker.meter import Meter
-from sampler.worker.outbox import Made, Outbox
 from sampler.worker.rollouts import (
-    FinishedRollout,
+    Ask,
+    Load,
+    Situation,
+    Submit,
+    Wait,
     claim_rewards,
     make_rollouts,
+    next_action,
     plan_rollouts,
 )
-from sampler.worker.schedule import Ask, Load, Situation, Submit, Wait, next_action
-from sampler.worker.versions import Versions
+from sampler.worker.stores import Background, Event, HeldLease, Made, Meter, Outbox, Versions
 from verify.client import CoordinatorClient, RunFinished, SubmissionRefused
 from verify.formats.lease import lease_digest, open_lease
 from verify.formats.submission import Rollout, encode_rollouts, sign_submission
@@ -63,51 +55,43 @@ _LOOK_S = 0.05
 """Seconds between two checks of the engine and of `stop`."""
 
 
-@dataclass(frozen=True)
-class Registration:
-    """Registration of a worker in a run: its identity, its pool, and how it reports its work."""
-
-    client: CoordinatorClient
-    """Client of the coordinator, with the identity of `key`."""
-    key: SigningKey
-    """Signs the submissions."""
-    spec: RunSpec
-    pool: SamplerPool
-    """Settings of sampling."""
-    meter: Meter
-    """Totals of the work, which the heartbeats report."""
-    log: logging.Logger
-
-
 class Worker:
     """Samples lease after lease until the run is finished or `stop` is set.
 
     Args:
-        registration: of the worker.
+        client: of the coordinator, with the identity of `key`.
+        key: signs the submissions.
+        spec: of the run.
+        pool: settings of sampling.
         versions: source of policy versions.
         engine: samples.
         tasks: problems, prompts and grading.
         outbox: stores submissions that are not accepted yet when the worker ends.
+        meter: totals of the work, which the heartbeats report.
+        log: the role's.
     """
 
     def __init__(
         self,
-        registration: Registration,
+        client: CoordinatorClient,
+        key: SigningKey,
+        spec: RunSpec,
+        pool: SamplerPool,
         *,
         versions: Versions,
         engine: Engine,
         tasks: TaskSet,
         outbox: Outbox,
+        meter: Meter,
+        log: logging.Logger,
     ) -> None:
-        client, pool, log = registration.client, registration.pool, registration.log
-        self._client, self._key, self._versions = client, registration.key, versions
-        self._engine, self._tasks, self._outbox = engine, tasks, outbox
-        self._spec, self._pool = registration.spec, pool
-        self._meter, self._log = registration.meter, log
+        self._client, self._key, self._spec, self._pool = client, key, spec, pool
+        self._versions, self._engine, self._tasks = versions, engine, tasks
+        self._outbox, self._meter, self._log = outbox, meter, log
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._held: dict[str, HeldLease] = {}
         self._submitting: set[str] = set()  # leases
-        self._asking = self._leaving = False
+        self._asking = self._leaving = self._finished = False
         self._loaded = (-1, Path())
         self._death: EngineDied | None = None  # the last one under a lease
         self._asker = Background("ask", self._events.put)
@@ -167,7 +151,7 @@ class Worker:
         """Handle all events that have arrived, then perform one action or wait for the next
         event."""
         while not self._events.empty():
-            self._take(self._events.get())
+            self._events.get()()
         match next_action(self._situation()):
             case Ask():
                 self._asking = True
@@ -178,7 +162,7 @@ class Worker:
                 self._sample(self._held[digest])
             case Wait():
                 with suppress(queue.Empty):
-                    self._take(self._events.get(timeout=_LOOK_S))
+                    self._events.get(timeout=_LOOK_S)()
 
     def _situation(self) -> Situation:
         return Situation(
@@ -191,34 +175,28 @@ class Worker:
             newest=self._versions.newest,
         )
 
-    def _take(self, event: Event) -> None:
-        """Handle an event; raise the error of a background thread."""
-        match event:
-            case Granted(lease, digest, plan):
-                self._asking = False
-                # A lease may be granted again while its first grant is on its way.
-                held = HeldLease(digest, lease.version, "waiting", lease=lease, plan=plan)
-                self._held.setdefault(digest, held)
-            case NotGranted(error):
-                self._asking = False
-                if error is not None:
-                    raise error
-            case SamplingEnded(digest, future):
-                sampling = self._held.get(digest)
-                if sampling is not None and sampling.future is future:  # not sampled again
-                    self._sampled(sampling, future)
-            case Settled(digest, error):
-                self._held.pop(digest, None)
-                self._submitting.discard(digest)
-                if error is not None:
-                    raise error
+    def _granted(self, held: HeldLease | None, error: BaseException | None = None) -> None:
+        """Take in the answer to a request for a lease: None if there is none now."""
+        self._asking = False
+        if error is not None and not self._finished:
+            raise error
+        if held is not None:
+            # A lease may be granted again while its first grant is on its way.
+            self._held.setdefault(held.digest, held)
 
-    def _next_lease(self) -> Granted | NotGranted:
+    def _settled(self, lease: str, error: BaseException | None) -> None:
+        """Forget a lease that was submitted or refused, or whose submission failed."""
+        self._held.pop(lease, None)
+        self._submitting.discard(lease)
+        if error is not None:
+            raise error
+
+    def _next_lease(self) -> Event:
         """Ask for a lease and fetch its version."""
         try:
             data = self._client.lease(LEASE_POLL_S)
             if data is None:
-                return NotGranted()
+                return partial(self._granted, None)
             lease = open_lease(data, coordinators=self._client.roles().coordinator)
             if lease.pool != self._pool.name or lease.groups > self._pool.groups_per_submission:
                 raise UserError(
@@ -229,9 +207,10 @@ class Worker:
             self._versions.get(lease.version, lease.manifest_digest)
             size = self._spec.grpo.group_size
             plan = plan_rollouts(lease, self._tasks, self._pool, group_size=size)
-            return Granted(lease, lease_digest(data), plan)
+            held = HeldLease(lease_digest(data), lease.version, "waiting", lease=lease, plan=plan)
+            return partial(self._granted, held)
         except BaseException as error:  # noqa: BLE001 - raised again by the loop
-            return NotGranted(error)
+            return partial(self._granted, None, error)
 
     def _switch(self, version: int) -> None:
         leases = [h.lease for h in self._held.values() if h.lease.version == version]
@@ -254,11 +233,13 @@ class Worker:
             held.future.set_exception(error.death)
 
         def tell(future: Future[list[Sampled]]) -> None:
-            self._events.put(SamplingEnded(held.digest, future))
+            self._events.put(partial(self._sampled, held, future))
 
         held.future.add_done_callback(tell)
 
     def _sampled(self, held: HeldLease, future: Future[list[Sampled]]) -> None:
+        if held.future is not future or self._finished:  # it is sampled again, or too late
+            return
         try:
             sampled = future.result()
         except EngineDied as error:
@@ -310,7 +291,7 @@ class Worker:
                 if (left := ends - time.monotonic()) <= 0:
                     break
                 with suppress(queue.Empty):
-                    self._take(self._events.get(timeout=left))
+                    self._events.get(timeout=left)()
         except UserError as error:
             self._log.warning("while stopping: %s", error)
         with suppress(EngineDied):
@@ -341,25 +322,24 @@ class Worker:
             finish: builds the submission and submits it.
         """
 
-        def settle() -> Settled:
+        def settle() -> Event:
             try:
                 finish()
             except SubmissionRefused as error:
                 self._log.warning("submission refused, going on: %s", error)
             except BaseException as error:  # noqa: BLE001 - raised again by the loop
-                return Settled(lease, error)
-            return Settled(lease)
+                return partial(self._settled, lease, error)
+            return partial(self._settled, lease, None)
 
         self._submitting.add(lease)
         self._submitter.add(settle)
 
     def _hand_in_the_last(self) -> None:
         """Submit what was sampled before the run finished; the coordinator may refuse it."""
-        ends = time.monotonic() + LAST_SUBMISSIONS_S
+        self._finished, ends = True, time.monotonic() + LAST_SUBMISSIONS_S
         while self._submitting and (left := ends - time.monotonic()) > 0:
             with suppress(queue.Empty, RunFinished):  # the answer to late submissions
-                if isinstance(event := self._events.get(timeout=left), Settled):
-                    self._take(event)
+                self._events.get(timeout=left)()
         if self._submitting:
             self._log.warning("giving a submission up after %.0f s", LAST_SUBMISSIONS_S)
 
@@ -367,9 +347,8 @@ class Worker:
         lease, digest = held.lease, held.digest
         claims = claim_rewards(held.plan, sampled, self._tasks)
         proofs = build_proofs_of([result.selection for result in sampled])
-        parts = zip(held.plan, sampled, claims, proofs, strict=True)
-        finished = [FinishedRollout(*each) for each in parts]
-        rollouts = make_rollouts(lease, digest, finished, self._tasks, self._pool)
+        rows = zip(held.plan, sampled, claims, proofs, strict=True)
+        rollouts = make_rollouts(lease, digest, rows, self._tasks, self._pool)
         table = encode_rollouts(self.finish(rollouts))
         envelope = sign_submission(
             table, run=lease.run, step=lease.step, index=lease.index, lease=digest, key=self._key

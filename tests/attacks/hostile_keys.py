@@ -31,8 +31,9 @@ from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.simulate.population import StrategyBlock
 from runspec.simulate.strategies import Sleeper, Strategy, strategies
 from sampler.engine.requests import Sampled, SampleRequest
-from sampler.worker.rollouts import FinishedRollout, claim_rewards, make_rollouts, plan_rollouts
-from sampler.worker.versions import Versions
+from sampler.role import RoleOptions
+from sampler.worker.rollouts import claim_rewards, make_rollouts, plan_rollouts
+from sampler.worker.stores import Versions
 from tests.attacks.strange import strange_info, strange_table
 from tests.harness import ROOT
 from tests.verify.bench import envelope_of
@@ -187,9 +188,7 @@ class Sampler:
             sampled = [row for group in groups for row in sample_group(model, group)]
             claims = claim_rewards(plan, sampled, tasks)
         proofs = build_proofs_of([each.selection for each in sampled])
-        finished = [
-            FinishedRollout(*row) for row in zip(plan, sampled, claims, proofs, strict=True)
-        ]
+        finished = zip(plan, sampled, claims, proofs, strict=True)
         return make_rollouts(lease, lease_digest(signed), finished, tasks, self._pool)
 
 
@@ -277,13 +276,11 @@ def main() -> None:
         return CoordinatorClient(options.coordinator, key, **pinned)
 
     spec = client_of(SigningKey.generate()).spec()
-    versions = Versions(
-        [options.weights],
-        **pinned,
-        cache_dir=Path(options.dir),
-        fetch_s=spec.verify.lease_timeout,
-        log=logging.getLogger(),
+    role = RoleOptions(
+        *(options.run, options.coordinator, [options.weights], options.public_key),
+        *(Path(options.dir) / "key", Path(options.dir)),
     )
+    versions = Versions(role, spec.verify.lease_timeout, logging.getLogger())
     keys = {name: int(count) for name, count in (each.split("=") for each in options.attacks)}
     sample = Sampler(spec, spec.samplers[0], versions)
     attack(keys, client_of, url=options.coordinator, pool=spec.samplers[0].name, sample=sample)

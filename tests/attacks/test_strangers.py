@@ -24,9 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.published import require_published
-from learner_jax.corpus.documents import table_rows
+from learner_jax.corpus.documents import Counts, read_documents
 from runspec.cli.join import progress_line
-from runspec.core import parquet
+from runspec.core import rows as row_files
 from runspec.core.canonical import MAX_DEPTH, MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import open_lock
@@ -286,23 +286,25 @@ class TestParquetThatExpands:
         assert path.stat().st_size < 200_000
         most, before = (2 * 10**6, pa.total_allocated_bytes()) if nested else (10**6 - 1, 0)
         # then it is refused by its number, and rows before it can be read one by one
-        with (
-            parquet.open_parquet(path, {"text"}) as file,
-            pytest.raises(UserError, match="row 60 is 200" if nested else "row 1 is 1000000 bytes"),
-        ):
-            for _ in parquet.parquet_rows(file, ["text"], most=most, place="p"):
+        groups = row_files.parquet_groups(path, ["text"], "p")
+        said = "row 60 is 200" if nested else "row 1 is 1000000 bytes"
+        with pytest.raises(UserError, match=said):
+            for _ in row_files.table_rows(groups, "p", most):
                 assert pa.total_allocated_bytes() - before < 10**8
         if not nested:
-            assert [row["text"] for _, _, row in table_rows(path, "text")] == [text] * 60
+            assert [each.value for each in read_documents(path, Counts())] == [text] * 60
 
     def test_rows_come_in_portions_of_bounded_size(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(parquet, "_TOGETHER_BYTES", 10_000)
+        monkeypatch.setattr(row_files, "_TOGETHER_BYTES", 10_000)
         rows = [{"a": "x" * (500 * (n % 9)), "b": [{"c": n, "d": None}] * n} for n in range(50)]
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p", row_group_size=20)
-        with parquet.open_parquet(tmp_path / "p", {"a", "b"}) as file:
-            portions = [*parquet.parquet_rows(file, ["a", "b"], most=10**6, place="p")]
+        portions = [
+            portion
+            for _, group in row_files.parquet_groups(tmp_path / "p", ["a", "b"], "p")
+            for portion in row_files.bounded_rows(group, most=10**6, place="p")
+        ]
         assert [row for portion in portions for row in portion] == rows
         assert max(len(portion) for portion in portions) < 10 < len(portions)
 

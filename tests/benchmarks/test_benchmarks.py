@@ -17,7 +17,7 @@ from benchmarks.accelerator import __main__ as accelerator
 from benchmarks.accelerator.__main__ import PARTS, Part, main
 from benchmarks.references import markov
 from benchmarks.references.ngram import NGram
-from learner_jax.corpus.generated import GeneratedReads
+from learner_jax.corpus.sources import GeneratedReads
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow

@@ -34,7 +34,7 @@ from scipy import stats
 
 from bridge.codecs import Codec, Kind, codec
 from bridge.flat import FlatLayout
-from learner_jax.corpus.generated import GeneratedReads
+from learner_jax.corpus.sources import GeneratedReads
 from learner_jax.execution import Execution
 from learner_jax.islands.outer import (
     OuterSpec,

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.references import markov
-from learner_jax.corpus.generated import GeneratedReads
+from learner_jax.corpus.sources import GeneratedReads
 from runspec.core.spec.load import SpecFiles, load_layers
 
 SPEC = Path(__file__).parents[2] / "specs" / "metagene.yaml"

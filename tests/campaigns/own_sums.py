@@ -19,8 +19,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from runspec.cli.init import SECOND_SPEC, SPEC, initial_files, write_all
-from runspec.cli.sums import HELD_OUT, data_files
+from runspec.cli.init import SECOND_SPEC, SPEC, SUMS_HELD_OUT, data_files, initial_files, write_all
 
 SEEDS = tuple(int(seed) for seed in os.environ.get("SUMS_SEEDS", "0,1,2").split(","))
 ACCURACY = (0.3, 0.4)
@@ -62,8 +61,8 @@ def accuracy(folder: Path, model: Path, samples: int = 2) -> float:
     words += ["--set", "data.sources.problems.uri=held_out.jsonl", "--samples", str(samples)]
     command(*words, "--model", str(model), "--out", str(out))
     rates = pyarrow.parquet.read_table(out)["solve_rate"].to_pylist()
-    if len(rates) != HELD_OUT or None in rates:
-        raise RuntimeError(f"{len(rates)} of {HELD_OUT} sums were tried and graded")
+    if len(rates) != SUMS_HELD_OUT or None in rates:
+        raise RuntimeError(f"{len(rates)} of {SUMS_HELD_OUT} sums were tried and graded")
     return sum(rates) / len(rates)
 
 

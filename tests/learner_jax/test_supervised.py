@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from learner_jax.corpus.rows import CorpusRows
+from learner_jax.corpus.packed import CorpusRows
 from learner_jax.logprobs import token_logprobs_and_level
 from learner_jax.model import abstract_params
 from learner_jax.packing import Sample, TokenBatch, pack

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import AliasPath, BaseModel, Field
 
 from runspec.core.errors import UserError
 from runspec.core.evaluation_tools import Asked, Figures, Measured
-from sampler.evaluation.tools.files import read_shape, result_files, with_error
+from sampler.evaluation.tools import read_shape, result_files, with_error
 
 ERROR = "stderr"
 _OF_MEANS = ("accuracy", "mean")
@@ -27,25 +27,14 @@ class _Score(BaseModel):
     metrics: dict[str, _Metric]
 
 
-class _Results(BaseModel):
-    total_samples: int
-    completed_samples: int
-    scores: list[_Score]
-
-
-class _Task(BaseModel):
-    task: str
-
-
-class _Failure(BaseModel):
-    message: str
-
-
 class _Log(BaseModel):
     status: str
-    eval: _Task
-    results: _Results | None = None
-    error: _Failure | None = None
+    task: str = Field(validation_alias=AliasPath("eval", "task"))
+    error: str = Field("", validation_alias=AliasPath("error", "message"))
+    total: int = Field(-1, validation_alias=AliasPath("results", "total_samples"))
+    """Negative where there are no results."""
+    completed: int = Field(0, validation_alias=AliasPath("results", "completed_samples"))
+    scores: list[_Score] = Field([], validation_alias=AliasPath("results", "scores"))
 
 
 class InspectAi:
@@ -64,24 +53,17 @@ class InspectAi:
         found = {}
         for path in result_files(out, "*.json"):
             log = read_shape(_Log, path)
-            if log.status != "success" or log.results is None:
-                why = f": {log.error.message[:500]}" if log.error else ""
-                raise UserError(f"{log.eval.task} ended as {log.status}{why}", place=str(path))
-            found[log.eval.task] = _measured(log.results)
+            if log.status != "success" or log.total < 0:
+                why = f": {log.error[:500]}" if log.error else ""
+                raise UserError(f"{log.task} ended as {log.status}{why}", place=str(path))
+            figures = {k: v for score in log.scores for k, v in _figures(score).items()}
+            count, faults = log.total, log.total - log.completed
+            if log.scores:  # several answers to a problem are one scored sample
+                first = log.scores[0]
+                count = first.scored_samples + first.unscored_samples
+                faults += first.unscored_samples
+            found[log.task] = Measured(figures, count, faults)
         return found
-
-
-def _measured(results: _Results) -> Measured:
-    figures: dict[str, tuple[float, float | None, float | None]] = {}
-    for score in results.scores:
-        figures |= _figures(score)
-    first = results.scores[0] if results.scores else None
-    count = results.total_samples
-    faults = results.total_samples - results.completed_samples
-    if first is not None:  # several answers to a problem are one scored sample
-        count = first.scored_samples + first.unscored_samples
-        faults += first.unscored_samples
-    return Measured(figures, count, faults)
 
 
 def _figures(score: _Score) -> Figures:

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel, Field
 
 from runspec.core.evaluation_tools import Asked, Measured
-from sampler.evaluation.tools.files import read_shape, result_files, with_error
+from sampler.evaluation.tools import read_shape, result_files, with_error
 
 LIKELIHOODS = "local-completions"
 """Its model for tasks that compare likelihoods; `local-chat-completions` only answers."""

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from pydantic import BaseModel
+from pydantic import AliasPath, BaseModel, Field
 
-from runspec.core.errors import UserError
 from runspec.core.evaluation_tools import KEY_VARIABLE, Asked, Measured
-from sampler.evaluation.figures import mean_of
-from sampler.evaluation.tools.files import parse_shape, result_files
+from runspec.core.rows import lines
+from sampler.evaluation.ask import mean_of
+from sampler.evaluation.tools import parse_shape, result_files
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 _RUN = "run"
@@ -29,21 +29,9 @@ class _Trace(BaseModel):
     metrics: dict[str, float | None] = {}
 
 
-class _Row(BaseModel):
-    idx: int
-
-
-class _Task(BaseModel):
-    data: _Row
-
-
-class _Environment(BaseModel):
-    id: str
-
-
 class _Episode(BaseModel):
-    env: _Environment
-    task: _Task
+    task: str = Field(validation_alias=AliasPath("env", "id"))
+    row: int = Field(validation_alias=AliasPath("task", "data", "idx"))
     ok: bool
     traces: list[_Trace]
 
@@ -70,7 +58,7 @@ class Verifiers:
         counts: dict[str, set[int]] = defaultdict(set)
         faults: dict[str, int] = defaultdict(int)
         for episode in _episodes(out):
-            name, row = episode.env.id, episode.task.data.idx
+            name, row = episode.task, episode.row
             counts[name].add(row)
             graded = [trace for trace in episode.traces if any(trace.rewards.values())]
             if not episode.ok or not graded:
@@ -96,11 +84,7 @@ class Verifiers:
 def _episodes(out: Path) -> Iterator[_Episode]:
     [path] = result_files(out, f"{_RUN}/traces.jsonl")
     with path.open("rb") as stream:
-        number = 0
-        while line := stream.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            if len(line) > MAX_LINE_BYTES:
-                raise UserError(f"longer than {MAX_LINE_BYTES} bytes", place=f"{path}:{number}")
+        for number, _, line in lines(stream, str(path), MAX_LINE_BYTES):
             yield parse_shape(_Episode, line, f"{path}:{number}")
 
 

@@ -3,16 +3,227 @@
 It reads its order from a socket that the parent keeps open as long as the program may run. When the
 socket closes, for whatever reason, the launcher ends the program. It answers first whether the
 program started, or why not, and later how the program ended.
+
+Its child is the init process: the first process of the PID namespace or, without one, the process
+that adopts every orphan of the program. It collects the processes that end, and once the program
+has ended it kills all the rest. It is trusted code out of the program's reach: the program can
+neither trace nor signal it. Its child becomes the program.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import time
 
-from . import init_process, kernel, limits, messages, namespaces
-from .messages import NAMESPACES, Order, unpack
-from .watchdog import Watchdog
+from . import kernel, limits, messages
+from .messages import LANDLOCK, NAMESPACES, SECCOMP, Order, unpack
+from .watchdog import Watchdog, descendants
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # without the import of `typing`
+    from collections.abc import Callable
+
+
+def run_init(order: Order, user: int, tasks: int, ready: int, failures: int, report: int) -> None:
+    """Prepare the scratch directory, start the program, wait for it, report. Never returns.
+
+    Args:
+        order: what to start.
+        user: id that the program gets outside of namespaces.
+        tasks: limit on that user's processes and threads.
+        ready: descriptor that receives a byte once the ids are mapped; its end means that the
+            launcher has ended.
+        failures: receives the reason if the program cannot be started; its start closes it.
+        report: receives the message on how it ended.
+    """
+    try:
+        if not os.read(ready, 1):
+            os._exit(1)
+        os.close(ready)
+        os.umask(0o022)
+        limits.die_first()
+        place = order.scratch
+        contained = NAMESPACES in order.mechanisms
+        if contained:
+            kernel.build_root(order.readable, order.links, order.file_bytes)
+            place = kernel.SCRATCH
+        else:
+            kernel.prctl("collecting orphans", kernel.PR_SET_CHILD_SUBREAPER, 1)
+        kernel.prctl("not being traced", kernel.PR_SET_DUMPABLE, 0)
+        _end_with_parent(kernel.SIGKILL if contained else kernel.SIGTERM)
+        _write_files(place, order.files)
+        program = os.fork()
+        if program == 0:
+            _become(order, place, user, tasks, failures)
+    except (OSError, ValueError) as error:
+        os.write(failures, str(error).encode())
+        os._exit(1)
+    os.close(failures)
+    detach_streams()
+    _wait(program, report, b"" if contained else order.scratch)
+
+
+def _end_with_parent(signal: int) -> None:
+    """Have the kernel signal this process once its parent has ended."""
+    parent = os.getppid()
+    kernel.prctl("ending with the parent", kernel.PR_SET_PDEATHSIG, signal)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _write_files(place: bytes, files: list[tuple[bytes, bytes]]) -> None:
+    for name, content in files:
+        path = os.path.join(place, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "xb") as file:
+            file.write(content)
+
+
+def _become(order: Order, place: bytes, user: int, tasks: int, failures: int) -> None:
+    """Give up every right and become the program. Never returns."""
+    try:
+        os.setsid()
+        contained = NAMESPACES in order.mechanisms
+        kernel.forget_keys()
+        os.chdir(place)
+        cpu = int(order.cpu_s) + 1 if order.cpu_s else 0
+        limits.apply(order.memory, order.file_bytes, cpu, tasks)
+        limits.give_up_rights(
+            os.geteuid() if contained else user, read_all=order.read_all and not contained
+        )
+        _end_with_parent(kernel.SIGKILL)
+        if LANDLOCK in order.mechanisms:
+            limits.restrict_files(order.readable, [place], kernel.DEVICES)
+        if SECCOMP in order.mechanisms:
+            kernel.install_filter(order.filter)
+        environment = dict(order.environment)
+        environment.update(dict.fromkeys((b"HOME", b"TMPDIR"), place))
+        os.execve(order.command[0], order.command, environment)
+    except OSError as error:
+        where = os.fsdecode(order.command[0])
+        text = str(error) if isinstance(error, kernel.CallFailed) else f"{where}: {error}"
+        os.write(failures, text.encode())
+    os._exit(1)
+
+
+def detach_streams() -> None:
+    """Close the program's pipes here, so that they end when the program ends."""
+    silent = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+    for stream in (0, 1, 2):
+        os.dup2(silent, stream, inheritable=False)
+
+
+def _wait(program: int, report: int, directory: bytes) -> None:
+    """Collect every process that ends until the program does.
+
+    Then kill the others and remove `directory`. Without one, the kernel ends all of the namespace
+    with this process.
+    """
+    if directory:
+        _end_on_signal(program, directory)
+    messages.answer(report, program=program)
+    status, ended = 0, 0
+    while ended != program:
+        ended, status = os.wait()
+    if directory:
+        _end_group(program)
+        remove_scratch(directory)
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = usage.ru_utime + usage.ru_stime
+    messages.answer(report, status=status, cpu_s=cpu_s, peak=usage.ru_maxrss << 10)
+    os._exit(0)
+
+
+def _end_on_signal(program: int, directory: bytes) -> None:
+    import signal  # here, because its import takes milliseconds and namespaces do not need it
+
+    def end(_number: int, _frame: object) -> None:
+        _end_group(program)
+        remove_scratch(directory)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+
+
+def _end_group(program: int) -> None:
+    """Kill the program's process group until nothing is left below the init process.
+
+    A signal to a group also reaches processes that are being forked. A process can leave the group
+    only if no filter applies.
+    """
+    try:
+        while True:
+            _kill(os.killpg, program)
+            for pid in (program, *descendants(os.getpid())):
+                _kill(os.kill, pid)
+            os.wait()
+    except ChildProcessError:
+        return  # none left
+
+
+def _kill(end: Callable[[int, int], None], pid: int) -> None:
+    try:
+        end(pid, kernel.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def remove_scratch(path: bytes) -> None:
+    """Remove a scratch directory that a hostile program has filled; its writers are all dead.
+
+    Any depth and any permissions; symbolic links are removed and never followed. Directories are
+    moved up before they are emptied, so that no path grows with the depth.
+    """
+    try:
+        top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return  # already removed
+    try:
+        _empty(top)
+        os.rmdir(path)
+    finally:
+        os.close(top)
+
+
+def _empty(top: int) -> None:
+    moved = 0
+    while names := os.listdir(top):
+        for name in names:
+            if not _is_directory(name, top):
+                os.unlink(name, dir_fd=top)
+                continue
+            os.chmod(name, 0o700, dir_fd=top)
+            child = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+            try:
+                for inner in os.listdir(child):
+                    if not _is_directory(inner, child):
+                        os.unlink(inner, dir_fd=child)
+                        continue
+                    os.chmod(inner, 0o700, dir_fd=child)  # moving a directory writes its `..`
+                    moved += 1
+                    target = f".moved-{moved}"
+                    while _exists(target, top):
+                        moved += 1
+                        target = f".moved-{moved}"
+                    os.rename(inner, target, src_dir_fd=child, dst_dir_fd=top)
+            finally:
+                os.close(child)
+            os.rmdir(name, dir_fd=top)
+
+
+def _is_directory(name: str, directory: int) -> bool:
+    mode = os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode
+    return mode & 0o170000 == 0o040000
+
+
+def _exists(name: str, directory: int) -> bool:
+    try:
+        os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
 
 _END_S = 10.0
 """Longest wait for the init process to end what is below it."""
@@ -33,14 +244,14 @@ def main(control: int) -> None:
     try:
         user = limits.spare_user() if order.mechanisms else os.geteuid()
         tasks = limits.tasks_allowed(order.processes, user, contained=contained)
-        child = kernel.clone(namespaces.FLAGS) if contained else os.fork()
+        child = kernel.clone(kernel.FLAGS) if contained else os.fork()
     except OSError as error:
         messages.answer(control, failed=str(error))
         return
     if child == 0:
         for descriptor in (control, go, failures, report):
             os.close(descriptor)
-        init_process.run_init(order, user, tasks, ready, failures_in, report_in)
+        run_init(order, user, tasks, ready, failures_in, report_in)
     for descriptor in (ready, failures_in, report_in):
         os.close(descriptor)
     problem = _let_go(order, child, user, go)
@@ -58,7 +269,7 @@ def _let_go(order: Order, child: int, user: int, go: int) -> str:
     """Map the child's ids and let it continue; return what went wrong, or nothing."""
     try:
         if NAMESPACES in order.mechanisms:
-            namespaces.map_ids(child, user, user if os.geteuid() == 0 else os.getegid())
+            kernel.map_ids(child, user, user if os.geteuid() == 0 else os.getegid())
         elif order.scratch and user != os.geteuid():
             os.chown(order.scratch, user, user)
         os.write(go, b"1")
@@ -84,7 +295,7 @@ def _supervise(
     """Wait until the program ends, the parent closes the socket, or a limit is passed."""
     import select  # here, so that the program starts meanwhile
 
-    init_process.detach_streams()
+    detach_streams()
     watchdog = Watchdog(order, child, started)
     poll = select.poll()
     poll.register(control, select.POLLIN | select.POLLHUP)

@@ -26,7 +26,6 @@ from verify.plugins import GraderFault, Problem
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 3600.0
-NAMES = ("grade", "rewards")
 LINES_AT_ONCE = 256
 BAD_USAGE = 2
 INTERRUPTED, NOBODY_READS = 130, 141
@@ -43,6 +42,7 @@ def add_commands(commands: Any) -> None:
         "(seconds). The text after the first </think> is graded, or what --thinking says. "
         "Exit code: 0 all lines were graded, 1 some are errors, 2 bad usage.",
     )
+    grade.set_defaults(call=run)
     grade.add_argument("file", type=Path, metavar="FILE.jsonl", help="`-` reads standard input")
     grade.add_argument("--json", action="store_true", help="one JSON object a line")
     grade.add_argument(
@@ -51,7 +51,8 @@ def add_commands(commands: Any) -> None:
         default="optional",
         help="as data.thinking of a run: what of a completion is graded (default: optional)",
     )
-    commands.add_parser("rewards", help="list the plug-ins that grade")
+    rewards = commands.add_parser("rewards", help="list the plug-ins that grade")
+    rewards.set_defaults(call=run)
 
 
 def run(options: argparse.Namespace) -> int:

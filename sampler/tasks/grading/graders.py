@@ -22,10 +22,9 @@ from sampler.tasks.grading.answers import (
     Answer,
     Result,
     TermRules,
-    checked,
     fault,
     over_limit,
-    raised,
+    reply_of,
     result_of,
 )
 from sampler.tasks.grading.launch import GraderLost, GraderProcess
@@ -299,19 +298,13 @@ class Graders:
         kind = answer.problem.task_type
         seconds = self.rules[kind].timeout_s + _GRACE_S
         graded: Future[Result] = Future()
-        threading.Thread(
-            target=lambda: graded.set_result(_graded(self._threaded[kind], answer)), daemon=True
-        ).start()
+
+        def grade() -> None:
+            reply = reply_of(self._threaded[kind], answer.problem, answer.text)
+            graded.set_result(result_of(answer, reply, self.rules[kind]))
+
+        threading.Thread(target=grade, daemon=True).start()
         try:
             return graded.result(seconds)
         except NotYet:
             return fault(answer.problem, f"the grader hangs: {seconds:.0f} s")
-
-
-def _graded(term: TaskTerm, answer: Answer) -> Result:
-    try:
-        given = term.score(answer.problem, answer.text)
-    except Exception as error:  # noqa: BLE001 - a plug-in may raise whatever it likes
-        return fault(answer.problem, raised(term, error))
-    score = given if isinstance(given, Score) else Score(given)
-    return checked(answer.problem, score.value, score.reason)

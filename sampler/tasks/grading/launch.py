@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import select
 import sys
 import threading
 import time
@@ -18,8 +20,95 @@ from runspec.core.process import not_retried
 from runspec.core.spec.schema import Reward, RunSpec
 from sampler import sandbox
 from sampler.sandbox import PYTHON, Limits, NotIsolated, start
-from sampler.tasks.grading.channel import Channel, ChannelClosed, NoMessage, Overdue
 from sampler.tasks.interfaces import find_kind, reward_entry_point
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+_PORTION = 1 << 16
+
+
+class ChannelClosed(Exception):
+    """The other side ended, or sent something that is not a message."""
+
+
+class NoMessage(ChannelClosed):
+    """The other side sent something that is not a message; it may still run."""
+
+
+class Overdue(Exception):
+    """The deadline passed before a message was received or sent."""
+
+
+class Channel:
+    """One side of a conversation with another process.
+
+    Args:
+        read_fd, write_fd: pipes; they are made non-blocking.
+        max_bytes: longest line that is accepted.
+    """
+
+    def __init__(self, read_fd: int, write_fd: int, *, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._read_fd, self._write_fd, self._max_bytes = read_fd, write_fd, max_bytes
+        os.set_blocking(read_fd, False)
+        os.set_blocking(write_fd, False)
+        self._buffer = bytearray()
+        self._searched = 0
+
+    def send(self, message: Any, deadline: float) -> None:
+        """Write one line of JSON. Raises the errors of `send_line`."""
+        self.send_line(json.dumps(message), deadline)
+
+    def send_line(self, line: str, deadline: float) -> None:
+        """Write a line that is JSON already.
+
+        Raises:
+            ChannelClosed: the other side has ended.
+            Overdue: not sent by `deadline` (`time.monotonic`).
+        """
+        data = memoryview(line.encode() + b"\n")
+        while data:
+            self._wait(self._write_fd, select.POLLOUT, deadline)
+            try:
+                data = data[os.write(self._write_fd, data[:_PORTION]) :]
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise ChannelClosed(f"cannot write: {error.strerror}") from error
+
+    def receive(self, deadline: float) -> Any:
+        """Read one line.
+
+        Raises:
+            ChannelClosed: the other side ended; `NoMessage`: it sent a line that is too long or
+                is not JSON.
+            Overdue: no whole line by `deadline` (`time.monotonic`).
+        """
+        while (end := self._buffer.find(b"\n", self._searched)) < 0:
+            self._searched = len(self._buffer)
+            if self._searched > self._max_bytes:
+                raise NoMessage(f"a message of more than {self._max_bytes} bytes")
+            self._wait(self._read_fd, select.POLLIN, deadline)
+            try:
+                portion = os.read(self._read_fd, _PORTION)
+            except BlockingIOError:
+                continue
+            if not portion:
+                raise ChannelClosed("ended")
+            self._buffer += portion
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        self._searched = 0
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise NoMessage("a message that is no JSON") from error
+
+    def _wait(self, fd: int, event: int, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(fd, event)
+        left = deadline - time.monotonic()
+        if left <= 0 or not poll.poll(left * 1000):
+            raise Overdue
+
 
 _WARNING = threading.Lock()
 START_S = 60.0
@@ -43,7 +132,7 @@ class Packages:
             return spec_from_file_location(name, packages[name])
 sys.path[:] = paths
 sys.meta_path.insert(0, Packages)
-from sampler.tasks.grading.server import main
+from sampler.tasks.grading.answers import main
 main()
 """
 """Imports our packages and those of the plug-ins by their files, because the folders around them,
@@ -204,7 +293,11 @@ def _packages(points: Iterable[EntryPoint]) -> tuple[dict[str, str], list[Path]]
     """Return import name -> file of our packages and of the terms', and the paths to read."""
     files: dict[str, str] = {}
     readable = []
-    for name in ("runspec", "sampler", "verify", *map(_top, points)):
+    names = ["runspec", "sampler", "verify"]
+    for point in points:
+        point.load()
+        names.append(point.module.partition(".")[0])
+    for name in names:
         found = sys.modules[name].__file__
         if found is None:  # a namespace package, importable from site-packages
             continue
@@ -212,11 +305,6 @@ def _packages(points: Iterable[EntryPoint]) -> tuple[dict[str, str], list[Path]]
         files[name] = str(file)
         readable.append(file.parent if file.name == "__init__.py" else file)
     return files, readable
-
-
-def _top(entry_point: EntryPoint) -> str:
-    entry_point.load()
-    return entry_point.module.partition(".")[0]
 
 
 def _installed(path: str) -> bool:

@@ -15,8 +15,7 @@ part of a text (`3` of `(-∞, 3)`, `56` of `5 or 6`) is taken for all of it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from fractions import Fraction
 
 from sampler.tasks.rewards.notation import (
@@ -25,8 +24,10 @@ from sampler.tasks.rewards.notation import (
     SCALES,
     SYMBOLS,
     UNITS,
+    Node,
     Token,
     Unreadable,
+    is_name,
     plain,
     tokens,
 )
@@ -44,25 +45,6 @@ _ATOMS = frozenset({"frac", "binom", "lfloor", "lceil", "begin", "angle", "trian
 _SIGN = {"-": "neg"}
 _RELATIONS = ("=", "<", ">", "<=", ">=", "!=", "approx", "in", "equiv")
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A part of a formula: an operation (`+ * ^ neg inverse` or a function), "number", "symbol",
-    "list", "tuple" (`name` its brackets), "matrix" (`name` its columns), "relation", "quantity"
-    (`name` the units of the parts), "percent", "degree" or "based" (`name` digits and base)."""
-
-    kind: str
-    parts: tuple[Node, ...] = ()
-    name: str = ""
-    """Of a number with a decimal point: as it was written."""
-    value: Fraction = Fraction(0)
-
-    def every(self) -> Iterator[Node]:
-        """This part and all parts of it."""
-        yield self
-        for part in self.parts:
-            yield from part.every()
 
 
 def parse(text: str) -> Node:
@@ -456,15 +438,3 @@ def _related(members: list[Node], relations: list[str]) -> Node:
     if len(members) == 2:
         return Node("relation", (first, last), relations[0])
     raise Unreadable("a chain of relations")
-
-
-def is_name(node: Node) -> bool:
-    """Whether this names what follows: x, AB, f(x), a_1."""
-    if node.kind == "symbol":
-        return node.name not in ("pi", "e", "i", "infty")
-    if node.kind != "*" or node.parts[0].kind != "symbol":
-        return False
-    if node.parts[-1].name.startswith("angle"):
-        return True
-    upper = all(part.kind == "symbol" and part.name.isupper() for part in node.parts)
-    return upper or node.parts[0].name in ("f", "g", "h", "P", "p")

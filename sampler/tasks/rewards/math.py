@@ -15,11 +15,12 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from sampler.tasks.interfaces import Score, TaskTerm
-from sampler.tasks.rewards.formulas import MAX_CHARS, Node, parse
+from sampler.tasks.rewards.formulas import MAX_CHARS, parse
 from sampler.tasks.rewards.notation import (
     FUNCTIONS,
     SCALES,
     UNITS,
+    Node,
     Token,
     Unreadable,
     plain,
@@ -47,6 +48,9 @@ _SHORT_WORDS = re.compile(
 _INLINE = re.compile(r"\$([^$]{1,400})\$")
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 _KNOWN_WORDS = FUNCTIONS | SCALES.keys() | {"pi", "and", "inf", "infinity", "union"}
+_KNOWN = re.compile(
+    rf"(?<![A-Za-z])(?:{'|'.join(sorted(_KNOWN_WORDS, key=len, reverse=True))})(?![A-Za-z])"
+)
 _CHOICE = re.compile(
     r"(?:(?:the\s+)?(?:correct\s+)?(?:option|choice|answer)\s*(?:is\b|:)?\s*)*"
     r"(?:\(\s*([A-Ja-j])\s*\)|([A-Ja-j])\s*\)|([A-J])[.:](?=\s|$)|([A-J])$)[.:,]?\s*(.*)",
@@ -145,32 +149,32 @@ def _unmarked(line: str) -> str:
         line = _BOLD.sub(r"\2", line)
     line = re.sub(r"\\[()\[\]]", "$", line)
     return _INLINE.sub(
-        lambda found: found[0] if _PROSE.search(_unknown(found[1])) else f" {found[1]} ", line
+        lambda found: (
+            found[0] if _PROSE.search(_KNOWN.sub(" ", plain(found[1]))) else f" {found[1]} "
+        ),
+        line,
     ).strip()
-
-
-def _unknown(text: str) -> str:
-    words = "|".join(sorted(_KNOWN_WORDS, key=len, reverse=True))
-    return re.sub(rf"(?<![A-Za-z])(?:{words})(?![A-Za-z])", " ", plain(text))
 
 
 def _concluded(lines: list[str]) -> str:
     """What the last of some lines states, else the last formula or number of the last that has
     one."""
     *before, last = lines
-    stated = [*_STATED.finditer(last)]
-    if stated:
+    if stated := [*_STATED.finditer(last)]:
         rest = last[stated[0].end() :].strip()
-        hedges = len(stated) > 1 or re.match(r"(?:not|either|neither)\b", rest)
-        if hedges or _readable(rest) or _word(rest) or choice(rest)[0] or not runs(rest):
-            return last if hedges else rest
-        return runs(rest)[0]
+        if len(stated) > 1 or re.match(r"(?:not|either|neither)\b", rest):
+            return last
+        if _readable(rest) or _word(rest) or choice(rest)[0]:
+            return rest
+        return (runs(rest) or [rest])[0]
     if choice(last)[0]:
         return last
+    if found := runs(last):
+        return found[-1]
     for line in reversed(before):
-        if not runs(last) and (place := _STATED.search(line)) and runs(line[place.end() :]):
-            return runs(line[place.end() :])[0]
-    return next((found[-1] for line in reversed(lines) if (found := runs(line))), last)
+        if (place := _STATED.search(line)) and (found := runs(line[place.end() :])):
+            return found[0]
+    return next((found[-1] for line in reversed(before) if (found := runs(line))), last)
 
 
 def runs(line: str) -> list[str]:

@@ -1,4 +1,4 @@
-r"""The signs of formulas: Unicode, LaTeX and plain text become tokens of one kind.
+r"""The signs of formulas: Unicode, LaTeX and plain text become tokens of one kind; and their tree.
 
 `√3/2`, `\\frac{\\sqrt{3}}{2}` and `sqrt(3)/2` differ behind this module only in their brackets.
 """
@@ -9,6 +9,7 @@ import re
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 
 FUNCTIONS = frozenset({
     "sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "asin", "acos",
@@ -89,6 +90,37 @@ class Token:
     spaced: bool
     start: int
     end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A part of a formula: an operation (`+ * ^ neg inverse` or a function), "number", "symbol",
+    "list", "tuple" (`name` its brackets), "matrix" (`name` its columns), "relation", "quantity"
+    (`name` the units of the parts), "percent", "degree" or "based" (`name` digits and base)."""
+
+    kind: str
+    parts: tuple[Node, ...] = ()
+    name: str = ""
+    """Of a number with a decimal point: as it was written."""
+    value: Fraction = Fraction(0)
+
+    def every(self) -> Iterator[Node]:
+        """This part and all parts of it."""
+        yield self
+        for part in self.parts:
+            yield from part.every()
+
+
+def is_name(node: Node) -> bool:
+    """Whether this names what follows: x, AB, f(x), a_1."""
+    if node.kind == "symbol":
+        return node.name not in ("pi", "e", "i", "infty")
+    if node.kind != "*" or node.parts[0].kind != "symbol":
+        return False
+    if node.parts[-1].name.startswith("angle"):
+        return True
+    upper = all(part.kind == "symbol" and part.name.isupper() for part in node.parts)
+    return upper or node.parts[0].name in ("f", "g", "h", "P", "p")
 
 
 def plain(text: str) -> str:

@@ -17,8 +17,7 @@ from typing import Any
 
 import mpmath
 
-from sampler.tasks.rewards.formulas import Node, is_name
-from sampler.tasks.rewards.notation import UNITS, Unreadable
+from sampler.tasks.rewards.notation import UNITS, Node, Unreadable, is_name
 
 MAX_BITS = 131_072
 """Of a numerator or denominator."""
@@ -162,7 +161,9 @@ def same_value(ours: Node, theirs: Node) -> bool:
             pairs = [[Evaluation(mp, point).of(n) for n in (ours, theirs)] for mp in _CONTEXTS]
         except ZeroDivisionError:
             continue
-        if point >= POINTS - 2 and any(_is_complex(value) for value in pairs[1]):
+        if point >= POINTS - 2 and any(
+            not isinstance(value, Fraction) and mpmath.im(value) != 0 for value in pairs[1]
+        ):
             continue
         valid += 1
         if (
@@ -218,10 +219,6 @@ def _endless(value: Value, node: Node) -> bool:
         while below % prime == 0:
             below //= prime
     return below > 1
-
-
-def _is_complex(value: Value) -> bool:
-    return not isinstance(value, Fraction) and bool(mpmath.im(value) != 0)
 
 
 def _real(context: Any, value: Value) -> Any:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-from abc import ABC, abstractmethod
-from bisect import bisect_right
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, Literal
 from zipfile import BadZipFile
 
 import numpy as np
@@ -26,17 +25,27 @@ import pyarrow as pa
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.hashing import hash_parts
-from runspec.core.parquet import bounded_rows
+from runspec.core.rows import (
+    GROUP_BITS,
+    Row,
+    arrow_batches,
+    bounded_rows,
+    json_object,
+    json_rows,
+    parquet_groups,
+    readable,
+    table_rows,
+)
 from runspec.core.spec.schema import Source
 from runspec.core.spec.source_files import file_digest, row_files, source_files
 from sampler.tasks.interfaces import Keep, Part
-from sampler.tasks.sources.rows import ProblemRows, RowReader, Table
+from sampler.tasks.sources.rows import ProblemRows, RowReader
 from verify.plugins import Problem
 
 _log = logging.getLogger(__name__)
 _PROGRESS_S = 5.0
 _MAX_CACHED_BYTES = 1 << 32
-_VERSION = "kept rows 4"
+_VERSION = "kept rows 5"
 _SAID: Mapping[Part, str] = {
     "train": "to train on",
     "held_out": "held out",
@@ -47,8 +56,20 @@ _REMEDIES = {
     "off_rate": "widen solve_rate",
     "no_rate": "measure solve rates (`python -m sampler solve-rates`)",
 }
+_TOGETHER = 256
+"""Prompts that are measured together."""
 MAX_ROW_BYTES = 64 * 1024 * 1024
 """Most bytes of one row in a file."""
+CACHED_BYTES = 512 * 1024**2
+"""Most bytes of cached row groups; the one read last is always cached."""
+Form = Literal["jsonl", "parquet", "arrow"]
+_FORMS: Mapping[Form, str] = {
+    "jsonl": "JSON Lines",
+    "parquet": "Parquet",
+    "arrow": "an Arrow stream",
+}
+_cached: OrderedDict[tuple[object, ...], pa.Table | pa.RecordBatch] = OrderedDict()
+_cache_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -56,15 +77,15 @@ class SelectedRows:
     """The rows that belong to a run."""
 
     rows: np.ndarray
-    """u32 [n]: numbers of the rows, ascending."""
+    """i64 [n, 4], ascending: number over all files, file, and `number` and `at` of its `Row`."""
     task_types: list[str]
     """Task types of these rows, sorted."""
     summary: str
     """Numbers of rows selected, and left out for each reason."""
 
 
-def select_rows(
-    source: Source, files: Mapping[str, Path], table: Table, rows: RowReader, keep: Keep
+def _selected(
+    source: Source, files: Sequence[RowFile], reader: RowReader, keep: Keep
 ) -> SelectedRows:
     """Return the rows within the solve rate limits that `keep` accepts; the same in every process.
 
@@ -76,48 +97,55 @@ def select_rows(
     """
     key = hash_parts(
         *(_VERSION, source.kind, source.name),
-        *(file_digest(path) for path in files.values()),
+        *(file_digest(file.path) for file in files),
         source.model_dump_json(include={"params", "task_types", "solve_rate"}),
         keep.digest,
     ).hex()
     path = _cache_path(key)
-    kept = None if path is None else _read_cache(path, len(table))
+    kept = None if path is None else _read_cache(path)
     if kept is None:
-        kept = _scan(source, table, rows, keep)
+        kept = _scan(source, files, reader, keep)
         if path is not None:
             _write_cache(path, kept)
     _log.info("source %s: %s", source.name, kept.summary)
     return kept
 
 
-def _scan(source: Source, table: Table, rows: RowReader, keep: Keep) -> SelectedRows:
-    said = time.monotonic()
-    looked_at, kept, counts = 0, list[int](), Counter[str]()
-    types, ids = set[str](), dict[bytes, int]()
+def _scan(source: Source, files: Sequence[RowFile], reader: RowReader, keep: Keep) -> SelectedRows:
+    kept, counts = list[tuple[int, ...]](), Counter[str]()
+    types, ids = set[str](), dict[bytes, str]()
     bounds = source.solve_rate
-    for batch in table.batches():
-        problems: list[tuple[int, Problem]] = []
-        for number, row in enumerate(batch, start=looked_at):
-            place = table.place(number)
-            problem = rows.problem(row, number, place)
-            _refuse_second(ids, problem.problem_id, number, table)
-            rate = rows.rate(row, place)
-            if bounds is not None and rate is None:
-                counts["no_rate"] += 1
-            elif bounds is not None and rate is not None and not bounds.min <= rate <= bounds.max:
-                counts["off_rate"] += 1
-            else:
-                problems.append((number, problem))
-        looked_at += len(batch)
-        parts = keep.parts([problem.prompt for _, problem in problems])
+    waiting = list[tuple[str, str, tuple[int, ...]]]()  # prompt, task type, and where the row is
+
+    def decide() -> None:
+        parts = keep.parts([prompt for prompt, _, _ in waiting])
         counts.update(parts)
-        for (number, problem), part in zip(problems, parts, strict=True):
+        for part, (_, task_type, where) in zip(parts, waiting, strict=True):
             if part == keep.wanted:
-                kept.append(number)
-                types.add(problem.task_type)
-        if time.monotonic() - said > _PROGRESS_S:
-            said = time.monotonic()
-            _log.info("source %s: %d of %d rows scanned", source.name, looked_at, len(table))
+                kept.append(where)
+                types.add(task_type)
+        waiting.clear()
+
+    for index, (file, row) in enumerate(_all_rows(source.name, files)):
+        problem = reader.problem(row.columns, index, row.place)
+        first = ids.setdefault(hash_parts(problem.problem_id)[:16], row.place)
+        if first != row.place:  # only 16 bytes of each id's hash are stored
+            raise UserError(
+                f"problem_id {problem.problem_id[:80]!r} is that of {first} too",
+                place=row.place,
+                remedy="give every problem an id of its own",
+            )
+        rate = reader.rate(row.columns, row.place)
+        if bounds is not None and rate is None:
+            counts["no_rate"] += 1
+        elif bounds is not None and rate is not None and not bounds.min <= rate <= bounds.max:
+            counts["off_rate"] += 1
+        else:
+            where = (index, file, row.number, row.at)
+            waiting.append((problem.prompt, problem.task_type, where))
+            if len(waiting) == _TOGETHER:
+                decide()
+    decide()
     summary = ", ".join(f"{counts[part]} {_SAID[part]}" for part in keep.known)
     if bounds is not None:
         summary += (
@@ -131,18 +159,19 @@ def _scan(source: Source, table: Table, rows: RowReader, keep: Keep) -> Selected
             remedy=", or ".join(remedies)
             or "add problems: a run with a warm start holds a tenth of them out",
         )
-    return SelectedRows(np.array(kept, dtype=np.uint32), sorted(types), summary)
+    return SelectedRows(np.array(kept, dtype=np.int64), sorted(types), summary)
 
 
-def _refuse_second(ids: dict[bytes, int], problem_id: str, number: int, table: Table) -> None:
-    """Refuse an id that occurred before. Only 16 bytes of each id's hash are stored."""
-    first = ids.setdefault(hash_parts(problem_id)[:16], number)
-    if first != number:
-        raise UserError(
-            f"problem_id {problem_id[:80]!r} is that of {table.place(first)} too",
-            place=table.place(number),
-            remedy="give every problem an id of its own",
-        )
+def _all_rows(name: str, files: Sequence[RowFile]) -> Iterator[tuple[int, Row]]:
+    """Yield all rows in order, each with the number of its file, and log progress."""
+    said, count = time.monotonic(), 0
+    for number, file in enumerate(files):
+        for row in file.rows():
+            yield number, row
+            count += 1
+            if time.monotonic() - said > _PROGRESS_S:
+                said = time.monotonic()
+                _log.info("source %s: %d rows read", name, count)
 
 
 def _cache_path(key: str) -> Path | None:
@@ -167,7 +196,7 @@ def _write_cache(path: Path, kept: SelectedRows) -> None:
         _log.warning("the selected rows are not cached: %s", error)
 
 
-def _read_cache(path: Path, rows: int) -> SelectedRows | None:
+def _read_cache(path: Path) -> SelectedRows | None:
     """Return the cached rows; None if there are none or the file is damaged."""
     try:
         data = read_bounded(path, _MAX_CACHED_BYTES)
@@ -175,116 +204,111 @@ def _read_cache(path: Path, rows: int) -> SelectedRows | None:
         return None
     try:
         with np.load(BytesIO(data), allow_pickle=False) as file:
-            kept = SelectedRows(file["rows"], file["task_types"].tolist(), str(file["summary"]))
-        if len(kept.rows) and kept.rows[-1] < rows:
-            return kept
-        damage = "row numbers beyond the end of the files"
+            return SelectedRows(file["rows"], file["task_types"].tolist(), str(file["summary"]))
     except (ValueError, KeyError, EOFError, RuntimeError, BadZipFile) as error:
-        damage = str(error)
-    _log.warning("%s is damaged (%s): scanning the rows again", path, damage)
+        _log.warning("%s is damaged (%s): scanning the rows again", path, error)
     return None
 
 
-class Stamp:
-    """Size and time of a file, checked whenever it is read."""
+class RowFile:
+    """A file that is read row by row, and of which single rows are read again later.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        path: the file, which must stay as it is now.
+        name: for messages.
+        form: `jsonl`, `parquet` or `arrow`.
+        columns: the columns that are read; JSON lines are read whole.
+    """
+
+    def __init__(self, path: Path, name: str, form: Form, columns: Sequence[str]) -> None:
+        self.path, self._name, self._form, self._columns = path, name, form, tuple(columns)
         known = path.stat()
         self._known = (known.st_size, known.st_mtime_ns)
 
-    def open(self) -> BinaryIO:
+    def rows(self) -> Iterator[Row]:
+        """Yield all rows, in order.
+
+        Raises:
+            UserError: the file is not of its form, or a row is malformed or too large.
+        """
+        with self._open() as stream:
+            if self._form == "jsonl":
+                yield from json_rows(stream, self._name, MAX_ROW_BYTES)
+            else:
+                yield from table_rows(self._groups(stream, 0), self._name, MAX_ROW_BYTES)
+
+    def row(self, number: int, at: int) -> Row:
+        """Return the row of this number and position; several threads may read at once."""
+        if self._form == "jsonl":
+            with self._open() as stream:
+                stream.seek(at)
+                line = stream.readline(MAX_ROW_BYTES + 1)
+            place = f"{self._name}:{number}"
+            return Row(number, place, json_object(line, place), at)
+        group, within = at >> GROUP_BITS, at % (1 << GROUP_BITS)
+        data = self._group(group).slice(within, 1)
+        ((row,),) = bounded_rows(data, most=MAX_ROW_BYTES, place=self._name, first=number - 1)
+        return Row(number, f"{self._name}, row {number}", row, at)
+
+    @contextmanager
+    def _open(self) -> Iterator[BinaryIO]:
         """Open the file to read.
 
         Raises:
-            UserError: it is gone or was replaced.
+            UserError: it is gone or was replaced, or is not of its form.
         """
         try:
             stream = self.path.open("rb")
-            now = os.fstat(stream.fileno())
-            if (now.st_size, now.st_mtime_ns) == self._known:
-                return stream
-            stream.close()
-            reason = "changed while the run reads it"
         except OSError as error:
-            reason = f"cannot be read any more: {error.strerror or error}"
-        raise UserError(
-            reason, place=str(self.path), remedy="put the file back as it was, then start again"
-        )
+            raise _changed(
+                self.path, f"cannot be read any more: {error.strerror or error}"
+            ) from error
+        with stream, readable(self._name, _FORMS[self._form]):
+            now = os.fstat(stream.fileno())
+            if (now.st_size, now.st_mtime_ns) != self._known:
+                raise _changed(self.path, "changed while the run reads it")
+            yield stream
+
+    def _groups(
+        self, stream: BinaryIO, start: int
+    ) -> Iterator[tuple[int, pa.Table | pa.RecordBatch]]:
+        if self._form == "parquet":
+            return parquet_groups(stream, self._columns, self._name, start=start)
+        return arrow_batches(self.path, self._columns, self._name, start=start)
+
+    def _group(self, number: int) -> pa.Table | pa.RecordBatch:
+        """Return a row group or batch; those that were read last are cached."""
+        key = (self.path, self._known, self._columns, number)
+        with self._open() as stream, _cache_lock:
+            if key not in _cached:
+                _, _cached[key] = next(self._groups(stream, number))
+                while len(_cached) > 1 and sum(t.nbytes for t in _cached.values()) > CACHED_BYTES:
+                    _cached.popitem(last=False)
+            _cached.move_to_end(key)
+            return _cached[key]
 
 
-class Pieces(ABC):
-    """A `Table` of Arrow data in pieces: row groups, or record batches.
-
-    Args:
-        files: by relative name.
-        rows: number of rows of each piece and the number of its file, in order.
-    """
-
-    def __init__(self, files: Mapping[str, Path], rows: Sequence[tuple[int, int]]) -> None:
-        self._names = list(files)
-        self._file_of = [file for _, file in rows]
-        self._starts = [0, *accumulate(count for count, _ in rows)]
-
-    @abstractmethod
-    def piece(self, number: int) -> pa.Table | pa.RecordBatch:
-        """Return piece `number`, in memory or mapped."""
-
-    @abstractmethod
-    def batches(self) -> Iterator[list[Mapping[str, Any]]]:
-        """See `Table`."""
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def row(self, number: int) -> Mapping[str, Any]:
-        """See `Table`."""
-        at = bisect_right(self._starts, number) - 1
-        found = self.piece(at).slice(number - self._starts[at], 1)
-        name, first = self._in_file(number)
-        ((row,),) = bounded_rows(found, most=MAX_ROW_BYTES, place=name, first=first)
-        return row
-
-    def place(self, number: int) -> str:
-        """See `Table`."""
-        name, of_file = self._in_file(number)
-        return f"{name}, row {of_file + 1}"
-
-    def _in_file(self, number: int) -> tuple[str, int]:
-        """Return the file of a row, and the row's number in it from 0."""
-        file = self._file_of[bisect_right(self._starts, number) - 1]
-        return self._names[file], number - self._starts[self._file_of.index(file)]
-
-
-def require_columns(columns: Sequence[str], there: Sequence[str], name: str) -> None:
-    """Check that a file has the columns that are read.
-
-    Raises:
-        UserError: a column is missing.
-    """
-    if missing := [column for column in columns if column not in there]:
-        raise UserError(
-            f"no column {', '.join(map(repr, missing))}; there are {', '.join(there)[:300]}",
-            place=name,
-            remedy="name the columns under params, and that of the solve rate in solve_rate",
-        )
+def _changed(path: Path, reason: str) -> UserError:
+    return UserError(
+        reason, place=str(path), remedy="put the file back as it was, then start again"
+    )
 
 
 class FileSource:
-    """Problems from rows; implements `ProblemSource`. Subclasses say how rows are found and read.
+    """Problems from rows; implements `ProblemSource`. Subclasses say what files and rows are.
 
     The files are scanned once, each row strictly checked, and the selected rows are cached on disk.
     After that a problem is read when it is requested.
 
     Attributes:
-        table: makes the `Table` of files by relative name; the columns are those that are read.
+        form: of the files.
         reader: makes the reader that turns rows into problems.
 
     Raises:
         UserError: a missing file, a malformed row, two equal ids, or no row is selected.
     """
 
-    table: ClassVar[type[Any]]
+    form: ClassVar[Form] = "jsonl"
     reader: ClassVar[type[Any]] = ProblemRows
 
     def __init__(self, source: Source, seed: int, keep: Keep) -> None:
@@ -294,10 +318,13 @@ class FileSource:
                 place=f"data.sources.{source.name}",
                 remedy="name the file or the folder with the rows",
             )
-        self._rows: RowReader = self.reader(source)
-        files = row_files(source, source_files(source))
-        self._table: Table = self.table(files, self._rows.columns)
-        self._kept: SelectedRows = select_rows(source, files, self._table, self._rows, keep)
+        self._name = source.name
+        self._reader: RowReader = self.reader(source)
+        self._files = [
+            RowFile(path, name, self.form, self._reader.columns)
+            for name, path in row_files(source, source_files(source)).items()
+        ]
+        self._kept = _selected(source, self._files, self._reader, keep)
         self.task_types = frozenset(self._kept.task_types)
 
     @property
@@ -310,17 +337,13 @@ class FileSource:
 
     def problem(self, index: int) -> Problem:
         """Return the problem of the selected row `index`."""
-        number = int(self._kept.rows[index])
-        return self._rows.problem(self._table.row(number), number, self._table.place(number))
+        over_all, file, number, at = self._kept.rows[index].tolist()
+        row = self._files[file].row(number, at)
+        return self._reader.problem(row.columns, over_all, row.place)
 
     def placed(self) -> Iterator[tuple[str, Problem]]:
         """Yield each selected row's file and number, and its problem; reads the files in order."""
-        selected, reported = {*self._kept.rows.tolist()}, time.monotonic()
-        rows = (row for batch in self._table.batches() for row in batch)
-        for number, row in enumerate(rows):
-            if number in selected:
-                place = self._table.place(number)
-                yield place, self._rows.problem(row, number, place)
-            if time.monotonic() - reported > _PROGRESS_S:
-                reported = time.monotonic()
-                _log.info("%d of %d rows read", number + 1, len(self._table))
+        selected = {*self._kept.rows[:, 0].tolist()}
+        for index, (_, row) in enumerate(_all_rows(self._name, self._files)):
+            if index in selected:
+                yield row.place, self._reader.problem(row.columns, index, row.place)

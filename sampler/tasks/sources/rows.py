@@ -5,36 +5,16 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, NoReturn, Protocol
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NoReturn
 
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import Source
 from verify.plugins import Problem
 
-BATCH_ROWS = 256
-"""Rows in memory while files are scanned."""
 COLUMNS = ("problem_id", "task_type", "prompt", "verification_info")
 MAX_ID_CHARS = 512
 _REMEDY = "fix the row, or name the columns under params (docs/tasks.md)"
-
-
-class Table(Protocol):
-    """Rows of several files in order; several threads may read at once.
-
-    It stores where the rows are, never all rows.
-    """
-
-    def __len__(self) -> int: ...
-
-    def row(self, number: int) -> Mapping[str, Any]:
-        """Return the row at 0 <= number < len(self)."""
-
-    def batches(self) -> Iterator[list[Mapping[str, Any]]]:
-        """Yield all rows in order, a few at a time."""
-
-    def place(self, number: int) -> str:
-        """Return file and row, for messages; rows count from 1."""
 
 
 class RowReader(ABC):

@@ -12,8 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from learner_jax.corpus.packed import Corpus, open_corpus
-from learner_jax.corpus.rows import CorpusRows
+from learner_jax.corpus.packed import Corpus, CorpusRows, open_corpus
 from runspec.core.models.decoder import hf_config
 from runspec.core.models.spec_model import model_config
 from runspec.core.spec.schema import RunSpec

@@ -7,8 +7,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
@@ -175,20 +173,6 @@ def test_conversations_that_cannot_be_trained_are_left_out_and_counted(
     assert "2 conversations without the assistant left out" in caplog.text
     # and the log says that the template has no end token
     assert "no trained token is the end token" in caplog.text
-
-
-def test_parquet_gives_a_message_only_the_fields_that_it_has(tmp_path: Path) -> None:
-    # given a table, where every message has the fields of all, and a template that asks for them
-    template = PLAIN.replace(
-        "message.tool_calls or []", "(message.tool_calls if 'tool_calls' in message else [])"
-    )
-    pq.write_table(pa.table({"talk": [CONVERSATION]}), tmp_path / "a.parquet")
-    source = {"name": "a", "kind": "parquet", "uri": str(tmp_path / "a.parquet")}
-    spec = document_spec([{**source, "params": {"messages": "talk"}}], row=512, kind="sft")
-    model = model_dir(tmp_path / "model", template, end="<|im_end|>")
-    # then its tokens are those of the JSON line
-    found = tokens_and_mask(opened(tmp_path, spec, model))
-    assert found == tokens_and_mask(corpus_of(tmp_path, template, CONVERSATION, end="<|im_end|>"))
 
 
 def test_sft_trains_all_of_plain_text(tmp_path: Path) -> None:

@@ -13,10 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from learner_jax.corpus import documents
-from learner_jax.corpus.check import check_documents
-from learner_jax.corpus.conversations import Conversation
-from learner_jax.corpus.documents import Counts, kind_of, read_documents
-from learner_jax.corpus.sources import Row, read_rows
+from learner_jax.corpus.documents import Counts, Document, kind_of, read_documents
+from learner_jax.corpus.sources import Conversation, check_documents, read_rows
 from runspec.core.errors import UserError
 from runspec.core.spec.schema import RunSpec, Source
 from tests.runspec.core.spec.spec_files import DOCUMENTS, load
@@ -24,7 +22,7 @@ from tests.runspec.core.spec.spec_files import DOCUMENTS, load
 
 def texts(path: Path, counts: Counts | None = None) -> list[str]:
     """What `read_documents` finds."""
-    return [document.text for document in read_documents(path, counts or Counts())]
+    return [document.value for document in read_documents(path, counts or Counts())]
 
 
 def write(path: Path, data: bytes) -> Path:
@@ -82,7 +80,7 @@ def test_bases_are_normalised_and_what_was_changed_is_counted(tmp_path: Path) ->
         ("a.txt", b"\n\n", "a.txt: holds no document"),
         ("a.txt", b"fine\nbad \xff\n", "a.txt:2: not UTF-8: byte 0xff at column 5"),
         ("a.jsonl", b'{"body": "x"}\n', "a.jsonl:1: 'text' holds NoneType"),
-        ("a.parquet", b"no such thing", "a.parquet: not readable as Parquet"),
+        ("a.parquet", b"no such thing", "a.parquet: cannot be read as Parquet"),
         ("a.fa", b"ACGT\n", "a.fa:1: not FASTA"),
         ("a.fa", b">one\nAC-GT\n", "a.fa:2: '-' at column 3 is no code of a nucleotide"),
         ("a.fq", b"@one\nACGT\n+\n!!!\n", "a.fq:1: not FASTQ"),
@@ -102,7 +100,7 @@ def test_a_bad_file_is_named_with_the_line(
 def test_a_gzip_that_is_cut_off_is_named_after_its_last_document(tmp_path: Path) -> None:
     path = tmp_path / "a.txt.gz"
     path.write_bytes(gzip.compress(b"one\n" * 100_000)[:-20])
-    with pytest.raises(UserError, match=r"a\.txt\.gz: damaged gzip after document \d+"):
+    with pytest.raises(UserError, match=r"a\.txt\.gz: damaged gzip after line \d+"):
         texts(path)
 
 
@@ -118,7 +116,7 @@ def test_a_document_over_the_limit_is_refused_before_it_is_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, data: bytes
 ) -> None:
     monkeypatch.setattr(documents, "MAX_DOCUMENT_BYTES", 32)
-    with pytest.raises(UserError, match="a document of more than"):
+    with pytest.raises(UserError, match="more than 32 bytes"):
         texts(write(tmp_path / name, data))
 
 
@@ -127,7 +125,7 @@ TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes
 
 def read(
     path: Path, kind: str, algorithm: str = "pretrain", counts: Counts | None = None, **params: Any
-) -> list[Row]:
+) -> list[Document]:
     source = Source(name="mine", kind=kind, uri=str(path), params=params)
     return list(read_rows(source, [path], counts or Counts(), algorithm))
 
@@ -136,9 +134,11 @@ def test_a_text_file_is_lines_or_one_document(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one\n\ntw\u00f6\n")
     counts = Counts()
-    assert read(path, "text", counts=counts) == [(f"{path}:1", "one"), (f"{path}:3", "tw\u00f6")]
+    found = [(row.place, row.value) for row in read(path, "text", counts=counts)]
+    assert found == [(f"{path}:1", "one"), (f"{path}:3", "tw\u00f6")]
     assert (counts.documents, counts.empty) == (2, 1)
-    assert read(path, "text", whole=True) == [(str(path), "one\n\ntw\u00f6")]
+    [whole] = read(path, "text", whole=True)
+    assert (whole.place, whole.value) == (str(path), "one\n\ntw\u00f6")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -264,17 +264,17 @@ LINE = b'{"messages": [{"role": "user", "content": "hi"}]}\n'
     [
         ("a.txt", b"\n", {"whole": True}, "a.txt", "holds no document"),
         ("a.jsonl", b'{"messages": []}\n', {"messages": "messages"}, "a.jsonl", "no document"),
-        ("a.txt", b"one\ncaf\xe9\n", {}, "a.txt:2", "not UTF-8: byte 0xe9 at column 4"),
         ("a.txt", b"one\ncaf\xe9\n", {"whole": True}, "a.txt:2", "not UTF-8"),
         ("a.jsonl", b'{"text": "caf\xe9"}\n', {}, "a.jsonl:1", "not a JSON object"),
         ("a.jsonl", b'{"text": "\\ud800"}\n', {}, "a.jsonl:1", "surrogates not allowed"),
         ("a.jsonl", LINE + b'{"messages": [', {"messages": "messages"}, "a.jsonl:2", "JSON"),
         ("a.jsonl", b'{"m": [{"content": "x"}]}', {"messages": "m"}, "a.jsonl:1", "a role"),
+        ("a.jsonl", b'{"ids": 3}', {"tokens": "ids"}, "a.jsonl:1", "no list of token ids"),
+        ("a.jsonl", b'["text"]', {}, "a.jsonl:1", "it is of type list"),
         ("a.jsonl", b'{"m": "hi"}', {"messages": "m"}, "a.jsonl:1", "no list of messages"),
         ("a.jsonl", LINE, {"messages": "talk"}, "a.jsonl:1", "'talk' holds no list of messages"),
         ("a.jsonl", b'{"ids": [1, 2.5]}', {"tokens": "ids"}, "a.jsonl:1", "no list of token ids"),
         ("a.jsonl", b'{"ids": [%d]}' % 10**30, {"tokens": "ids"}, "a.jsonl:1", "no list of token"),
-        ("a.parquet", b"", {}, "a.parquet", "not readable as Parquet"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(
@@ -294,7 +294,7 @@ def test_a_parquet_file_of_invalid_text_or_without_the_column(tmp_path: Path, co
     invalid = pa.StringArray.from_buffers(1, raw.buffers()[1], raw.buffers()[2])
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": invalid}), path)
-    said = "not readable as Parquet: 'utf-8'" if column == "text" else "has no column 'messages'"
+    said = "cannot be read as Parquet: 'utf-8'" if column == "text" else "no column 'messages'"
     with pytest.raises(UserError, match=said) as error:
         read(path, "parquet", **{column: column})
     assert error.value.place == str(path)

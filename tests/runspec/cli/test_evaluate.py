@@ -20,9 +20,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from runspec.cli.evaluate import bare_spec, suite_spec
-from runspec.cli.evaluate_with import LOG_NAME, run_tool
-from runspec.cli.shipped_suites import named_suite, shipped_names
+from runspec.cli.evaluate import (
+    LOG_NAME,
+    bare_spec,
+    named_suite,
+    run_tool,
+    shipped_names,
+    suite_spec,
+)
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.evaluation_tools import Asked, Measured
 from runspec.core.models.spec_model import named_model

@@ -21,7 +21,7 @@ from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import dump_resolved
 from runspec.lint.check import check_spec
 from runspec.local.identity import make_identity
-from sampler.evaluation.figures import figures
+from sampler.evaluation.ask import figures
 from sampler.tasks.traces import build_warm_start_data
 from tests.preloaded import SAMPLER, Program
 from tests.sampler.engine.models import save_version

@@ -94,7 +94,7 @@ def test_a_core_that_is_slow_but_answers_is_left_alone(engine, monkeypatch):
         await ask()
 
     monkeypatch.setattr(engine_process, "ASK_S", 0.001)
-    monkeypatch.setattr(engine._core._watchdog, "_ask", counted)
+    monkeypatch.setattr(engine._core, "_ask", counted)
     expected, [core] = tokens_of(engine, batch()), engine.pids
     # when its core stands still until it was asked, again and again
     for _ in range(3):

@@ -1,4 +1,5 @@
-"""Beside CUDA graphs: outputs are overwritten by the next step, and nothing waits for the device.
+"""Beside others' rows and CUDA graphs: the former change nothing; of the latter, outputs are
+overwritten by the next step, and nothing waits for the device.
 
 There is no GPU here: devices are torch's fake ones, which have shapes and no numbers, so that
 whatever reads a number fails.
@@ -16,13 +17,65 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate
 
 from sampler.engine.gumbel_sampling import GumbelSampler, Rules, Vocabulary, _win
 from sampler.engine.recorder import TokenRecorder
 from sampler.engine.requests import split_recorded
-from sampler.engine.seeded import SeededSampler
-from tests.sampler.engine.test_seeded import VOCABULARY, changed, logits, ours
+from sampler.engine.worker_extension import SeededSampler, sampling_arguments
 from verify.toploc.codec import build_proofs, build_proofs_of
+
+VOCABULARY = 50
+OTHER = SamplingParams(temperature=0.0)
+
+
+def ours(number: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0, extra_args=sampling_arguments(number, (11 * number, 7 + number), 0.9)
+    )
+
+
+def changed(
+    size: int, *added: tuple[int, SamplingParams], removed: int | None = None
+) -> BatchUpdate:
+    return BatchUpdate(
+        batch_size=size,
+        removed=[] if removed is None else [removed],
+        moved=[],
+        added=[(row, params, None, []) for row, params in added],
+    )
+
+
+@pytest.fixture
+def sampler() -> SeededSampler:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))  # all that it reads
+    return SeededSampler(config, torch.device("cpu"), False)
+
+
+def logits(rows: int) -> torch.Tensor:
+    return torch.randn((rows, VOCABULARY), generator=torch.Generator().manual_seed(5))
+
+
+def test_rows_of_others_may_join_and_leave_a_batch_that_is_all_ours(sampler: SeededSampler) -> None:
+    # given a batch of two of ours
+    sampler.update_state(changed(2, (0, ours(0)), (1, ours(1))))
+    alone = sampler.apply(logits(3)[:2].clone()).argmax(-1)
+    # when another joins it
+    sampler.update_state(changed(3, (2, OTHER)))
+    joined = sampler.apply(logits(3))
+    # then ours are sampled as before, and the other's logits are as they were
+    assert torch.equal(joined[:2].argmax(-1), alone)
+    assert torch.equal(joined[2], logits(3)[2])
+    # and when it leaves, all are ours again
+    sampler.update_state(changed(2, removed=2))
+    assert torch.equal(sampler.apply(logits(3)[:2].clone()).argmax(-1), alone)
+
+
+def test_a_batch_without_ours_is_left_alone(sampler: SeededSampler) -> None:
+    sampler.update_state(changed(1, (0, OTHER)))
+    assert torch.equal(sampler.apply(logits(1)), logits(1))
+
 
 CUDA = torch.device("cuda", 0)
 HIDDEN = 16
@@ -41,9 +94,9 @@ def test_a_step_may_overwrite_the_outputs_of_the_one_before() -> None:
         recorder.record(np.array([1]), np.array([position]), tokens, logprobs, hidden)
     hidden.zero_()
 
-    (found,) = split_recorded(recorder.take([1], [steps]), [steps])
+    (found,) = split_recorded(recorder.take([1], [steps]), [steps], ["length"])
 
-    assert found.tokens.tolist() == list(range(steps))
+    assert found.output_tokens.tolist() == list(range(steps))
     assert found.logprobs.tolist() == [-float(position) for position in range(steps)]
     bits = states[:, 0].to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     assert build_proofs_of([found.selection]) == [build_proofs(bits)]

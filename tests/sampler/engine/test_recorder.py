@@ -60,7 +60,7 @@ def write_all(recorder, slot, tokens, hidden=HIDDEN):
 
 
 def taken(recorder, slot, length):
-    (found,) = split_recorded(recorder.take([slot], [length]), [length])
+    (found,) = split_recorded(recorder.take([slot], [length]), [length], ["length"])
     return found
 
 
@@ -99,7 +99,7 @@ def test_a_step_may_overwrite_the_outputs_of_the_one_before():
 
     found = taken(recorder, 1, steps)
 
-    assert found.tokens.tolist() == list(range(steps))
+    assert found.output_tokens.tolist() == list(range(steps))
     assert found.logprobs.tolist() == [-float(position) for position in range(steps)]
     assert build_proofs_of([found.selection]) == [build_proofs(bits_of(states))]
 
@@ -108,7 +108,7 @@ def test_a_row_past_the_longest_output_is_left_out():
     recorder, tokens = new_recorder(), list(range(LONGEST))
     write_all(recorder, 0, [*tokens, 900, 901])
 
-    assert taken(recorder, 0, LONGEST).tokens.tolist() == tokens
+    assert taken(recorder, 0, LONGEST).output_tokens.tolist() == tokens
 
 
 def test_a_token_without_a_row_is_an_error():
@@ -176,7 +176,7 @@ def compare(recorder, plain, slot, length):
     rows = plain[slot][:length]
     found = taken(recorder, slot, length)
     plain[slot] = []
-    assert found.tokens.tolist() == [token for token, _ in rows]
+    assert found.output_tokens.tolist() == [token for token, _ in rows]
     assert found.versions.tolist() == [version for _, version in rows]
     if rows:
         expected = proofs_of_tokens([token for token, _ in rows])

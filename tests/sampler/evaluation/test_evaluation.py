@@ -13,15 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from broadcast.client import WeightsClient
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.evaluation_tools import Asked, evaluation_tool
 from runspec.core.spec.schema import Evaluation
-from sampler.evaluation.arrivals import Arrivals
-from sampler.evaluation.due import due, due_versions
-from sampler.evaluation.figures import figures, interval, majority, pass_at_k
-from sampler.evaluation.overlap import WORDS, Overlap, overlaps
-from sampler.evaluation.results import Results
+from sampler.evaluation.ask import WORDS, Overlap, figures, interval, majority, overlaps, pass_at_k
+from sampler.evaluation.evaluator import Arrivals, Results, due, due_versions
+from sampler.role import RoleOptions
 from tests.broadcast.conftest import Run
 from tests.broadcast.fake_relay import held_until
 from tests.broadcast.model_versions import ModelVersions
@@ -67,16 +64,12 @@ def test_the_newest_due_version_is_taken_once_it_is_there_and_others_are_named(t
     (tmp_path / "store").mkdir()
     with ExitStack() as up:
         run = Run(tmp_path, up)
-        model, server, cache = ModelVersions(run), run.static(), run.folder / "cache"
+        model, server, cache = ModelVersions(run), run.static(), run.folder / "own" / "weights"
         asked, go_on = threading.Event(), threading.Event()
 
         def hold_back(request) -> None:
             asked.set()
             held_until(go_on)(request)
-
-        def client() -> WeightsClient:
-            urls, root = [server.url], run.root
-            return WeightsClient(urls, run=run.name, root_public_key=root, cache_dir=cache)
 
         def even(after: int, newest: int) -> list[int]:
             return [version for version in range(after + 1, newest + 1) if version % 2 == 0]
@@ -84,7 +77,8 @@ def test_the_newest_due_version_is_taken_once_it_is_there_and_others_are_named(t
         # given version 0, which is announced, and whose files are slow to come
         server.answer("/versions/0/", hold_back)
         model.publish(0)
-        arrivals = Arrivals(client, even, fetch_s=LONG_S, log=logging.getLogger("test"))
+        options = RoleOptions(run.name, "", [server.url], run.root, Path(), run.folder / "own")
+        arrivals = Arrivals(options, LONG_S, logging.getLogger("test"), due=even)
         up.callback(arrivals.close)
         assert asked.wait(LONG_S)
         # then an evaluator that waits for the last version goes on waiting

@@ -21,7 +21,7 @@ from sampler.sandbox import process as parent_side
 from sampler.sandbox.__main__ import main
 from sampler.sandbox.inside import limits as inside_limits
 from sampler.sandbox.inside import messages, watchdog
-from sampler.sandbox.inside.init_process import remove_scratch
+from sampler.sandbox.inside.launcher import remove_scratch
 from sampler.sandbox.inside.messages import Order, unpack
 from sampler.sandbox.limits import Finished, judge
 from sampler.sandbox.process import SET_B, resolve_paths
@@ -239,7 +239,7 @@ def plain(source: str, *arguments: str) -> str:
 
 def test_the_launcher_imports_nothing_that_takes_its_time():
     loaded = set(plain("import inside.launcher; print(*sys.modules)").split())
-    assert "inside.init_process" in loaded
+    assert "inside.launcher" in loaded
     assert not loaded & {"re", "json", "typing", "dataclasses", "enum", "pathlib", "subprocess"}
 
 

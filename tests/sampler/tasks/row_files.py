@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -137,6 +137,7 @@ class KeepAll(Keep):
     """A `Keep` that says which texts it was asked about."""
 
     digest = "all"
+    known = get_args(Part)
 
     def __init__(self) -> None:
         self.asked: list[str] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
 from runspec.core.errors import UserError
-from runspec.core.spec.schema import Reward
+from runspec.core.prompt_messages import prompt_messages
+from runspec.core.spec.schema import Data, Reward
 from sampler.tasks.grading.answers import Answer
 from sampler.tasks.grading.graders import Graders
 from sampler.tasks.interfaces import Score
-from sampler.tasks.prompts import PromptCodec, PromptForm, answer_in
+from sampler.tasks.prompts import PromptCodec, answer_in
 from verify.plugins import Problem
 
 DIALOGUE = """\
@@ -56,7 +56,7 @@ REASONING = """\
 {% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}
 """
 PROBLEM = "Find x where 3x + 4 = 10.\n\n  Naïve “quotes”, <b>tags</b> & 数学 <|im_end|> "
-BOTH = {"system_prompt": "Reason step by step.", "length_role": "system"}
+BOTH = {"system_prompt": "Reason step by step.", "length_prompt_role": "system"}
 
 
 @pytest.mark.parametrize("template", [DIALOGUE, REASONING], ids=["dialogue", "reasoning"])
@@ -73,19 +73,25 @@ def test_prompts_are_those_of_transformers(directory, template, form, target):
     )
     tokenizer.save(path)
     theirs = AutoTokenizer.from_pretrained(str(directory))
-    asked = PromptForm("Think for {target} tokens.", **form)
-    messages = asked.messages(PROBLEM, target)
+    asked = asking("Think for {target} tokens.", **form)
+    messages = prompt_messages(asked, PROBLEM, target)
     text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     for think_prefill in (False, True):
         opened = f"{text}<think>\n" if think_prefill and template is DIALOGUE else text
-        codec = PromptCodec.read(directory, replace(asked, think_prefill=think_prefill))
+        codec = PromptCodec.read(
+            directory, asked.model_copy(update={"think_prefill": think_prefill})
+        )
         assert codec.prompt_text(PROBLEM, target) == opened
         ids = theirs(opened, add_special_tokens=False)["input_ids"]
         assert codec.prompt_tokens(PROBLEM, target) == ids
 
 
+def asking(length_prompt: str, **form: Any) -> Data:
+    return Data.model_construct(length_prompt=length_prompt, **form)
+
+
 def read(directory: Path, **form: Any) -> PromptCodec:
-    return PromptCodec.read(directory, PromptForm("Think for {target} tokens.", **form))
+    return PromptCodec.read(directory, asking("Think for {target} tokens.", **form))
 
 
 @pytest.fixture
@@ -104,18 +110,24 @@ TEMPLATE = "{%- for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}
 DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}"
 TODAY = "{%- set today = strftime_now('%Y-%m-%d') %}{{ today }}" + TEMPLATE
 GOOD = {"system_prompt": "Be good."}
+SYSTEM = {"length_prompt_role": "system"}
 
 
 @pytest.mark.parametrize(
     ("template", "form", "target", "rendered"),
     [
         (TEMPLATE, {}, 8, "[user]abc\nThink for 8 tokens.<eos>"),
-        (TEMPLATE, {"length_role": "system"}, 8, "[system]Think for 8 tokens.<eos>[user]abc<eos>"),
-        (TEMPLATE, {"length_role": "system"}, None, "[user]abc<eos>"),
+        (
+            TEMPLATE,
+            {"length_prompt_role": "system"},
+            8,
+            "[system]Think for 8 tokens.<eos>[user]abc<eos>",
+        ),
+        (TEMPLATE, SYSTEM, None, "[user]abc<eos>"),
         (TEMPLATE, GOOD, 8, "[system]Be good.<eos>[user]abc\nThink for 8 tokens.<eos>"),
         (
             TEMPLATE,
-            {**GOOD, "length_role": "system"},
+            {**GOOD, "length_prompt_role": "system"},
             8,
             "[system]Be good.\nThink for 8 tokens.<eos>[user]abc<eos>",
         ),
@@ -131,7 +143,7 @@ GOOD = {"system_prompt": "Be good."}
         # without a template messages and thinking stand below each other
         (
             None,
-            {**GOOD, "length_role": "system", "think_prefill": True},
+            {**GOOD, "length_prompt_role": "system", "think_prefill": True},
             8,
             "Be good.\nThink for 8 tokens.\nabc\n<think>\n",
         ),
@@ -182,7 +194,7 @@ ESCAPE = "{{ ''.__class__.__mro__ }}{{ cycler.__init__.__globals__.os.getcwd() }
         # one without room for a system message is refused where there is one
         *[
             ("template", template, form, message)
-            for form in (GOOD, {"length_role": "system"})
+            for form in (GOOD, {"length_prompt_role": "system"})
             for template, message in (
                 (
                     REFUSING,
@@ -229,7 +241,7 @@ def test_a_tokenizer_that_would_cut_or_pad_does_neither(directory):
 )
 def test_the_answer_follows_the_first_end_of_the_thinking(tokenizer_dir, output, answer):
     for thinking in ("required", "optional"):
-        codec = PromptCodec.read(tokenizer_dir, PromptForm("{target}", thinking=thinking))
+        codec = PromptCodec.read(tokenizer_dir, asking("{target}", thinking=thinking))
         assert codec.answer([*codec.encode(output), codec.eos_token_id]) == answer
 
 
@@ -242,7 +254,7 @@ def test_an_output_that_does_not_end_its_thinking_is_graded_as_the_spec_says(
 ):
     assert answer_in(" <think>7 ", thinking) == whole
     assert answer_in("a</think>7", thinking) == cut
-    codec = PromptCodec.read(tokenizer_dir, PromptForm("{target}", thinking=thinking))
+    codec = PromptCodec.read(tokenizer_dir, asking("{target}", thinking=thinking))
     assert codec.answer(codec.encode("a</think>7")) is None  # it was cut off
 
 

@@ -19,8 +19,8 @@ from runspec.core.errors import UserError
 from runspec.core.spec.schema import Source
 from runspec.core.spec.source_files import source_files
 from sampler.tasks.interfaces import ProblemSource, make_source
-from sampler.tasks.problems import Fitting, InSplit, split_of
-from sampler.tasks.prompts import PromptCodec, PromptForm
+from sampler.tasks.prompts import PromptCodec
+from sampler.tasks.task_set import Fitting, InSplit, split_of
 from tests.sampler.tasks.conftest import laptop_spec
 from tests.sampler.tasks.row_files import (
     FORMS,
@@ -66,6 +66,18 @@ def test_every_form_gives_the_same_problems_in_the_same_order(tmp_path, form):
     assert [problem.prompt for problem in problems] == [row["prompt"] for row in make_rows(31)]
     assert problems[30].verification == {"ground_truth": "60"}
     assert made.task_types == {"math"}
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path):
+    # given an editor's mark, a blank line before each row and one longer than a row after them
+    rows = [json.dumps(row) for row in make_rows(3)]
+    text = "\ufeff" + "".join(f"\n \t\r\n{row}\r\n" for row in rows) + " " * 400
+    (tmp_path / "rows.jsonl").write_text(text, newline="")
+    made = read(source("jsonl", tmp_path / "rows.jsonl"))
+    # then problems are counted without them, and lines with them
+    assert [made.problem(i).problem_id for i in (2, 0, 1)] == ["p-2", "p-0", "p-1"]
+    (tmp_path / "rows.jsonl").write_text(text + "{", newline="")
+    refused(source("jsonl", tmp_path / "rows.jsonl"), "not a JSON object", "rows.jsonl:10")
 
 
 def test_columns_of_other_names_and_other_task_types_are_mapped(tmp_path):
@@ -120,17 +132,16 @@ def test_rows_of_another_data_set_are_mapped_column_by_column(tmp_path):
         ({"rate": 1.5}, "rate is 1.5, not a share from 0 to 1"),
         ({"rate": True}, "rate is True, not a share"),
         ({"problem_id": "p-1"}, "problem_id 'p-1' is that of rows.jsonl:2 too"),
-        ({"prompt": "x" * 100_000}, "more than the 20000 that a row may have"),
-        (" " * 40, "an empty line"),
-        ("{", "no JSON: "),
-        ("[1]", "no JSON object"),
-        ("\udcff", "no JSON: .*utf-8"),
-        ("[" * 10_000, "no JSON: "),
+        ({"prompt": "x" * 100_000}, "more than 20000 bytes"),
+        ("{", "not a JSON object: "),
+        ("[1]", "not a JSON object: it is of type list"),
+        ("\udcff", "not a JSON object: .*utf-8"),
+        ("[" * 10_000, "not a JSON object: "),
     ],
 )
 def test_a_hostile_row_is_named_with_its_file_and_line(tmp_path, monkeypatch, change, message):
-    if "row may have" in message:
-        monkeypatch.setattr("sampler.tasks.sources.jsonl.MAX_ROW_BYTES", 20000)
+    if "20000 bytes" in message:
+        monkeypatch.setattr("sampler.tasks.sources.file_source.MAX_ROW_BYTES", 20000)
     rows = make_rows(6)
     lines = [json.dumps(row) for row in rows]
     lines[4] = change if isinstance(change, str) else json.dumps(rows[4] | change)
@@ -220,7 +231,7 @@ def test_a_row_of_a_shard_a_missing_column_and_a_cut_file_are_named(tmp_path, ki
 
 
 def test_a_row_group_too_large_to_hold_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("runspec.core.parquet.MAX_GROUP_BYTES", 1000)
+    monkeypatch.setattr("runspec.core.rows.MAX_GROUP_BYTES", 1000)
     path = write_parquet(tmp_path / "rows.parquet", make_rows(200), group=200)
     refused(source("parquet", path), r"row group 0 is [0-9]+ bytes, more than 1000")
 
@@ -331,7 +342,7 @@ def test_over_long_prompts_are_left_out_for_whatever_length_is_asked_and_counted
     # given problems of each split, of which some fit only with a target of one digit
     texts = [f"{'a' * (i % 30)}{i}" for i in range(120)]
     rows = [row | {"prompt": text} for row, text in zip(make_rows(120), texts, strict=True)]
-    codec = PromptCodec.read(tokenizer_dir, PromptForm.of(laptop_spec().data))
+    codec = PromptCodec.read(tokenizer_dir, laptop_spec().data)
     targets = [8, 16, 12345]
     lengths = [max(len(codec.prompt_tokens(t, target)) for target in targets) for t in texts]
     limit = sorted(lengths)[80]
@@ -375,7 +386,7 @@ def test_what_is_kept_is_remembered_until_something_that_decides_it_changes(tmp_
 
 
 def flipped(data: bytes) -> bytes:
-    at = data.index((16).to_bytes(4, "little") + (17).to_bytes(4, "little"))
+    at = data.index((16).to_bytes(8, "little"))
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
@@ -412,10 +423,8 @@ def test_without_a_place_to_remember_it_works_and_says_so(tmp_path, monkeypatch,
 @pytest.mark.parametrize("form", ["one_jsonl", "one_parquet", "saved_dataset"])
 def test_a_source_holds_a_part_of_its_files(tmp_path, monkeypatch, form):
     # given 16 MB of long rows, and little room for what is read
-    monkeypatch.setattr("sampler.tasks.sources.jsonl.BATCH_ROWS", 20)
-    monkeypatch.setattr("runspec.core.parquet._TOGETHER_BYTES", 2**20)
-    monkeypatch.setattr("sampler.tasks.sources.jsonl._BLOCK_BYTES", 2**20)
-    monkeypatch.setattr("sampler.tasks.sources.parquet.CACHED_BYTES", 2**20)
+    monkeypatch.setattr("runspec.core.rows._TOGETHER_BYTES", 2**20)
+    monkeypatch.setattr("sampler.tasks.sources.file_source.CACHED_BYTES", 2**20)
     rows = make_rows(400)
     for row in rows:
         row["verification_info"] = json.dumps({"tests": row["problem_id"].zfill(8) * 5_000})

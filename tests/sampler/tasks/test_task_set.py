@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 from reasoning_gym.factory import DATASETS
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
 from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
@@ -28,10 +27,9 @@ from runspec.core.spec.schema import Evaluation, RunSpec, SolveRate
 from runspec.core.spec.source_files import compare_data_digests, data_digest, source_files
 from runspec.lint.check import check_spec
 from sampler.tasks.check import check
-from sampler.tasks.problems import split_of
 from sampler.tasks.sources import file_source
 from sampler.tasks.sources.gym import REFUSED
-from sampler.tasks.task_set import RunTask, build_evaluation_set, build_task_set
+from sampler.tasks.task_set import RunTask, build_evaluation_set, build_task_set, split_of
 from sampler.tasks.traces import SPECIAL, build_tokenizer, build_warm_start_data
 from tests.sampler.tasks.conftest import SPECS, laptop_spec
 from tests.sampler.tasks.grading.plugin import install
@@ -347,24 +345,6 @@ def test_boilerplate_is_whole_words_and_the_word_to_spell_is_letters(task, token
         text = f"Spell this word backward (example: sun -> nus): {word}\nThink for 8 tokens"
         tokens = [tokenizer.id_to_token(i) for i in tokenizer.encode(text).ids]
         assert tokens[15 : 17 + len(word)] == [" ", *word, "\n"]
-
-
-def test_every_prompt_round_trips_in_transformers_too(task, tokenizer, tokenizer_dir):
-    unknown = tokenizer.token_to_id("<unk>")
-    for index in range(200):
-        tokens = task.prompt_tokens(index, 24)
-        asked = f"{task.problem(index).prompt}\nThink for 24 tokens before giving a response."
-        text = tokenizer.decode(tokens, skip_special_tokens=False)
-        assert text == f"{asked}\n<think>".lower()
-        assert unknown not in tokens and len(tokens) < 40
-    loaded = AutoTokenizer.from_pretrained(tokenizer_dir)
-    text = loaded.apply_chat_template(
-        [{"role": "user", "content": asked}], add_generation_prompt=True, tokenize=False
-    )
-    ids = loaded(text, add_special_tokens=False)["input_ids"]
-    assert ids == tokens
-    assert loaded.decode(ids) == f"{asked}\n<think>".lower()
-    assert (loaded.eos_token_id, loaded.pad_token_id, len(loaded)) == (1, 0, 192)
 
 
 def test_the_vocabulary_is_padded_to_the_models_and_must_fit(tokenizer):

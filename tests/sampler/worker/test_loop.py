@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,10 +18,10 @@ from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.process import RunStopped
 from sampler.engine.engine import EngineDied
+from sampler.role import RoleOptions
 from sampler.worker import start
 from sampler.worker import worker as worker_module
-from sampler.worker.meter import Meter
-from sampler.worker.schedule import (
+from sampler.worker.rollouts import (
     MAX_SAMPLING,
     Ask,
     Load,
@@ -30,7 +31,7 @@ from sampler.worker.schedule import (
     Wait,
     next_action,
 )
-from sampler.worker.versions import Versions
+from sampler.worker.stores import Meter, Versions
 from tests.broadcast.conftest import Run
 from tests.broadcast.fake_relay import Request, held_until
 from tests.broadcast.model_versions import ModelVersions
@@ -412,13 +413,13 @@ def server(run):
 
 @pytest.fixture
 def versions(run, server):
-    names = {"run": run.name, "root_public_key": run.root, "cache_dir": run.folder / "cache"}
-    with closing(Versions([server.url], fetch_s=LONG_S, log=LOG, **names)) as made:
+    options = RoleOptions(run.name, "", [server.url], run.root, Path(), run.folder / "own")
+    with closing(Versions(options, LONG_S, LOG)) as made:
         yield made
 
 
 def test_old_versions_go_but_never_while_another_is_fetched(run, server, versions):
-    model, cache = ModelVersions(run), run.folder / "cache"
+    model, cache = ModelVersions(run), run.folder / "own" / "weights"
     asked, go_on = threading.Event(), threading.Event()
 
     def hold_back(request: Request) -> None:
@@ -465,7 +466,7 @@ def test_what_the_next_delta_starts_from_is_never_removed(run, versions, caplog)
 
     # then each is made of the one before, and has the numbers that were published
     assert "version 3 fetched from held version 2 and deltas 3" in caplog.text
-    made = (run.folder / "cache" / "v3" / "model.safetensors").read_bytes()
+    made = (run.folder / "own" / "weights" / "v3" / "model.safetensors").read_bytes()
     assert made == model.files(3)["model.safetensors"]
 
 
@@ -523,7 +524,7 @@ def test_they_go_on_after_a_coordinator_that_was_away_and_end_with_the_run(monke
 
 def test_the_meter_counts_busy_time_while_any_lease_is_sampled(monkeypatch):
     clock = iter([100.0, 101.0, 104.0, 106.0, *[110.0] * 9])
-    monkeypatch.setattr("sampler.worker.meter.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("sampler.worker.stores.time.monotonic", lambda: next(clock))
     meter = Meter()
     meter.lease_began()
     meter.lease_began()

@@ -18,9 +18,8 @@ from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import RunSpec
 from sampler.engine.engine import EngineDied
 from sampler.engine.requests import GenerationAborted, LoadReport, NoVersion, Sampled, SampleRequest
-from sampler.worker.meter import Meter
-from sampler.worker.outbox import Outbox
-from sampler.worker.worker import Registration, Worker
+from sampler.worker.stores import Meter, Outbox
+from sampler.worker.worker import Worker
 from tests.verify.coordinator.deployment import RUN, Site
 from tests.waiting import eventually
 from verify.client import CoordinatorClient
@@ -168,11 +167,16 @@ class Member:
         self.failure: BaseException | None = None
         pool = next(pool for pool in spec.samplers if pool.name == "near")
         self._worker = Worker(
-            Registration(client, key, spec, pool, self.meter, LOG),
+            client,
+            key,
+            spec,
+            pool,
             versions=self.shelf,  # type: ignore[arg-type]
             engine=self.engine,  # type: ignore[arg-type]
             tasks=Counting(),
             outbox=outbox_in(folder, key),
+            meter=self.meter,
+            log=LOG,
         )
         self._thread = threading.Thread(target=self._run)
 

@@ -9,19 +9,23 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from textwrap import dedent, indent, shorten
 from typing import Any
 
 from sampler.sandbox import PYTHON, Limits, run
-from sampler.tasks.grading.channel import ChannelClosed, Overdue
+from sampler.tasks.grading.launch import ChannelClosed, Overdue
 from sampler.tasks.rewards.code.formats import CallTest, CheckTests, StdioTest, Tests
 from sampler.tasks.rewards.code.plain import decode, encode
-from sampler.tasks.rewards.code.preamble import started_by, with_names
-from sampler.tasks.rewards.code.sessions import Program, ProgramFailed, Session
+from sampler.tasks.rewards.code.sessions import (
+    Program,
+    ProgramFailed,
+    Session,
+    started_by,
+    with_names,
+)
 
 _MAX_NUMBER_CHARS = 400
 _NUMBER = re.compile(r"[+-]?(?:(?:0|[1-9][0-9]*)(\.[0-9]*)?|(\.[0-9]+))([eE][+-]?[0-9]{1,4})?")
@@ -108,7 +112,11 @@ class Judge:
                 answer = called.call(test.name, encode(test.arguments), encode({}))
                 if "raised" in answer:
                     raise ProgramFailed(f"{place}: {answer['text']}")
-                if not _right(decode(answer["value"]), test.expected, tolerance):
+                try:
+                    right = same_value(decode(answer["value"]), test.expected, tolerance)
+                except (ValueError, OverflowError):  # too large for Python to print
+                    right = False
+                if not right:
                     raise ProgramFailed(f"{place}: returned another value")
 
     def _run_check(self, program: str, tests: CheckTests) -> None:
@@ -128,22 +136,17 @@ class Judge:
             names = called.load()
             if tests.entry_point is not None and tests.entry_point not in names:
                 names.append(tests.entry_point)
-            with _tests_at_fault(checker):
+            try:
                 checker.set_up(functions=names)
                 message = checker.receive()
+            except (ChannelClosed, Overdue) as error:  # before any call: the tests cause it
+                raise ValueError(f"the tests cannot be run: {checker.exit_reason()}") from error
             _answer_calls(called, checker, message, set(names))
 
     def _session(self, side: str, setup: dict[str, Any], longer_s: float = 0.0) -> Session:
         deadline = self.deadline + longer_s
         limits = replace(self.limits, wall_s=max(0.01, deadline - time.monotonic()))
         return Session(side, setup, self.mechanisms, limits, deadline)
-
-
-def _right(returned: Any, expected: Any, tolerance: float) -> bool:
-    try:
-        return same_value(returned, expected, tolerance)
-    except (ValueError, OverflowError):  # keys or numbers that are too large for Python to print
-        return False
 
 
 def _answer_calls(
@@ -164,15 +167,6 @@ def _answer_calls(
         except (ChannelClosed, Overdue) as error:  # caused by what the program returned
             raise ProgramFailed("the tests did not end in time, or met a limit") from error
     raise ProgramFailed(f"more than {MAX_CALLS} calls")
-
-
-@contextmanager
-def _tests_at_fault(checker: Session) -> Iterator[None]:
-    """Raise a ValueError for failures before the first call: the tests cause them."""
-    try:
-        yield
-    except (ChannelClosed, Overdue) as error:
-        raise ValueError(f"the tests cannot be run: {checker.exit_reason()}") from error
 
 
 def _short(text: str) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import builtins
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from sampler.sandbox import PYTHON, Limits, start
-from sampler.tasks.grading.channel import Channel, ChannelClosed, NoMessage, Overdue
+from sampler.tasks.grading.launch import Channel, ChannelClosed, NoMessage, Overdue
 from sampler.tasks.rewards.code.plain import NotPlain, decode, encode
 
 MAX_REPLY_BYTES = 2 * 1024 * 1024
@@ -151,3 +154,41 @@ def source_of(name: str) -> str:
 
 def _text(value: object) -> str:
     return value[:400] if isinstance(value, str) else "Exception"
+
+
+_MODULES = (
+    *("typing", "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math"),
+    *("random", "statistics", "itertools", "functools", "operator", "io", "sys", "json"),
+)
+"""In its order: of two modules that have a name, the later one gives it. Only `typing` is earlier
+than there, for its Counter is no class."""
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+
+
+def with_names(program: str) -> str:
+    """Return imports of the names in a program that the standard library's modules have."""
+    origins, used = _origins(), set(_NAME.findall(program))
+    lines = [f"import {module}" for module in _MODULES if module in used]
+    found = sorted(used & origins.keys())
+    return "\n".join([f"from {origins[name]} import {name}" for name in found] + lines)
+
+
+def started_by(program: str) -> str:
+    """Return the script that runs `program.py` beside it as the main program."""
+    return (
+        f"{with_names(program)}\nimport sys\nsys.setrecursionlimit({RECURSION})\n"
+        'exec(compile(open("program.py", "rb").read(), "program.py", "exec", dont_inherit=True))\n'
+    )
+
+
+@lru_cache
+def _origins() -> dict[str, str]:
+    """Return the module of each name that star imports of the modules give. Python's own names, and
+    those of the modules themselves, keep their meaning."""
+    found: dict[str, str] = {}
+    for name in _MODULES:
+        module = import_module(name)
+        public = getattr(module, "__all__", [each for each in dir(module) if each[0] != "_"])
+        found |= dict.fromkeys(public, name)
+    kept = {*dir(builtins), *_MODULES}
+    return {name: module for name, module in found.items() if name not in kept}

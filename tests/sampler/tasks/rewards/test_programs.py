@@ -8,7 +8,7 @@ import pytest
 
 from runspec.core.spec.schema import Reward
 from sampler.tasks.rewards.code.judge import program_of, same_output
-from sampler.tasks.rewards.code.preamble import with_names
+from sampler.tasks.rewards.code.sessions import with_names
 from sampler.tasks.rewards.code.term import CodeReward
 from verify.plugins import Problem
 

@@ -1,31 +1,182 @@
-"""`python -m sampler solve-rates`: measures solve rates and writes them as a Parquet file."""
+"""`python -m sampler solve-rates`: measures how often a model solves problems, and writes Parquet.
+
+It samples every problem a few times and counts the solved tries. Progress is written to disk line
+by line, so a killed measurement continues.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import logging
+import os
 import threading
-from collections.abc import Mapping
-from contextlib import closing
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from runspec.core.errors import UserError
-from runspec.core.files import atomic_file
+from runspec.core.files import atomic_file, read_bounded
 from runspec.core.process import run_role, stop_event
 from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.lock_file import pin_model
 from runspec.core.spec.schema import RunSpec
 from runspec.core.spec.source_files import whole_uri
 from sampler.engine.arguments import find_pool
-from sampler.measuring.measure import Measurement, Tries, measure, open_progress
+from sampler.evaluation.ask import SOLVED, Questions, answered
 from sampler.tasks.task_set import RunTask, build_task_set
 from verify.plugins import TaskSet
+
+if TYPE_CHECKING:
+    from sampler.engine.engine import Engine
+
+MAX_BYTES = 1 << 30
+_LOG_EVERY_S = 5.0
+
+
+@dataclass(frozen=True)
+class Tries:
+    """Number of tries of one problem, and of solved ones."""
+
+    index: int
+    """Index of the problem in the task set."""
+    solved: int
+    """Tries with a task reward of 1 or more."""
+    graded: int
+    """Tries that were graded; a fault of a grader leaves a try out."""
+
+    @property
+    def rate(self) -> float | None:
+        """Share of solved tries; None if no try could be graded."""
+        return self.solved / self.graded if self.graded else None
+
+
+class Progress:
+    """Progress file: what is measured, then one line for each problem. It has one writer."""
+
+    def __init__(self, path: Path, file: BinaryIO, done: dict[int, Tries]) -> None:
+        self._path, self._file = path, file
+        self.done = done
+        """Tries by index of the problem."""
+
+    def add(self, tries: Iterable[Tries]) -> None:
+        """Store more problems; they are on disk when this returns.
+
+        Raises:
+            UserError: they cannot be written.
+        """
+        for one in tries:
+            self.done[one.index] = one
+            self.write(json.dumps(asdict(one)).encode())
+        with _said(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def write(self, line: bytes) -> None:
+        """Write a line."""
+        with _said(self._path):
+            self._file.write(line + b"\n")
+
+
+@contextmanager
+def open_progress(path: Path, about: Mapping[str, object]) -> Iterator[Progress]:
+    """Continue a measurement, or start one.
+
+    Args:
+        path: of the progress file.
+        about: all that the solve rates depend on.
+
+    Raises:
+        UserError: the file belongs to another measurement, or cannot be read or written.
+    """
+    head = json.dumps(about, sort_keys=True).encode()
+    with _said(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = read_bounded(path, MAX_BYTES) if path.exists() else b""
+        whole = data.rfind(b"\n") + 1  # a killed process may leave half a line
+        lines = data[:whole].splitlines()
+        if lines and lines[0] != head:
+            raise UserError(
+                "this is the progress of a measurement with another model, data or settings",
+                place=str(path),
+                remedy="use the same model, data and settings, or delete the file to start again",
+            )
+        done = _tries(lines[1:], path)
+        file = path.open("r+b" if lines else "wb")
+    with file:
+        file.truncate(whole)
+        file.seek(whole)
+        progress = Progress(path, file, done)
+        if not lines:
+            progress.write(head)
+        yield progress
+
+
+@contextmanager
+def _said(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot store the progress: {error.strerror or error}",
+            place=str(path),
+            remedy="free disk space or fix the permissions; the same command continues",
+        ) from error
+
+
+def _tries(lines: list[bytes], path: Path) -> dict[int, Tries]:
+    try:
+        found = [Tries(**json.loads(line)) for line in lines]
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"damaged: {error}", place=str(path), remedy="delete the file to start again"
+        ) from error
+    return {one.index: one for one in found}
+
+
+def measure(
+    asked: Questions,
+    engine: Engine,
+    progress: Progress,
+    log: logging.Logger,
+    stop: threading.Event,
+) -> bool:
+    """Measure the problems that `progress` lacks; the engine stays full while answers are graded.
+
+    Returns:
+        Whether all are measured; False if `stop` was set.
+
+    Raises:
+        UserError: the engine died, or nothing can be graded here.
+    """
+    begun = said = time.monotonic()
+    before = sum(index < asked.count for index in progress.done)
+    left = (index for index in range(asked.count) if index not in progress.done)
+    for found in answered(asked, engine, left, stop):
+        graded = {index: [r for r in one.rewards if r is not None] for index, one in found.items()}
+        progress.add(
+            Tries(index, sum(reward >= SOLVED for reward in rewards), len(rewards))
+            for index, rewards in graded.items()
+        )
+        done = [one.rate for one in progress.done.values() if one.index < asked.count]
+        missing, now = asked.count - len(done), time.monotonic()
+        if now - said >= _LOG_EVERY_S or not missing:
+            said = now
+            rates = [rate for rate in done if rate is not None]
+            log.info(
+                "%d of %d problems, mean solve rate %.3f, %d without one; about %.0f s left",
+                *(len(done), asked.count, sum(rates) / max(1, len(rates)), len(done) - len(rates)),
+                missing * (now - begun) / max(1, len(done) - before),
+            )
+    return all(index in progress.done for index in range(asked.count))
+
 
 _GROUP_ROWS = 1000
 _REMEDY = "free disk space or fix the permissions; the same command continues"
@@ -45,6 +196,7 @@ def add_command(commands: Any) -> None:
         "answers as the run does, and writes the rows with their solve rate. If it is killed, the "
         "same command continues where it stopped.",
     )
+    parser.set_defaults(call=run)
     parser.add_argument("spec", type=Path, metavar="SPEC", help="names sources, prompts, rewards")
     parser.add_argument("--source", required=True, metavar="NAME", help="of data.sources")
     parser.add_argument(
@@ -82,7 +234,8 @@ def _measure(options: argparse.Namespace, log: logging.Logger) -> None:
     field = options.field or (rate.field if rate else DEFAULT_FIELD)
     with closing(build_task_set(unfiltered(spec), options.model)) as tasks:
         problems = min(len(tasks), options.limit or len(tasks))
-        asked = Measurement(tasks, pool, options.samples, problems, spec.seed)
+        seed = ("solve rates", spec.seed)
+        asked = Questions(tasks, pool, options.samples, problems, seed, targets=())
         about = _about(spec, tasks, asked, options.model)
         progress_path = out.with_name(f"{out.name}.progress")
         with open_progress(progress_path, about) as progress:
@@ -126,7 +279,7 @@ def unfiltered(spec: RunSpec) -> RunSpec:
     return spec.model_copy(update={"data": data, "warm_start": None})
 
 
-def _about(spec: RunSpec, tasks: RunTask, asked: Measurement, model: Path) -> dict[str, object]:
+def _about(spec: RunSpec, tasks: RunTask, asked: Questions, model: Path) -> dict[str, object]:
     """Return everything that the rates depend on, except the number of problems, which may grow."""
     try:
         pins = pin_model(model)
@@ -141,7 +294,7 @@ def _about(spec: RunSpec, tasks: RunTask, asked: Measurement, model: Path) -> di
         "targets": tasks.targets,
         "reward": [reward.model_dump() for reward in spec.reward],
         "samples": asked.samples,
-        "seed": asked.seed,
+        "seed": spec.seed,
         "max_new_tokens": asked.pool.max_new_tokens,
         "dtype": asked.pool.dtype,
         "quantization": asked.pool.quantization,
@@ -150,7 +303,7 @@ def _about(spec: RunSpec, tasks: RunTask, asked: Measurement, model: Path) -> di
 
 
 def _sample(
-    asked: Measurement,
+    asked: Questions,
     options: argparse.Namespace,
     progress: Any,
     log: logging.Logger,
@@ -162,7 +315,7 @@ def _sample(
     pool = asked.pool.model_copy(update={"in_flight_updates": False})
     with closing(Engine(pool, probe=False)) as engine:
         engine.load(options.model, 0)
-        log.info("%d tries of %d problems", asked.samples, asked.problems)
+        log.info("%d tries of %d problems", asked.samples, asked.count)
         return measure(asked, engine, progress, log, stop)
 
 

@@ -21,8 +21,8 @@ from runspec.core.hashing import digest_bytes
 from runspec.core.keys import SigningKey
 from runspec.core.spec.schema import SamplerPool
 from sampler.engine.requests import Sampled
-from sampler.worker.outbox import Made, Outbox
-from sampler.worker.rollouts import FinishedRollout, claim_rewards, make_rollouts, plan_rollouts
+from sampler.worker.rollouts import claim_rewards, make_rollouts, plan_rollouts
+from sampler.worker.stores import Made, Outbox
 from tests.sampler.worker.works import LONG_S, Counting, outbox_in, site_of
 from tests.verify.coordinator.deployment import RUN, Site, submission, tiny_spec, verdict
 from tests.waiting import eventually
@@ -287,8 +287,7 @@ def test_rollouts_survive_the_file_with_claims_and_proofs():
     claims = claim_rewards(planned, results, TASKS)
     proofs = build_proofs_of([each.selection for each in results])
     made = zip(planned, results, claims, proofs, strict=True)
-    finished = [FinishedRollout(*parts) for parts in made]
-    rows = make_rollouts(lease(), "12" * 32, finished, TASKS, pool())
+    rows = make_rollouts(lease(), "12" * 32, made, TASKS, pool())
 
     read = decode_rollouts(encode_rollouts(rows), max_rows=6, max_bytes=1 << 20)
     for row, want, result in zip(read, planned, results, strict=True):

@@ -18,8 +18,15 @@ from runspec.core.errors import UserError
 from runspec.core.spec.schema import SamplerPool, Source
 from sampler.__main__ import main
 from sampler.engine.requests import Sampled, SampleRequest
-from sampler.measuring.command import only_source, unfiltered, write_rows
-from sampler.measuring.measure import Measurement, Tries, measure, open_progress
+from sampler.evaluation.ask import Questions
+from sampler.evaluation.solve_rates import (
+    Tries,
+    measure,
+    only_source,
+    open_progress,
+    unfiltered,
+    write_rows,
+)
 from sampler.tasks.interfaces import make_source
 from sampler.tasks.traces import build_warm_start_data
 from tests.sampler.engine.models import save_version
@@ -48,6 +55,9 @@ class Tasks:
     def prompt_tokens(self, index: int, target: int | None) -> list[int]:
         assert target is None
         return [7] * (index + 1)
+
+    def answer(self, output_tokens: Sequence[int]) -> str:
+        return str(output_tokens[-1])
 
     def grade_all(self, items: Sequence[GradeItem]) -> list[Graded | GraderFault]:
         return [
@@ -90,8 +100,9 @@ class FakeEngine:
     def close(self) -> None: ...
 
 
-def asked(problems: int = 20, pool: SamplerPool = POOL) -> Measurement:
-    return Measurement(Tasks(), pool, samples=4, problems=problems, seed=3)  # type: ignore[arg-type]
+def asked(problems: int = 20, pool: SamplerPool = POOL) -> Questions:
+    seed = ("solve rates", 3)
+    return Questions(Tasks(), pool, 4, problems, seed, targets=())  # type: ignore[arg-type]
 
 
 def run(path: Path, engine: FakeEngine, problems: int = 20) -> dict[int, Tries]:
@@ -190,7 +201,7 @@ def command(tmp_path, monkeypatch):
     """`sampler solve-rates` on a model without a probe, with words behind the usual ones."""
     model = save_version(tmp_path / "random")
     build_warm_start_data(laptop_spec()).write_tokenizer(model)
-    monkeypatch.setattr("sampler.measuring.command.stop_event", threading.Event)
+    monkeypatch.setattr("sampler.evaluation.solve_rates.stop_event", threading.Event)
     monkeypatch.setattr("sampler.engine.engine.Engine", FakeEngine)
     usual = [
         *("solve-rates", str(SPECS / "target_short.yaml"), "--profile", "laptop"),
@@ -210,7 +221,7 @@ def test_the_command_goes_on_where_it_was_and_writes_a_row_for_each_problem(
         raise UserError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("sampler.measuring.command.write_rows", full)
+        patch.setattr("sampler.evaluation.solve_rates.write_rows", full)
         assert command("--limit", "6") == 1
     assert len(progress.read_bytes().splitlines()) == 7 and not out.exists()
     # when more problems are asked for, then it goes on behind those
