@@ -1,8 +1,9 @@
 """Registry of the rules: code, group, severity, page and check function; and what a check may use.
 
-A rule's docstring is its page. Its first line says what must hold; then follow the reason, the
-formula and its source. `runspec explain` shows it with `examples/<code>/bad.yaml` and `good.yaml`,
-which tests lint.
+A rule that compares fields is a row of `rules/*.toml` (`runspec.lint.table`), any other a function.
+A function's docstring is its page, a row has it as `page`. Its first line says what must hold; then
+follow the reason, the formula and its source. `runspec explain` shows it with
+`examples/<code>/bad.yaml` and `good.yaml`, which tests lint.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Rule:
     group: Group
     severity: Severity
     page: str
-    """Docstring of the check: what must hold, the reason, the formula, its source."""
+    """What must hold, the reason, the formula, its source."""
     check: Check | None = None
     """Check function; None if the loader makes the findings."""
     suggestion: str = ""
@@ -160,7 +161,7 @@ def rule(
 
     def register(check: Check) -> Check:
         page = inspect.cleandoc(check.__doc__ or "")
-        add(Rule(code, group, severity, page, check, runs=runs or _runs_of(group)))
+        add(Rule(code, group, severity, page, check, runs=runs or runs_of(group)))
         return check
 
     return register
@@ -182,27 +183,9 @@ def model_rule(
     return register
 
 
-def _runs_of(group: Group) -> Runs:
+def runs_of(group: Group) -> Runs:
+    """Return the kinds of runs that a group's rules are about unless they say otherwise."""
     return "grpo" if group in _SAMPLED else "all"
-
-
-def found_by_loader(
-    code: str, suggestion: str = "", *, group: Group = "file", severity: Severity = "error"
-) -> Callable[[Callable[[], None]], None]:
-    """Register a rule whose findings the loader makes.
-
-    The docstring of the decorated function is its page.
-
-    Args:
-        code, group, severity: of the rule.
-        suggestion: for findings without one; `{path}` is the finding's.
-    """
-
-    def register(page: Callable[[], None]) -> None:
-        text = inspect.cleandoc(page.__doc__ or "")
-        add(Rule(code, group, severity, text, suggestion=suggestion))
-
-    return register
 
 
 def add(new: Rule) -> None:

@@ -9,55 +9,8 @@ from runspec.core.spec.islands import step_overlap
 from runspec.estimate.assumed import changed_share
 from runspec.estimate.broadcast import arrivals, version_size
 from runspec.estimate.speed import step_seconds
-from runspec.lint.registry import Context, Violation, model_rule, rule
+from runspec.lint.registry import Context, Violation, model_rule
 from runspec.lint.rules.relays import graph_is_sound
-
-
-@rule("versions-kept", "asynchrony", runs="grpo")
-def versions_kept(context: Context) -> Iterator[Violation]:
-    """Versions must be kept as long as rollouts of them are sampled and checked.
-
-        keep_versions >= async_level + overlap + 2
-
-    While step s is trained, rollouts of the versions s - async_level to s may train in it: that is
-    async_level + 1 versions that workers fetch and validators recompute with. One more is being
-    published meanwhile. With `learner.islands.overlap` version s itself is still being made, one
-    step longer. With fewer a version is removed under those who need it.
-    """
-    spec = context.spec
-    level, overlap = spec.grpo.async_level, step_overlap(spec)
-    needed, kept = level + overlap + 2, spec.broadcast.keep_versions
-    if kept < needed:
-        yield Violation(
-            ("broadcast", "keep_versions"),
-            f"{kept} is less than async_level + {'overlap + ' if overlap else ''}2 = {needed}: a "
-            "version would be removed while rollouts of it are sampled and checked",
-            numbers={"keep_versions": kept, "async_level": level}
-            | ({"overlap": overlap} if overlap else {}),
-            suggestion=f"keep_versions: {needed}",
-        )
-
-
-@rule("lease-outlasts-step", "asynchrony", "warning", runs="grpo")
-def lease_outlasts_step(context: Context) -> Iterator[Violation]:
-    """A lease should expire before the step that waits for it gives up.
-
-        verify.lease_timeout < algorithm.fill.deadline
-
-    Groups train in the order of their leases, so that short outputs gain nothing. A worker that
-    vanishes holds its place until its lease expires, if no other waits for its groups. Where that
-    takes as long as the step may fill, one lost worker is enough for a step to close short.
-    """
-    spec = context.spec
-    timeout, deadline = spec.verify.lease_timeout, spec.grpo.fill.deadline
-    if timeout >= deadline:
-        yield Violation(
-            ("verify", "lease_timeout"),
-            f"{timeout:g} s is not less than fill.deadline = {deadline:g} s: a worker that "
-            "vanishes holds up its step to the end",
-            numbers={"lease_timeout_s": timeout, "deadline_s": deadline},
-            suggestion="a little more than the longest submission takes",
-        )
 
 
 @model_rule("broadcast-time", "asynchrony", runs="grpo")

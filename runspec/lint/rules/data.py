@@ -12,7 +12,7 @@ from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.schema import Data
 from runspec.core.spec.schema_fields import close_match
 from runspec.core.spec.source_files import ROW_KINDS, source_files, whole_uri
-from runspec.lint.registry import Context, Violation, found_by_loader, rule
+from runspec.lint.registry import Context, Violation, rule
 from runspec.lint.tokenizer_files import TokenizerFiles
 
 _COLUMNS = ("problem_id", "task_type", "prompt", "verification_info", "type", "instruction")
@@ -109,48 +109,6 @@ def found_files(context: Context) -> Iterator[Violation]:
                 ("data", "sources", source.name, "uri"),
                 error.thing,
                 suggestion=error.remedy or "name a file, or a folder that has any",
-            )
-
-
-@found_by_loader("problems", group="reward")
-def problems() -> None:
-    """Every problem can be read, every task type is graded, and every grader can grade.
-
-    `runspec lint --data` looks at it, and so do `apply` and `doctor`: a process imports the
-    plug-ins, reads every row of every source and grades two answers to a problem of each task
-    type. It finds plug-ins that do not import, malformed rows, task types without a reward, sources
-    of which no prompt fits `data.max_prompt_tokens`, and graders that raise. Each would end the run
-    or leave it without rewards. Rows that are left out are counted, and no fault. Of a run that
-    trains on documents it reads the first document of each file.
-    """
-
-
-@rule("solve-rate", "reward")
-def solve_rate(context: Context) -> Iterator[Violation]:
-    """The offline filter must have rows to filter, and bounds of which the lower is not above.
-
-        min <= max
-
-    Problems are kept whose recorded solve rate lies in [min, max]; with the bounds the wrong way
-    round none does. A generator records none: `python -m sampler solve-rates` measures those of
-    its problems and writes them as rows. INTELLECT-2 kept 0.125 to 0.5 of eight tries by a 7B
-    model.
-    """
-    for source in context.spec.data.sources:
-        rate = source.solve_rate
-        where = ("data", "sources", source.name, "solve_rate")
-        if rate is not None and source.kind == "reasoning_gym":
-            yield Violation(
-                where,
-                "kind reasoning_gym makes problems, of which no solve rate is recorded",
-                suggestion="measure them with `python -m sampler solve-rates`, and read its file",
-            )
-        elif rate is not None and rate.min > rate.max:
-            yield Violation(
-                (*where, "min"),
-                f"{rate.min:g} is above max = {rate.max:g}: no problem is kept",
-                numbers={"min": rate.min, "max": rate.max},
-                suggestion=f"{{min: {rate.max:g}, max: {rate.min:g}}}",
             )
 
 

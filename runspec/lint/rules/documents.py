@@ -48,42 +48,6 @@ def tokens_per_update(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("row-positions", "algorithm", runs="supervised")
-def row_positions(context: Context) -> Iterator[Violation]:
-    """A document of a packed row must not be longer than the model's positions.
-
-        learner.packing.tokens <= model.max_context
-
-    Positions count from the start of each document, and a document may fill its row. Past the
-    positions that a model covers its rotary frequencies were never trained.
-    """
-    packed, positions = context.spec.learner.packing.tokens, context.spec.model.max_context
-    if packed > positions:
-        yield Violation(
-            ("learner", "packing", "tokens"),
-            f"{packed} is more than model.max_context = {positions}",
-            numbers={"packing.tokens": packed, "max_context": positions},
-            suggestion=f"at most {positions}, or a larger max_context",
-        )
-
-
-@rule("shape-tokenizer", "model", runs="supervised")
-def shape_tokenizer(context: Context) -> Iterator[Violation]:
-    """A `model.shape` that trains on documents must name a tokenizer.
-
-    A shape has no files, so no tokenizer comes with it. `python -m learner_jax tokenizer train`
-    makes one from the documents themselves; `model.tokenizer.hf` names its directory, relative to
-    the spec. The tokenizer becomes part of every version.
-    """
-    model = context.spec.model
-    if model.shape is not None and model.tokenizer is None:
-        yield Violation(
-            ("model", "shape"),
-            "has no tokenizer: model.tokenizer must name one",
-            suggestion="tokenizer: {hf: DIRECTORY}, with its tokenizer.json",
-        )
-
-
 @rule("document-kind", "algorithm", runs="supervised")
 def document_kind(context: Context) -> Iterator[Violation]:
     """A source of documents must be of a kind that the learner reads.

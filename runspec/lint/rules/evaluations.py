@@ -57,21 +57,3 @@ def evaluation_room(context: Context) -> Iterator[Violation]:
                 suggestion=f"at most {pool.max_model_len - prompt}, or raise max_model_len of "
                 f"{pool.name}",
             )
-
-
-@rule("trained-source", "samplers")
-def trained_source(context: Context) -> Iterator[Violation]:
-    """At least one source must be trained on.
-
-        some data.sources[].train
-
-    A source with `train: false` is asked in evaluations only. Without another one, there is no
-    problem for a lease.
-    """
-    sources = context.spec.data.sources
-    if not any(source.train for source in sources):
-        yield Violation(
-            ("data", "sources", sources[0].name, "train"),
-            "no source is trained on",
-            suggestion="set train to true, or add a source",
-        )

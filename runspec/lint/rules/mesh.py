@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from math import lcm, prod
+from math import prod
 
 from runspec.core.models.hardware import device_count
 from runspec.core.spec.schema import Hardware, RunSpec
-from runspec.lint.registry import Context, Violation, divisors, rule
+from runspec.lint.registry import Context, Violation, rule
 
 _TOPOLOGY = re.compile(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3})*")
 _SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -136,24 +136,6 @@ def mesh_fits(context: Context) -> Iterator[Violation]:
     )
 
 
-@rule("hosts-divide", "mesh")
-def hosts_divide(context: Context) -> Iterator[Violation]:
-    """The learner's processes must hold equal shares of its devices.
-
-        devices of the mesh = n x hosts,  n whole
-
-    `jax.distributed` joins `hosts` processes into one program; the mesh is made of equal blocks.
-    """
-    product, hosts = context.spec.learner.mesh.devices, context.spec.learner.hosts
-    if product % hosts:
-        yield Violation(
-            ("learner", "hosts"),
-            f"{hosts} does not divide the {product} devices",
-            numbers={"hosts": hosts, "devices": product},
-            suggestion=f"{divisors(product, hosts)[-1]}",
-        )
-
-
 @rule("hosts-chips", "mesh")
 def hosts_chips(context: Context) -> Iterator[Violation]:
     """A TPU learner must have a process on every host of its slices.
@@ -175,24 +157,4 @@ def hosts_chips(context: Context) -> Iterator[Violation]:
             f"{chips} chips of {hardware.kind} are on hosts of {most}",
             numbers={"chips": chips, "chips_per_host": most, "hosts": learner.hosts},
             suggestion=f"hosts: {-(-chips // most)}",
-        )
-
-
-@rule("slices-divide", "mesh")
-def slices_divide(context: Context) -> Iterator[Violation]:
-    """The axis that crosses slices must be a multiple of their number.
-
-        size of slice_axis = n x slices,  n whole
-
-    Only that axis runs over the slow network between slices: its outer part from slice to slice,
-    its inner part inside one.
-    """
-    mesh = context.spec.learner.mesh
-    size = mesh.data if mesh.slice_axis == "data" else mesh.fsdp
-    if size % mesh.slices:
-        yield Violation(
-            ("learner", "mesh", "slices"),
-            f"{mesh.slices} does not divide {mesh.slice_axis} = {size}",
-            numbers={"slices": mesh.slices, mesh.slice_axis: size},
-            suggestion=f"{mesh.slice_axis}: {lcm(size, mesh.slices)}, or another slice_axis",
         )

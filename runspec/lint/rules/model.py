@@ -10,48 +10,12 @@ from runspec.core.models.config import ModelConfig
 from runspec.core.models.parameters import matrix_shapes
 from runspec.core.models.spec_model import model_names, named_model
 from runspec.core.spec.documents import column_of
-from runspec.lint.registry import Context, Violation, divisors, model_rule, rule
+from runspec.lint.registry import RULES, Context, Violation, model_rule, rule
 from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.lock.cache import is_on_hub, require_files
 
 PADDING = 0.01
 """Share of a vocabulary by which models of a family differ: rows that no token has."""
-
-
-@rule("shape-heads", "model")
-def shape_heads(context: Context) -> Iterator[Violation]:
-    """The heads of a shape must divide its width and one another, and be of even size.
-
-        hidden_size = H x h,  h even         H = n x K,  n whole
-
-    H query heads of size h, K key/value heads, each of which serves H / K query heads. RoPE turns
-    pairs of a head's numbers, so h is even.
-    """
-    shape = context.spec.model.shape
-    if shape is None:
-        return
-    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-    if shape.head_dim is not None and shape.head_dim % 2:
-        yield Violation(
-            ("model", "shape", "head_dim"),
-            f"{shape.head_dim} is odd, RoPE turns pairs",
-            numbers={"head_dim": shape.head_dim},
-            suggestion=f"{shape.head_dim + 1}",
-        )
-    if shape.head_dim is None and shape.hidden_size % (2 * heads):
-        yield Violation(
-            ("model", "shape", "hidden_size"),
-            f"{shape.hidden_size} does not give {heads} heads of an even size",
-            numbers={"hidden_size": shape.hidden_size, "num_attention_heads": heads},
-            suggestion=f"{-(-shape.hidden_size // (2 * heads)) * 2 * heads}",
-        )
-    if heads % kv_heads:
-        yield Violation(
-            ("model", "shape", "num_key_value_heads"),
-            f"{kv_heads} does not divide {heads} heads",
-            numbers={"num_key_value_heads": kv_heads, "num_attention_heads": heads},
-            suggestion=f"{divisors(heads, kv_heads)[-1]}",
-        )
 
 
 @rule("model-config", "model")
@@ -63,8 +27,8 @@ def model_config(context: Context) -> Iterator[Violation]:
     and the learner would not (another activation, quantised weights, RoPE that differs between
     layers) is refused, for the two would be different policies.
     """
-    error = context.config_error
-    if error is None or any(shape_heads(context)):
+    error, heads = context.config_error, RULES["shape-heads"].check
+    if error is None or heads is None or any(heads(context)):
         return
     key = "hf" if context.spec.model.shape is None else "shape"
     yield Violation(
@@ -335,52 +299,3 @@ def _tokenizer_key(context: Context) -> tuple[str, ...]:
 def _own_files(context: Context) -> TokenizerFiles | None:
     hf = context.spec.model.hf
     return None if hf is None else TokenizerFiles.read(context.folder / hf)
-
-
-@rule("one-model", "model")
-def one_model(context: Context) -> Iterator[Violation]:
-    """Exactly one of `model.hf` and `model.shape` must be given.
-
-    The first names weights that exist, the second the shape of weights that the run makes: by its
-    warm start, or at random where it trains on documents. With both it would be open which is
-    version 0; with neither there is none. `model.revision` is the commit of `model.hf`, and means
-    nothing without it.
-    """
-    model = context.spec.model
-    given = [name for name in ("hf", "shape") if getattr(model, name) is not None]
-    if len(given) != 1:
-        yield Violation(
-            ("model",),
-            f"exactly one of hf and shape is needed, {'both were' if given else 'neither was'} "
-            "given",
-            suggestion="null takes one away" if given else "name a Hugging Face repository in hf",
-        )
-    if model.revision is not None and model.hf is None:
-        yield Violation(
-            ("model", "revision"),
-            "is the commit of model.hf, which is not given",
-            suggestion="set it to null",
-        )
-
-
-@rule("warm-start", "model", runs="grpo")
-def warm_start(context: Context) -> Iterator[Violation]:
-    """A `model.shape` must have a warm start, and a model with weights must have none.
-
-    A shape is not weights: the supervised steps of `warm_start` make them before version 0 exists.
-    Reinforcement learning alone cannot, for random weights are never right and the reward says
-    nothing. A model of `model.hf` is version 0 as it is.
-    """
-    spec = context.spec
-    if spec.model.shape is not None and spec.warm_start is None:
-        yield Violation(
-            ("model", "shape"),
-            "has no weights: warm_start must make them",
-            suggestion="warm_start: {} takes the defaults",
-        )
-    if spec.model.shape is None and spec.warm_start is not None:
-        yield Violation(
-            ("warm_start",),
-            "makes the weights of a model.shape, and none is given",
-            suggestion="set it to null",
-        )

@@ -72,78 +72,6 @@ def learning_rate(context: Context) -> Iterator[Violation]:
     )
 
 
-@rule("warmup-length", "algorithm", "warning")
-def warmup_length(context: Context) -> Iterator[Violation]:
-    """The warm-up must end before the run does.
-
-        warmup_updates < steps x updates_per_step
-
-    Update n = 0, 1, ... has the rate lr x min(1, (n + 1) / warmup_updates). A run that ends with
-    the warm-up, or inside it, trains one update at the rate that the spec names, or none.
-    """
-    spec = context.spec
-    updates = spec.steps * spec.algorithm.updates_per_step
-    warmup = spec.optimizer.warmup_updates
-    if warmup >= updates:
-        yield Violation(
-            ("optimizer", "warmup_updates"),
-            f"{warmup} updates of warm-up, but {spec.steps} steps x "
-            f"{spec.algorithm.updates_per_step} make {updates}: the last has "
-            f"{updates / warmup:.0%} of the learning rate",
-            numbers={
-                "warmup_updates": warmup,
-                "steps": spec.steps,
-                "updates_per_step": spec.algorithm.updates_per_step,
-            },
-            suggestion=f"{max(updates // 20, 1)} is a twentieth of the run",
-        )
-
-
-@rule("decay-length", "algorithm", "warning")
-def decay_length(context: Context) -> Iterator[Violation]:
-    """The learning rate's decay must fit into the run.
-
-        warmup_updates + decay_updates <= steps x updates_per_step
-
-    `linear` and `cosine` decay from the end of the warm-up on: a run that ends sooner never has
-    `final_lr`. `wsd` decays in the last `decay_updates` of the run: where these begin inside the
-    warm-up, the decay begins at its end and is cut off.
-    """
-    spec, optimizer = context.spec, context.spec.optimizer
-    updates = spec.steps * spec.algorithm.updates_per_step
-    needed = optimizer.warmup_updates + (optimizer.decay_updates or 0)
-    if optimizer.schedule != "constant" and needed > updates > optimizer.warmup_updates:
-        yield Violation(
-            ("optimizer", "decay_updates"),
-            f"warm-up and decay take {needed} updates, the run makes {updates}: its last update "
-            f"has a learning rate above {optimizer.final_lr:g}",
-            numbers={
-                "warmup_updates": optimizer.warmup_updates,
-                "decay_updates": optimizer.decay_updates or 0,
-                "updates": updates,
-            },
-            suggestion=f"decay_updates: {updates - optimizer.warmup_updates}",
-        )
-
-
-@rule("final-lr", "algorithm")
-def final_lr(context: Context) -> Iterator[Violation]:
-    """The learning rate must not be larger after its decay than before.
-
-        final_lr <= lr
-
-    The two are easily exchanged; a rate that grows over the run is none of the schedules.
-    """
-    optimizer = context.spec.optimizer
-    if optimizer.final_lr > optimizer.lr:
-        yield Violation(
-            ("optimizer", "final_lr"),
-            f"the decay would end at {optimizer.final_lr:g}, above lr = {optimizer.lr:g}",
-            numbers={"final_lr": optimizer.final_lr, "lr": optimizer.lr},
-            suggestion=f"{optimizer.lr / 10:g}, a tenth of lr",
-        )
-
-
 @rule("optimizer-fields", "algorithm")
 def optimizer_fields(context: Context) -> Iterator[Violation]:
     """The optimizer's fields must be those that its kind and schedule use.
@@ -169,22 +97,3 @@ def optimizer_fields(context: Context) -> Iterator[Violation]:
             f"{optimizer.schedule} needs decay_updates, the length of its decay",
             suggestion="for linear and cosine the updates after the warm-up, for wsd a fifth",
         )
-
-
-@rule("adam-betas", "algorithm")
-def adam_betas(context: Context) -> Iterator[Violation]:
-    """AdamW's decays must be below 1.
-
-        m = beta m + (1 - beta) g,   m^ = m / (1 - beta^(n + 1))     (arXiv 1711.05101)
-
-    At beta = 1 the mean never takes in a gradient, and its correction divides by 0: the first
-    update is 0 / 0 and every one is skipped as not finite.
-    """
-    for index, beta in enumerate(context.spec.optimizer.betas, start=1):
-        if beta >= 1:
-            yield Violation(
-                ("optimizer", "betas"),
-                f"beta{index} = {beta:g} divides by 1 - beta{index}^n = 0",
-                numbers={f"beta{index}": beta},
-                suggestion="[0.9, 0.95]",
-            )

@@ -123,22 +123,6 @@ def unknown_role(context: Context) -> Iterator[Violation]:
             )
 
 
-@rule("monitor-python", "placement")
-def monitor_python(context: Context) -> Iterator[Violation]:
-    """A monitor of kind `trackio` must name the interpreter of trackio's own environment.
-
-    Packages that trackio needs and packages that a run needs exclude each other's versions. So
-    trackio has an environment of its own, and the monitor speaks to a process there.
-    """
-    for each in context.spec.monitors:
-        if each.kind == "trackio" and each.python is None:
-            yield Violation(
-                ("monitors", each.name),
-                "kind trackio needs python",
-                suggestion="`make trackio` makes .venv/trackio/bin/python",
-            )
-
-
 @rule("shared-device", "placement", "warning")
 def shared_device(context: Context) -> Iterator[Violation]:
     """An accelerator should belong to one process.
@@ -200,51 +184,6 @@ def too_few_devices(context: Context) -> Iterator[Violation]:
                 numbers={"devices": seen, "needed": needed[name]},
                 suggestion=f"name {needed[name]} devices",
             )
-
-
-@rule("local-storage", "placement")
-def local_storage(context: Context) -> Iterator[Violation]:
-    """Several learner hosts must write checkpoints to one place.
-
-        checkpoints.dir: s3://... or gs://..., or a path with storage.shared,
-        where learner.hosts > 1 and the hosts are not all this machine
-
-    Every process of the learner writes its shards of a checkpoint under one folder; only the first
-    needs the run directory. On a path that each host has for itself no checkpoint is ever whole.
-    `local` starts processes on CPUs on this machine; `kubernetes` makes a volume that all share.
-    """
-    spec, backend = context.spec, context.spec.placement.backend
-    together = backend == "local" and spec.learner.hardware.kind == "cpu"
-    if spec.learner.hosts == 1 or together or backend == "kubernetes":
-        return
-    folder = spec.checkpoints.dir
-    if folder is None or not ("://" in folder or spec.storage.shared):
-        yield Violation(
-            ("checkpoints", "dir"),
-            f"{spec.learner.hosts} hosts would each write checkpoints to a "
-            f"{folder or 'run directory'} of their own",
-            numbers={"hosts": spec.learner.hosts},
-            suggestion="name an object store (s3://BUCKET/FOLDER), or a folder on a network file "
-            "system with storage.shared: true",
-        )
-
-
-@rule("no-cluster", "placement")
-def no_cluster(context: Context) -> Iterator[Violation]:
-    """A run on Kubernetes needs a container image.
-
-        placement.kubernetes is given, where placement.backend is kubernetes
-
-    Every pod starts from an image that has the package (docs/backends.md, "Images"). Which one fits
-    depends on the cluster's accelerators, so there is no default.
-    """
-    placement = context.spec.placement
-    if placement.backend == "kubernetes" and placement.kubernetes is None:
-        yield Violation(
-            ("placement", "kubernetes"),
-            "the run is for Kubernetes, and no container image is named",
-            suggestion="placement.kubernetes: {image: REGISTRY/IMAGE:TAG}",
-        )
 
 
 @rule("server-url", "placement")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from runspec.lint.registry import Context, Violation, found_by_loader, rule
+from runspec.lint.registry import Context, Violation, rule
 from runspec.lock.cache import is_on_hub
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -48,14 +48,3 @@ def _hub_names(context: Context) -> Iterator[tuple[tuple[str, ...], str, str | N
     for source in context.spec.data.sources:
         if source.uri is not None and source.uri.startswith("hf://"):
             yield ("data", "sources", source.name), source.uri, source.revision
-
-
-@found_by_loader("no-seed", "seed: 42, or any number you like", group="reproducibility")
-def no_seed() -> None:
-    """A spec must have a seed.
-
-    Problems, target lengths, the warm start and the learner's draws follow from `seed`. A default
-    would make runs of different people secretly alike; a random one would make no run repeatable.
-    The noise of untrusted pools does not follow from it alone: the coordinator mixes in a nonce of
-    each step, which workers must not be able to foresee (docs/coordinator.md).
-    """
