@@ -24,7 +24,7 @@ from runspec.estimate.learner import LearnerMemory, learner_memory, update_micro
 from runspec.estimate.price import Cost, cost
 from runspec.estimate.sampler import SamplerMemory, lease_groups, sampler_memory
 from runspec.estimate.speed import decode_speed, island_seconds, learner_seconds, mean_tokens
-from runspec.estimate.steady import Timeline, start_and_step, timeline
+from runspec.estimate.steady import Timeline, timeline
 from runspec.estimate.timeline import Lengths, Model, Replica
 
 
@@ -224,19 +224,6 @@ def _supervised(
         publish_every=algorithm.publish_every,
         publish_s=_publish_seconds(spec, size) if size else None,
     )
-
-
-def forecast(spec: RunSpec, config: ModelConfig | None) -> tuple[float, float] | None:
-    """Return the seconds from version 0 to the first trained step, and from step to step.
-
-    None if a speed is unknown.
-    """
-    if config is None or any(unknown_speeds(spec, config)):
-        return None
-    if spec.supervised is not None:
-        step_s = learner_seconds(spec, config) or 0.0
-        return step_s, step_s
-    return start_and_step(run_model(spec, config, version_size(spec, config)))
 
 
 def run_model(spec: RunSpec, config: ModelConfig | None, size: VersionSize) -> Model:

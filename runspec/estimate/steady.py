@@ -78,16 +78,6 @@ def timeline(model: Model) -> Timeline:
     )
 
 
-def start_and_step(model: Model) -> tuple[float, float]:
-    """Return only `start_s` and `step_s` of the timeline, in seconds.
-
-    Raises:
-        ValueError: as `simulate`.
-    """
-    run, _, step_s = _measured(_long_enough(model))
-    return run.steps[0].trained, step_s
-
-
 def _long_enough(model: Model) -> Model:
     """Return the model with enough steps to reach the steady state."""
     level = min(model.async_level, _MAX_LAG)

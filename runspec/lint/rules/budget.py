@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from math import floor
 
 from runspec.estimate.price import hourly_price
-from runspec.estimate.run import forecast
 from runspec.estimate.speed import step_seconds
 from runspec.lint.registry import Context, Violation, rule
 
@@ -67,29 +66,26 @@ def over_budget(context: Context) -> Iterator[Violation]:
 def short_budget(context: Context) -> Iterator[Violation]:
     """The hours of the budget should last to the last step.
 
-        (start_s + (steps - 1) x step_s) / 3600 <= max_hours
+        steps x step_s / 3600 <= max_hours
 
-    start_s (to the first trained step) and step_s are the forecast of `runspec plan`, from measured
-    speeds where the spec has them. A run whose hours are over stops, and can be resumed with more.
-    Silent where a speed is not known.
+    step_s is that of `over-budget`: no run is faster, and `runspec plan` forecasts how much slower
+    this one is. A run whose hours are over stops, and can be resumed with more. Silent where a
+    speed is not known.
     """
     spec, allowed = context.spec, context.spec.budget.max_hours
-    times = forecast(spec, context.config) if allowed is not None else None
-    if allowed is None or times is None:
+    step_s = step_seconds(spec, context.config) if allowed is not None else None
+    if allowed is None or step_s is None:
         return
-    start_s, step_s = times
-    hours = (start_s + (spec.steps - 1) * step_s) / 3600.0
+    hours = spec.steps * step_s / 3600.0
     if hours > allowed:
-        lasts = floor(max(0.0, 3600.0 * allowed - start_s + step_s) / step_s)
         yield Violation(
             ("budget", "max_hours"),
-            f"{allowed:g}, but {spec.steps} steps need {hours:.4g} hours by the forecast",
+            f"{allowed:g}, but {spec.steps} steps need {hours:.4g} hours at least",
             numbers={
                 "steps": spec.steps,
-                "start_s": float(f"{start_s:.4g}"),
                 "step_s": float(f"{step_s:.4g}"),
                 "needed": float(f"{hours:.4g}"),
                 "max_hours": allowed,
             },
-            suggestion=f"it lasts for {lasts} steps",
+            suggestion=f"it lasts for {floor(allowed / hours * spec.steps)} steps",
         )

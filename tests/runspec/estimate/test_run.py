@@ -19,7 +19,7 @@ from runspec.core.spec.schema import RunSpec
 from runspec.estimate.assumed import REPORT_TRIPS, ROUND_TRIPS, SHARE_BYTES_S
 from runspec.estimate.islands import IslandsEstimate
 from runspec.estimate.price import hourly_prices
-from runspec.estimate.run import RunEstimate, draws, estimate_run, forecast
+from runspec.estimate.run import RunEstimate, draws, estimate_run
 from runspec.estimate.speed import step_seconds
 from runspec.simulate.run import simulate
 from tests.runspec.supervised import shipped, supervised_spec
@@ -149,7 +149,6 @@ def test_a_step_on_documents_is_its_updates_and_a_share_of_the_held_out_tokens()
     assert estimate.learner.step_s == pytest.approx(step_s)
     assert step_seconds(spec, config) == estimate.learner.step_s
     assert estimate.run_s == pytest.approx(25 * step_s)
-    assert forecast(spec, config) == (estimate.learner.step_s, estimate.learner.step_s)
     assert run.run_flops == pytest.approx(25 * flops.total)
     # and there are versions 0, 10, 20 and 25, and nobody who fetches them
     assert run.versions == 4

@@ -6,7 +6,6 @@ Cases are values laid over the specs that the rules' examples extend.
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from runspec.core.spec.findings import format_finding
 from runspec.core.spec.layers import ParsedFiles
 from runspec.core.spec.load import SpecFiles
 from runspec.core.tokenizer_files import TEMPLATE_DATE
-from runspec.estimate import run
 from runspec.lint import check
 from runspec.lint.registry import RULES
 from runspec.lint.rules.security import secret_kind
@@ -275,11 +273,10 @@ SILENT = {
 
 @pytest.fixture(scope="module", autouse=True)
 def work_done_once():
-    """Each file is parsed once, and forecasts of one fleet draw its rollouts once."""
+    """Each file is parsed once."""
     parsed = ParsedFiles()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(check, "ParsedFiles", lambda: parsed)
-        patch.setattr(run, "draws", cache(run.draws))
         yield
 
 
