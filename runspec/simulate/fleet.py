@@ -10,11 +10,9 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate import assumed
-from runspec.estimate.broadcast import VersionSize
-from runspec.estimate.run import rebuild_seconds
-from runspec.estimate.sampler import lease_groups
+from runspec.estimate.broadcast import VersionSize, broadcast_times
 from runspec.estimate.speed import decode_speed
-from runspec.estimate.timeline import Lengths, Model, Replica
+from runspec.simulate.model import Lengths
 from runspec.simulate.population import Group, Swarm
 from runspec.simulate.strategies import Strategy, strategies
 
@@ -26,9 +24,14 @@ class Member:
     key: str
     group: Group
     pool: str
-    replica: Replica
+    fetch_s: float
+    """Seconds until it has a version, from publication or from when its link is free."""
     first_fetch_s: float
     """Seconds until it has its first version, if it joins after version 0."""
+    load_s: float
+    """Seconds to switch its engine to a fetched version."""
+    sample_s: Callable[[Lengths], float]
+    """Seconds to sample a lease."""
     strategy: Strategy
     rng: Random
 
@@ -48,7 +51,7 @@ def planned_swarm(spec: RunSpec) -> Swarm:
 
 
 def members(
-    swarm: Swarm, spec: RunSpec, config: ModelConfig, size: VersionSize, model: Model, seed: int
+    swarm: Swarm, spec: RunSpec, config: ModelConfig, size: VersionSize, seed: int
 ) -> list[Member]:
     """Return every worker of a population.
 
@@ -57,34 +60,42 @@ def members(
         spec: spec of the run.
         config: shape of the model.
         size: sizes of a version.
-        model: the run as in `runspec plan`, for the links of its pools.
         seed: seed of all random numbers.
 
     Raises:
         UserError: a pool or hardware is unknown.
     """
     pools = {pool.name: pool for pool in spec.samplers}
-    found = []
+    arrivals = broadcast_times(spec, size.follower)
+    rebuild_s = size.whole / assumed.REBUILD_BYTES_S if size.follower < size.whole else 0.0
+    load_s, found = size.whole / assumed.LOAD_BYTES_S, []
     for group in swarm.workers:
         name = group.pool or spec.samplers[0].name
         if name not in pools:
             raise UserError(
                 f"the run has no pool {name!r}", place=group.name, remedy=f"one of {sorted(pools)}"
             )
-        planned = [replica for replica in model.replicas if replica.pool == name]
         sample_s = _sampling(group, pools[name], spec, config)
         make = strategies(group.strategy)
         for index in range(group.count):
-            fetch_s = planned[index % len(planned)].fetch_s if planned else 0.0
-            if group.download is not None:
-                fetch_s = 8 * size.follower / group.download + rebuild_seconds(size)
-            load_s = size.whole / assumed.LOAD_BYTES_S
-            groups = lease_groups(pools[name], spec)
-            replica = Replica(name, fetch_s, load_s, groups, sample_s)
-            first_fetch_s = fetch_s * size.joiner / size.follower
             key = f"{group.name}-{index}"
-            rng = Random(f"{seed}/{key}")
-            found.append(Member(key, group, name, replica, first_fetch_s, make(), rng))
+            link_s = arrivals.get(f"{name}-{index % max(pools[name].replicas, 1)}", 0.0)
+            if group.download is not None:
+                link_s = 8 * size.follower / group.download
+            fetch_s = link_s + rebuild_s
+            found.append(
+                Member(
+                    key,
+                    group,
+                    name,
+                    fetch_s=fetch_s,
+                    first_fetch_s=fetch_s * size.joiner / size.follower,
+                    load_s=load_s,
+                    sample_s=sample_s,
+                    strategy=make(),
+                    rng=Random(f"{seed}/{key}"),
+                )
+            )
     return found
 
 

@@ -15,10 +15,9 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.broadcast import version_size
-from runspec.estimate.run import run_model, unknown_speeds
-from runspec.estimate.timeline import Lengths, Model
 from runspec.simulate.coordinator import Coordinator
 from runspec.simulate.fleet import Member, members, planned_swarm
+from runspec.simulate.model import BROADCAST, LEARNER, Interval, Model, run_model, unknown_speeds
 from runspec.simulate.population import Swarm
 from runspec.simulate.result import Record, Result
 from runspec.simulate.validators import Validators, ValidatorTimes
@@ -106,7 +105,7 @@ class Simulation:
             self._clock.now,
             self._coordinator,
             list(self._workers.values()),
-            self._validators.busy_s,
+            self._validators.count,
         )
 
     # Reactions to events.
@@ -168,13 +167,17 @@ class Simulation:
         self._training = True
         step, groups = self._to_train.popleft()
         seconds = self._model.train_s * groups / self._model.groups
-        self._clock.after(seconds, partial(self._trained, step, seconds))
+        self._clock.after(seconds, partial(self._trained, step, self._clock.now))
 
-    def _trained(self, step: int, seconds: float) -> None:
-        self._training = False
-        self._record.trained(step, self._clock.now, seconds)
-        start = max(self._clock.now, self._publisher_free)
+    def _trained(self, step: int, began: float) -> None:
+        self._training, now = False, self._clock.now
+        self._record.trained_at[step] = now
+        start = max(now, self._publisher_free)
         self._publisher_free = start + self._model.publish_s
+        self._coordinator.intervals += [
+            Interval(LEARNER, LEARNER, "train", step, began, now),
+            Interval(BROADCAST, "publisher", "publish", step + 1, start, self._publisher_free),
+        ]
         self._clock.at(self._publisher_free + self._request_s, partial(self._published, step + 1))
         self._train()
 
@@ -210,15 +213,11 @@ def simulate(
     swarm = swarm or planned_swarm(spec)
     size = version_size(spec, config)
     model = run_model(spec, config, size)
-    share, validators = spec.verify.prefill_share, swarm.validators
-
-    def recompute_s(lengths: Lengths) -> float:
-        return model.check_s(lengths) / share if share else 0.0
-
+    validators = swarm.validators
     checks = ValidatorTimes(
-        count=model.validators if validators.count is None else validators.count,
+        count=spec.verify.validators if validators.count is None else validators.count,
         speed=validators.speed,
-        recompute_s=recompute_s,
+        recompute_s=model.recompute_s,
         request_s=swarm.request or 0.0,
         mean_life_s=validators.fails,
         restart_s=validators.restarts,
@@ -226,7 +225,7 @@ def simulate(
     simulation = Simulation(
         model,
         Policy.of(spec),
-        members(swarm, spec, config, size, model, seed),
+        members(swarm, spec, config, size, seed),
         checks,
         backlog=spec.verify.backlog.submissions,
         seed=seed,

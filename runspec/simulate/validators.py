@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from random import Random
 
-from runspec.estimate.timeline import Lengths
 from runspec.simulate.coordinator import Coordinator
+from runspec.simulate.model import VALIDATORS, Interval, Lengths
 from verify.coordinator.machine.events import GroupGrade, SubmissionJudged, SubmissionSetAside
 from verify.coordinator.machine.state import LeaseRecord
 from verify.coordinator.services.claims import Claims
@@ -32,7 +32,6 @@ class _Validator:
     submission: str | None = None
     works: bool = True
     life: int = 0
-    busy_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -59,16 +58,12 @@ class Validators:
 
     def __init__(self, coordinator: Coordinator, checks: ValidatorTimes, seed: int) -> None:
         self._coordinator, self._clock = coordinator, coordinator.clock
+        self.count = checks.count
         self._checks, self._claims = checks, Claims()
         names = [f"validator-{number}" for number in range(checks.count)]
         self._all = [_Validator(name, Random(f"{seed}/{name}")) for name in names]
         for validator in self._all:
             self._plan_failure(validator)
-
-    @property
-    def busy_s(self) -> Sequence[float]:
-        """Busy seconds of each validator."""
-        return [validator.busy_s for validator in self._all]
 
     def next_change(self) -> float:
         """Return the time at which time alone may give a validator work; infinite: never."""
@@ -115,7 +110,9 @@ class Validators:
 
         def end() -> None:
             if validator.life == life:
-                validator.busy_s += seconds
+                start, step = self._clock.now - seconds, record.lease.step
+                check = Interval(VALIDATORS, validator.name, "check", step, start, start + seconds)
+                self._coordinator.intervals.append(check)
                 self._end(validator, record, recomputed)
 
         self._clock.after(seconds + 2 * self._checks.request_s, end)

@@ -176,30 +176,6 @@ request: 10ms
     assert first["steps"] != another["steps"]
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        pytest.param([*LAPTOP, *sets("steps=200")], id="laptop"),
-        pytest.param(
-            [LONG, "--placement", PLACEMENTS / "tpu_and_volunteers.yaml", *sets("steps=40")],
-            marks=pytest.mark.nightly,
-            id="target_long with volunteers",
-        ),
-        pytest.param(
-            [SPECS / "intellect2.yaml", *sets("steps=40")],
-            marks=pytest.mark.nightly,
-            id="intellect2",
-        ),
-    ],
-)
-def test_with_honest_workers_only_it_agrees_with_plan(spec, tmp_path):
-    planned = json.loads(runspec("plan", *spec, "--json", "--runs-dir", tmp_path).stdout)
-    result = simulated(*spec, swarm=None, folder=tmp_path)
-    assert (result["ended"], result["wasted_share"]) == ("finished", 0.0)
-    expected = planned["estimate"]["timeline"]["step_s"]
-    assert step_seconds(result, leave_out=ASYNC_LEVEL + 1) == pytest.approx(expected, rel=0.02)
-
-
 # Runs of docs/performance.md ("What asynchrony buys"): seconds a step, busy shares of the learner
 # and of the sampler. A request to the coordinator took 3 to 19 ms there, on a busy machine.
 MEASURED = {0: (0.997, 0.42, 0.34), 2: (0.559, 0.97, 0.80)}
