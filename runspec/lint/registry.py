@@ -50,6 +50,8 @@ _MACHINE: tuple[Group, ...] = ("mesh", "memory")
 _SAMPLED: tuple[Group, ...] = ("reward", "samplers", "verification")
 """Groups whose rules are about `grpo` unless they say otherwise."""
 
+STATE_SHARE = 0.9
+"""Share of a device's memory that the train state may take."""
 MAX_DIVISOR = 4096
 """Largest divisor: no mesh is larger, and a spec may say 10 ** 30."""
 
@@ -253,3 +255,8 @@ def _of_member(violation: Violation, member: IslandMember) -> Violation:
 def divisors(number: int, limit: int) -> list[int]:
     """Return the divisors of `number` up to `limit` and `MAX_DIVISOR`, 1 first, for suggestions."""
     return [n for n in range(1, min(number, limit, MAX_DIVISOR) + 1) if number % n == 0]
+
+
+def gb(size: float) -> str:
+    """Return a number of bytes as text, like 65.5 GB."""
+    return f"{size / 1e9:.3g} GB"

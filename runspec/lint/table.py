@@ -13,7 +13,7 @@ A table `[CODE]` is a rule:
     also                    further relations, a list: what one leaves out it has from the row
 
 `each`, `values`, `when` and `holds` are Python expressions; the other texts have some in braces.
-They name the spec's top fields, `spec`, `FUNCTIONS`, and `config`, the model's shape. A relation
+They name the spec's top fields, `spec`, `NAMES`, and `config`, the model's shape. A relation
 that names `config` is silent if the shape is unknown. The numbers that `holds` names are the
 finding's.
 
@@ -24,21 +24,48 @@ one; `{path}` is the finding's.
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
-from math import lcm
+from math import ceil, floor, lcm
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from runspec.core.models.hardware import device_count, device_of
+from runspec.core.models.memory import MAX_LOGITS, logits_chunk, prefill_bytes
 from runspec.core.spec.findings import Number
 from runspec.core.spec.islands import members, step_overlap
-from runspec.lint.registry import Context, Rule, Violation, add, divisors, runs_of
+from runspec.estimate.broadcast import version_size
+from runspec.estimate.learner import learner_memory
+from runspec.estimate.price import hourly_price
+from runspec.estimate.sampler import sampler_memory
+from runspec.estimate.speed import step_seconds, tokens_to_check, validator_tokens_per_s
+from runspec.lint.registry import (
+    STATE_SHARE,
+    Context,
+    Rule,
+    Violation,
+    add,
+    divisors,
+    gb,
+    runs_of,
+)
 from verify.thresholds import precision_of
 
-FUNCTIONS = {each.__name__: each for each in (divisors, lcm, members, precision_of, step_overlap)}
-"""What expressions may call besides Python's own."""
+_FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    *(ceil, device_count, device_of, divisors, floor, gb, hourly_price, lcm, learner_memory),
+    *(logits_chunk, members, precision_of, prefill_bytes, sampler_memory, step_overlap),
+    *(step_seconds, tokens_to_check, validator_tokens_per_s, version_size),
+)
+NAMES = {
+    **{each.__name__: each for each in _FUNCTIONS},
+    "MAX_LOGITS": MAX_LOGITS,
+    "STATE_SHARE": STATE_SHARE,
+}
+"""Names of expressions besides the spec's and Python's own."""
+_CONFIG = re.compile(r"\bconfig\b")
 _KEYS = {
     *("group", "severity", "runs", "page", "each", "values", "when", "holds", "at"),
     *("message", "suggestion", "also"),
@@ -72,11 +99,11 @@ def read_rows(path: Path) -> None:
 def _check(relations: list[dict[str, Any]], context: Context) -> Iterator[Violation]:
     spec, config = context.spec, context.config
     fields = {name: getattr(spec, name) for name in type(spec).model_fields}
-    names = {**FUNCTIONS, **fields, "spec": spec, "config": config}
+    names = {**NAMES, **fields, "spec": spec, "config": config}
     for relation in relations:
         values, holds = relation.get("values", {}), relation["holds"]
         when = relation.get("when", "True")
-        if config is None and any("config." in text for text in (*values.values(), when, holds)):
+        if config is None and any(map(_CONFIG.search, (*values.values(), when, holds))):
             continue
         for here in _each(relation.get("each", ""), names):
             for name, text in values.items():
@@ -119,8 +146,9 @@ def _numbers(text: str, names: dict[str, Any]) -> Iterator[tuple[str, Number]]:
     while nodes:
         node = nodes.pop(0)
         if isinstance(node, ast.Name | ast.Attribute):
-            value = _value(ast.unparse(node), names)
+            value = None if ast.unparse(node) in NAMES else _value(ast.unparse(node), names)
             if isinstance(value, int | float) and not isinstance(value, bool):
-                yield node.attr if isinstance(node, ast.Attribute) else node.id, value
+                name = node.attr if isinstance(node, ast.Attribute) else node.id
+                yield name, value if abs(value) < 1e6 else round(value)
         elif not isinstance(node, ast.Call):
             nodes += ast.iter_child_nodes(node)

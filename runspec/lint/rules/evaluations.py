@@ -33,27 +33,3 @@ def evaluation_names(context: Context) -> Iterator[Violation]:
                 f"no {where[-1]} {name}; known: {', '.join(known)}",
                 suggestion=f"name one of {', '.join(known)}",
             )
-
-
-@rule("evaluation-room", "samplers")
-def evaluation_room(context: Context) -> Iterator[Violation]:
-    """Prompt and answer of an evaluation must fit into the context of the evaluator's engine.
-
-        data.max_prompt_tokens + evaluations[].max_new_tokens <= samplers[].max_model_len
-
-    The engine makes room for `max_model_len` tokens of a sequence. A longer answer than the pool's
-    own may ask for more.
-    """
-    spec = context.spec
-    known = {pool.name: pool for pool in spec.samplers}
-    pool = known.get(spec.evaluator.pool or spec.samplers[0].name)
-    for each in spec.evaluations:
-        new, prompt = each.max_new_tokens, spec.data.max_prompt_tokens
-        if pool is not None and new is not None and prompt + new > pool.max_model_len:
-            yield Violation(
-                ("evaluations", each.name, "max_new_tokens"),
-                f"{prompt} tokens of a prompt and {new} of an answer, {pool.max_model_len} fit",
-                numbers={"tokens": prompt + new, "max_model_len": pool.max_model_len},
-                suggestion=f"at most {pool.max_model_len - prompt}, or raise max_model_len of "
-                f"{pool.name}",
-            )

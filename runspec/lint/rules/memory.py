@@ -8,29 +8,20 @@ that.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil, sqrt
+from math import sqrt
 
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.hardware import DEVICES, device_count, device_of
-from runspec.core.models.memory import MAX_LOGITS, MEMORY_UTILIZATION, logits_chunk, prefill_bytes
+from runspec.core.models.hardware import DEVICES, device_of
 from runspec.core.spec.schema import Hardware, RunSpec
 from runspec.core.spec.schema_fields import close_match
 from runspec.estimate.assumed import weight_move
-from runspec.estimate.broadcast import version_size
 from runspec.estimate.learner import learner_memory
-from runspec.estimate.sampler import sampler_memory
-from runspec.lint.registry import Context, Violation, model_rule, rule
+from runspec.lint.registry import STATE_SHARE, Context, Violation, gb, model_rule, rule
 
-STATE_SHARE = 0.9
-"""Of a device's memory that the train state may take."""
 HALF_STEP = 2.0**-9
 """Half the distance of bfloat16 neighbours, relative to the larger: 8 significant bits."""
 WIDEST = 16384
 """Hidden size taken for a model whose shape is not known: it has the smallest weights."""
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.3g} GB"
 
 
 @rule("unknown-hardware", "memory", "warning")
@@ -54,37 +45,6 @@ def unknown_hardware(context: Context) -> Iterator[Violation]:
             (*where, "hardware", "kind"),
             f"{hardware.kind[:80]!r} is not known: what needs its memory is not checked",
             suggestion=f"did you mean {close}?" if close else "give its memory, like 80GB",
-        )
-
-
-@model_rule("train-state-fits", "memory")
-def train_state_fits(context: Context, config: ModelConfig) -> Iterator[Violation]:
-    """Weights and optimizer moments must leave a tenth of the device's memory.
-
-        masters + moments <= 0.9 x memory
-        masters = b P / n,  moments = 4 k P / n
-
-    P trained parameters, b bytes of a master (4 in float32), n the devices that a parameter is cut
-    over: fsdp x tensor for most. k is 2 for adamw, 1 for sgd and for the layers' matrices under
-    muon, 0 on the device with `optimizer.offload`. Gradients, activations and the compiler's own
-    buffers must fit beside them.
-    """
-    spec = context.spec
-    memory = device_of(spec.learner.hardware).memory
-    if memory is None:
-        return
-    needs = learner_memory(spec, config)
-    if needs.state > STATE_SHARE * memory:
-        yield Violation(
-            ("learner", "mesh"),
-            f"masters {_gb(needs.masters)} + moments {_gb(needs.moments)} = {_gb(needs.state)} a "
-            f"device, over 90 % of {_gb(memory)}",
-            numbers={
-                "masters": round(needs.masters),
-                "moments": round(needs.moments),
-                "memory": round(memory),
-            },
-            suggestion="more fsdp or tensor, optimizer: {offload: true}, or learner.lora",
         )
 
 
@@ -117,8 +77,8 @@ def step_fits(context: Context, config: ModelConfig) -> Iterator[Violation]:
     held = {name: size for name, size in parts.items() if size}
     yield Violation(
         ("learner",),
-        f"a step needs {_gb(needs.total)} a device, which has {_gb(memory)}: "
-        + ", ".join(f"{name} {_gb(size)}" for name, size in held.items()),
+        f"a step needs {gb(needs.total)} a device, which has {gb(memory)}: "
+        + ", ".join(f"{name} {gb(size)}" for name, size in held.items()),
         numbers={**held, "memory": round(memory)},
         suggestion=_relief(spec, max(held, key=held.__getitem__)),
     )
@@ -133,36 +93,6 @@ def _relief(spec: RunSpec, largest: str) -> str:
     if largest == "weights":
         return "old_logprobs: sampler, kl: {coef: 0}, or more fsdp or tensor"
     return "more fsdp or tensor, optimizer: {offload: true}, or learner.lora"
-
-
-@model_rule("logits-chunk", "memory")
-def logits_chunk_fits(context: Context, config: ModelConfig) -> Iterator[Violation]:
-    """The logits that exist at a time must be a chunk, not those of every position.
-
-        n x V <= 2^29,   n = min(logits_chunk, positions of a device)
-
-    V the vocabulary. Logits are float32: 2^29 are 2 GiB, over all shards of the vocabulary, and the
-    backward pass makes two more arrays of their size. Measured with V = 152k, 8192 positions: 13.7
-    GB with all logits at once, 2.7 GB in chunks of 256. Null chooses 512 to 2048 positions, within
-    this bound.
-    """
-    learner = context.spec.learner
-    if learner.logits_chunk is None:
-        return
-    positions = logits_chunk(learner, config.vocab_size)
-    if positions * config.vocab_size > MAX_LOGITS:
-        size = 4.0 * positions * config.vocab_size
-        yield Violation(
-            ("learner", "logits_chunk"),
-            f"{positions} positions x {config.vocab_size} tokens x 4 bytes = {_gb(size)} of logits "
-            "at a time",
-            numbers={
-                "positions": positions,
-                "vocab_size": config.vocab_size,
-                "limit": MAX_LOGITS,
-            },
-            suggestion=f"at most {MAX_LOGITS // config.vocab_size}, or null",
-        )
 
 
 @rule("bf16-master", "memory")
@@ -192,89 +122,4 @@ def bf16_master(context: Context) -> Iterator[Violation]:
             f"{1 / sqrt(width):.2g} moves only by more than {floor:.2g}",
             numbers={"move": move, "floor": floor, "hidden_size": width},
             suggestion="float32",
-        )
-
-
-@model_rule("sampler-weights-fit", "memory")
-def sampler_weights_fit(context: Context, config: ModelConfig) -> Iterator[Violation]:
-    """A replica's share of the weights must fit into its devices.
-
-        weights / tensor + activations < 0.92 x memory
-
-    0.92 is the share of memory that vLLM takes (`gpu_memory_utilization`, version 0.32);
-    activations are the largest temporary arrays, of a prefill or of the logits. What is left is
-    room for keys and values.
-    """
-    spec = context.spec
-    for pool in spec.samplers:
-        needs = sampler_memory(pool, spec, config)
-        if needs.room is None or needs.memory is None or needs.room > 0:
-            continue
-        yield Violation(
-            ("samplers", pool.name, "hardware"),
-            f"weights {_gb(needs.weights)} + activations {_gb(needs.activations)} on each of "
-            f"{pool.parallel.tensor} devices, of which vLLM may use "
-            f"{_gb(MEMORY_UTILIZATION * needs.memory)}",
-            numbers={
-                "weights": round(needs.weights),
-                "activations": round(needs.activations),
-                "memory": round(needs.memory),
-            },
-            suggestion="more parallel.tensor, or hardware with more memory",
-        )
-
-
-@model_rule("validator-weights-fit", "memory")
-def validator_weights_fit(context: Context, config: ModelConfig) -> Iterator[Violation]:
-    """A validator's share of a version must fit into its devices, with room to work.
-
-        1.5 x version / devices <= memory
-
-    Both prefill engines divide a version over all devices of a validator: JAX by parameters, torch
-    by layers. The half beside it is for activations and logits. Silent where `verify.hardware` is
-    null.
-    """
-    spec, hardware = context.spec, context.spec.verify.hardware
-    if hardware is None or not spec.verify.validators:
-        return
-    memory, count = device_of(hardware).memory, device_count(hardware)
-    version = version_size(spec, config).whole
-    needed = prefill_bytes(version, count or 1)
-    if memory is not None and needed > memory:
-        yield Violation(
-            ("verify", "hardware"),
-            f"a version of {_gb(version)} over {count or 1} devices needs {_gb(needed)} on each, "
-            f"which has {_gb(memory)}",
-            numbers={"version": version, "devices": count or 1, "memory": round(memory)},
-            suggestion=f"count: {ceil(prefill_bytes(version, 1) / memory)}",
-        )
-
-
-@model_rule("kv-cache-fits", "memory")
-def kv_cache_fits(context: Context, config: ModelConfig) -> Iterator[Violation]:
-    """The keys and values of one sequence of full length must fit beside the weights.
-
-        max_model_len x 2 L ceil(K / t) h b <= room
-
-    L layers, K key/value heads of size h, b bytes of a number, t tensor-parallel ranks; `room` is
-    what weights and activations leave (`explain sampler-weights-fit`). vLLM refuses to start
-    otherwise. One sequence is the least; how many fit at a time is in `runspec plan`.
-    """
-    spec = context.spec
-    for pool in spec.samplers:
-        needs = sampler_memory(pool, spec, config)
-        sequence = pool.max_model_len * needs.kv_token
-        if needs.room is None or needs.room <= 0 or sequence <= needs.room:
-            continue
-        fits = int(needs.room // needs.kv_token)
-        yield Violation(
-            ("samplers", pool.name, "max_model_len"),
-            f"keys and values of {pool.max_model_len} tokens are {_gb(sequence)} a device, and "
-            f"there is room for {_gb(needs.room)}",
-            numbers={
-                "max_model_len": pool.max_model_len,
-                "kv_bytes_per_token": round(needs.kv_token),
-                "room": round(needs.room),
-            },
-            suggestion=f"at most {fits}, or more parallel.tensor",
         )

@@ -78,25 +78,6 @@ def model_path(context: Context) -> Iterator[Violation]:
             yield Violation(location, error.thing, suggestion=error.remedy)
 
 
-@rule("lora-targets", "model")
-def lora_targets(context: Context) -> Iterator[Violation]:
-    """Each matrix must be named once among the targets of adapters.
-
-        W + (alpha / rank) A B       (LoRA, arXiv 2106.09685)
-
-    A matrix has one A and one B; a name given twice is a slip for another one.
-    """
-    lora = context.spec.learner.lora
-    targets = lora.targets if lora else []
-    for target in sorted({target for target in targets if targets.count(target) > 1}):
-        yield Violation(
-            ("learner", "lora", "targets"),
-            f"names {target} more than once",
-            numbers={target: targets.count(target)},
-            suggestion=f"[{', '.join(dict.fromkeys(targets))}]",
-        )
-
-
 @model_rule("lora-rank", "model")
 def lora_rank(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """The rank of adapters must be below that of the matrices that they adapt.

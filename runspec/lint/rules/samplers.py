@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from runspec.core.models.config import ModelConfig
-from runspec.core.models.hardware import device_count
 from runspec.core.models.memory import CPU_HEAD_SIZES
 from runspec.core.models.rope_scaling import Dynamic, Linear, Yarn
 from runspec.core.spec.schema import Hardware, RunSpec
-from runspec.lint.registry import Context, Violation, model_rule, rule
+from runspec.lint.registry import Context, Violation, model_rule
 
 
 @model_rule("model-positions", "samplers", runs="all")
@@ -70,35 +69,3 @@ def unsupported_heads(spec: RunSpec, config: ModelConfig) -> Iterator[Violation]
                 numbers={"head_dim": size},
                 suggestion="a GPU, or a model with heads of such a size",
             )
-
-
-@rule("pool-devices", "samplers")
-def pool_devices(context: Context) -> Iterator[Violation]:
-    """A replica must have the devices that its parallelism divides the model over.
-
-        parallel.tensor x parallel.data <= devices of a replica
-
-    `hardware` of a pool is what one replica has, and one replica is one engine of `parallel.data`
-    copies of the model, each over `parallel.tensor` ranks. With fewer devices it does not start: an
-    error. With more the rest idle: a warning.
-    """
-    for pool in context.spec.samplers:
-        devices, ranks = device_count(pool.hardware), pool.parallel.devices
-        if devices is None and pool.hardware.kind != "cpu":
-            devices = 1
-        if devices is None or devices == ranks:
-            continue
-        short = devices < ranks
-        yield Violation(
-            ("samplers", pool.name, "parallel", "tensor"),
-            f"{ranks} ranks on {devices} device{'s' if devices > 1 else ''}"
-            + ("" if short else f": {devices - ranks} idle"),
-            numbers={
-                "tensor": pool.parallel.tensor,
-                "data": pool.parallel.data,
-                "devices": devices,
-            },
-            suggestion=f"hardware: {{count: {ranks}}}, or parallel: "
-            f"{{tensor: {max(1, devices // pool.parallel.data)}}}",
-            severity="error" if short else "warning",
-        )
