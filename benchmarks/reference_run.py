@@ -32,10 +32,9 @@ from runspec.estimate.speed import Decode, decode_speed
 from runspec.lint.check import check_spec
 from runspec.simulate.fleet import Member
 from runspec.simulate.model import Lengths, Model, draws
-from runspec.simulate.population import Group
+from runspec.simulate.population import Group, ValidatorsBlock
 from runspec.simulate.run import Simulation
 from runspec.simulate.strategies import Strategy
-from runspec.simulate.validators import ValidatorTimes
 from verify.coordinator.machine.state import Policy
 
 SPECS = Path(__file__).parents[1] / "specs"
@@ -209,7 +208,8 @@ def one_round(spec: RunSpec, inputs: Inputs, fit: Fit, published: Published) -> 
             )
             for i in range(inputs.replicas)
         ],
-        ValidatorTimes(groups, 1.0, check_s, request_s=0.0, mean_life_s=None, restart_s=0.0),
+        ValidatorsBlock(count=groups),
+        request_s=0.0,
         backlog=groups,
         seed=0,
         horizon_s=inf,

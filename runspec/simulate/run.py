@@ -18,9 +18,9 @@ from runspec.estimate.broadcast import version_size
 from runspec.simulate.coordinator import Coordinator
 from runspec.simulate.fleet import Member, members, planned_swarm
 from runspec.simulate.model import BROADCAST, LEARNER, Interval, Model, run_model, unknown_speeds
-from runspec.simulate.population import Swarm
+from runspec.simulate.population import Swarm, ValidatorsBlock
 from runspec.simulate.result import Record, Result
-from runspec.simulate.validators import Validators, ValidatorTimes
+from runspec.simulate.validators import Validators
 from runspec.simulate.workers import Worker
 from verify.coordinator.machine import filling
 from verify.coordinator.machine.events import (
@@ -44,7 +44,8 @@ class Simulation:
         model: times of learner, publisher and links, and drawn lengths, as in `runspec plan`.
         policy: policy of the spec.
         members: the population.
-        checks: times of the validators.
+        validators: their number, speed and failures.
+        request_s: seconds of one request to the coordinator.
         backlog: `verify.backlog.submissions`.
         seed: seed of all random numbers.
         horizon_s: the run ends after this time.
@@ -55,14 +56,15 @@ class Simulation:
         model: Model,
         policy: Policy,
         members: Sequence[Member],
-        checks: ValidatorTimes,
+        validators: ValidatorsBlock,
         *,
+        request_s: float,
         backlog: int,
         seed: int,
         horizon_s: float,
     ) -> None:
         self._model, self._seed, self._horizon_s = model, seed, horizon_s
-        self._request_s = checks.request_s
+        self._request_s = request_s
         self._record = Record(policy.group_size)
         self._retry_at = inf
         self._to_train: deque[tuple[int, int]] = deque()
@@ -71,9 +73,11 @@ class Simulation:
         self._coordinator = Coordinator(policy, backlog, model, self._observe)
         self._clock = self._coordinator.clock
         self._workers = {
-            member.key: Worker(member, self._coordinator, self._request_s) for member in members
+            member.key: Worker(member, self._coordinator, request_s) for member in members
         }
-        self._validators = Validators(self._coordinator, checks, seed)
+        self._validators = Validators(
+            self._coordinator, validators, model.recompute_s, request_s, seed
+        )
 
     def run(self) -> Result:
         """Run to the last trained step, to a stall, or to the horizon."""
@@ -214,19 +218,14 @@ def simulate(
     size = version_size(spec, config)
     model = run_model(spec, config, size)
     validators = swarm.validators
-    checks = ValidatorTimes(
-        count=spec.verify.validators if validators.count is None else validators.count,
-        speed=validators.speed,
-        recompute_s=model.recompute_s,
-        request_s=swarm.request or 0.0,
-        mean_life_s=validators.fails,
-        restart_s=validators.restarts,
-    )
+    if validators.count is None:
+        validators = validators.model_copy(update={"count": spec.verify.validators})
     simulation = Simulation(
         model,
         Policy.of(spec),
         members(swarm, spec, config, size, seed),
-        checks,
+        validators,
+        request_s=swarm.request or 0.0,
         backlog=spec.verify.backlog.submissions,
         seed=seed,
         horizon_s=3600.0 * (spec.budget.max_hours or LONGEST_H),
