@@ -32,7 +32,7 @@ from runspec.estimate.speed import Decode, decode_speed
 from runspec.lint.check import check_spec
 from runspec.simulate.fleet import Member
 from runspec.simulate.model import Lengths, Model, draws
-from runspec.simulate.population import Group, ValidatorsBlock
+from runspec.simulate.population import Group, StrategyBlock, ValidatorsBlock
 from runspec.simulate.run import Simulation
 from runspec.simulate.strategies import Strategy
 from verify.coordinator.machine.state import Policy
@@ -203,7 +203,7 @@ def one_round(spec: RunSpec, inputs: Inputs, fit: Fit, published: Published) -> 
                 first_fetch_s=0.0,
                 load_s=fit.start_s,
                 sample_s=sample_s,
-                strategy=Strategy("rollouts"),
+                strategy=Strategy(StrategyBlock(), []),
                 rng=Random(i),
             )
             for i in range(inputs.replicas)

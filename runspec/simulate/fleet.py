@@ -14,7 +14,7 @@ from runspec.estimate.broadcast import VersionSize, broadcast_times
 from runspec.estimate.speed import decode_speed
 from runspec.simulate.model import Lengths
 from runspec.simulate.population import Group, Swarm
-from runspec.simulate.strategies import Strategy, strategies
+from runspec.simulate.strategies import Strategy
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def members(
                 f"the run has no pool {name!r}", place=group.name, remedy=f"one of {sorted(pools)}"
             )
         sample_s = _sampling(group, pools[name], spec, config)
-        make = strategies(group.strategy)
+        alike: list[Strategy] = []
         for index in range(group.count):
             key = f"{group.name}-{index}"
             link_s = arrivals.get(f"{name}-{index % max(pools[name].replicas, 1)}", 0.0)
@@ -92,7 +92,7 @@ def members(
                     first_fetch_s=fetch_s * size.joiner / size.follower,
                     load_s=load_s,
                     sample_s=sample_s,
-                    strategy=make(),
+                    strategy=Strategy(group.strategy, alike),
                     rng=Random(f"{seed}/{key}"),
                 )
             )

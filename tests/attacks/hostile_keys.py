@@ -28,7 +28,7 @@ from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.simulate.population import StrategyBlock
-from runspec.simulate.strategies import Sleeper, Strategy, strategies
+from runspec.simulate.strategies import Strategy
 from sampler.engine.requests import Sampled, SampleRequest
 from sampler.worker.rollouts import FinishedRollout, claim_rewards, make_rollouts, plan_rollouts
 from sampler.worker.versions import Versions
@@ -99,7 +99,7 @@ class Member:
     def _has_record(self) -> bool:
         """Whether it waits for a verdict, or for others' records: more work would help the run."""
         strategy = self._strategy
-        if not isinstance(strategy, Sleeper) or strategy.ready():
+        if strategy.ready():
             return False
         return strategy.missing <= 0 or time.monotonic() < self._answered + VERDICT_S
 
@@ -133,8 +133,10 @@ def attack(
     """
     members = []
     for name, count in keys.items():
-        make = strategies(ATTACKS[name])
-        members += [Member(client_of, make(), pool, sample) for _ in range(count)]
+        alike: list[Strategy] = []
+        for _ in range(count):
+            strategy = Strategy(ATTACKS[name], alike)
+            members.append(Member(client_of, strategy, pool, sample))
     threads = [threading.Thread(target=member.work, daemon=True) for member in members]
     for thread in threads:
         thread.start()
