@@ -31,7 +31,7 @@ from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.resolved import dump_resolved, load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.registry import Context
-from runspec.lint.rules.evaluations import evaluation_names
+from runspec.lint.rules.samplers import evaluation_names
 from runspec.local.children import EXIT_INTERRUPTED
 from runspec.local.cores import vllm_environment
 from runspec.local.export import published_version
