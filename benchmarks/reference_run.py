@@ -30,11 +30,10 @@ from runspec.estimate.assumed import Assumed
 from runspec.estimate.broadcast import broadcast_times, version_bytes
 from runspec.estimate.speed import Decode, decode_speed
 from runspec.lint.check import check_spec
-from runspec.simulate.fleet import Member
+from runspec.simulate.fleet import Member, Strategy
 from runspec.simulate.model import Lengths, Model, draws
 from runspec.simulate.population import Group, StrategyBlock, ValidatorsBlock
 from runspec.simulate.run import Simulation
-from runspec.simulate.strategies import Strategy
 from verify.coordinator.machine.state import Policy
 
 SPECS = Path(__file__).parents[1] / "specs"

@@ -15,8 +15,7 @@ from runspec.estimate.assumed import Assumed
 from runspec.estimate.broadcast import Arrival
 from runspec.estimate.islands import IslandEstimate, IslandsEstimate
 from runspec.local.formatting import duration, number, size
-from runspec.plan.estimate import LearnerEstimate, RunEstimate, SupervisedEstimate
-from runspec.plan.timeline import Timeline
+from runspec.plan.estimate import LearnerEstimate, RunEstimate, SupervisedEstimate, Timeline
 from runspec.simulate.model import BROADCAST, LEARNER, VALIDATORS, Interval
 
 _LEVELS = " ▁▂▃▄▅▆▇█"

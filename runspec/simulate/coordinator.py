@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from itertools import chain
 
+from runspec.simulate.fleet import Content
 from runspec.simulate.model import Clock, Interval, Lengths, Model
-from runspec.simulate.strategies import Content
 from verify.coordinator.machine import filling
 from verify.coordinator.machine.consequences import recorded
 from verify.coordinator.machine.events import (

@@ -6,10 +6,9 @@ from collections import deque
 from collections.abc import Callable
 
 from runspec.simulate.coordinator import Coordinator
-from runspec.simulate.fleet import Member
+from runspec.simulate.fleet import Answer, Content, Member
 from runspec.simulate.model import BROADCAST, Interval
 from runspec.simulate.population import Absence
-from runspec.simulate.strategies import Answer, Content
 from verify.coordinator.machine.state import LeaseRecord
 from verify.formats.lease import Lease
 

@@ -27,8 +27,8 @@ from runspec.core.keys import SigningKey
 from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec, SamplerPool
+from runspec.simulate.fleet import Strategy
 from runspec.simulate.population import StrategyBlock
-from runspec.simulate.strategies import Strategy
 from sampler.engine.requests import Sampled, SampleRequest
 from sampler.worker.rollouts import FinishedRollout, claim_rewards, make_rollouts, plan_rollouts
 from sampler.worker.versions import Versions

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runspec.plan.estimate import estimate_run
-from runspec.plan.timeline import timeline
+from runspec.plan.estimate import estimate_run, timeline
 from tests.runspec.estimate.test_run import shown
 from tests.runspec.supervised import shipped
 
