@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 
 from runspec.core.models.config import ModelConfig
@@ -12,11 +12,56 @@ from runspec.core.spec.schema import RunSpec
 from runspec.estimate.assumed import changed_share
 from runspec.estimate.broadcast import arrivals, version_size
 from runspec.estimate.speed import step_seconds
-from runspec.lint.registry import Context, Violation, model_rule, rule
+from runspec.lint.registry import Context, Violation, Violations, model_rule, relation, rule
 
 
-@model_rule("broadcast-time", "asynchrony", runs="grpo")
-def broadcast_time(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@rule("asynchrony", runs="grpo")
+def versions_kept(context: Context) -> Violation | None:
+    """Versions must be kept as long as rollouts of them are sampled and checked.
+
+        keep_versions >= async_level + overlap + 2
+
+    While step s is trained, rollouts of the versions s - async_level to s may train in it: that is
+    async_level + 1 versions that workers fetch and validators recompute with. One more is being
+    published meanwhile. With `learner.islands.overlap` version s itself is still being made, one
+    step longer. With fewer a version is removed under those who need it.
+    """
+    spec, kept = context.spec, context.spec.broadcast.keep_versions
+    level, overlap = spec.grpo.async_level, step_overlap(spec)
+    needed = level + overlap + 2
+    return relation(
+        kept >= needed,
+        "broadcast.keep_versions",
+        f"{kept} is less than async_level + {'overlap + ' if overlap else ''}2 = {needed}: a "
+        "version would be removed while rollouts of it are sampled and checked",
+        f"keep_versions: {needed}",
+        {"keep_versions": kept, "async_level": level} | ({"overlap": overlap} if overlap else {}),
+    )
+
+
+@rule("asynchrony", "warning", runs="grpo")
+def lease_outlasts_step(context: Context) -> Violation | None:
+    """A lease should expire before the step that waits for it gives up.
+
+        verify.lease_timeout < algorithm.fill.deadline
+
+    Groups train in the order of their leases, so that short outputs gain nothing. A worker that
+    vanishes holds its place until its lease expires, if no other waits for its groups. Where that
+    takes as long as the step may fill, one lost worker is enough for a step to close short.
+    """
+    timeout, deadline = context.spec.verify.lease_timeout, context.spec.grpo.fill.deadline
+    return relation(
+        timeout < deadline,
+        "verify.lease_timeout",
+        f"{timeout:g} s is not less than fill.deadline = {deadline:g} s: a worker that vanishes "
+        "holds up its step to the end",
+        "a little more than the longest submission takes",
+        {"lease_timeout_s": timeout, "deadline_s": deadline},
+    )
+
+
+@model_rule("asynchrony", runs="grpo")
+def broadcast_time(context: Context, config: ModelConfig) -> Violations:
     """A version must reach its slowest worker within the lag that is allowed.
 
         broadcast_s <= (async_level - overlap) x step_s
@@ -59,8 +104,8 @@ def broadcast_time(context: Context, config: ModelConfig) -> Iterator[Violation]
     )
 
 
-@model_rule("delta-gain", "asynchrony", "warning")
-def delta_gain(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("asynchrony", "warning")
+def delta_gain(context: Context, config: ModelConfig) -> Violations:
     """Deltas should be at most half of a version, or whole versions be sent.
 
         delta_bytes <= version_bytes / 2        delta = n (H(s) / 8 + s b)
@@ -92,8 +137,8 @@ def delta_gain(context: Context, config: ModelConfig) -> Iterator[Violation]:
         )
 
 
-@model_rule("anchor-distance", "asynchrony", "warning")
-def anchor_distance(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("asynchrony", "warning")
+def anchor_distance(context: Context, config: ModelConfig) -> Violations:
     """The deltas after an anchor should be no more than the anchor itself.
 
         (anchor_every - 1) x delta_bytes <= version_bytes
@@ -124,8 +169,8 @@ def anchor_distance(context: Context, config: ModelConfig) -> Iterator[Violation
     )
 
 
-@model_rule("whole-versions", "asynchrony", "warning", runs="grpo")
-def whole_versions(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("asynchrony", "warning", runs="grpo")
+def whole_versions(context: Context, config: ModelConfig) -> Violations:
     """Where links carry a delta within a step but no whole version, deltas should be sent.
 
         broadcast_s <= step_s        or not delta_s <= step_s
@@ -166,8 +211,8 @@ def whole_versions(context: Context, config: ModelConfig) -> Iterator[Violation]
 ORIGIN = "origin"
 
 
-@rule("relay-upstream", "asynchrony")
-def relay_upstream(context: Context) -> Iterator[Violation]:
+@rule("asynchrony")
+def relay_upstream(context: Context) -> Violations:
     """Every upstream of a relay must be the origin or a relay of the spec.
 
     A relay fetches policy versions from the servers of `upstream`, best first. A name that is no
@@ -185,8 +230,8 @@ def relay_upstream(context: Context) -> Iterator[Violation]:
             )
 
 
-@rule("relay-cycle", "asynchrony")
-def relay_cycle(context: Context) -> Iterator[Violation]:
+@rule("asynchrony")
+def relay_cycle(context: Context) -> Violations:
     """No relay may fetch from itself, not even by way of others.
 
         a -> b -> ... -> a  for no relay a
@@ -204,8 +249,8 @@ def relay_cycle(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("relay-path", "asynchrony")
-def relay_path(context: Context) -> Iterator[Violation]:
+@rule("asynchrony")
+def relay_path(context: Context) -> Violations:
     """Every relay must have a path to the origin.
 
         relay -> upstream -> ... -> origin
@@ -227,8 +272,8 @@ def relay_path(context: Context) -> Iterator[Violation]:
             )
 
 
-@rule("pool-relays", "asynchrony")
-def pool_relays(context: Context) -> Iterator[Violation]:
+@rule("asynchrony")
+def pool_relays(context: Context) -> Violations:
     """The relays that a pool fetches from must be relays of the spec, each named once.
 
     Workers go down the list, best first, and to the origin at last. A name that is no relay gives

@@ -12,8 +12,9 @@ from runspec.core.spec.islands import members
 from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.schema import Data, Source
 from runspec.core.spec.schema_fields import close_match
-from runspec.core.spec.source_files import ROW_KINDS, source_files, whole_uri
-from runspec.lint.registry import Context, Violation, rule
+from runspec.core.spec.source_files import ROW_KINDS, whole_uri
+from runspec.core.spec.source_files import source_files as files_of
+from runspec.lint.registry import Context, Violation, Violations, rule
 from runspec.lint.tokenizer_files import TokenizerFiles
 
 _COLUMNS = ("problem_id", "task_type", "prompt", "verification_info", "type", "instruction")
@@ -25,8 +26,8 @@ LIKENESS = 0.75
 """Of a kind to an installed one that is taken for a slip (`close_match`)."""
 
 
-@rule("unknown-kind", "reward", "warning")
-def unknown_kind(context: Context) -> Iterator[Violation]:
+@rule("reward", "warning")
+def unknown_kind(context: Context) -> Violations:
     """Kinds of sources, rewards and monitors must be those that installed packages offer.
 
     Packages offer kinds as entry points of `runspec.sources`, `runspec.rewards` and
@@ -45,8 +46,8 @@ def unknown_kind(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("source-fields", "reward")
-def source_fields(context: Context) -> Iterator[Violation]:
+@rule("reward")
+def source_fields(context: Context) -> Violations:
     """A source of problems must name what its kind reads.
 
     `reasoning_gym` makes `size` problems with the generator `dataset`; `jsonl`, `parquet`,
@@ -65,8 +66,8 @@ def source_fields(context: Context) -> Iterator[Violation]:
                 )
 
 
-@rule("source-columns", "reward")
-def source_columns(context: Context) -> Iterator[Violation]:
+@rule("reward")
+def source_columns(context: Context) -> Violations:
     """Params of a source that reads rows must be columns that it maps.
 
         params: {problem_id: id, task_type: type, prompt: question, verification_info: check}
@@ -89,8 +90,8 @@ def source_columns(context: Context) -> Iterator[Violation]:
                 )
 
 
-@rule("source-files", "reward", "warning", runs="all")
-def found_files(context: Context) -> Iterator[Violation]:
+@rule("reward", "warning", runs="all")
+def source_files(context: Context) -> Violations:
     """The files that a source reads ought to be there where the spec is linted.
 
     A `uri` without `://` names a file, a folder, or files by a pattern; a relative one starts
@@ -104,7 +105,7 @@ def found_files(context: Context) -> Iterator[Violation]:
             continue
         local = source.model_copy(update={"uri": whole_uri(source.uri, context.folder)})
         try:
-            source_files(local)
+            files_of(local)
         except UserError as error:
             yield Violation(
                 ("data", "sources", source.name, "uri"),
@@ -113,8 +114,8 @@ def found_files(context: Context) -> Iterator[Violation]:
             )
 
 
-@rule("think-prefill", "reward", "warning")
-def think_prefill(context: Context) -> Iterator[Violation]:
+@rule("reward", "warning")
+def think_prefill(context: Context) -> Violations:
     """Prompts ought to open the thinking once: in the chat template or by `data.think_prefill`.
 
     With `think_prefill` a prompt ends with `<think>` and a line break where the template leaves the
@@ -132,8 +133,8 @@ def think_prefill(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("thinking", "reward", "warning")
-def thinking(context: Context) -> Iterator[Violation]:
+@rule("reward", "warning")
+def thinking(context: Context) -> Violations:
     """Answers must be looked for where the model writes them.
 
     With `data.thinking: required` an output without `</think>` earns no task reward, so a model
@@ -182,8 +183,8 @@ _LEAST = {**dict.fromkeys(GENERATED, 1), "seed": 0}
 """Least value of a parameter."""
 
 
-@rule("tokens-per-update", "algorithm", runs="supervised")
-def tokens_per_update(context: Context) -> Iterator[Violation]:
+@rule("algorithm", runs="supervised")
+def tokens_per_update(context: Context) -> Violations:
     """An update must be whole microbatches of every island.
 
         tokens_per_update = n x islands x packing.tokens x packing.rows,  n whole
@@ -216,8 +217,8 @@ def tokens_per_update(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("document-kind", "algorithm", runs="supervised")
-def document_kind(context: Context) -> Iterator[Violation]:
+@rule("algorithm", runs="supervised")
+def document_kind(context: Context) -> Violations:
     """A source of documents must be of a kind that the learner reads.
 
         text, jsonl, parquet, fasta, fastq     files, plain or compressed by gzip
@@ -236,8 +237,8 @@ def document_kind(context: Context) -> Iterator[Violation]:
             )
 
 
-@rule("document-params", "algorithm", runs="supervised")
-def document_params(context: Context) -> Iterator[Violation]:
+@rule("algorithm", runs="supervised")
+def document_params(context: Context) -> Violations:
     """A source of documents must name its files, and parameters that its kind has.
 
         text             uri   params {whole: true}: each file is one document, else each line
@@ -288,44 +289,3 @@ def _faulty(source: Source, kind: str) -> Iterator[tuple[str, str, str]]:
             yield key, "is added to ids, and no column tokens is named", "tokens: COLUMN"
         elif key == "messages" and kind != "sft":
             yield key, f"are conversations, which {kind} does not read", "kind: sft, or text"
-
-
-@rule("one-term-a-kind", "reward")
-def one_term_a_kind(context: Context) -> Iterator[Violation]:
-    """Each kind of reward must appear once.
-
-    A problem is graded by the term whose kind is its task's; of two terms of a kind one would never
-    be asked.
-    """
-    first: dict[str, str] = {}
-    for term in context.spec.reward:
-        if term.kind in first:
-            yield Violation(
-                ("reward", term.name, "kind"),
-                f"a second term of kind {term.kind}; {first[term.kind]} is the first",
-                suggestion=f"change {first[term.kind]} instead",
-            )
-        first.setdefault(term.kind, term.name)
-
-
-@rule("targets-reachable", "reward")
-def targets_reachable(context: Context) -> Iterator[Violation]:
-    """Every target length must be shorter than the output limit.
-
-        target < max_new_tokens
-
-    The length counts all output tokens, the end token included. At a target of the limit or beyond
-    it a rollout that does as it was told is cut off before its answer, and gets no task reward.
-    """
-    spec = context.spec
-    term = next((term for term in spec.reward if term.kind == "target_length"), None)
-    longest = max(term.targets or [0]) if term else 0
-    for pool in spec.samplers:
-        if term and longest >= pool.max_new_tokens:
-            yield Violation(
-                ("reward", term.name, "targets"),
-                f"{longest} must be less than max_new_tokens = {pool.max_new_tokens} "
-                f"of pool {pool.name}",
-                numbers={"target": longest, "max_new_tokens": pool.max_new_tokens},
-                suggestion="leave room for the answer after the thinking",
-            )

@@ -1,4 +1,4 @@
-"""Rules on the learner's machines: topology, rows over the mesh, attention kernels, islands.
+"""Rules on the learner's machines: topology, devices, rows and widths over the mesh, kernels.
 
 The learner does not shard a dimension that its mesh axes do not divide, so that every mesh computes
 the same. These rules report where that costs time or memory.
@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from math import prod
+from math import lcm, prod
 
+from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import DEVICES, device_count
-from runspec.core.spec.islands import members
 from runspec.core.spec.schema import Hardware, RunSpec
-from runspec.lint.registry import Context, Violation, divisors, rule
+from runspec.lint.registry import (
+    Context,
+    Violation,
+    Violations,
+    divisors,
+    model_rule,
+    relation,
+    rule,
+)
 
 _TOPOLOGY = re.compile(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3})*")
 _SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -31,8 +39,8 @@ def _all_hardware(spec: RunSpec) -> Iterator[tuple[tuple[str, ...], Hardware]]:
         yield ("verify", "hardware"), spec.verify.hardware
 
 
-@rule("topology-form", "mesh")
-def topology_form(context: Context) -> Iterator[Violation]:
+@rule("mesh")
+def topology_form(context: Context) -> Violations:
     """A TPU topology must be written like 4x4x4.
 
     Sides of the slice in chips, joined by `x`; their product is the number of chips.
@@ -46,8 +54,8 @@ def topology_form(context: Context) -> Iterator[Violation]:
             )
 
 
-@rule("tpu-topology", "mesh")
-def tpu_topology(context: Context) -> Iterator[Violation]:
+@rule("mesh")
+def tpu_topology(context: Context) -> Violations:
     """A TPU topology must be a slice that its chip comes in.
 
         v5e, v6e   AxB: 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16
@@ -90,8 +98,8 @@ def _nearest(shape: str, *, flat: bool) -> str:
     return next((each for each in usual if prod(_sides(each)) >= wanted), usual[-1])
 
 
-@rule("topology-count", "mesh")
-def topology_count(context: Context) -> Iterator[Violation]:
+@rule("mesh")
+def topology_count(context: Context) -> Violations:
     """A count beside a topology must be its number of chips.
 
         count = slices x product of the topology's sides
@@ -113,8 +121,166 @@ def topology_count(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("padded-microbatch", "mesh", "warning", runs="grpo")
-def padded_microbatch(context: Context) -> Iterator[Violation]:
+@rule("mesh")
+def mesh_fits(context: Context) -> Violation | None:
+    """The product of the mesh axes must be the number of devices.
+
+        data x fsdp x context x tensor = slices x chips of the topology,  or count
+
+    With fewer devices the program does not start; more are paid for and idle.
+    """
+    learner, mesh = context.spec.learner, context.spec.learner.mesh
+    devices, others = device_count(learner.hardware, mesh.slices), mesh.devices // mesh.fsdp
+    if devices is None:
+        return None
+    sizes = {axis: getattr(mesh, axis) for axis in ("data", "fsdp", "context", "tensor")}
+    return relation(
+        mesh.devices == devices,
+        "learner.mesh",
+        f"data x fsdp x context x tensor = {mesh.devices}, but there are {devices} devices",
+        f"axes whose product is {devices}" if devices % others else f"fsdp: {devices // others}",
+        {**sizes, "devices": devices},
+    )
+
+
+@rule("mesh")
+def hosts_divide(context: Context) -> Violation | None:
+    """The learner's processes must hold equal shares of its devices.
+
+        devices of the mesh = n x hosts,  n whole
+
+    `jax.distributed` joins `hosts` processes into one program; the mesh is made of equal blocks.
+    """
+    devices, hosts = context.spec.learner.mesh.devices, context.spec.learner.hosts
+    return relation(
+        devices % hosts == 0,
+        "learner.hosts",
+        f"{hosts} does not divide the {devices} devices",
+        f"{divisors(devices, hosts)[-1]}",
+        {"hosts": hosts, "devices": devices},
+    )
+
+
+@rule("mesh")
+def hosts_chips(context: Context) -> Violation | None:
+    """A TPU learner must have a process on every host of its slices.
+
+        hosts >= chips / chips of a host
+
+    A host of v4 and v5p has 4 chips; one of v5e and v6e has 8 in slices up to 2x4, else 4. A
+    process drives the chips of its own host only (cloud.google.com/tpu/docs/v4, v5p, v5e, v6e).
+    """
+    learner, slices = context.spec.learner, context.spec.learner.mesh.slices
+    kind, chips = learner.hardware.kind, device_count(learner.hardware, slices)
+    if kind not in ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e") or chips is None:
+        return None
+    most = 8 if kind in ("tpu-v5e", "tpu-v6e") and chips // slices <= 8 else 4
+    return relation(
+        learner.hosts * most >= chips,
+        "learner.hosts",
+        f"{chips} chips of {kind} are on hosts of {most}",
+        f"hosts: {-(-chips // most)}",
+        {"chips": chips, "chips_per_host": most, "hosts": learner.hosts},
+    )
+
+
+@rule("mesh")
+def slices_divide(context: Context) -> Violation | None:
+    """The axis that crosses slices must be a multiple of their number.
+
+        size of slice_axis = n x slices,  n whole
+
+    Only that axis runs over the slow network between slices: its outer part from slice to slice,
+    its inner part inside one.
+    """
+    mesh = context.spec.learner.mesh
+    axis, slices = mesh.slice_axis, mesh.slices
+    size = mesh.data if axis == "data" else mesh.fsdp
+    return relation(
+        size % slices == 0,
+        "learner.mesh.slices",
+        f"{slices} does not divide {axis} = {size}",
+        f"{axis}: {lcm(size, slices)}, or another slice_axis",
+        {"slices": slices, axis: size},
+    )
+
+
+@rule("mesh")
+def rows_divide(context: Context) -> Violation | None:
+    """The rows of a microbatch must divide over data x fsdp.
+
+        packing.rows = n x data x fsdp,  n whole: the rows of a device
+
+    The learner packs sequences into rows of a fixed length, and `packing.rows` of them, over all
+    devices, make a microbatch. Every device takes the same number; the program is refused else.
+    """
+    mesh, rows = context.spec.learner.mesh, context.spec.learner.packing.rows
+    shards = mesh.data * mesh.fsdp
+    return relation(
+        rows % shards == 0,
+        "learner.packing.rows",
+        f"{rows} is not divisible by data x fsdp = {shards}",
+        f"{-(-rows // shards) * shards}",
+        {"rows": rows, "data": mesh.data, "fsdp": mesh.fsdp},
+    )
+
+
+@rule("mesh")
+def context_divides(context: Context) -> Violation | None:
+    """The positions of a row must divide over twice the context axis.
+
+        packing.tokens = n x 2 x context,  n whole
+
+    A causal row costs more at its end, so with c shards a row is cut into 2c chunks, and shard i
+    takes chunks i and 2c - 1 - i (Llama 3, arXiv 2407.21783, 3.3.2). Where 2c does not divide the
+    row every shard computes attention over the whole of it: right, at c times the work, a warning.
+    Where not even c does the program is refused, an error.
+    """
+    learner = context.spec.learner
+    tokens, cut = learner.packing.tokens, learner.mesh.context
+    refused = tokens % cut != 0
+    return relation(
+        cut == 1 or tokens % (2 * cut) == 0,
+        "learner.packing.tokens",
+        f"{tokens} is not divisible by context = {cut}"
+        if refused
+        else f"{tokens} is not divisible by 2 x context = {2 * cut}: each of {cut} shards computes "
+        "attention over whole rows",
+        f"{-(-tokens // (2 * cut)) * 2 * cut}",
+        {"tokens": tokens, "context": cut},
+        "error" if refused else "warning",
+    )
+
+
+def _update_sequences(spec: RunSpec) -> int:
+    """Sequences of a step's largest update."""
+    groups = -(-spec.grpo.prompts_per_step // spec.grpo.updates_per_step)
+    return groups * spec.grpo.group_size
+
+
+@rule("mesh", "warning", runs="grpo")
+def idle_shards(context: Context) -> Violation | None:
+    """An optimizer update must have a sequence for every shard of the batch.
+
+        prompts_per_step / updates_per_step x group_size >= data x fsdp
+
+    A sequence lies in one row, a row on one shard. With fewer sequences than shards some compute
+    padding alone, whatever their lengths are.
+    """
+    mesh, sequences = context.spec.learner.mesh, _update_sequences(context.spec)
+    shards = mesh.data * mesh.fsdp
+    return relation(
+        sequences >= shards,
+        "learner.mesh",
+        f"{sequences} sequences an update on data x fsdp = {shards} shards: {shards - sequences} "
+        "have none",
+        "fewer updates a step, or more context or tensor in the place of fsdp",
+        {"sequences_per_update": sequences, "data": mesh.data, "fsdp": mesh.fsdp},
+    )
+
+
+@rule("mesh", "warning", runs="grpo")
+def padded_microbatch(context: Context) -> Violations:
     """The sequences of an update must divide by data x fsdp x microbatch, to fill its microbatches.
 
         S = n x rows,  n whole           S = prompts_per_step / updates_per_step x group_size
@@ -127,9 +293,8 @@ def padded_microbatch(context: Context) -> Iterator[Violation]:
     weight in it.
     """
     spec = context.spec
-    algorithm, packing, mesh = spec.grpo, spec.learner.packing, spec.learner.mesh
-    groups = -(-algorithm.prompts_per_step // algorithm.updates_per_step)
-    sequences, shards = groups * algorithm.group_size, mesh.data * mesh.fsdp
+    packing, mesh = spec.learner.packing, spec.learner.mesh
+    sequences, shards = _update_sequences(spec), mesh.data * mesh.fsdp
     longest = spec.data.max_prompt_tokens + max(pool.max_new_tokens for pool in spec.samplers)
     in_a_row = packing.tokens // longest
     if sequences < shards or packing.rows % shards:
@@ -156,8 +321,76 @@ def _rows_that_divide(sequences: int, shards: int, limit: int) -> str:
     return f"{fitting[-1]} rows divide evenly" if fitting else "change group_size or the mesh"
 
 
-@rule("attention-kernel", "mesh")
-def attention_kernel(context: Context) -> Iterator[Violation]:
+@model_rule("mesh")
+def tensor_heads(context: Context, config: ModelConfig) -> Violation | None:
+    """The tensor axis must divide the model's query heads.
+
+        num_attention_heads = n x tensor,  n whole
+
+    Heads are what the tensor axis cuts in attention. Heads that it does not divide stay whole: each
+    of `tensor` devices holds all of q and o and computes all of attention.
+    """
+    heads, tensor = config.num_attention_heads, context.spec.learner.mesh.tensor
+    return relation(
+        heads % tensor == 0,
+        "learner.mesh.tensor",
+        f"{tensor} does not divide {heads} heads: attention would be computed {tensor} times over",
+        f"one of {', '.join(map(str, divisors(heads, heads)))}",
+        {"tensor": tensor, "num_attention_heads": heads},
+    )
+
+
+@model_rule("mesh", "warning")
+def tensor_kv_heads(context: Context, config: ModelConfig) -> Violation | None:
+    """The tensor axis ought to divide the model's key/value heads.
+
+        num_key_value_heads = n x tensor,  n whole
+
+    Else k and v projections are whole on every device of the axis, with their moments, and keys and
+    values are repeated to lcm(kv heads, tensor) heads before attention, which costs memory in each
+    layer. The result is the same: a warning.
+    """
+    heads, tensor = config.num_key_value_heads, context.spec.learner.mesh.tensor
+    if config.num_attention_heads % tensor:
+        return None  # `tensor-heads` says so
+    repeated = lcm(heads, tensor)
+    return relation(
+        heads % tensor == 0,
+        "learner.mesh.tensor",
+        f"{tensor} does not divide {heads} key/value heads: they are held whole on each device and "
+        f"repeated to {repeated}",
+        f"at most {heads}, the rest in fsdp or context",
+        {"tensor": tensor, "num_key_value_heads": heads, "repeated": repeated},
+    )
+
+
+@model_rule("mesh", "warning")
+def sharded_widths(context: Context, config: ModelConfig) -> Violations:
+    """fsdp ought to divide the hidden size, and tensor the MLP's width and the vocabulary.
+
+        hidden_size mod fsdp = 0,   intermediate_size mod tensor = 0,   vocab_size mod tensor = 0
+
+    A dimension that its axis does not divide is whole on every device: with fsdp every parameter
+    and both of its moments, so that more devices save no memory at all.
+    """
+    mesh = context.spec.learner.mesh
+    for axis, cut, name, size in (
+        ("fsdp", mesh.fsdp, "hidden_size", config.hidden_size),
+        ("tensor", mesh.tensor, "intermediate_size", config.intermediate_size),
+        ("tensor", mesh.tensor, "vocab_size", config.vocab_size),
+    ):
+        yield relation(
+            size % cut == 0,
+            f"learner.mesh.{axis}",
+            f"{cut} does not divide {name} = {size}: what has that dimension is whole on each of "
+            f"{cut} devices",
+            "a power of two divides most widths",
+            {axis: cut, name: size},
+        )
+
+
+@rule("mesh")
+def attention_kernel(context: Context) -> Violations:
     """A named attention kernel must run on the learner's hardware, with its types and its mesh.
 
         splash   TPUs, compute_dtype bfloat16 or float32
@@ -190,33 +423,3 @@ def attention_kernel(context: Context) -> Iterator[Violation]:
         f"{name} {reason}",
         suggestion="auto",
     )
-
-
-_ISLANDS = ("learner", "islands")
-
-
-@rule("island-trunk", "algorithm")
-def island_trunk(context: Context) -> Iterator[Violation]:
-    """The first island must not name a machine: it has the learner's.
-
-        learner.islands.members[0]: no hardware, mesh, hosts or rows
-
-    The first island is the process `learner`, which has the run directory and publishes the
-    versions. `learner.hardware`, `mesh`, `hosts` and `packing.rows` are its own; the other islands
-    have the same where they do not name theirs.
-    """
-    for member in members(context.spec)[:1]:
-        own = {
-            "hardware": member.hardware,
-            "mesh": member.mesh,
-            "hosts": member.hosts,
-            "rows": member.rows,
-        }
-        for key, value in own.items():
-            if value is not None:
-                there = "packing.rows" if key == "rows" else key
-                yield Violation(
-                    (*_ISLANDS, "members", member.name, key),
-                    f"{member.name} is the first island, whose {key} is learner.{there}",
-                    suggestion=f"set learner.{there}",
-                )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 
 from runspec.core.errors import UserError
@@ -11,7 +10,15 @@ from runspec.core.models.config import ModelConfig
 from runspec.core.models.parameters import matrix_shapes
 from runspec.core.models.spec_model import model_names, named_model
 from runspec.core.spec.documents import column_of
-from runspec.lint.registry import RULES, Context, Violation, model_rule, rule
+from runspec.lint.registry import (
+    Context,
+    Violation,
+    Violations,
+    divisors,
+    model_rule,
+    relation,
+    rule,
+)
 from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.lock.cache import is_on_hub, require_files
 
@@ -19,8 +26,130 @@ PADDING = 0.01
 """Share of a vocabulary by which models of a family differ: rows that no token has."""
 
 
-@rule("model-config", "model")
-def model_config(context: Context) -> Iterator[Violation]:
+@rule("model")
+def shape_heads(context: Context) -> Violations:
+    """The heads of a shape must divide its width and one another, and be of even size.
+
+        hidden_size = H x h,  h even         H = n x K,  n whole
+
+    H query heads of size h, K key/value heads, each of which serves H / K query heads. RoPE turns
+    pairs of a head's numbers, so h is even.
+    """
+    shape = context.spec.model.shape
+    if shape is None:
+        return
+    heads, kv_heads, width = shape.num_attention_heads, shape.num_key_value_heads, shape.hidden_size
+    if shape.head_dim is None:
+        yield relation(
+            width % (2 * heads) == 0,
+            "model.shape.hidden_size",
+            f"{width} does not give {heads} heads of an even size",
+            f"{-(-width // (2 * heads)) * 2 * heads}",
+            {"hidden_size": width, "num_attention_heads": heads},
+        )
+    else:
+        yield relation(
+            shape.head_dim % 2 == 0,
+            "model.shape.head_dim",
+            f"{shape.head_dim} is odd, RoPE turns pairs",
+            f"{shape.head_dim + 1}",
+            {"head_dim": shape.head_dim},
+        )
+    yield relation(
+        heads % kv_heads == 0,
+        "model.shape.num_key_value_heads",
+        f"{kv_heads} does not divide {heads} heads",
+        f"{divisors(heads, kv_heads)[-1]}",
+        {"num_key_value_heads": kv_heads, "num_attention_heads": heads},
+    )
+
+
+@rule("model")
+def one_model(context: Context) -> Violations:
+    """Exactly one of `model.hf` and `model.shape` must be given.
+
+    The first names weights that exist, the second the shape of weights that the run makes: by its
+    warm start, or at random where it trains on documents. With both it would be open which is
+    version 0; with neither there is none. `model.revision` is the commit of `model.hf`, and means
+    nothing without it.
+    """
+    model = context.spec.model
+    both = model.hf is not None and model.shape is not None
+    yield relation(
+        (model.hf is None) != (model.shape is None),
+        "model",
+        f"exactly one of hf and shape is needed, {'both were' if both else 'neither was'} given",
+        "null takes one away" if both else "name a Hugging Face repository in hf",
+    )
+    yield relation(
+        model.revision is None or model.hf is not None,
+        "model.revision",
+        "is the commit of model.hf, which is not given",
+        "set it to null",
+    )
+
+
+@rule("model", runs="grpo")
+def warm_start(context: Context) -> Violations:
+    """A `model.shape` must have a warm start, and a model with weights must have none.
+
+    A shape is not weights: the supervised steps of `warm_start` make them before version 0 exists.
+    Reinforcement learning alone cannot, for random weights are never right and the reward says
+    nothing. A model of `model.hf` is version 0 as it is.
+    """
+    shape, warm = context.spec.model.shape, context.spec.warm_start
+    yield relation(
+        shape is None or warm is not None,
+        "model.shape",
+        "has no weights: warm_start must make them",
+        "warm_start: {} takes the defaults",
+    )
+    yield relation(
+        shape is not None or warm is None,
+        "warm_start",
+        "makes the weights of a model.shape, and none is given",
+        "set it to null",
+    )
+
+
+@rule("model", runs="supervised")
+def shape_tokenizer(context: Context) -> Violation | None:
+    """A `model.shape` that trains on documents must name a tokenizer.
+
+    A shape has no files, so no tokenizer comes with it. `python -m learner_jax tokenizer train`
+    makes one from the documents themselves; `model.tokenizer.hf` names its directory, relative to
+    the spec. The tokenizer becomes part of every version.
+    """
+    model = context.spec.model
+    return relation(
+        model.shape is None or model.tokenizer is not None,
+        "model.shape",
+        "has no tokenizer: model.tokenizer must name one",
+        "tokenizer: {hf: DIRECTORY}, with its tokenizer.json",
+    )
+
+
+@rule("model")
+def lora_targets(context: Context) -> Violations:
+    """Each matrix must be named once among the targets of adapters.
+
+        W + (alpha / rank) A B       (LoRA, arXiv 2106.09685)
+
+    A matrix has one A and one B; a name given twice is a slip for another one.
+    """
+    targets = context.spec.learner.lora.targets if context.spec.learner.lora else []
+    for target, count in sorted(Counter(targets).items()):
+        yield relation(
+            count == 1,
+            "learner.lora.targets",
+            f"names {target} more than once",
+            f"[{', '.join(dict.fromkeys(targets))}]",
+            {target: count},
+        )
+
+
+@rule("model")
+def model_config(context: Context) -> Violations:
     """The model's config.json must be readable, and of a decoder that the learner computes.
 
     A local `model.hf` directory is read without a network, and so are the shapes that ship with
@@ -28,8 +157,8 @@ def model_config(context: Context) -> Iterator[Violation]:
     and the learner would not (another activation, quantised weights, RoPE that differs between
     layers) is refused, for the two would be different policies.
     """
-    error, heads = context.config_error, RULES["shape-heads"].check
-    if error is None or heads is None or any(heads(context)):
+    error = context.config_error
+    if error is None or any(shape_heads(context)):
         return
     key = "hf" if context.spec.model.shape is None else "shape"
     yield Violation(
@@ -39,8 +168,8 @@ def model_config(context: Context) -> Iterator[Violation]:
     )
 
 
-@rule("unknown-model", "model", "warning")
-def unknown_model(context: Context) -> Iterator[Violation]:
+@rule("model", "warning")
+def unknown_model(context: Context) -> Violations:
     """The shape of a model on the Hub ought to be known where its spec is linted.
 
     Heads, widths, vocabulary and lengths come from the config.json of a local directory, or from
@@ -59,8 +188,8 @@ def unknown_model(context: Context) -> Iterator[Violation]:
     )
 
 
-@rule("model-path", "model", "warning")
-def model_path(context: Context) -> Iterator[Violation]:
+@rule("model", "warning")
+def model_path(context: Context) -> Violations:
     """The path of a model or a tokenizer ought to be a directory.
 
     What is no repository's name (`org/name`) is a path, such as `./x` or `~/x`; a relative one
@@ -79,8 +208,8 @@ def model_path(context: Context) -> Iterator[Violation]:
             yield Violation(location, error.thing, suggestion=error.remedy)
 
 
-@model_rule("lora-rank", "model")
-def lora_rank(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("model")
+def lora_rank(context: Context, config: ModelConfig) -> Violations:
     """The rank of adapters must be below that of the matrices that they adapt.
 
         rank < min(in, out)  of every target
@@ -103,8 +232,8 @@ def lora_rank(context: Context, config: ModelConfig) -> Iterator[Violation]:
         )
 
 
-@model_rule("tokenizer-vocabulary", "model")
-def tokenizer_vocabulary(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("model")
+def tokenizer_vocabulary(context: Context, config: ModelConfig) -> Violations:
     """Every token of the tokenizer must be a row of the model's embedding.
 
         largest token id < vocab_size
@@ -126,8 +255,8 @@ def tokenizer_vocabulary(context: Context, config: ModelConfig) -> Iterator[Viol
     )
 
 
-@rule("tokenizer-agrees", "model")
-def tokenizer_agrees(context: Context) -> Iterator[Violation]:
+@rule("model")
+def tokenizer_agrees(context: Context) -> Violations:
     """A tokenizer given beside the model must give its tokens the model's own ids.
 
     `model.tokenizer` replaces the model's tokenizer in every role alike, so roles cannot differ
@@ -167,8 +296,8 @@ def tokenizer_agrees(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("end-token", "model")
-def end_token(context: Context) -> Iterator[Violation]:
+@rule("model")
+def end_token(context: Context) -> Violations:
     """Tokenizer and model must name the same end token.
 
         id of tokenizer_config.json's eos_token  in  eos_token_id of config.json,
@@ -233,8 +362,8 @@ def _turn_end(folder: Path) -> tuple[str, int] | None:
     return (min(found)[2], added[min(found)[2]]) if found else None
 
 
-@rule("chat-template", "model", "warning")
-def chat_template(context: Context) -> Iterator[Violation]:
+@rule("model", "warning")
+def chat_template(context: Context) -> Violations:
     """The tokenizer ought to bring a chat template, and one that asks for no date.
 
     Prompts are put into the template of the policy version's tokenizer (`chat_template.jinja`, or
@@ -281,45 +410,3 @@ def _tokenizer_key(context: Context) -> tuple[str, ...]:
 def _own_files(context: Context) -> TokenizerFiles | None:
     hf = context.spec.model.hf
     return None if hf is None else TokenizerFiles.read(context.folder / hf)
-
-
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-@rule("unpinned-revision", "reproducibility")
-def unpinned_revision(context: Context) -> Iterator[Violation]:
-    """What comes from a hub must be pinned to a commit.
-
-        revision is a commit of 40 hexadecimal digits, or the lock beside the spec has one
-
-    A name, a branch and a tag are whatever their owner makes of them tomorrow: other weights,
-    another chat template, other problems, under a spec that has not changed. The commit of model,
-    tokenizer or `hf://` data belongs into `revision`; or `runspec lock` writes all of them into
-    `<spec>.lock.yaml`. Local directories have no revision.
-    """
-    for path, name, revision in _hub_names(context):
-        if not _COMMIT.fullmatch(revision or "") and not _is_locked(context, path, name):
-            said = f"{revision!r}, which may move" if revision else "no commit"
-            yield Violation(
-                (*path, "revision"),
-                f"{name} is pinned to {said}",
-                suggestion="set revision to the commit, or run `runspec lock`",
-            )
-
-
-def _is_locked(context: Context, path: tuple[str, ...], name: str) -> bool:
-    """Whether the lock has a commit for this very name."""
-    pin = context.lock.pins.get(".".join(path)) if context.lock else None
-    return pin is not None and pin.source == name and pin.commit is not None
-
-
-def _hub_names(context: Context) -> Iterator[tuple[tuple[str, ...], str, str | None]]:
-    """Location, name and revision of what comes from a hub."""
-    model, tokenizer = context.spec.model, context.spec.model.tokenizer
-    if model.hf is not None and is_on_hub(model.hf, context.folder):
-        yield ("model",), model.hf, model.revision
-    if tokenizer is not None and is_on_hub(tokenizer.hf, context.folder):
-        yield ("model", "tokenizer"), tokenizer.hf, tokenizer.revision
-    for source in context.spec.data.sources:
-        if source.uri is not None and source.uri.startswith("hf://"):
-            yield ("data", "sources", source.name), source.uri, source.revision

@@ -1,26 +1,69 @@
-"""Rules on samplers and validators: lengths, engines, evaluations, precision and its limits."""
+"""Rules on samplers and evaluations: lengths, engines, and what both share with the learner."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
+from runspec.core.models.hardware import device_count
 from runspec.core.models.memory import CPU_HEAD_SIZES
 from runspec.core.models.rope_scaling import Dynamic, Linear, Yarn
-from runspec.core.spec.resolved import profile_text
-from runspec.core.spec.role_names import elsewhere, validator_names
 from runspec.core.spec.schema import Hardware, RunSpec
-from runspec.lint.registry import Context, Violation, model_rule, rule
-from verify.thresholds import CALIBRATED, precision_of
+from runspec.lint.registry import (
+    Context,
+    Violation,
+    Violations,
+    divisors,
+    model_rule,
+    relation,
+    rule,
+)
 
-if TYPE_CHECKING:
-    from verify.profile import Profile
+
+@rule("samplers")
+def context_fits(context: Context) -> Violations:
+    """The longest prompt and the longest output must fit into the engine's sequences.
+
+        max_prompt_tokens + max_new_tokens <= max_model_len
+
+    The engine stops a sequence at `max_model_len`, whatever it was asked for: the output limit
+    would be shorter for long prompts, and those rollouts end without the answer or the end token.
+    """
+    prompt = context.spec.data.max_prompt_tokens
+    for pool in context.spec.samplers:
+        new, length = pool.max_new_tokens, pool.max_model_len
+        yield relation(
+            prompt + new <= length,
+            f"samplers.{pool.name}.max_model_len",
+            f"{length} is less than max_prompt_tokens {prompt} + max_new_tokens {new} = "
+            f"{prompt + new}",
+            f"{prompt + new}, or fewer new tokens",
+            {"max_prompt_tokens": prompt, "max_new_tokens": new, "max_model_len": length},
+        )
 
 
-@model_rule("model-positions", "samplers", runs="all")
-def model_positions(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@rule("samplers")
+def model_len(context: Context) -> Violations:
+    """An engine must not make room for longer sequences than the model covers.
+
+        max_model_len <= model.max_context
+
+    Past the positions that it was trained for a model writes noise. Of a `model.shape` they end at
+    `max_context`, of a named model the config.json says (`explain model-positions`).
+    """
+    positions = context.spec.model.max_context
+    for pool in context.spec.samplers:
+        yield relation(
+            pool.max_model_len <= positions,
+            f"samplers.{pool.name}.max_model_len",
+            f"{pool.max_model_len} is more than model.max_context = {positions}",
+            f"at most {positions}",
+            {"max_model_len": pool.max_model_len, "max_context": positions},
+        )
+
+
+@model_rule("samplers", runs="all")
+def model_positions(context: Context, config: ModelConfig) -> Violations:
     """max_context must not exceed what the model's own config.json covers.
 
         model.max_context <= max_position_embeddings     x factor under linear or dynamic RoPE,
@@ -49,8 +92,51 @@ def _positions(config: ModelConfig) -> int:
     return own
 
 
-@model_rule("cpu-head-size", "samplers", "warning")
-def cpu_head_size(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@rule("samplers")
+def packing_holds(context: Context) -> Violations:
+    """A packed row must hold the longest prompt with the longest output.
+
+        max_prompt_tokens + max_new_tokens <= learner.packing.tokens
+
+    Samples are never cut: the first rollout that is longer than a row stops the learner.
+    """
+    packed, prompt = context.spec.learner.packing.tokens, context.spec.data.max_prompt_tokens
+    for pool in context.spec.samplers:
+        new = pool.max_new_tokens
+        yield relation(
+            prompt + new <= packed,
+            "learner.packing.tokens",
+            f"{packed} cannot hold a sequence of pool {pool.name}: max_prompt_tokens {prompt} + "
+            f"max_new_tokens {new} = {prompt + new}",
+            f"at least {prompt + new}",
+            {"max_prompt_tokens": prompt, "max_new_tokens": new, "packing.tokens": packed},
+        )
+
+
+@model_rule("samplers", runs="all")
+def attention_window(context: Context, config: ModelConfig) -> Violation | None:
+    """A packed row must not be longer than the model is exact for.
+
+        learner.packing.tokens <= sliding window, or the length where dynamic RoPE begins to stretch
+
+    The learner attends over whole segments with fixed rotary frequencies. Past a model's sliding
+    window, or where dynamic RoPE changes every key, that would be another model than the sampler's,
+    so it is refused.
+    """
+    limit, packed = config.exact_length, context.spec.learner.packing.tokens
+    if limit is None:
+        return None
+    return relation(
+        packed <= limit,
+        "learner.packing.tokens",
+        f"{packed}, but the model's attention window or dynamic RoPE begins to tell above {limit}",
+        f"at most {limit}",
+        {"packing.tokens": packed, "limit": limit},
+    )
+
+
+@model_rule("samplers", "warning")
+def cpu_head_size(context: Context, config: ModelConfig) -> Violations:
     """An engine on CPUs must be able to compute the model's heads.
 
     vLLM 0.32 has attention kernels on CPUs for heads of 32, 64, 80, 96, 112, 128, 160, 192, 224,
@@ -79,8 +165,128 @@ def unsupported_heads(spec: RunSpec, config: ModelConfig) -> Iterator[Violation]
             )
 
 
-@rule("evaluation-names", "samplers")
-def evaluation_names(context: Context) -> Iterator[Violation]:
+@rule("samplers", "warning")
+def neutral_sampling(context: Context) -> Violations:
+    """Sampling should not cut the distribution that ratios are of: top_p 1, top_k off.
+
+        token ~ softmax(logits / T) over the tokens kept
+
+    Samplers and validators compute log-probs over the tokens that top-k and top-p keep. The learner
+    computes log softmax(logits / T) over all tokens: its ratio to mu, which `importance.cap`
+    corrects by, is too small by the share that was kept, a factor that differs from token to token.
+    Nor can the loss pull up a token that sampling never shows. `old_logprobs: sampler` makes every
+    ratio of the loss such a one.
+    """
+    for pool in context.spec.samplers:
+        top_p, top_k = pool.sampling.top_p, pool.sampling.top_k
+        for field, value, keeps_all, neutral in (
+            ("top_p", top_p, top_p == 1.0, "1.0"),
+            ("top_k", top_k, top_k <= 0, "-1"),
+        ):
+            yield relation(
+                keeps_all,
+                f"samplers.{pool.name}.sampling.{field}",
+                f"{value} cuts the distribution that the learner's ratios are of",
+                neutral,
+                {field: value},
+            )
+
+
+@rule("samplers")
+def pool_devices(context: Context) -> Violations:
+    """A replica must have the devices that its parallelism divides the model over.
+
+        parallel.tensor x parallel.data <= devices of a replica
+
+    `hardware` of a pool is what one replica has, and one replica is one engine of `parallel.data`
+    copies of the model, each over `parallel.tensor` ranks. With fewer devices it does not start: an
+    error. With more the rest idle: a warning.
+    """
+    for pool in context.spec.samplers:
+        devices, ranks = device_count(pool.hardware), pool.parallel.devices
+        if devices is None and pool.hardware.kind == "cpu":
+            continue
+        devices = devices or 1
+        short, copies = devices < ranks, pool.parallel.data
+        yield relation(
+            devices == ranks,
+            f"samplers.{pool.name}.parallel.tensor",
+            f"{ranks} ranks on {devices} device{'s' if devices > 1 else ''}"
+            + ("" if short else f": {devices - ranks} idle"),
+            f"hardware: {{count: {ranks}}}, or parallel: {{tensor: {max(1, devices // copies)}}}",
+            {"tensor": pool.parallel.tensor, "data": copies, "devices": devices},
+            "error" if short else "warning",
+        )
+
+
+@model_rule("samplers")
+def pool_heads(context: Context, config: ModelConfig) -> Violations:
+    """Tensor parallelism of a pool must divide the model's heads.
+
+        num_attention_heads mod tensor = 0
+        num_key_value_heads mod tensor = 0,  or  tensor mod num_key_value_heads = 0
+
+    vLLM gives each rank whole query heads and refuses to start else. Of key/value heads each rank
+    holds an equal share, or several ranks hold copies of one.
+    """
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    fitting = [n for n in divisors(heads, heads) if kv_heads % n == 0 or n % kv_heads == 0]
+    for pool in context.spec.samplers:
+        ranks = pool.parallel.tensor
+        yield relation(
+            heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0),
+            f"samplers.{pool.name}.parallel.tensor",
+            f"{ranks} ranks cannot share {heads} heads and {kv_heads} key/value heads",
+            f"one of {', '.join(map(str, fitting))}",
+            {"tensor": ranks, "num_attention_heads": heads, "num_key_value_heads": kv_heads},
+        )
+
+
+@rule("samplers")
+def quantized_pool(context: Context) -> Violations:
+    """A quantised pool must be on GPUs, and of dtype bfloat16 beside the quantised matrices.
+
+    vLLM 0.32 rounds matrices to fp8 as it loads them, and leaves norms, embeddings and activations
+    between matrix products in `dtype`, for which its kernels take bfloat16. Its CPU build accepts
+    the option and dies in the first load: the kernel is not in it. Workers refuse such a pool.
+    """
+    for pool in context.spec.samplers:
+        if pool.quantization is None:
+            continue
+        yield relation(
+            pool.hardware.kind != "cpu",
+            f"samplers.{pool.name}.quantization",
+            f"vLLM does not quantise to {pool.quantization} on CPUs",
+            "set it to null",
+        )
+        yield relation(
+            pool.dtype == "bfloat16",
+            f"samplers.{pool.name}.dtype",
+            f"{pool.quantization} matrices go with bfloat16 beside them, not {pool.dtype}",
+            "dtype: bfloat16",
+        )
+
+
+@rule("samplers")
+def trained_source(context: Context) -> Violation | None:
+    """At least one source must be trained on.
+
+        some data.sources[].train
+
+    A source with `train: false` is asked in evaluations only. Without another one, there is no
+    problem for a lease.
+    """
+    sources = context.spec.data.sources
+    return relation(
+        any(source.train for source in sources),
+        f"data.sources.{sources[0].name}.train",
+        "no source is trained on",
+        "set train to true, or add a source",
+    )
+
+
+@rule("samplers")
+def evaluation_names(context: Context) -> Violations:
     """An evaluation must name a source, a reward term and a pool that the spec has.
 
     The evaluator asks the problems of `source`, grades all of them with the term `grader` where
@@ -107,143 +313,26 @@ def evaluation_names(context: Context) -> Iterator[Violation]:
             )
 
 
-@rule("uncalibrated-precision", "verification")
-def uncalibrated_precision(context: Context) -> Iterator[Violation]:
-    """Proofs may be asked of a pool only where somebody measured what honest ones look like.
+@rule("samplers")
+def evaluation_room(context: Context) -> Violations:
+    """Prompt and answer of an evaluation must fit into the context of the evaluator's engine.
 
-        (sampler, validator) is calibrated, or verify.profiles has one for the pool, or
-        verify.thresholds names the sampler's precision
+        data.max_prompt_tokens + evaluations[].max_new_tokens <= samplers[].max_model_len
 
-    The sampler's precision is its quantization or its dtype, the validator's `compute_dtype` of the
-    learner. Measured here were float32 against float32, and bfloat16 against either
-    (docs/verify.md). fp8 (e4m3) keeps 3 bits of a mantissa where bfloat16 keeps 7: honest work may
-    well break the limits of bfloat16. float32 against bfloat16 has those limits too, untested.
-    `python -m verify calibrate` measures a pool and writes a profile.
+    The engine makes room for `max_model_len` tokens of a sequence. A longer answer than the pool's
+    own may ask for more.
     """
-    spec = context.spec
-    given = {limits.name for limits in spec.verify.thresholds}
-    profiles = [found for found in _profiles(context).values() if not isinstance(found, str)]
-    validator = spec.learner.compute_dtype
-    for pool in spec.samplers:
-        sampler = precision_of(pool)
-        calibrated = (sampler, validator) in CALIBRATED or sampler in given
-        calibrated |= any(not profile.differences(spec, pool) for profile in profiles)
-        if spec.verify.prefill_share > 0.0 and not calibrated:
-            yield Violation(
-                ("samplers", pool.name, "quantization" if pool.quantization else "dtype"),
-                f"nobody measured what {sampler} looks like to a validator that computes in "
-                f"{validator}",
-                numbers={
-                    "sampler": sampler,
-                    "validator": validator,
-                    "prefill_share": spec.verify.prefill_share,
-                },
-                suggestion="measure honest rollouts with `python -m verify calibrate` and name the "
-                f"profile in verify.profiles, or limits in verify.thresholds, {sampler}",
-            )
-
-
-@rule("calibration-profile", "verification")
-def calibration_profile(context: Context) -> Iterator[Violation]:
-    """A profile must be signed by the run's root key, in date, and of this run's pools and model.
-
-        signed by identity.root_public_key,   now <= expires,   one profile a pool
-
-    A profile says by which limits strangers are judged (docs/verify.md, "Calibration"), so nobody
-    but the root may sign one. It holds for the engine, precision and hardware of samplers and
-    validators that it was measured with, for its temperature, top-p and top-k, and for models of
-    that size: where any of these differs, the numbers of honest rollouts do too. One that covers no
-    pool is never read, which is a warning: the pools have the published limits.
-    """
-    covered: dict[str, str] = {}
-    for name, profile in _profiles(context).items():
-        where = ("verify", "profiles", name)
-        if isinstance(profile, str):
-            yield Violation(
-                where,
-                profile,
-                suggestion="calibrate again, or have the root sign it with `python -m verify "
-                "sign-profile`",
-            )
-        else:
-            yield from _misplaced(context, where, profile, covered)
-
-
-def _misplaced(
-    context: Context, where: tuple[str, ...], profile: Profile, covered: dict[str, str]
-) -> Iterator[Violation]:
-    spec = context.spec
-    differences = {pool.name: profile.differences(spec, pool) for pool in spec.samplers}
-    pools = [name for name, found in differences.items() if not found]
-    if not pools:
-        nearest = min(differences, key=lambda name: len(differences[name]))
-        yield Violation(
-            where,
-            f"covers no pool; for {nearest} it was measured with {differences[nearest][0]}",
-            suggestion="calibrate with the pool as it is, or take it out",
-            severity="warning",
-        )
-    for name in pools:
-        if name in covered:
-            yield Violation(
-                where,
-                f"covers pool {name}, as {covered[name]} does",
-                suggestion="take one of them out",
-            )
-        covered.setdefault(name, where[-1])
-    for what, measured in profile.model.model_dump().items() if context.config else ():
-        here = getattr(context.config, what)
-        if here != measured:
-            yield Violation(
-                where,
-                f"was measured on a model with {what} {measured}; this one has {here}",
-                suggestion="calibrate with the run's model",
-            )
-
-
-def _profiles(context: Context) -> dict[str, Profile | str]:
-    """Each profile by its name, or what is wrong with it."""
-    if not context.spec.verify.profiles:
-        return {}
-    # Imported where there is a profile: keys and classes take time.
-    from runspec.core.signed import BadSignature
-    from verify.profile import open_profile
-
-    root = context.spec.identity.root_public_key
-    found: dict[str, Profile | str] = {}
-    for item in context.spec.verify.profiles:
-        if root is None:
-            found[item.name] = "identity.root_public_key is null: no signature could be checked"
+    spec, prompt = context.spec, context.spec.data.max_prompt_tokens
+    wanted = spec.evaluator.pool or spec.samplers[0].name
+    pool = next((pool for pool in spec.samplers if pool.name == wanted), None)
+    for evaluation in spec.evaluations:
+        new = evaluation.max_new_tokens
+        if pool is None or new is None:
             continue
-        try:
-            text = profile_text(item, context.folder)
-            found[item.name] = open_profile(text.encode("utf-8", "replace"), root_public_key=root)
-        except UserError as error:
-            found[item.name] = error.thing
-        except BadSignature as error:
-            found[item.name] = str(error)
-    return found
-
-
-@rule("validator-hardware", "verification")
-def validator_hardware(context: Context) -> Iterator[Violation]:
-    """Validators must not share the learner's accelerators.
-
-        verify.hardware is given, where the learner is on accelerators and validators start here
-
-    One process holds a TPU chip, and JAX takes most of a GPU's memory as it starts. A validator
-    without hardware of its own would be on the learner's, and one of the two dies. Validators
-    that `placement.roles` leaves to others take what their machine has.
-    """
-    spec = context.spec
-    if (
-        spec.verify.hardware is None
-        and spec.learner.hardware.kind != "cpu"
-        and set(validator_names(spec)) - elsewhere(spec)
-    ):
-        yield Violation(
-            ("verify", "hardware"),
-            f"is null: {spec.verify.validators} validators would be on the learner's "
-            f"{spec.learner.hardware.kind}",
-            suggestion="say what one validator has, like {kind: h100-80g, count: 2}",
+        yield relation(
+            prompt + new <= pool.max_model_len,
+            f"evaluations.{evaluation.name}.max_new_tokens",
+            f"{prompt} tokens of a prompt and {new} of an answer, {pool.max_model_len} fit",
+            f"at most {pool.max_model_len - prompt}, or raise max_model_len of {pool.name}",
+            {"tokens": prompt + new, "max_model_len": pool.max_model_len},
         )

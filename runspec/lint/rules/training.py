@@ -1,136 +1,16 @@
-"""Rules on device memory, on numbers that rounding would lose, and on learning rates.
-
-The figures are those of `runspec plan`, from `runspec.estimate`. Rules that need the model's shape
-or a device's memory are silent if it is unknown; `unknown-model` and `unknown-hardware` report
-that.
-"""
+"""Rules on the optimizer: learning rates, schedules, decays of AdamW's means; and on rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import sqrt
-
-from runspec.core.models.config import ModelConfig
-from runspec.core.models.hardware import DEVICES, device_of
-from runspec.core.spec.schema import Hardware, RunSpec
-from runspec.core.spec.schema_fields import close_match
 from runspec.estimate.assumed import LORA_GAIN, weight_move
-from runspec.estimate.learner import learner_memory
-from runspec.lint.registry import STATE_SHARE, Context, Violation, gb, model_rule, rule
-
-HALF_STEP = 2.0**-9
-"""Half the distance of bfloat16 neighbours, relative to the larger: 8 significant bits."""
-WIDEST = 16384
-"""Hidden size taken for a model whose shape is not known: it has the smallest weights."""
-
-
-@rule("unknown-hardware", "memory", "warning")
-def unknown_hardware(context: Context) -> Iterator[Violation]:
-    """Hardware must be of a kind whose figures are known, or bring its own.
-
-    Memory, FLOP/s and bandwidth of a device come from the table of `runspec.core.models.hardware`,
-    by `kind`. Of another kind nothing can be said to fit and no time can be told, unless the spec
-    gives `memory`, and for times `peak_flops` and `memory_bandwidth`.
-    """
-    spec = context.spec
-    asked: list[tuple[tuple[str, ...], Hardware | None]] = [(("learner",), spec.learner.hardware)]
-    asked += [(("samplers", pool.name), pool.hardware) for pool in spec.samplers]
-    asked += [(("verify",), spec.verify.hardware)]
-    for where, hardware in asked:
-        if hardware is None or hardware.kind in DEVICES or hardware.memory is not None:
-            continue
-        longer = [kind for kind in DEVICES if hardware.kind and kind.startswith(hardware.kind)]
-        close = " or ".join(longer) or close_match(hardware.kind, DEVICES)
-        yield Violation(
-            (*where, "hardware", "kind"),
-            f"{hardware.kind[:80]!r} is not known: what needs its memory is not checked",
-            suggestion=f"did you mean {close}?" if close else "give its memory, like 80GB",
-        )
-
-
-@model_rule("step-fits", "memory")
-def step_fits(context: Context, config: ModelConfig) -> Iterator[Violation]:
-    """A whole training step must fit into the device's memory.
-
-        masters + moments + gradients + published + reference
-            + activations + logits + temporaries <= memory
-
-    a device, at the worst moment of the backward pass. `published` is the version's bits, under
-    which pi_old is recomputed; `reference` is version 0's, or the base under adapters. `runspec
-    plan` shows the parts, and `runspec plan --aot` asks the compiler itself.
-    """
-    spec = context.spec
-    memory = device_of(spec.learner.hardware).memory
-    if memory is None:
-        return
-    needs = learner_memory(spec, config)
-    if needs.state > STATE_SHARE * memory or needs.total <= memory:
-        return  # `train-state-fits` says so, or all is well
-    parts = {
-        "state": round(needs.state),
-        "gradients": round(needs.gradients),
-        "weights": round(needs.published + needs.reference),
-        "activations": round(needs.activations),
-        "logits": round(needs.logits),
-        "temporaries": round(needs.temporaries),
-    }
-    held = {name: size for name, size in parts.items() if size}
-    yield Violation(
-        ("learner",),
-        f"a step needs {gb(needs.total)} a device, which has {gb(memory)}: "
-        + ", ".join(f"{name} {gb(size)}" for name, size in held.items()),
-        numbers={**held, "memory": round(memory)},
-        suggestion=_relief(spec, max(held, key=held.__getitem__)),
-    )
-
-
-def _relief(spec: RunSpec, largest: str) -> str:
-    """What to change, by the part of a step that takes most."""
-    if largest == "activations" and spec.learner.remat not in ("full", "offload"):
-        return "remat: full"
-    if largest in ("activations", "temporaries", "logits"):
-        return "fewer packing.rows, shorter rows, more context, or remat: offload"
-    if largest == "weights":
-        return "old_logprobs: sampler, kl: {coef: 0}, or more fsdp or tensor"
-    return "more fsdp or tensor, optimizer: {offload: true}, or learner.lora"
-
-
-@rule("bf16-master", "memory")
-def bf16_master(context: Context) -> Iterator[Violation]:
-    """bfloat16 masters need a learning rate above their rounding floor.
-
-        lr x |u| > 2^-9 |w|,   |u| about 1,   |w| about 1 / sqrt(D)
-
-    bfloat16 has 8 significant bits, so the neighbours of w lie 2^-8 |w| to 2^-7 |w| away, and what
-    moves it by less than half of that rounds back to w, every time: nothing adds up. u is AdamW's
-    update before the learning rate, D the hidden size, and 1 / sqrt(D) the size of a weight that
-    keeps activations at their scale. At D = 5120 the floor is 2.7e-5; 3e-7 moves only weights below
-    1.5e-4. With sgd lr is as in `learning-rate`. Adapters start at zero and are not looked at.
-    """
-    spec, config = context.spec, context.config
-    if spec.learner.master_dtype != "bfloat16" or spec.learner.lora is not None:
-        return
-    if config is None and spec.optimizer.kind == "sgd":
-        return
-    width = WIDEST if config is None else config.hidden_size
-    floor = HALF_STEP / sqrt(width)
-    move = spec.optimizer.lr if config is None else weight_move(spec, config)
-    if move <= floor:
-        yield Violation(
-            ("learner", "master_dtype"),
-            f"bfloat16 rounds updates of {move:g} away: a weight of "
-            f"{1 / sqrt(width):.2g} moves only by more than {floor:.2g}",
-            numbers={"move": move, "floor": floor, "hidden_size": width},
-            suggestion="float32",
-        )
-
+from runspec.lint.registry import Context, Violation, Violations, relation, rule
 
 LEAST_MOVE, LARGEST_MOVE = 5e-5, 0.5
 """Move of a weight x hidden size between which fine-tuning is known to work."""
 FROM_NOTHING = 10.0
 """How much larger both are where a model of random weights trains on documents."""
-NARROWEST = 64
-"""Hidden size taken for a model whose shape is not known: it has the largest weights."""
+NARROWEST, WIDEST = 64, 16384
+"""Hidden sizes between which a model lies whose shape is not known."""
 USERS = {
     "betas": ("kind", ("adamw", "muon")),
     "eps": ("kind", ("adamw", "muon")),
@@ -141,8 +21,8 @@ USERS = {
 """Fields that only some values of `kind` or `schedule` use."""
 
 
-@rule("learning-rate", "algorithm", "warning")
-def learning_rate(context: Context) -> Iterator[Violation]:
+@rule("algorithm", "warning")
+def learning_rate(context: Context) -> Violations:
     """The learning rate must lie in the band in which training is known to work.
 
         5e-5 <= move x D <= 0.5        D the hidden size; ten times that for `model.shape` under
@@ -190,8 +70,8 @@ def learning_rate(context: Context) -> Iterator[Violation]:
     )
 
 
-@rule("optimizer-fields", "algorithm")
-def optimizer_fields(context: Context) -> Iterator[Violation]:
+@rule("algorithm")
+def optimizer_fields(context: Context) -> Violations:
     """The optimizer's fields must be those that its kind and schedule use.
 
         betas, eps                 kind: adamw or muon
@@ -214,4 +94,110 @@ def optimizer_fields(context: Context) -> Iterator[Violation]:
             ("optimizer", "schedule"),
             f"{optimizer.schedule} needs decay_updates, the length of its decay",
             suggestion="for linear and cosine the updates after the warm-up, for wsd a fifth",
+        )
+
+
+@rule("algorithm", runs="supervised")
+def row_positions(context: Context) -> Violation | None:
+    """A document of a packed row must not be longer than the model's positions.
+
+        learner.packing.tokens <= model.max_context
+
+    Positions count from the start of each document, and a document may fill its row. Past the
+    positions that a model covers its rotary frequencies were never trained.
+    """
+    packed, positions = context.spec.learner.packing.tokens, context.spec.model.max_context
+    return relation(
+        packed <= positions,
+        "learner.packing.tokens",
+        f"{packed} is more than model.max_context = {positions}",
+        f"at most {positions}, or a larger max_context",
+        {"packing.tokens": packed, "max_context": positions},
+    )
+
+
+@rule("algorithm", "warning")
+def warmup_length(context: Context) -> Violation | None:
+    """The warm-up must end before the run does.
+
+        warmup_updates < steps x updates_per_step
+
+    Update n = 0, 1, ... has the rate lr x min(1, (n + 1) / warmup_updates). A run that ends with
+    the warm-up, or inside it, trains one update at the rate that the spec names, or none.
+    """
+    spec, warmup = context.spec, context.spec.optimizer.warmup_updates
+    updates = spec.steps * spec.algorithm.updates_per_step
+    return relation(
+        warmup < updates,
+        "optimizer.warmup_updates",
+        f"{warmup} updates of warm-up, but {spec.steps} steps x {spec.algorithm.updates_per_step} "
+        f"make {updates}: the last has {updates / (warmup or 1):.0%} of the learning rate",
+        f"{max(updates // 20, 1)} is a twentieth of the run",
+        {
+            "warmup_updates": warmup,
+            "steps": spec.steps,
+            "updates_per_step": spec.algorithm.updates_per_step,
+        },
+    )
+
+
+@rule("algorithm", "warning")
+def decay_length(context: Context) -> Violation | None:
+    """The learning rate's decay must fit into the run.
+
+        warmup_updates + decay_updates <= steps x updates_per_step
+
+    `linear` and `cosine` decay from the end of the warm-up on: a run that ends sooner never has
+    `final_lr`. `wsd` decays in the last `decay_updates` of the run: where these begin inside the
+    warm-up, the decay begins at its end and is cut off.
+    """
+    spec, optimizer = context.spec, context.spec.optimizer
+    updates = spec.steps * spec.algorithm.updates_per_step
+    warmup, decay = optimizer.warmup_updates, optimizer.decay_updates or 0
+    if optimizer.schedule == "constant" or updates <= warmup:
+        return None
+    return relation(
+        warmup + decay <= updates,
+        "optimizer.decay_updates",
+        f"warm-up and decay take {warmup + decay} updates, the run makes {updates}: its last "
+        f"update has a learning rate above {optimizer.final_lr:g}",
+        f"decay_updates: {updates - warmup}",
+        {"warmup_updates": warmup, "decay_updates": decay, "updates": updates},
+    )
+
+
+@rule("algorithm")
+def final_lr(context: Context) -> Violation | None:
+    """The learning rate must not be larger after its decay than before.
+
+        final_lr <= lr
+
+    The two are easily exchanged; a rate that grows over the run is none of the schedules.
+    """
+    final, lr = context.spec.optimizer.final_lr, context.spec.optimizer.lr
+    return relation(
+        final <= lr,
+        "optimizer.final_lr",
+        f"the decay would end at {final:g}, above lr = {lr:g}",
+        f"{lr / 10:g}, a tenth of lr",
+        {"final_lr": final, "lr": lr},
+    )
+
+
+@rule("algorithm")
+def adam_betas(context: Context) -> Violations:
+    """AdamW's decays must be below 1.
+
+        m = beta m + (1 - beta) g,   m^ = m / (1 - beta^(n + 1))     (arXiv 1711.05101)
+
+    At beta = 1 the mean never takes in a gradient, and its correction divides by 0: the first
+    update is 0 / 0 and every one is skipped as not finite.
+    """
+    for number, beta in enumerate(context.spec.optimizer.betas, start=1):
+        yield relation(
+            beta < 1,
+            "optimizer.betas",
+            f"beta{number} = {beta:g} divides by 1 - beta{number}^n = 0",
+            "[0.9, 0.95]",
+            {f"beta{number}": beta},
         )

@@ -1,0 +1,281 @@
+"""Rules on the objective: batches, clip bounds, penalties."""
+
+from __future__ import annotations
+
+from runspec.lint.registry import Context, Violation, Violations, divisors, relation, rule
+
+
+@rule("algorithm", runs="grpo")
+def updates_divide_batch(context: Context) -> Violation | None:
+    """The rollouts of a step must divide evenly into its optimizer updates.
+
+        prompts_per_step x group_size = n x updates_per_step,  n whole
+
+    A step's P x G rollouts are cut into U batches, one an update. Where U does not divide them the
+    batches differ in size, and with them the noise of the gradient and the weight of a rollout.
+    INTELLECT-2 (arXiv 2505.07291): 256 x 16 = 8 x 512.
+    """
+    algorithm = context.spec.grpo
+    prompts, size = algorithm.prompts_per_step, algorithm.group_size
+    updates = algorithm.updates_per_step
+    return relation(
+        prompts * size % updates == 0,
+        "algorithm.updates_per_step",
+        f"{updates} does not divide the {prompts * size} rollouts of a step "
+        f"({prompts} prompts x {size})",
+        f"{divisors(prompts, updates)[-1]} does, in whole groups",
+        {"prompts_per_step": prompts, "group_size": size, "updates_per_step": updates},
+    )
+
+
+@rule("algorithm", "warning", runs="grpo")
+def whole_groups(context: Context) -> Violation | None:
+    """Each optimizer update of a step must get the same number of whole groups.
+
+        prompts_per_step = n x updates_per_step,  n whole
+
+    The learner never parts a group: update i of U trains the groups from round(i P / U) to
+    round((i + 1) P / U). Where U does not divide the P groups, some updates train one group more
+    than others. An error where U > P: there are updates without any rollout, which are not made.
+    """
+    algorithm = context.spec.grpo
+    groups, updates = algorithm.prompts_per_step, algorithm.updates_per_step
+    if groups * algorithm.group_size % updates:
+        return None  # `updates-divide-batch` says so
+    few = updates > groups
+    return relation(
+        groups % updates == 0,
+        "algorithm.updates_per_step",
+        f"{groups} groups make {groups} of {updates} updates: the rest would get no rollout"
+        if few
+        else f"{groups} groups in {updates} updates: some train {groups // updates} groups, "
+        f"others {groups // updates + 1}",
+        f"{divisors(groups, updates)[-1]} updates get whole groups alike",
+        {"prompts_per_step": groups, "updates_per_step": updates},
+        "error" if few else "warning",
+    )
+
+
+@rule("algorithm", runs="grpo")
+def group_size(context: Context) -> Violation | None:
+    """A group needs at least two rollouts: they are compared with one another.
+
+        A_i = (R_i - mean R) / (std R + 1e-6),  std with ddof 1     (arXiv 2402.03300, 4.1.1)
+
+    With a single rollout R - mean R is 0 and std R is 0 / 0: no advantage. The reference system
+    trained such groups to NaN, which passes every filter; the learner here refuses them.
+    """
+    size = context.spec.grpo.group_size
+    return relation(
+        size >= 2,
+        "algorithm.group_size",
+        f"{size} rollout a group has nothing to be compared with",
+        "8 and 16 are usual",
+        {"group_size": size},
+    )
+
+
+@rule("algorithm", runs="grpo")
+def clip_bounds(context: Context) -> Violation | None:
+    """The bound on ratios of bad tokens must lie above the ordinary clip.
+
+        delta > 1 + eps_high
+
+    Two-sided clipping (INTELLECT-2, arXiv 2505.07291) takes, a token,
+
+        min( min(r, delta) A, clip(r, 1 - eps_low, 1 + eps_high) A )
+
+    Without delta the minimum is r A where A < 0 and r is large: it has no bound, and one token
+    wrecks an update. A delta inside the clip range would cut the gradient of tokens that the clip
+    means to keep. The paper's values: eps 0.2, delta 4.
+    """
+    algorithm = context.spec.grpo
+    delta, high = algorithm.clip.delta, algorithm.clip.eps_high
+    if algorithm.surrogate == "cispo" or delta is None:
+        return None
+    return relation(
+        delta > 1 + high,
+        "algorithm.clip.delta",
+        f"{delta:g} must be greater than 1 + eps_high = {1 + high:g}",
+        "4.0 is INTELLECT-2's; null is off",
+        {"delta": delta, "eps_high": high},
+    )
+
+
+@rule("algorithm", runs="grpo")
+def clip_lower(context: Context) -> Violation | None:
+    """The lower clip bound must be a ratio above 0.
+
+        eps_low < 1,  as  1 - eps_low > 0
+
+    A ratio of probabilities is never below 0: a bound there never acts, and the surrogate is not
+    the one that was meant. CISPO (arXiv 2506.13585) may go without a lower bound, as its authors
+    do, so the rule does not look there.
+    """
+    low = context.spec.grpo.clip.eps_low
+    return relation(
+        context.spec.grpo.surrogate != "clip" or low < 1,
+        "algorithm.clip.eps_low",
+        f"{low:g} must be less than 1: no ratio is below 0",
+        "0.2 is usual",
+        {"eps_low": low},
+    )
+
+
+@rule("algorithm", runs="grpo")
+def cispo(context: Context) -> Violations:
+    """CISPO weighs tokens by their own clipped ratio: it takes no sequence ratio and no delta.
+
+        - clip(r_t, 1 - eps_low, 1 + eps_high) A log pi(o_t),  the ratio without gradient
+
+    (arXiv 2506.13585, section 3.1). The weight is each token's own and bounded by 1 + eps_high:
+    `ratio: sequence` would make it another method, and `clip.delta` would be read by nobody.
+    """
+    algorithm = context.spec.grpo
+    if algorithm.surrogate != "cispo":
+        return
+    yield relation(
+        algorithm.ratio == "token",
+        "algorithm.ratio",
+        "surrogate: cispo weighs each token by its own ratio: it goes with ratio: token",
+        "token",
+    )
+    delta = algorithm.clip.delta or 0.0
+    yield relation(
+        algorithm.clip.delta is None,
+        "algorithm.clip.delta",
+        f"{delta:g} has no part in surrogate: cispo, whose weight 1 + eps_high bounds",
+        "null",
+        {"delta": delta},
+    )
+
+
+@rule("algorithm", "warning", runs="grpo")
+def stale_pi_old(context: Context) -> Violation | None:
+    """A single update a step with recomputed pi_old needs something that acts against lag.
+
+        r = pi_theta / pi_old = 1  in the first update after pi_old was recomputed
+
+    With one update a step there is no other: the clip never acts, and the gradient is the plain
+    policy gradient on rollouts that are up to `async_level` versions old. The mismatch is between
+    pi_old and the sampler's mu, and `importance.cap` corrects for it; with `old_logprobs: sampler`
+    it is inside the ratio, where the clip bounds it. With several updates the clip sees at least
+    the drift inside the step.
+    """
+    algorithm = context.spec.grpo
+    if algorithm.old_logprobs != "recompute" or algorithm.importance.cap is not None:
+        return None
+    return relation(
+        algorithm.updates_per_step > 1 or algorithm.async_level == 0,
+        "algorithm.old_logprobs",
+        "in the only update of a step the recomputed ratio is 1: no clip acts, and nothing "
+        f"corrects a lag of up to {algorithm.async_level}",
+        "old_logprobs: sampler, or importance: {cap: 2.0}",
+        {"updates_per_step": 1, "async_level": algorithm.async_level},
+    )
+
+
+@rule("algorithm", runs="grpo")
+def importance_cap(context: Context) -> Violation | None:
+    """An importance weight needs a recomputed pi_old.
+
+        w = min(pi_old / mu, cap)
+
+    mu is the sampler's policy. With `old_logprobs: sampler` pi_old is mu, w is 1 everywhere, and
+    a cap in the spec claims a correction that nobody makes.
+    """
+    cap = context.spec.grpo.importance.cap
+    return relation(
+        cap is None or context.spec.grpo.old_logprobs != "sampler",
+        "algorithm.importance.cap",
+        "with old_logprobs: sampler the weight pi_old / mu is 1 everywhere",
+        "null, or old_logprobs: recompute",
+        {"cap": cap or 0.0},
+    )
+
+
+@rule("algorithm", runs="grpo")
+def one_temperature(context: Context) -> Violations:
+    """All pools must sample at one temperature, which the loss uses too.
+
+        log pi = log softmax(logits / T)
+
+    in the sampler, in the validator and in the loss. The learner has one T: at another one the
+    ratio of an unchanged policy would not be 1, and every token of the pool would look stale.
+    """
+    first, *others = context.spec.samplers
+    wanted = first.sampling.temperature
+    for pool in others:
+        temperature = pool.sampling.temperature
+        yield relation(
+            temperature == wanted,
+            f"samplers.{pool.name}.sampling.temperature",
+            f"{temperature:g} differs from {wanted:g} of pool {first.name}: the loss knows one "
+            "temperature",
+            f"{wanted:g}",
+            {"temperature": temperature, f"{first.name}.temperature": wanted},
+        )
+
+
+@rule("algorithm", runs="grpo")
+def kl_reference(context: Context) -> Violation | None:
+    """A KL penalty needs a reference policy.
+
+        loss += beta (exp(d) - d - 1),  d = log pi_ref - log pi_theta     (k3)
+
+    `kl.reference: none` takes pi_ref away, and with it what beta weighs. The reference is version
+    0, whose weights in `broadcast.dtype` lie beside the learner's.
+    """
+    kl = context.spec.grpo.kl
+    return relation(
+        kl.reference != "none" or kl.coef == 0,
+        "algorithm.kl.reference",
+        f"none, but coef = {kl.coef:g} weighs the distance from a reference",
+        "reference: initial, or coef: 0",
+    )
+
+
+@rule("algorithm", "warning", runs="grpo")
+def kl_unused(context: Context) -> Violation | None:
+    """A reference policy needs a KL weight: without one nobody asks it.
+
+    With `coef: 0` the penalty is 0 times anything, so the learner neither holds the reference (a
+    copy of the weights in `broadcast.dtype`: 2 bytes a parameter in bfloat16, on every shard) nor
+    scores with it (a forward pass over every batch). A spec that names `reference: initial` then
+    says of the run what is not so.
+    """
+    kl = context.spec.grpo.kl
+    return relation(
+        kl.reference != "initial" or kl.coef > 0,
+        "algorithm.kl.reference",
+        "initial, but coef = 0: no penalty is computed, and no reference is held",
+        "a coef such as 1e-3, or reference: none",
+    )
+
+
+@rule("algorithm", runs="grpo")
+def std_without_filter(context: Context) -> Violation | None:
+    """Advantages divided by the group's std need the zero-variance filter.
+
+        A = (R - mean R) / (std R + 1e-6),  R = T + P
+
+    In a group whose task rewards T are all equal, what varies is the length term P alone; however
+    small it is, the division makes unit advantages of it, so noise in length trains as hard as a
+    right answer does. The filter drops such groups by their re-graded task rewards. (The reference
+    system filtered by advantages of exactly zero, which almost never fires beside a length term.)
+    Without a length term the advantages are 0 and the groups only cost: a warning then.
+    """
+    algorithm = context.spec.grpo
+    has_length = any(term.kind == "target_length" for term in context.spec.reward)
+    trained = (
+        "groups that differ in length alone get unit advantages from it"
+        if has_length
+        else "groups without any advantage are trained on"
+    )
+    return relation(
+        algorithm.advantage.normalize != "std" or algorithm.filters.zero_variance,
+        "algorithm.filters.zero_variance",
+        f"false with normalize: std: {trained}",
+        "zero_variance: true, or advantage: {normalize: task}",
+        severity="error" if has_length else "warning",
+    )
