@@ -105,7 +105,7 @@ def broadcast_time(context: Context, config: ModelConfig) -> Violations:
 
 
 @model_rule("asynchrony", "warning")
-def delta_gain(context: Context, config: ModelConfig) -> Violations:
+def delta_gain(context: Context, config: ModelConfig) -> Violation | None:
     """Deltas should be at most half of a version, or whole versions be sent.
 
         delta_bytes <= version_bytes / 2        delta = n (H(s) / 8 + s b)
@@ -119,22 +119,22 @@ def delta_gain(context: Context, config: ModelConfig) -> Violations:
     """
     spec = context.spec
     if spec.broadcast.format != "delta":
-        return
+        return None
     size, share = version_size(spec, config), changed_share(spec, config).value
-    if size.delta > size.whole / 2:
-        yield Violation(
-            ("broadcast", "format"),
-            f"{share:.0%} of the {spec.broadcast.dtype} elements change from one version to the "
-            f"next: a delta has {size.delta / size.whole:.0%} of the bytes",
-            numbers={
-                "changed_share": float(f"{share:.3g}"),
-                "delta_bytes": round(size.delta),
-                "version_bytes": size.whole,
-                "lr": spec.optimizer.lr,
-            },
-            suggestion="format: full"
-            + (", or a run with dtype: bfloat16" if spec.broadcast.dtype == "float32" else ""),
-        )
+    narrower = ", or a run with dtype: bfloat16" if spec.broadcast.dtype == "float32" else ""
+    return relation(
+        size.delta <= size.whole / 2,
+        "broadcast.format",
+        f"{share:.0%} of the {spec.broadcast.dtype} elements change from one version to the next: "
+        f"a delta has {size.delta / size.whole:.0%} of the bytes",
+        f"format: full{narrower}",
+        {
+            "changed_share": float(f"{share:.3g}"),
+            "delta_bytes": round(size.delta),
+            "version_bytes": size.whole,
+            "lr": spec.optimizer.lr,
+        },
+    )
 
 
 @model_rule("asynchrony", "warning")
@@ -222,12 +222,12 @@ def relay_upstream(context: Context) -> Violations:
     relays = _upstreams(context.spec)
     for name, above in relays.items():
         unknown = [other for other in above if other not in (ORIGIN, *relays)]
-        if unknown:
-            yield Violation(
-                ("broadcast", "relays", name, "upstream"),
-                f"no relay {', '.join(unknown)}; known: {', '.join((ORIGIN, *relays))}",
-                suggestion="name a relay of broadcast.relays, or origin",
-            )
+        yield relation(
+            not unknown,
+            f"broadcast.relays.{name}.upstream",
+            f"no relay {', '.join(unknown)}; known: {', '.join((ORIGIN, *relays))}",
+            "name a relay of broadcast.relays, or origin",
+        )
 
 
 @rule("asynchrony")
@@ -264,12 +264,12 @@ def relay_path(context: Context) -> Violations:
     told = {name for cycle in _cycles(relays) for name in cycle}
     told |= {name for name, above in relays.items() if not {ORIGIN, *relays} >= set(above)}
     for name, above in relays.items():
-        if name not in reached and name not in told:
-            yield Violation(
-                ("broadcast", "relays", name, "upstream"),
-                f"fetches from {', '.join(above) or 'nobody'}: no path leads to the origin",
-                suggestion="add origin",
-            )
+        yield relation(
+            name in reached or name in told,
+            f"broadcast.relays.{name}.upstream",
+            f"fetches from {', '.join(above) or 'nobody'}: no path leads to the origin",
+            "add origin",
+        )
 
 
 @rule("asynchrony")
@@ -284,20 +284,17 @@ def pool_relays(context: Context) -> Violations:
         wanted = pool.relays or []
         unknown = [name for name in dict.fromkeys(wanted) if name not in known]
         twice = [name for name in dict.fromkeys(wanted) if wanted.count(name) > 1]
-        where = ("samplers", pool.name, "relays")
-        if unknown:
-            origin = "; origin comes last by itself" if ORIGIN in unknown else ""
-            yield Violation(
-                where,
-                f"no relay {', '.join(unknown)}; known: {', '.join(known) or 'none'}{origin}",
-                suggestion="name relays of broadcast.relays",
-            )
-        if twice:
-            yield Violation(
-                where,
-                f"names {', '.join(twice)} more than once",
-                suggestion="name each once",
-            )
+        where = f"samplers.{pool.name}.relays"
+        origin = "; origin comes last by itself" if ORIGIN in unknown else ""
+        yield relation(
+            not unknown,
+            where,
+            f"no relay {', '.join(unknown)}; known: {', '.join(known) or 'none'}{origin}",
+            "name relays of broadcast.relays",
+        )
+        yield relation(
+            not twice, where, f"names {', '.join(twice)} more than once", "name each once"
+        )
 
 
 def graph_is_sound(spec: RunSpec) -> bool:

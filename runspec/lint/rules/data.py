@@ -14,7 +14,7 @@ from runspec.core.spec.schema import Data, Source
 from runspec.core.spec.schema_fields import close_match
 from runspec.core.spec.source_files import ROW_KINDS, whole_uri
 from runspec.core.spec.source_files import source_files as files_of
-from runspec.lint.registry import Context, Violation, Violations, rule
+from runspec.lint.registry import Context, Violation, Violations, relation, rule
 from runspec.lint.tokenizer_files import TokenizerFiles
 
 _COLUMNS = ("problem_id", "task_type", "prompt", "verification_info", "type", "instruction")
@@ -58,12 +58,12 @@ def source_fields(context: Context) -> Violations:
     examples = {"dataset": "spell_backward", "size": "20000", "uri": "problems.parquet"}
     for source in context.spec.data.sources:
         for field in needed.get(source.kind, ()):
-            if getattr(source, field) is None:
-                yield Violation(
-                    ("data", "sources", source.name),
-                    f"kind {source.kind} needs {field}",
-                    suggestion=f"such as {field}: {examples[field]}",
-                )
+            yield relation(
+                getattr(source, field) is not None,
+                f"data.sources.{source.name}",
+                f"kind {source.kind} needs {field}",
+                f"such as {field}: {examples[field]}",
+            )
 
 
 @rule("reward")
@@ -115,7 +115,7 @@ def source_files(context: Context) -> Violations:
 
 
 @rule("reward", "warning")
-def think_prefill(context: Context) -> Violations:
+def think_prefill(context: Context) -> Violation | None:
     """Prompts ought to open the thinking once: in the chat template or by `data.think_prefill`.
 
     With `think_prefill` a prompt ends with `<think>` and a line break where the template leaves the
@@ -125,12 +125,12 @@ def think_prefill(context: Context) -> Violations:
     """
     spec, files = context.spec, context.tokenizer
     opened = spec.model.shape is not None or (files is not None and opens_thinking(files))
-    if spec.data.think_prefill and opened and spec.data.thinking != "none":
-        yield Violation(
-            ("data", "think_prefill"),
-            "the chat template opens the thinking itself; nothing is added",
-            suggestion="take it out",
-        )
+    return relation(
+        not (spec.data.think_prefill and opened) or spec.data.thinking == "none",
+        "data.think_prefill",
+        "the chat template opens the thinking itself; nothing is added",
+        "take it out",
+    )
 
 
 @rule("reward", "warning")
@@ -143,23 +143,20 @@ def thinking(context: Context) -> Violations:
     assumed. `none` rules out `think_prefill`, which opens a thinking that nothing ends.
     """
     spec, files, data = context.spec, context.tokenizer, context.spec.data
-    where = ("data", "thinking")
-    if data.thinking == "none" and data.think_prefill:
-        yield Violation(
-            where,
-            "none, but think_prefill opens the thinking",
-            suggestion="required",
-            severity="error",
-        )
-    if spec.model.shape is not None:
-        return
-    found = None if files is None else thinking_of(files, data)
-    if data.thinking is None and found is None:
-        yield Violation(
-            where,
-            "not set, and there is no chat template here that tells",
-            suggestion="required for a model that ends its thinking with </think>, else none",
-        )
+    yield relation(
+        data.thinking != "none" or not data.think_prefill,
+        "data.thinking",
+        "none, but think_prefill opens the thinking",
+        "required",
+        severity="error",
+    )
+    told = data.thinking or (thinking_of(files, data) if files else None)
+    yield relation(
+        spec.model.shape is not None or told is not None,
+        "data.thinking",
+        "not set, and there is no chat template here that tells",
+        "required for a model that ends its thinking with </think>, else none",
+    )
 
 
 def thinking_of(files: TokenizerFiles, data: Data | None = None) -> Thinking | None:
@@ -200,20 +197,15 @@ def tokens_per_update(context: Context) -> Violations:
     count = max(len(islands), 1)
     for rows in sorted({member.rows or packing.rows for member in islands} or {packing.rows}):
         least = count * packing.tokens * rows
-        if asked % least == 0:
-            continue
         of = f"{count} islands x " if islands else ""
-        yield Violation(
-            ("algorithm", "tokens_per_update"),
+        sizes = {"packing.tokens": packing.tokens, "packing.rows": rows}
+        yield relation(
+            asked % least == 0,
+            "algorithm.tokens_per_update",
             f"{asked} is no multiple of {of}packing.tokens {packing.tokens} x rows {rows} = "
             f"{least}",
-            numbers={
-                "tokens_per_update": asked,
-                "packing.tokens": packing.tokens,
-                "packing.rows": rows,
-            }
-            | ({"islands": count} if islands else {}),
-            suggestion=f"{max(round(asked / least), 1) * least}",
+            f"{max(round(asked / least), 1) * least}",
+            {"tokens_per_update": asked} | sizes | ({"islands": count} if islands else {}),
         )
 
 
@@ -228,13 +220,13 @@ def document_kind(context: Context) -> Violations:
     document is text, a conversation or token ids, and nothing grades it.
     """
     for source in context.spec.data.sources:
-        if source.kind not in PARAMS:
-            match = close_match(source.kind, PARAMS)
-            yield Violation(
-                ("data", "sources", source.name, "kind"),
-                f"{source.kind[:80]!r} is no kind of documents",
-                suggestion=f"did you mean {match}?" if match else ", ".join(PARAMS),
-            )
+        match = close_match(source.kind, PARAMS)
+        yield relation(
+            source.kind in PARAMS,
+            f"data.sources.{source.name}.kind",
+            f"{source.kind[:80]!r} is no kind of documents",
+            f"did you mean {match}?" if match else ", ".join(PARAMS),
+        )
 
 
 @rule("algorithm", runs="supervised")

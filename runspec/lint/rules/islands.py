@@ -24,13 +24,13 @@ def island_trunk(context: Context) -> Violations:
             "rows": member.rows,
         }
         for key, value in own.items():
-            if value is not None:
-                there = "packing.rows" if key == "rows" else key
-                yield Violation(
-                    ("learner", "islands", "members", member.name, key),
-                    f"{member.name} is the first island, whose {key} is learner.{there}",
-                    suggestion=f"set learner.{there}",
-                )
+            there = "packing.rows" if key == "rows" else key
+            yield relation(
+                value is None,
+                f"learner.islands.members.{member.name}.{key}",
+                f"{member.name} is the first island, whose {key} is learner.{there}",
+                f"set learner.{there}",
+            )
 
 
 @rule("placement")

@@ -158,7 +158,7 @@ def logits_chunk(context: Context, config: ModelConfig) -> Violation | None:
 
 
 @rule("memory")
-def bf16_master(context: Context) -> Violations:
+def bf16_master(context: Context) -> Violation | None:
     """bfloat16 masters need a learning rate above their rounding floor.
 
         lr x |u| > 2^-9 |w|,   |u| about 1,   |w| about 1 / sqrt(D)
@@ -171,20 +171,20 @@ def bf16_master(context: Context) -> Violations:
     """
     spec, config = context.spec, context.config
     if spec.learner.master_dtype != "bfloat16" or spec.learner.lora is not None:
-        return
+        return None
     if config is None and spec.optimizer.kind == "sgd":
-        return
+        return None
     width = WIDEST if config is None else config.hidden_size
     floor = HALF_STEP / sqrt(width)
     move = spec.optimizer.lr if config is None else weight_move(spec, config)
-    if move <= floor:
-        yield Violation(
-            ("learner", "master_dtype"),
-            f"bfloat16 rounds updates of {move:g} away: a weight of "
-            f"{1 / sqrt(width):.2g} moves only by more than {floor:.2g}",
-            numbers={"move": move, "floor": floor, "hidden_size": width},
-            suggestion="float32",
-        )
+    return relation(
+        move > floor,
+        "learner.master_dtype",
+        f"bfloat16 rounds updates of {move:g} away: a weight of {1 / sqrt(width):.2g} moves only "
+        f"by more than {floor:.2g}",
+        "float32",
+        {"move": move, "floor": floor, "hidden_size": width},
+    )
 
 
 @model_rule("memory")

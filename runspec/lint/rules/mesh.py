@@ -31,12 +31,12 @@ LARGEST = {"tpu-v4": 4096, "tpu-v5p": 6144}
 """Chips of the largest slice."""
 
 
-def _all_hardware(spec: RunSpec) -> Iterator[tuple[tuple[str, ...], Hardware]]:
-    yield ("learner", "hardware"), spec.learner.hardware
+def _all_hardware(spec: RunSpec) -> Iterator[tuple[str, Hardware]]:
+    yield "learner.hardware", spec.learner.hardware
     for pool in spec.samplers:
-        yield ("samplers", pool.name, "hardware"), pool.hardware
+        yield f"samplers.{pool.name}.hardware", pool.hardware
     if spec.verify.hardware is not None:
-        yield ("verify", "hardware"), spec.verify.hardware
+        yield "verify.hardware", spec.verify.hardware
 
 
 @rule("mesh")
@@ -46,12 +46,12 @@ def topology_form(context: Context) -> Violations:
     Sides of the slice in chips, joined by `x`; their product is the number of chips.
     """
     for where, hardware in _all_hardware(context.spec):
-        if hardware.topology is not None and not _TOPOLOGY.fullmatch(hardware.topology):
-            yield Violation(
-                (*where, "topology"),
-                f"{hardware.topology!r} is not of the form 4x4x4",
-                suggestion="4x4x4",
-            )
+        yield relation(
+            hardware.topology is None or _TOPOLOGY.fullmatch(hardware.topology) is not None,
+            f"{where}.topology",
+            f"{hardware.topology!r} is not of the form 4x4x4",
+            "4x4x4",
+        )
 
 
 @rule("mesh")
@@ -67,13 +67,13 @@ def tpu_topology(context: Context) -> Violations:
     """
     for where, hardware in _all_hardware(context.spec):
         shape = hardware.topology
-        if shape is None or not _TOPOLOGY.fullmatch(shape) or _exists(hardware.kind, shape):
-            continue
-        flat = hardware.kind in ("tpu-v5e", "tpu-v6e")
-        yield Violation(
-            (*where, "topology"),
+        if shape is None or not _TOPOLOGY.fullmatch(shape):
+            continue  # `topology-form` says so
+        yield relation(
+            _exists(hardware.kind, shape),
+            f"{where}.topology",
             f"{hardware.kind} has no slice {shape}",
-            suggestion=_nearest(shape, flat=flat),
+            _nearest(shape, flat=hardware.kind in ("tpu-v5e", "tpu-v6e")),
         )
 
 
@@ -108,16 +108,17 @@ def topology_count(context: Context) -> Violations:
     """
     spec = context.spec
     for where, hardware in _all_hardware(spec):
-        slices = spec.learner.mesh.slices if where[0] == "learner" else 1
+        slices = spec.learner.mesh.slices if where == "learner.hardware" else 1
         devices = device_count(hardware, slices)
-        if hardware.topology is None or devices is None or hardware.count in (None, devices):
+        if hardware.topology is None or devices is None or hardware.count is None:
             continue
         of = f"{slices} slices of " if slices > 1 else ""
-        yield Violation(
-            (*where, "count"),
+        yield relation(
+            hardware.count == devices,
+            f"{where}.count",
             f"{hardware.count}, but {of}topology {hardware.topology} has {devices} devices",
-            numbers={"count": hardware.count or 0, "devices": devices},
-            suggestion=f"{devices}, or leave count out",
+            f"{devices}, or leave count out",
+            {"count": hardware.count, "devices": devices},
         )
 
 

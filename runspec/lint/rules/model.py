@@ -209,7 +209,7 @@ def model_path(context: Context) -> Violations:
 
 
 @model_rule("model")
-def lora_rank(context: Context, config: ModelConfig) -> Violations:
+def lora_rank(context: Context, config: ModelConfig) -> Violation | None:
     """The rank of adapters must be below that of the matrices that they adapt.
 
         rank < min(in, out)  of every target
@@ -217,19 +217,18 @@ def lora_rank(context: Context, config: ModelConfig) -> Violations:
     A B of that rank or more can be any matrix, and A and B together hold more numbers than W: full
     fine-tuning at a higher price.
     """
-    lora = context.spec.learner.lora
-    if lora is None:
-        return
-    shapes = matrix_shapes(config)
-    ranks = sorted((min(shapes[name]), name) for name in lora.targets if name in shapes)
-    if ranks and lora.rank >= ranks[0][0]:
-        least, target = ranks[0]
-        yield Violation(
-            ("learner", "lora", "rank"),
-            f"{lora.rank} is no low rank for {target}, a matrix of rank {least}",
-            numbers={"rank": lora.rank, "least": least},
-            suggestion="8 to 128 are usual for models of billions of parameters",
-        )
+    lora, shapes = context.spec.learner.lora, matrix_shapes(config)
+    ranks = [(min(shapes[name]), name) for name in lora.targets if name in shapes] if lora else []
+    if lora is None or not ranks:
+        return None
+    least, target = min(ranks)
+    return relation(
+        lora.rank < least,
+        "learner.lora.rank",
+        f"{lora.rank} is no low rank for {target}, a matrix of rank {least}",
+        "8 to 128 are usual for models of billions of parameters",
+        {"rank": lora.rank, "least": least},
+    )
 
 
 @model_rule("model")

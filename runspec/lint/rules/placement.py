@@ -126,15 +126,16 @@ def over_budget(context: Context) -> Violation | None:
     """
     spec, allowed = context.spec, context.spec.budget.max_cost
     step_s, price = step_seconds(spec, context.config), hourly_price(spec)
-    if step_s is None or not price or allowed is None:
+    if step_s is None or price is None or allowed is None:
         return None
     cost = spec.steps * step_s / 3600 * price
-    return relation(
-        cost <= allowed,
-        "budget.max_cost",
+    if cost <= allowed:
+        return None
+    return Violation(
+        ("budget", "max_cost"),
         f"{allowed:g}, but {spec.steps} steps cost {cost:.0f} by the estimate",
-        f"it pays {floor(allowed / cost * spec.steps)} steps",
-        {
+        suggestion=f"it pays {floor(allowed / cost * spec.steps)} steps",
+        numbers={
             "steps": spec.steps,
             "step_s": float(f"{step_s:.4g}"),
             "price_per_hour": price,
@@ -159,12 +160,13 @@ def short_budget(context: Context) -> Violation | None:
     if step_s is None or allowed is None:
         return None
     hours = spec.steps * step_s / 3600
-    return relation(
-        hours <= allowed,
-        "budget.max_hours",
+    if hours <= allowed:
+        return None
+    return Violation(
+        ("budget", "max_hours"),
         f"{allowed:g}, but {spec.steps} steps need {hours:.4g} hours at least",
-        f"it lasts for {floor(3600 * allowed / step_s)} steps",
-        {
+        suggestion=f"it lasts for {floor(allowed / hours * spec.steps)} steps",
+        numbers={
             "steps": spec.steps,
             "step_s": float(f"{step_s:.4g}"),
             "needed": float(f"{hours:.4g}"),
@@ -182,19 +184,19 @@ def reserved_names(context: Context) -> Violations:
     always means the publisher's own server.
     """
     for pool in context.spec.samplers:
-        if pool.name in RESERVED:
-            yield Violation(
-                ("samplers", pool.name),
-                "is the name of a role; call the pool something else",
-                suggestion=f"{pool.name}-pool, say",
-            )
+        yield relation(
+            pool.name not in RESERVED,
+            f"samplers.{pool.name}",
+            "is the name of a role; call the pool something else",
+            f"{pool.name}-pool, say",
+        )
     for relay in context.spec.broadcast.relays:
-        if relay.name == "origin":
-            yield Violation(
-                ("broadcast", "relays", relay.name),
-                "origin is the publisher's own server, not a relay",
-                suggestion="call it something else",
-            )
+        yield relation(
+            relay.name != "origin",
+            f"broadcast.relays.{relay.name}",
+            "origin is the publisher's own server, not a relay",
+            "call it something else",
+        )
 
 
 @rule("placement")
@@ -238,12 +240,12 @@ def unknown_role(context: Context) -> Violations:
     spec = context.spec
     startable = placeable(spec)
     unknown = [name for name in dict.fromkeys(spec.placement.roles or []) if name not in startable]
-    if unknown:
-        yield Violation(
-            ("placement", "roles"),
-            f"no role {', '.join(unknown)}; there is {', '.join(startable)}",
-            suggestion="learner, publisher, origin and coordinator are started without being named",
-        )
+    yield relation(
+        not unknown,
+        "placement.roles",
+        f"no role {', '.join(unknown)}; there is {', '.join(startable)}",
+        "learner, publisher, origin and coordinator are started without being named",
+    )
     cluster = spec.placement.kubernetes
     groups = {"trunk", *startable}
     named = [("images", name) for name in cluster.images] if cluster else []
@@ -318,14 +320,14 @@ def too_few_devices(context: Context) -> Violations:
         if name in pools:
             needed[worker] = pools[name].parallel.devices
     for name, numbers in spec.placement.devices.items():
-        seen = len(set(numbers))
-        if seen < needed.get(name, 0):
-            yield Violation(
-                ("placement", "devices", name),
-                f"{seen} of the {needed[name]} accelerators that it divides its model over",
-                numbers={"devices": seen, "needed": needed[name]},
-                suggestion=f"name {needed[name]} devices",
-            )
+        seen, least = len(set(numbers)), needed.get(name, 0)
+        yield relation(
+            seen >= least,
+            f"placement.devices.{name}",
+            f"{seen} of the {least} accelerators that it divides its model over",
+            f"name {least} devices",
+            {"devices": seen, "needed": least},
+        )
 
 
 @rule("placement")
@@ -337,12 +339,12 @@ def server_url(context: Context) -> Violations:
     `learner.islands.members[].url`; the port is 80 or 443 where none is given.
     """
     for where, text in server_urls(context.spec).items():
-        if parse_url(text) is None:
-            yield Violation(
-                (*where, "url"),
-                f"{text[:80]!r} is no http or https URL with a host",
-                suggestion="https://relay.example.org, say",
-            )
+        yield relation(
+            parse_url(text) is not None,
+            ".".join((*where, "url")),
+            f"{text[:80]!r} is no http or https URL with a host",
+            "https://relay.example.org, say",
+        )
 
 
 @rule("placement")

@@ -114,13 +114,13 @@ def one_term_a_kind(context: Context) -> Violations:
     """
     first: dict[str, str] = {}
     for term in context.spec.reward:
-        if term.kind in first:
-            yield Violation(
-                ("reward", term.name, "kind"),
-                f"a second term of kind {term.kind}; {first[term.kind]} is the first",
-                suggestion=f"change {first[term.kind]} instead",
-            )
-        first.setdefault(term.kind, term.name)
+        other = first.setdefault(term.kind, term.name)
+        yield relation(
+            other == term.name,
+            f"reward.{term.name}.kind",
+            f"a second term of kind {term.kind}; {other} is the first",
+            f"change {other} instead",
+        )
 
 
 @rule("reward")
@@ -132,18 +132,18 @@ def targets_reachable(context: Context) -> Violations:
     The length counts all output tokens, the end token included. At a target of the limit or beyond
     it a rollout that does as it was told is cut off before its answer, and gets no task reward.
     """
-    spec = context.spec
-    term = length_term(spec)
-    longest = max(term.targets or [0]) if term else 0
-    for pool in spec.samplers:
-        if term and longest >= pool.max_new_tokens:
-            yield Violation(
-                ("reward", term.name, "targets"),
-                f"{longest} must be less than max_new_tokens = {pool.max_new_tokens} "
-                f"of pool {pool.name}",
-                numbers={"target": longest, "max_new_tokens": pool.max_new_tokens},
-                suggestion="leave room for the answer after the thinking",
-            )
+    term = length_term(context.spec)
+    for pool in context.spec.samplers:
+        if term is None:
+            return
+        longest, limit = max(term.targets or [0]), pool.max_new_tokens
+        yield relation(
+            longest < limit,
+            f"reward.{term.name}.targets",
+            f"{longest} must be less than max_new_tokens = {limit} of pool {pool.name}",
+            "leave room for the answer after the thinking",
+            {"target": longest, "max_new_tokens": limit},
+        )
 
 
 @rule("reward", "warning")

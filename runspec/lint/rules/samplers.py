@@ -63,7 +63,7 @@ def model_len(context: Context) -> Violations:
 
 
 @model_rule("samplers", runs="all")
-def model_positions(context: Context, config: ModelConfig) -> Violations:
+def model_positions(context: Context, config: ModelConfig) -> Violation | None:
     """max_context must not exceed what the model's own config.json covers.
 
         model.max_context <= max_position_embeddings     x factor under linear or dynamic RoPE,
@@ -73,14 +73,14 @@ def model_positions(context: Context, config: ModelConfig) -> Violations:
     trained. vLLM refuses a longer `max_model_len` when it starts.
     """
     model, covered = context.spec.model, _positions(config)
-    if model.shape is None and model.max_context > covered:
-        yield Violation(
-            ("model", "max_context"),
-            f"{model.max_context} is more than the {covered} positions that the model's "
-            "config.json covers",
-            numbers={"max_context": model.max_context, "positions": covered},
-            suggestion=f"at most {covered}",
-        )
+    return relation(
+        model.shape is not None or model.max_context <= covered,
+        "model.max_context",
+        f"{model.max_context} is more than the {covered} positions that the model's config.json "
+        "covers",
+        f"at most {covered}",
+        {"max_context": model.max_context, "positions": covered},
+    )
 
 
 def _positions(config: ModelConfig) -> int:

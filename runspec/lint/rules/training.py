@@ -22,7 +22,7 @@ USERS = {
 
 
 @rule("algorithm", "warning")
-def learning_rate(context: Context) -> Violations:
+def learning_rate(context: Context) -> Violation | None:
     """The learning rate must lie in the band in which training is known to work.
 
         5e-5 <= move x D <= 0.5        D the hidden size; ten times that for `model.shape` under
@@ -48,7 +48,7 @@ def learning_rate(context: Context) -> Violations:
     spec, config = context.spec, context.config
     optimizer, lr, gain = spec.optimizer, spec.optimizer.lr, LORA_GAIN if spec.learner.lora else 1.0
     if config is None and optimizer.kind == "sgd":
-        return
+        return None
     width = None if config is None else config.hidden_size
     # The rate that moves a weight by 1.
     unit = gain if config is None else lr / weight_move(spec, config)
@@ -56,17 +56,16 @@ def learning_rate(context: Context) -> Violations:
         unit *= FROM_NOTHING
     least = unit * LEAST_MOVE / (width or WIDEST)
     largest = unit * LARGEST_MOVE / (width or NARROWEST)
-    if least <= lr <= largest:
-        return
     of = f"a hidden size of {width}" if width else "any usual model"
-    yield Violation(
-        ("optimizer", "lr"),
+    return relation(
+        least <= lr <= largest,
+        "optimizer.lr",
         f"{lr:g} is {'below' if lr < least else 'above'} what trains {of} with {optimizer.kind}"
         + (" and adapters" if spec.learner.lora else ""),
-        numbers={"lr": lr, "least": least, "largest": largest},
-        suggestion="published runs of 7B to 32B use AdamW at 3e-7 to 1e-6, adapters 1e-5 to 2e-4"
+        "published runs of 7B to 32B use AdamW at 3e-7 to 1e-6, adapters 1e-5 to 2e-4"
         if spec.supervised is None
         else "published runs of 7B use AdamW at 1e-5 to tune and 3e-4 from random weights",
+        {"lr": lr, "least": least, "largest": largest},
     )
 
 
@@ -83,18 +82,18 @@ def optimizer_fields(context: Context) -> Violations:
     optimizer = context.spec.optimizer
     for name, (tag, users) in USERS.items():
         value, chosen = getattr(optimizer, name), getattr(optimizer, tag)
-        if chosen not in users and value != type(optimizer).model_fields[name].default:
-            yield Violation(
-                ("optimizer", name),
-                f"{tag}: {chosen} does not use {name}",
-                suggestion="remove it",
-            )
-    if optimizer.schedule != "constant" and optimizer.decay_updates is None:
-        yield Violation(
-            ("optimizer", "schedule"),
-            f"{optimizer.schedule} needs decay_updates, the length of its decay",
-            suggestion="for linear and cosine the updates after the warm-up, for wsd a fifth",
+        yield relation(
+            chosen in users or value == type(optimizer).model_fields[name].default,
+            f"optimizer.{name}",
+            f"{tag}: {chosen} does not use {name}",
+            "remove it",
         )
+    yield relation(
+        optimizer.schedule == "constant" or optimizer.decay_updates is not None,
+        "optimizer.schedule",
+        f"{optimizer.schedule} needs decay_updates, the length of its decay",
+        "for linear and cosine the updates after the warm-up, for wsd a fifth",
+    )
 
 
 @rule("algorithm", runs="supervised")

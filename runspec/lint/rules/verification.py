@@ -170,7 +170,7 @@ def engine_hardware(context: Context) -> Violation | None:
 
 
 @rule("verification")
-def validator_hardware(context: Context) -> Violations:
+def validator_hardware(context: Context) -> Violation | None:
     """Validators must not share the learner's accelerators.
 
         verify.hardware is given, where the learner is on accelerators and validators start here
@@ -180,17 +180,13 @@ def validator_hardware(context: Context) -> Violations:
     that `placement.roles` leaves to others take what their machine has.
     """
     spec = context.spec
-    if (
-        spec.verify.hardware is None
-        and spec.learner.hardware.kind != "cpu"
-        and set(validator_names(spec)) - elsewhere(spec)
-    ):
-        yield Violation(
-            ("verify", "hardware"),
-            f"is null: {spec.verify.validators} validators would be on the learner's "
-            f"{spec.learner.hardware.kind}",
-            suggestion="say what one validator has, like {kind: h100-80g, count: 2}",
-        )
+    kind, here = spec.learner.hardware.kind, set(validator_names(spec)) - elsewhere(spec)
+    return relation(
+        spec.verify.hardware is not None or kind == "cpu" or not here,
+        "verify.hardware",
+        f"is null: {spec.verify.validators} validators would be on the learner's {kind}",
+        "say what one validator has, like {kind: h100-80g, count: 2}",
+    )
 
 
 @rule("verification")
@@ -207,7 +203,7 @@ def validator_capacity(context: Context) -> Violation | None:
     """
     spec, count = context.spec, context.spec.verify.validators
     rate, step_s = validator_tokens_per_s(spec, context.config), step_seconds(spec, context.config)
-    if rate is None or step_s is None or count == 0:
+    if not rate or not step_s or count == 0:
         return None
     arriving = tokens_to_check(spec) / step_s
     return relation(
