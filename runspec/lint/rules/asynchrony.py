@@ -1,4 +1,4 @@
-"""Rules on lag: the graph of relays, how long versions travel, and when to send deltas."""
+"""Rules on lag: the graph of relays, how long versions are kept and travel, and deltas."""
 
 from __future__ import annotations
 

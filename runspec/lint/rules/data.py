@@ -1,4 +1,4 @@
-"""Rules on data and rewards: sources, rows, documents, target lengths, and the thinking."""
+"""Rules on data: sources, their kinds, columns and files, documents, and the thinking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules on the model: its shape, adapters, tokenizer and pinned revision."""
+"""Rules on the model: its shape, version 0, adapters and tokenizer."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil
 from typing import TYPE_CHECKING
 
 from runspec.core.errors import UserError
@@ -210,7 +209,7 @@ def validator_capacity(context: Context) -> Violation | None:
         count * rate >= arriving,
         "verify.validators",
         f"{count} check {count * rate:.0f} tokens/s, and {arriving:.0f} come",
-        f"{ceil(arriving / rate)} would do, or a smaller prefill_share",
+        f"{-(-arriving // rate):.0f} would do, or a smaller prefill_share",
         {
             "validators": count,
             "tokens_per_s": round(rate, 1),
