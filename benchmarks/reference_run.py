@@ -6,8 +6,8 @@ TARGET-LONG.
 prints JSON: the published figures, every input that is assumed, what was fitted, what follows, and
 how the answer moves with each input. Nothing is fitted on TARGET-LONG.
 
-One round is simulated with `runspec.estimate.timeline`: at time 0 all replicas have a version, as
-after the paper's broadcast; they load it, sample leases, validators check them, the batch fills.
+One round is simulated with `runspec.simulate`: at time 0 all replicas have a version, as after the
+paper's broadcast; they load it, sample leases, validators check them, the batch fills.
 Two unknowns are fitted on TARGET-SHORT: the rate of the fleet, to the 22 minutes until its batch is
 full, and the time before sampling starts, to the 10 minutes until its first rollouts.
 """
@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from runspec.core.models.flops import forward_flops, step_flops
@@ -26,10 +28,13 @@ from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.assumed import Assumed
 from runspec.estimate.broadcast import broadcast_times, version_bytes
-from runspec.estimate.run import draws
 from runspec.estimate.speed import Decode, decode_speed
-from runspec.estimate.timeline import Lengths, Model, Replica, simulate
 from runspec.lint.check import check_spec
+from runspec.simulate.fleet import Member, Strategy
+from runspec.simulate.model import Lengths, Model, draws
+from runspec.simulate.population import Group, StrategyBlock, ValidatorsBlock
+from runspec.simulate.run import Simulation
+from verify.coordinator.machine.state import Policy
 
 SPECS = Path(__file__).parents[1] / "specs"
 MINUTE = 60.0
@@ -171,23 +176,46 @@ def one_round(spec: RunSpec, inputs: Inputs, fit: Fit, published: Published) -> 
         longest=spec.samplers[0].max_new_tokens,
         filtered_share=0.0,
     )
-    replica = Replica("fleet", 0.0, fit.start_s, inputs.groups_per_submission, sample_s)
-    model = Model(
+    groups = spec.algorithm.prompts_per_step
+
+    def check_s(_: Lengths) -> float:
+        return published.verification * MINUTE
+
+    pool, fleet = spec.samplers[0].name, Group(name="fleet", count=inputs.replicas, known=True)
+    policy = replace(
+        Policy.of(spec),
         steps=1,
-        groups=spec.algorithm.prompts_per_step,
-        async_level=0,
-        train_s=0.0,
-        publish_s=0.0,
-        replicas=(replica,) * inputs.replicas,
-        validators=spec.algorithm.prompts_per_step,
-        check_s=lambda _: published.verification * MINUTE,
-        lengths=lengths,
-        filtered=filtered,
-        max_groups=spec.algorithm.fill.max_groups,
+        prefill_share=1.0,
+        lease_timeout_s=inf,
+        deadline_s=inf,
+        groups_per_submission={pool: inputs.groups_per_submission},
     )
-    step = simulate(model).steps[0]
-    assert step.first_rollouts is not None and step.full is not None
-    return Round(step.first_rollouts / MINUTE, step.full / MINUTE, step.tokens)
+    simulation = Simulation(
+        Model(groups, 0.0, 0.0, check_s, lengths, filtered),
+        policy,
+        [
+            Member(
+                f"fleet-{i}",
+                fleet,
+                pool,
+                fetch_s=0.0,
+                first_fetch_s=0.0,
+                load_s=fit.start_s,
+                sample_s=sample_s,
+                strategy=Strategy(StrategyBlock(), []),
+                rng=Random(i),
+            )
+            for i in range(inputs.replicas)
+        ],
+        ValidatorsBlock(count=groups),
+        request_s=0.0,
+        backlog=groups,
+        seed=0,
+        horizon_s=inf,
+    )
+    [step] = simulation.run().steps
+    tokens = sum(sum(lengths(0, group)) for group in range(step.leased))
+    return Round(step.first_rollouts / MINUTE, step.closed / MINUTE, tokens)
 
 
 def fit_fleet(spec: RunSpec, inputs: Inputs, published: Published) -> Fit:

@@ -14,10 +14,9 @@ from rich.text import Text
 from runspec.estimate.assumed import Assumed
 from runspec.estimate.broadcast import Arrival
 from runspec.estimate.islands import IslandEstimate, IslandsEstimate
-from runspec.estimate.run import LearnerEstimate, RunEstimate, SupervisedEstimate
-from runspec.estimate.steady import Timeline
-from runspec.estimate.timeline import BROADCAST, LEARNER, PUBLISHER, VALIDATORS, Interval
 from runspec.local.formatting import duration, number, size
+from runspec.plan.estimate import LearnerEstimate, RunEstimate, SupervisedEstimate, Timeline
+from runspec.simulate.model import BROADCAST, LEARNER, VALIDATORS, Interval
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _COLOURS = {LEARNER: "green", BROADCAST: "blue", VALIDATORS: "magenta"}
@@ -50,6 +49,8 @@ def show_estimate(estimate: RunEstimate, console: Console) -> None:
         _supervised(estimate, estimate.supervised, console)
     if estimate.timeline is not None:
         _step(estimate, estimate.timeline, console)
+    elif estimate.stalled:
+        _title(console, "Step", f"the simulated run trains too few steps: {estimate.stalled}")
     elif estimate.unknown:
         _title(console, "Step", "its time is not known; to know it, say in the spec")
         for field in estimate.unknown:
@@ -226,7 +227,7 @@ def _step(estimate: RunEstimate, step: Timeline, console: Console) -> None:
     for role, members in _members(estimate).items():
         mine = [i for i in step.intervals if i.role == role]
         if role == BROADCAST:
-            mine = _union([i for i in step.intervals if i.role in (PUBLISHER, BROADCAST)])
+            mine = _union(mine)
         bar = Text(_lane(mine, members, step.step_s, width), style=_COLOURS.get(role, _POOL_COLOUR))
         table.add_row("", role, bar, f"idle {step.idle.get(role, 1.0):.0%}")
     ends = f"0{_time(step.step_s):>{width - 1}}"
@@ -235,18 +236,17 @@ def _step(estimate: RunEstimate, step: Timeline, console: Console) -> None:
     rollouts, full = _time(step.first_rollouts_s), _time(step.full_s)
     begun = f"from a step's first lease: first rollouts after {rollouts}, batch full after {full}"
     _say(console, f"{begun}; lag {step.lag:.2g}")
-    gain = step.gains[step.bottleneck]
-    _say(console, f"limited by {step.bottleneck}: a tenth faster, and a step is {gain:.0%} shorter")
+    _say(console, f"limited by {step.bottleneck}, which is idle for the least time")
     if step.filled_share < 1.0:
-        share = f"{step.filled_share:.0%} of the groups train"
-        _say(console, f"fill.max_groups is spent first: {share}", "red")
-    if estimate.fill_deadline_s is not None and step.full_s > estimate.fill_deadline_s:
-        deadline = _time(estimate.fill_deadline_s)
+        deadline = _time(estimate.fill_deadline_s or 0.0)
         note = (
-            f"algorithm.fill.deadline is {deadline}: a step closes then with what it has, "
-            "or as soon as it has min_share of its groups; raise it, or add replicas"
+            f"{step.filled_share:.0%} of the groups train: algorithm.fill.deadline ({deadline}) or "
+            "fill.max_groups ends steps before they are full; raise it, or add replicas"
         )
         _say(console, note, "red")
+    hours = estimate.max_hours
+    if hours is not None and estimate.run_s is not None and estimate.run_s > 3600 * hours:
+        _say(console, f"budget.max_hours is {hours:g}: the run stops before its last step", "red")
 
 
 def _supervised(estimate: RunEstimate, run: SupervisedEstimate, console: Console) -> None:
@@ -307,7 +307,7 @@ def _union(intervals: Sequence[Interval]) -> list[Interval]:
     for interval in sorted(intervals, key=lambda i: i.start):
         start = max(interval.start, joined[-1].end) if joined else interval.start
         if interval.end > start:
-            joined.append(Interval(BROADCAST, 0, "fetch", interval.step, start, interval.end))
+            joined.append(replace(interval, start=start))
     return joined
 
 

@@ -45,7 +45,7 @@ from runspec.core.spec.load import SpecFiles, load_layers
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.registry import Context
-from runspec.lint.rules.evaluations import evaluation_names
+from runspec.lint.rules.samplers import evaluation_names
 from runspec.local.children import EXIT_INTERRUPTED, StopSignals, last_lines
 from runspec.local.cores import vllm_environment
 from runspec.local.formatting import number

@@ -24,7 +24,6 @@ from runspec.core.spec.islands import island_names
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import spec_digest
 from runspec.core.spec.schema import RunSpec
-from runspec.estimate.run import RunEstimate, estimate_run
 from runspec.local.backend import LOCAL
 from runspec.local.bundle import TRUNK_GROUP
 from runspec.local.formatting import size
@@ -34,6 +33,7 @@ from runspec.local.site import ANY_MACHINE, BUNDLES, Disk, groups_of
 from runspec.local.supervisor_requests import readers_names
 from runspec.plan.aot import AotReport, compile_step
 from runspec.plan.changes import LIVE, Change, of_class, roles_to_restart, severest, shown
+from runspec.plan.estimate import RunEstimate, estimate_run
 from runspec.plan.saved import SavedPlan, save_plan
 
 EXIT_CHANGES = 6

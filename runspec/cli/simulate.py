@@ -20,17 +20,19 @@ from runspec.local.machine import module_is_installed
 from runspec.local.plots import Curve, Figure, draw
 from runspec.simulate.population import read_swarm
 from runspec.simulate.result import Result
+from runspec.simulate.run import simulate
 
 
 def simulate_command(
     files: SpecFiles, swarm: Path | None, seed: int, as_json: bool, plot: Path | None
 ) -> int:
     """Prints what a run with a population comes to; returns 1 where it stalls."""
-    if plot is not None:
-        _require("matplotlib", "report")
-    _require("rpds", "verify")
-    from runspec.simulate.run import simulate  # it imports what the extra installs
-
+    if plot is not None and not module_is_installed("matplotlib"):
+        raise UserError(
+            "matplotlib is not installed",
+            place="runspec simulate",
+            remedy="install the extra `report` (docs/install.md)",
+        )
     population = read_swarm(swarm) if swarm is not None else None
     spec = sound_spec(files)
     result = simulate(spec, model_config(spec, files.path.parent), population, seed=seed)
@@ -41,15 +43,6 @@ def simulate_command(
     if plot is not None:
         write_atomic(plot, page(spec.name, result).encode())
     return 1 if result.ended == "stalled" else 0
-
-
-def _require(module: str, extra: str) -> None:
-    if not module_is_installed(module):
-        raise UserError(
-            f"{module} is not installed",
-            place="runspec simulate",
-            remedy=f"install the extra `{extra}` (docs/install.md)",
-        )
 
 
 def show_result(name: str, result: Result, console: Console) -> None:

@@ -19,7 +19,7 @@ A whole step takes at least
     sampling_s = R n / sum over pools of replicas x tokens/s
 
 for R rollouts of n output tokens. Each role counts as always busy, and versions travel in no time.
-`runspec.estimate.timeline` simulates the waits. A step of `pretrain` and `sft` takes `learner_s`.
+`runspec.plan.estimate` simulates the waits. A step of `pretrain` and `sft` takes `learner_s`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Registry of the rules: code, group, severity, page and check function; and what a check may use.
 
-A rule's docstring is its page. Its first line says what must hold; then follow the reason, the
-formula and its source. `runspec explain` shows it with `examples/<code>/bad.yaml` and `good.yaml`,
-which tests lint.
+A rule is a function of a `Context`: it returns a violation or None, or yields several. Its name is
+the code, with `-` for `_`, and its docstring the page. The first line says what must hold; then
+follow the reason, the formula and its source. `runspec explain` shows it with
+`examples/<code>/bad.yaml` and `good.yaml`, which tests lint.
 """
 
 from __future__ import annotations
@@ -119,16 +120,37 @@ class Violation:
 
 
 Check = Callable[[Context], Iterator[Violation]]
-ModelCheck = Callable[[Context, ModelConfig], Iterator[Violation]]
+Violations = Iterator[Violation | None]
+"""What a rule that looks at several things yields; None for each that is right."""
+Found = Violations | Violation | None
+
+
+def relation(
+    holds: bool,
+    at: str,
+    message: str,
+    suggestion: str,
+    numbers: Mapping[str, Number] | None = None,
+    severity: Severity | None = None,
+) -> Violation | None:
+    """Return the violation of a relation; None if it holds.
+
+    Args:
+        holds: whether it does.
+        at: keys, and names of named objects, from the root, joined by dots.
+        message, suggestion, numbers, severity: of the violation.
+    """
+    where = tuple(at.split("."))
+    return None if holds else Violation(where, message, numbers or {}, suggestion, severity)
 
 
 @dataclass(frozen=True)
 class Rule:
     code: str
-    group: Group
-    severity: Severity
     page: str
     """Docstring of the check: what must hold, the reason, the formula, its source."""
+    group: Group
+    severity: Severity
     check: Check | None = None
     """Check function; None if the loader makes the findings."""
     suggestion: str = ""
@@ -149,64 +171,65 @@ RULES: dict[str, Rule] = {}
 
 
 def rule(
-    code: str, group: Group, severity: Severity = "error", runs: Runs | None = None
-) -> Callable[[Check], Check]:
-    """Register a function as a rule; its docstring becomes the page.
+    group: Group, severity: Severity = "error", runs: Runs | None = None
+) -> Callable[[Callable[[Context], Found]], Check]:
+    """Register a function as a rule; its name becomes the code, its docstring the page.
 
     Args:
-        code, group, severity: of the rule.
+        group, severity: of the rule.
         runs: kinds of runs that it is about; None: as its group.
     """
 
-    def register(check: Check) -> Check:
-        page = inspect.cleandoc(check.__doc__ or "")
-        add(Rule(code, group, severity, page, check, runs=runs or _runs_of(group)))
+    def register(function: Callable[[Context], Found]) -> Check:
+        @wraps(function)
+        def check(context: Context) -> Iterator[Violation]:
+            found = function(context)
+            return filter(None, (found,) if isinstance(found, Violation) else found or ())
+
+        about: Runs = runs or ("grpo" if group in _SAMPLED else "all")
+        _add(Rule(*_code_and_page(function), group, severity, check, runs=about))
         return check
 
     return register
 
 
 def model_rule(
-    code: str, group: Group, severity: Severity = "error", runs: Runs | None = None
-) -> Callable[[ModelCheck], ModelCheck]:
+    group: Group, severity: Severity = "error", runs: Runs | None = None
+) -> Callable[[Callable[[Context, ModelConfig], Found]], Check]:
     """Register a rule on the model's shape as `rule` does; it finds nothing if that is unknown."""
 
-    def register(check: ModelCheck) -> ModelCheck:
-        @rule(code, group, severity, runs)
-        @wraps(check)
-        def known(context: Context) -> Iterator[Violation]:
-            return check(context, context.config) if context.config else iter(())
+    def register(function: Callable[[Context, ModelConfig], Found]) -> Check:
+        @rule(group, severity, runs)
+        @wraps(function)
+        def check(context: Context) -> Found:
+            return function(context, context.config) if context.config else None
 
         return check
 
     return register
 
 
-def _runs_of(group: Group) -> Runs:
-    return "grpo" if group in _SAMPLED else "all"
-
-
 def found_by_loader(
-    code: str, suggestion: str = "", *, group: Group = "file", severity: Severity = "error"
+    suggestion: str = "", *, group: Group = "file", severity: Severity = "error"
 ) -> Callable[[Callable[[], None]], None]:
-    """Register a rule whose findings the loader makes.
-
-    The docstring of the decorated function is its page.
+    """Register a rule whose findings the loader makes; the function has its name and its page.
 
     Args:
-        code, group, severity: of the rule.
         suggestion: for findings without one; `{path}` is the finding's.
+        group, severity: of the rule.
     """
 
-    def register(page: Callable[[], None]) -> None:
-        text = inspect.cleandoc(page.__doc__ or "")
-        add(Rule(code, group, severity, text, suggestion=suggestion))
+    def register(function: Callable[[], None]) -> None:
+        _add(Rule(*_code_and_page(function), group, severity, suggestion=suggestion))
 
     return register
 
 
-def add(new: Rule) -> None:
-    """Register a rule."""
+def _code_and_page(function: Callable[..., object]) -> tuple[str, str]:
+    return function.__name__.replace("_", "-"), inspect.cleandoc(function.__doc__ or "")
+
+
+def _add(new: Rule) -> None:
     assert new.code not in RULES, f"two rules are called {new.code}"
     assert new.page, f"the rule {new.code} has no page"
     RULES[new.code] = new

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from itertools import chain
 
-from runspec.estimate.timeline import Clock, Lengths, Model
-from runspec.simulate.strategies import Content
+from runspec.simulate.fleet import Content
+from runspec.simulate.model import Clock, Interval, Lengths, Model
 from verify.coordinator.machine import filling
 from verify.coordinator.machine.events import (
     CoordinatorStarted,
@@ -56,6 +56,8 @@ class Coordinator:
         """Whether the roles may have work since they last acted."""
         self.contents: dict[str, Content] = {}
         """Contents of the submissions, by the digest of the lease."""
+        self.intervals: list[Interval] = []
+        """Tasks of all roles; one that a departure or a failure cut off is left out."""
         self._backlog, self._model, self._observe, self._count = backlog, model, observe, 0
         self._groups: dict[str, tuple[int, range]] = {}
         """Step and numbers of the groups of each lease."""

@@ -1,22 +1,83 @@
-"""Members of a population, each with its engine, links, strategy and random numbers."""
+"""Members of a population: engine, links, and a strategy that decides how leases are answered.
+
+A strategy sees what a worker sees: its leases, and the verdicts on its submissions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import Literal
 
 from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate import assumed
-from runspec.estimate.broadcast import VersionSize
-from runspec.estimate.run import rebuild_seconds
-from runspec.estimate.sampler import lease_groups
+from runspec.estimate.broadcast import VersionSize, broadcast_times
 from runspec.estimate.speed import decode_speed
-from runspec.estimate.timeline import Lengths, Model, Replica
-from runspec.simulate.population import Group, Swarm
-from runspec.simulate.strategies import Strategy, strategies
+from runspec.simulate.model import Lengths
+from runspec.simulate.population import Group, StrategyBlock, Swarm
+from verify.formats.lease import Lease
+
+Content = Literal["rollouts", "wrong", "rubbish"]
+"""`wrong` looks like rollouts and fails recomputation; `rubbish` cannot be parsed."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Answer of a worker to a lease."""
+
+    what: Content | Literal["withhold", "refuse"]
+    """`refuse`: the lease is released."""
+    not_before: float = 0.0
+    """Earliest time at which it is submitted or released."""
+
+
+class Strategy:
+    """One worker's strategy.
+
+    Args:
+        block: of the swarm file.
+        group: strategies of the workers of its group that exist already; it adds itself.
+    """
+
+    def __init__(self, block: StrategyBlock, group: list[Strategy]) -> None:
+        self._block, self._seen = block, 0
+        self._members = group if block.kind == "collude" else [self]
+        self.missing = block.record if block.kind in ("sleeper", "collude", "late") else 0
+        """Accepted submissions that it wants before its first misdeed."""
+        group.append(self)
+
+    def answer(self, lease: Lease, now: float) -> Answer:
+        """Return the answer to a lease that was just granted."""
+        block = self._block
+        turn, self._seen = self._seen % block.of, self._seen + 1
+        match block.kind:
+            case "honest" | "wrong":
+                return Answer("wrong" if block.kind == "wrong" else "rollouts", now)
+            case "refuse" | "rubbish" | "withhold":
+                return Answer(block.kind, now + block.think)
+            case "delay":
+                end = lease.expires - block.margin
+                return Answer("rollouts", end if block.after is None else now + block.after)
+            case "alternate":
+                honest = turn < block.honest
+            case "sleeper" | "collude" | "late":
+                honest = not self.ready()
+        return Answer("rollouts") if honest else Answer(block.misdeed, now + block.think)
+
+    def judged(self, accepted: bool) -> None:
+        """Handle a verdict on one of the worker's submissions."""
+        self.missing -= accepted
+
+    def ready(self) -> bool:
+        """Return whether it has its record; of colluders, whether all of the group have."""
+        return all(member.missing <= 0 for member in self._members)
+
+    def pause_s(self) -> float | None:
+        """Return the seconds from a published version to its request; None: it always asks."""
+        return (self._block.after or 0.0) if self._block.kind == "late" and self.ready() else None
 
 
 @dataclass(frozen=True)
@@ -26,9 +87,14 @@ class Member:
     key: str
     group: Group
     pool: str
-    replica: Replica
+    fetch_s: float
+    """Seconds until it has a version, from publication or from when its link is free."""
     first_fetch_s: float
     """Seconds until it has its first version, if it joins after version 0."""
+    load_s: float
+    """Seconds to switch its engine to a fetched version."""
+    sample_s: Callable[[Lengths], float]
+    """Seconds to sample a lease."""
     strategy: Strategy
     rng: Random
 
@@ -48,7 +114,7 @@ def planned_swarm(spec: RunSpec) -> Swarm:
 
 
 def members(
-    swarm: Swarm, spec: RunSpec, config: ModelConfig, size: VersionSize, model: Model, seed: int
+    swarm: Swarm, spec: RunSpec, config: ModelConfig, size: VersionSize, seed: int
 ) -> list[Member]:
     """Return every worker of a population.
 
@@ -57,34 +123,42 @@ def members(
         spec: spec of the run.
         config: shape of the model.
         size: sizes of a version.
-        model: the run as in `runspec plan`, for the links of its pools.
         seed: seed of all random numbers.
 
     Raises:
         UserError: a pool or hardware is unknown.
     """
     pools = {pool.name: pool for pool in spec.samplers}
-    found = []
+    arrivals = broadcast_times(spec, size.follower)
+    rebuild_s = size.whole / assumed.REBUILD_BYTES_S if size.follower < size.whole else 0.0
+    load_s, found = size.whole / assumed.LOAD_BYTES_S, []
     for group in swarm.workers:
         name = group.pool or spec.samplers[0].name
         if name not in pools:
             raise UserError(
                 f"the run has no pool {name!r}", place=group.name, remedy=f"one of {sorted(pools)}"
             )
-        planned = [replica for replica in model.replicas if replica.pool == name]
         sample_s = _sampling(group, pools[name], spec, config)
-        make = strategies(group.strategy)
+        alike: list[Strategy] = []
         for index in range(group.count):
-            fetch_s = planned[index % len(planned)].fetch_s if planned else 0.0
-            if group.download is not None:
-                fetch_s = 8 * size.follower / group.download + rebuild_seconds(size)
-            load_s = size.whole / assumed.LOAD_BYTES_S
-            groups = lease_groups(pools[name], spec)
-            replica = Replica(name, fetch_s, load_s, groups, sample_s)
-            first_fetch_s = fetch_s * size.joiner / size.follower
             key = f"{group.name}-{index}"
-            rng = Random(f"{seed}/{key}")
-            found.append(Member(key, group, name, replica, first_fetch_s, make(), rng))
+            link_s = arrivals.get(f"{name}-{index % max(pools[name].replicas, 1)}", 0.0)
+            if group.download is not None:
+                link_s = 8 * size.follower / group.download
+            fetch_s = link_s + rebuild_s
+            found.append(
+                Member(
+                    key,
+                    group,
+                    name,
+                    fetch_s=fetch_s,
+                    first_fetch_s=fetch_s * size.joiner / size.follower,
+                    load_s=load_s,
+                    sample_s=sample_s,
+                    strategy=Strategy(group.strategy, alike),
+                    rng=Random(f"{seed}/{key}"),
+                )
+            )
     return found
 
 

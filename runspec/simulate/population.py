@@ -41,7 +41,7 @@ Misdeed = Literal["withhold", "rubbish", "wrong", "refuse"]
 
 
 class StrategyBlock(Block):
-    """How the workers of a group answer a lease (`runspec.simulate.strategies`)."""
+    """How the workers of a group answer a lease (`runspec.simulate.fleet.Strategy`)."""
 
     kind: StrategyKind = "honest"
     misdeed: Misdeed = "withhold"

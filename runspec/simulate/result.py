@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from runspec.simulate.coordinator import Coordinator
+from runspec.simulate.model import LEARNER, VALIDATORS, Interval
 from runspec.simulate.workers import Worker
 from verify.coordinator.machine.events import (
     Event,
@@ -29,6 +30,8 @@ class StepResult:
 
     number: int
     opened: float
+    first_rollouts: float
+    """Time at which its first submission was judged; that of its end if it closed without one."""
     closed: float
     trained_at: float | None
     """Time at which its training ended; None if the run ended before."""
@@ -39,6 +42,8 @@ class StepResult:
     """Groups withheld, late, or of banned workers."""
     rejected: int
     filtered: int
+    lag: int
+    """Largest lag of the rollouts that it trains on; 0 without any."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,8 @@ class Result:
     """Idle share of the whole time, a mean over the validators; None without any."""
     waits: dict[str, float]
     """Seconds in which the next step to close waited, by the role that it waited for."""
+    intervals: tuple[Interval, ...]
+    """Finished tasks of all processes; `to_json` leaves them out."""
 
     @property
     def trained(self) -> list[float]:
@@ -116,8 +123,10 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data under stable keys, derived figures included."""
+        found = asdict(replace(self, intervals=()))
+        del found["intervals"]
         return {
-            **asdict(self),
+            **found,
             "steps_per_hour": self.steps_per_hour,
             "wasted_share": self.wasted_share,
         }
@@ -134,7 +143,8 @@ class Record:
     group_size: int
     steps: dict[int, StepResult] = field(default_factory=dict)
     trained_at: dict[int, float] = field(default_factory=dict)
-    learner_s: list[float] = field(default_factory=list)
+    judged_at: dict[int, float] = field(default_factory=dict)
+    """Time at which a step's first submission was judged."""
     sanctions: list[Sanction] = field(default_factory=list)
     waited: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _counts: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
@@ -154,7 +164,9 @@ class Record:
             case LeaseExpired(lease=digest):
                 self._counts[before.leases[digest].lease.worker]["withheld"] += 1
             case SubmissionJudged(lease=digest, accepted=accepted, groups=groups):
-                counts = self._counts[before.leases[digest].lease.worker]
+                lease = before.leases[digest].lease
+                self.judged_at.setdefault(lease.step, event.at)
+                counts = self._counts[lease.worker]
                 counts["accepted" if accepted else "rejected"] += 1
                 counts["filtered"] += sum(group.outcome == "filtered" for group in groups)
             case StepClosed():
@@ -167,11 +179,6 @@ class Record:
                 self.sanctions.append(Sanction(at, worker, "banned", reason))
             case _:
                 pass
-
-    def trained(self, step: int, now: float, seconds: float) -> None:
-        """Record the end of a training step."""
-        self.trained_at[step] = now
-        self.learner_s.append(seconds)
 
     def waits(self, now: float, state: State) -> None:
         """Add the time since the last call to the role that the next step to close waited for."""
@@ -186,13 +193,17 @@ class Record:
         now: float,
         coordinator: Coordinator,
         workers: Sequence[Worker],
-        validators_s: Sequence[float],
+        validators: int,
     ) -> Result:
         """Return the result of a run that ended."""
         self.waits(now, coordinator.state)
         stalled, times = coordinator.stalled, list(self.trained_at.values())
         span = times[-1] - times[0] if len(times) > 1 else 0.0
-        busy = [seconds / now for seconds in validators_s] if now else []
+        busy_s: dict[tuple[str, str], float] = defaultdict(float)
+        for each in coordinator.intervals:
+            if each.role != LEARNER or each.end > times[0]:
+                busy_s[each.role, each.member] += each.end - each.start
+        checked_s = sum(seconds for (role, _), seconds in busy_s.items() if role == VALIDATORS)
         return Result(
             seed=seed,
             ended=ended,
@@ -203,14 +214,17 @@ class Record:
                 StepResult(**{**vars(step), "trained_at": self.trained_at.get(number)})
                 for number, step in self.steps.items()
             ),
-            groups=tuple(self._groups(coordinator.state, workers)),
+            groups=tuple(self._groups(coordinator.state, workers, busy_s)),
             sanctions=tuple(self.sanctions),
-            idle_learner=1.0 - sum(self.learner_s[1:]) / span if span else 1.0,
-            idle_validators=1.0 - sum(busy) / len(busy) if busy else None,
+            idle_learner=1.0 - busy_s[LEARNER, LEARNER] / span if span else 1.0,
+            idle_validators=1.0 - checked_s / (validators * now) if validators and now else None,
             waits={what: seconds for what, seconds in self.waited.items() if seconds},
+            intervals=tuple(coordinator.intervals),
         )
 
-    def _groups(self, state: State, workers: Sequence[Worker]) -> list[GroupResult]:
+    def _groups(
+        self, state: State, workers: Sequence[Worker], busy_s: Mapping[tuple[str, str], float]
+    ) -> list[GroupResult]:
         pending: Counter[str] = Counter()
         for record in state.leases.values():
             if state.lag(record) <= state.policy.async_level:  # older ones are not judged any more
@@ -228,6 +242,7 @@ class Record:
                 counts["sampled"] += worker.sampled_groups
             used = counts["trained"] + counts["filtered"] + counts["pending"]
             present = sum(worker.present_s for worker in group)
+            busy = sum(busy_s[worker.member.pool, worker.key] for worker in group)
             found.append(
                 GroupResult(
                     name=name,
@@ -240,18 +255,20 @@ class Record:
                     sampled=counts["sampled"] * self.group_size,
                     trained=counts["trained"] * self.group_size,
                     wasted=max(0, counts["sampled"] - used) * self.group_size,
-                    idle=1.0 - sum(w.busy_s for w in group) / present if present else None,
+                    idle=1.0 - busy / present if present else None,
                 )
             )
         return found
 
     def _close(self, before: State, event: StepClosed) -> None:
-        for group in event.trained:
-            self._counts[before.leases[group.lease].lease.worker]["trained"] += 1
+        leases = [before.leases[group.lease].lease for group in event.trained]
+        for lease in leases:
+            self._counts[lease.worker]["trained"] += 1
         tally = before.tallies.get(event.step, Tally())
         self.steps[event.step] = StepResult(
             number=event.step,
             opened=before.steps[event.step].opened,
+            first_rollouts=self.judged_at.get(event.step, event.at),
             closed=event.at,
             trained_at=None,
             groups=len(event.trained),
@@ -259,6 +276,7 @@ class Record:
             withheld=tally.expired_groups,
             rejected=tally.rejected_rollouts // self.group_size,
             filtered=sum(grade.outcome == "filtered" for grade in tally.grades),
+            lag=max((event.step - lease.version for lease in leases), default=0),
         )
 
 

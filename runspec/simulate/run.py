@@ -15,13 +15,12 @@ from runspec.core.errors import UserError
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.broadcast import version_size
-from runspec.estimate.run import run_model, unknown_speeds
-from runspec.estimate.timeline import Lengths, Model
 from runspec.simulate.coordinator import Coordinator
 from runspec.simulate.fleet import Member, members, planned_swarm
-from runspec.simulate.population import Swarm
+from runspec.simulate.model import BROADCAST, LEARNER, Interval, Model, run_model, unknown_speeds
+from runspec.simulate.population import Swarm, ValidatorsBlock
 from runspec.simulate.result import Record, Result
-from runspec.simulate.validators import Validators, ValidatorTimes
+from runspec.simulate.validators import Validators
 from runspec.simulate.workers import Worker
 from verify.coordinator.machine import filling
 from verify.coordinator.machine.events import (
@@ -45,7 +44,8 @@ class Simulation:
         model: times of learner, publisher and links, and drawn lengths, as in `runspec plan`.
         policy: policy of the spec.
         members: the population.
-        checks: times of the validators.
+        validators: their number, speed and failures.
+        request_s: seconds of one request to the coordinator.
         backlog: `verify.backlog.submissions`.
         seed: seed of all random numbers.
         horizon_s: the run ends after this time.
@@ -56,14 +56,15 @@ class Simulation:
         model: Model,
         policy: Policy,
         members: Sequence[Member],
-        checks: ValidatorTimes,
+        validators: ValidatorsBlock,
         *,
+        request_s: float,
         backlog: int,
         seed: int,
         horizon_s: float,
     ) -> None:
         self._model, self._seed, self._horizon_s = model, seed, horizon_s
-        self._request_s = checks.request_s
+        self._request_s = request_s
         self._record = Record(policy.group_size)
         self._retry_at = inf
         self._to_train: deque[tuple[int, int]] = deque()
@@ -72,9 +73,11 @@ class Simulation:
         self._coordinator = Coordinator(policy, backlog, model, self._observe)
         self._clock = self._coordinator.clock
         self._workers = {
-            member.key: Worker(member, self._coordinator, self._request_s) for member in members
+            member.key: Worker(member, self._coordinator, request_s) for member in members
         }
-        self._validators = Validators(self._coordinator, checks, seed)
+        self._validators = Validators(
+            self._coordinator, validators, model.recompute_s, request_s, seed
+        )
 
     def run(self) -> Result:
         """Run to the last trained step, to a stall, or to the horizon."""
@@ -106,7 +109,7 @@ class Simulation:
             self._clock.now,
             self._coordinator,
             list(self._workers.values()),
-            self._validators.busy_s,
+            self._validators.count,
         )
 
     # Reactions to events.
@@ -168,13 +171,17 @@ class Simulation:
         self._training = True
         step, groups = self._to_train.popleft()
         seconds = self._model.train_s * groups / self._model.groups
-        self._clock.after(seconds, partial(self._trained, step, seconds))
+        self._clock.after(seconds, partial(self._trained, step, self._clock.now))
 
-    def _trained(self, step: int, seconds: float) -> None:
-        self._training = False
-        self._record.trained(step, self._clock.now, seconds)
-        start = max(self._clock.now, self._publisher_free)
+    def _trained(self, step: int, began: float) -> None:
+        self._training, now = False, self._clock.now
+        self._record.trained_at[step] = now
+        start = max(now, self._publisher_free)
         self._publisher_free = start + self._model.publish_s
+        self._coordinator.intervals += [
+            Interval(LEARNER, LEARNER, "train", step, began, now),
+            Interval(BROADCAST, "publisher", "publish", step + 1, start, self._publisher_free),
+        ]
         self._clock.at(self._publisher_free + self._request_s, partial(self._published, step + 1))
         self._train()
 
@@ -210,24 +217,15 @@ def simulate(
     swarm = swarm or planned_swarm(spec)
     size = version_size(spec, config)
     model = run_model(spec, config, size)
-    share, validators = spec.verify.prefill_share, swarm.validators
-
-    def recompute_s(lengths: Lengths) -> float:
-        return model.check_s(lengths) / share if share else 0.0
-
-    checks = ValidatorTimes(
-        count=model.validators if validators.count is None else validators.count,
-        speed=validators.speed,
-        recompute_s=recompute_s,
-        request_s=swarm.request or 0.0,
-        mean_life_s=validators.fails,
-        restart_s=validators.restarts,
-    )
+    validators = swarm.validators
+    if validators.count is None:
+        validators = validators.model_copy(update={"count": spec.verify.validators})
     simulation = Simulation(
         model,
         Policy.of(spec),
-        members(swarm, spec, config, size, model, seed),
-        checks,
+        members(swarm, spec, config, size, seed),
+        validators,
+        request_s=swarm.request or 0.0,
         backlog=spec.verify.backlog.submissions,
         seed=seed,
         horizon_s=3600.0 * (spec.budget.max_hours or LONGEST_H),

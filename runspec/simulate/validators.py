@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from random import Random
 
-from runspec.estimate.timeline import Lengths
 from runspec.simulate.coordinator import Coordinator
+from runspec.simulate.model import VALIDATORS, Interval, Lengths
+from runspec.simulate.population import ValidatorsBlock
 from verify.coordinator.machine.claims import Claims
 from verify.coordinator.machine.events import GroupGrade, SubmissionJudged, SubmissionSetAside
 from verify.coordinator.machine.state import LeaseRecord
@@ -32,20 +33,6 @@ class _Validator:
     submission: str | None = None
     works: bool = True
     life: int = 0
-    busy_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class ValidatorTimes:
-    """Speed and failures of validators; times in seconds."""
-
-    count: int
-    speed: float
-    recompute_s: Callable[[Lengths], float]
-    """Seconds of the whole check of a lease's submission, with recomputation."""
-    request_s: float
-    mean_life_s: float | None
-    restart_s: float
 
 
 class Validators:
@@ -53,22 +40,28 @@ class Validators:
 
     Args:
         coordinator: the coordinator of the run.
-        checks: speed and failures.
+        checks: their number, speed and failures.
+        recompute_s: seconds of the whole check of a lease's submission, at speed 1.
+        request_s: seconds of one request to the coordinator.
         seed: seed of all random numbers.
     """
 
-    def __init__(self, coordinator: Coordinator, checks: ValidatorTimes, seed: int) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        checks: ValidatorsBlock,
+        recompute_s: Callable[[Lengths], float],
+        request_s: float,
+        seed: int,
+    ) -> None:
         self._coordinator, self._clock = coordinator, coordinator.clock
         self._checks, self._claims = checks, Claims()
-        names = [f"validator-{number}" for number in range(checks.count)]
+        self._recompute_s, self._request_s = recompute_s, request_s
+        self.count = checks.count or 0
+        names = [f"validator-{number}" for number in range(self.count)]
         self._all = [_Validator(name, Random(f"{seed}/{name}")) for name in names]
         for validator in self._all:
             self._plan_failure(validator)
-
-    @property
-    def busy_s(self) -> Sequence[float]:
-        """Busy seconds of each validator."""
-        return [validator.busy_s for validator in self._all]
 
     def next_change(self) -> float:
         """Return the time at which time alone may give a validator work; infinite: never."""
@@ -115,17 +108,19 @@ class Validators:
 
         def end() -> None:
             if validator.life == life:
-                validator.busy_s += seconds
+                start, step = self._clock.now - seconds, record.lease.step
+                check = Interval(VALIDATORS, validator.name, "check", step, start, start + seconds)
+                self._coordinator.intervals.append(check)
                 self._end(validator, record, recomputed)
 
-        self._clock.after(seconds + 2 * self._checks.request_s, end)
+        self._clock.after(seconds + 2 * self._request_s, end)
 
     def _seconds(self, record: LeaseRecord, recomputed: bool) -> float:
         content = self._coordinator.contents[record.digest]
         if content == "rubbish":
             return REFUSED_S
         lengths = self._coordinator.lengths(record.digest)
-        seconds = self._checks.recompute_s(lengths)
+        seconds = self._recompute_s(lengths)
         if not recomputed:
             seconds = min(seconds, UNRECOMPUTED_S_TOKEN * sum(lengths))
         return seconds / self._checks.speed
@@ -182,13 +177,13 @@ class Validators:
 
     def _plan_failure(self, validator: _Validator) -> None:
         """Schedule the failure of a validator's process; its claim then counts as failed once."""
-        if self._checks.mean_life_s is None:
+        if self._checks.fails is None:
             return
 
         def fail() -> None:
             validator.life, validator.works = validator.life + 1, False
             validator.submission = None
-            self._clock.after(self._checks.restart_s, restart)
+            self._clock.after(self._checks.restarts, restart)
 
         def restart() -> None:
             validator.works = True
@@ -196,4 +191,4 @@ class Validators:
             self._plan_failure(validator)
             self._coordinator.touched = True
 
-        self._clock.after(validator.rng.expovariate(1.0 / self._checks.mean_life_s), fail)
+        self._clock.after(validator.rng.expovariate(1.0 / self._checks.fails), fail)

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable
 
 from runspec.simulate.coordinator import Coordinator
-from runspec.simulate.fleet import Member
+from runspec.simulate.fleet import Answer, Content, Member
+from runspec.simulate.model import BROADCAST, Interval
 from runspec.simulate.population import Absence
-from runspec.simulate.strategies import Answer, Content
 from verify.coordinator.machine.state import LeaseRecord
 from verify.formats.lease import Lease
 
@@ -28,7 +28,7 @@ class Worker:
         self._request_s = request_s
         self.present = False
         self.sampled_groups = 0
-        self.busy_s = self.present_s = 0.0
+        self.present_s = 0.0
         self._since = 0.0
         self._life = 0
         """Number of departures; actions scheduled before a departure do not run."""
@@ -127,7 +127,7 @@ class Worker:
             self._coordinator.submit(digest, "rubbish")
         self._ask()
 
-    # Engine and links, as `runspec.estimate.timeline` has them.
+    # Engine and links.
 
     def fetch(self) -> None:
         """Start the next fetch: of the version that its lease names, else of the newest."""
@@ -141,12 +141,14 @@ class Worker:
             return
         self._fetching = version
         joins = not self._have and version > 0
-        seconds = self.member.first_fetch_s if joins else self.member.replica.fetch_s
-        self._later(seconds, self._fetched)
+        seconds = self.member.first_fetch_s if joins else self.member.fetch_s
+        self._later(seconds, lambda: self._fetched(version, seconds))
 
-    def _fetched(self) -> None:
-        assert self._fetching is not None
-        self._have.add(self._fetching)
+    def _fetched(self, version: int, seconds: float) -> None:
+        now = self._clock.now
+        fetch = Interval(BROADCAST, self.key, "fetch", version, now - seconds, now)
+        self._coordinator.intervals.append(fetch)
+        self._have.add(version)
         self._fetching = None
         self._work()
         self.fetch()
@@ -160,18 +162,20 @@ class Worker:
             self.fetch()
             return
         self._working = True
-        switch = self.member.replica.load_s if self._loaded != lease.version else 0.0
+        switch = self.member.load_s if self._loaded != lease.version else 0.0
         self._loaded = lease.version
-        seconds = switch + self.member.replica.sample_s(self._coordinator.lengths(digest))
+        seconds = switch + self.member.sample_s(self._coordinator.lengths(digest))
         self._later(seconds, lambda: self._sampled(digest, lease, answer, seconds))
 
     def _sampled(self, digest: str, lease: Lease, answer: Answer, seconds: float) -> None:
         self._queue.popleft()
         self._working = False
-        self.busy_s += seconds
+        now = self._clock.now
+        sample = Interval(self.member.pool, self.key, "sample", lease.step, now - seconds, now)
+        self._coordinator.intervals.append(sample)
         self.sampled_groups += lease.groups
         content: Content = "wrong" if answer.what == "wrong" else "rollouts"
-        ready = self._clock.now + self._request_s
+        ready = now + self._request_s
         self._at(max(ready, answer.not_before), lambda: self._coordinator.submit(digest, content))
         self._ask()
         self._work()

@@ -28,8 +28,8 @@ from runspec.core.keys import SigningKey
 from runspec.core.run_files import STATE_FILE
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec, SamplerPool
+from runspec.simulate.fleet import Strategy
 from runspec.simulate.population import StrategyBlock
-from runspec.simulate.strategies import Sleeper, Strategy, strategies
 from sampler.engine.requests import Sampled, SampleRequest
 from sampler.role import RoleOptions
 from sampler.worker.rollouts import claim_rewards, make_rollouts, plan_rollouts
@@ -112,7 +112,7 @@ class Member:
     def _has_record(self) -> bool:
         """Whether it waits for a verdict, or for others' records: more work would help the run."""
         strategy = self._strategy
-        if not isinstance(strategy, Sleeper) or strategy.ready():
+        if strategy.ready():
             return False
         return strategy.missing <= 0 or time.monotonic() < self._answered + VERDICT_S
 
@@ -145,9 +145,10 @@ def attack(
     """
     members = []
     for name, count in keys.items():
-        make = strategies(ATTACKS[name])
-        strange = name == "strange"
-        members += [Member(client_of, make(), pool, sample, strange) for _ in range(count)]
+        alike: list[Strategy] = []
+        for _ in range(count):
+            strategy = Strategy(ATTACKS[name], alike)
+            members.append(Member(client_of, strategy, pool, sample, name == "strange"))
     threads = [threading.Thread(target=member.work, daemon=True) for member in members]
     for thread in threads:
         thread.start()

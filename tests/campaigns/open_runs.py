@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from random import Random
 from statistics import median
 
-from tests.runspec.simulate.found_mixtures import FOUND
 from tests.runspec.simulate.mixtures import (
+    FOUND,
     KNOWN,
     STRANGERS,
     Group,

@@ -2,7 +2,7 @@
 
 Random restarts, each followed by changes of one group at a time that are kept if the run takes
 longer. The search goes over the run too: its lag, its leases, its honest workers. What it finds
-belongs into `tests/runspec/simulate/found_mixtures.py`.
+belongs into `tests/runspec/simulate/mixtures.py`.
 """
 
 from __future__ import annotations

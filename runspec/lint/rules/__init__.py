@@ -1,4 +1,4 @@
-"""Rules of the linter, one module a theme; importing the package registers all, by module name."""
+"""Rules of the linter by theme. Importing it registers all."""
 
 from importlib import import_module
 from pkgutil import iter_modules

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from runspec.lint.registry import Context, Violation, divisors, rule
+from runspec.lint.registry import Context, Violation, Violations, divisors, relation, rule
 
 
-@rule("updates-divide-batch", "algorithm", runs="grpo")
-def updates_divide_batch(context: Context) -> Iterator[Violation]:
+@rule("algorithm", runs="grpo")
+def updates_divide_batch(context: Context) -> Violation | None:
     """The rollouts of a step must divide evenly into its optimizer updates.
 
         prompts_per_step x group_size = n x updates_per_step,  n whole
@@ -18,24 +16,20 @@ def updates_divide_batch(context: Context) -> Iterator[Violation]:
     INTELLECT-2 (arXiv 2505.07291): 256 x 16 = 8 x 512.
     """
     algorithm = context.spec.grpo
-    rollouts = algorithm.prompts_per_step * algorithm.group_size
-    if rollouts % algorithm.updates_per_step:
-        yield Violation(
-            ("algorithm", "updates_per_step"),
-            f"{algorithm.updates_per_step} does not divide the {rollouts} rollouts of a step "
-            f"({algorithm.prompts_per_step} prompts x {algorithm.group_size})",
-            numbers={
-                "prompts_per_step": algorithm.prompts_per_step,
-                "group_size": algorithm.group_size,
-                "updates_per_step": algorithm.updates_per_step,
-            },
-            suggestion=f"{divisors(algorithm.prompts_per_step, algorithm.updates_per_step)[-1]} "
-            "does, in whole groups",
-        )
+    prompts, size = algorithm.prompts_per_step, algorithm.group_size
+    updates = algorithm.updates_per_step
+    return relation(
+        prompts * size % updates == 0,
+        "algorithm.updates_per_step",
+        f"{updates} does not divide the {prompts * size} rollouts of a step "
+        f"({prompts} prompts x {size})",
+        f"{divisors(prompts, updates)[-1]} does, in whole groups",
+        {"prompts_per_step": prompts, "group_size": size, "updates_per_step": updates},
+    )
 
 
-@rule("whole-groups", "algorithm", "warning", runs="grpo")
-def whole_groups(context: Context) -> Iterator[Violation]:
+@rule("algorithm", "warning", runs="grpo")
+def whole_groups(context: Context) -> Violation | None:
     """Each optimizer update of a step must get the same number of whole groups.
 
         prompts_per_step = n x updates_per_step,  n whole
@@ -46,23 +40,24 @@ def whole_groups(context: Context) -> Iterator[Violation]:
     """
     algorithm = context.spec.grpo
     groups, updates = algorithm.prompts_per_step, algorithm.updates_per_step
-    if groups % updates == 0 or groups * algorithm.group_size % updates:
-        return  # fine, or `updates-divide-batch` says so
+    if groups * algorithm.group_size % updates:
+        return None  # `updates-divide-batch` says so
     few = updates > groups
-    yield Violation(
-        ("algorithm", "updates_per_step"),
+    return relation(
+        groups % updates == 0,
+        "algorithm.updates_per_step",
         f"{groups} groups make {groups} of {updates} updates: the rest would get no rollout"
         if few
         else f"{groups} groups in {updates} updates: some train {groups // updates} groups, "
         f"others {groups // updates + 1}",
-        numbers={"prompts_per_step": groups, "updates_per_step": updates},
-        suggestion=f"{divisors(groups, updates)[-1]} updates get whole groups alike",
-        severity="error" if few else "warning",
+        f"{divisors(groups, updates)[-1]} updates get whole groups alike",
+        {"prompts_per_step": groups, "updates_per_step": updates},
+        "error" if few else "warning",
     )
 
 
-@rule("group-size", "algorithm", runs="grpo")
-def group_size(context: Context) -> Iterator[Violation]:
+@rule("algorithm", runs="grpo")
+def group_size(context: Context) -> Violation | None:
     """A group needs at least two rollouts: they are compared with one another.
 
         A_i = (R_i - mean R) / (std R + 1e-6),  std with ddof 1     (arXiv 2402.03300, 4.1.1)
@@ -71,17 +66,17 @@ def group_size(context: Context) -> Iterator[Violation]:
     trained such groups to NaN, which passes every filter; the learner here refuses them.
     """
     size = context.spec.grpo.group_size
-    if size < 2:
-        yield Violation(
-            ("algorithm", "group_size"),
-            f"{size} rollout a group has nothing to be compared with",
-            numbers={"group_size": size},
-            suggestion="8 and 16 are usual",
-        )
+    return relation(
+        size >= 2,
+        "algorithm.group_size",
+        f"{size} rollout a group has nothing to be compared with",
+        "8 and 16 are usual",
+        {"group_size": size},
+    )
 
 
-@rule("clip-bounds", "algorithm", runs="grpo")
-def clip_bounds(context: Context) -> Iterator[Violation]:
+@rule("algorithm", runs="grpo")
+def clip_bounds(context: Context) -> Violation | None:
     """The bound on ratios of bad tokens must lie above the ordinary clip.
 
         delta > 1 + eps_high
@@ -95,19 +90,20 @@ def clip_bounds(context: Context) -> Iterator[Violation]:
     means to keep. The paper's values: eps 0.2, delta 4.
     """
     algorithm = context.spec.grpo
-    clip = algorithm.clip
-    if algorithm.surrogate == "cispo" or clip.delta is None or clip.delta > 1 + clip.eps_high:
-        return
-    yield Violation(
-        ("algorithm", "clip", "delta"),
-        f"{clip.delta:g} must be greater than 1 + eps_high = {1 + clip.eps_high:g}",
-        numbers={"delta": clip.delta, "eps_high": clip.eps_high},
-        suggestion="4.0 is INTELLECT-2's; null is off",
+    delta, high = algorithm.clip.delta, algorithm.clip.eps_high
+    if algorithm.surrogate == "cispo" or delta is None:
+        return None
+    return relation(
+        delta > 1 + high,
+        "algorithm.clip.delta",
+        f"{delta:g} must be greater than 1 + eps_high = {1 + high:g}",
+        "4.0 is INTELLECT-2's; null is off",
+        {"delta": delta, "eps_high": high},
     )
 
 
-@rule("clip-lower", "algorithm", runs="grpo")
-def clip_lower(context: Context) -> Iterator[Violation]:
+@rule("algorithm", runs="grpo")
+def clip_lower(context: Context) -> Violation | None:
     """The lower clip bound must be a ratio above 0.
 
         eps_low < 1,  as  1 - eps_low > 0
@@ -116,18 +112,18 @@ def clip_lower(context: Context) -> Iterator[Violation]:
     the one that was meant. CISPO (arXiv 2506.13585) may go without a lower bound, as its authors
     do, so the rule does not look there.
     """
-    algorithm = context.spec.grpo
-    if algorithm.surrogate == "clip" and algorithm.clip.eps_low >= 1:
-        yield Violation(
-            ("algorithm", "clip", "eps_low"),
-            f"{algorithm.clip.eps_low:g} must be less than 1: no ratio is below 0",
-            numbers={"eps_low": algorithm.clip.eps_low},
-            suggestion="0.2 is usual",
-        )
+    low = context.spec.grpo.clip.eps_low
+    return relation(
+        context.spec.grpo.surrogate != "clip" or low < 1,
+        "algorithm.clip.eps_low",
+        f"{low:g} must be less than 1: no ratio is below 0",
+        "0.2 is usual",
+        {"eps_low": low},
+    )
 
 
-@rule("cispo", "algorithm", runs="grpo")
-def cispo(context: Context) -> Iterator[Violation]:
+@rule("algorithm", runs="grpo")
+def cispo(context: Context) -> Violations:
     """CISPO weighs tokens by their own clipped ratio: it takes no sequence ratio and no delta.
 
         - clip(r_t, 1 - eps_low, 1 + eps_high) A log pi(o_t),  the ratio without gradient
@@ -138,24 +134,24 @@ def cispo(context: Context) -> Iterator[Violation]:
     algorithm = context.spec.grpo
     if algorithm.surrogate != "cispo":
         return
-    if algorithm.ratio != "token":
-        yield Violation(
-            ("algorithm", "ratio"),
-            "surrogate: cispo weighs each token by its own ratio: it goes with ratio: token",
-            suggestion="token",
-        )
-    if algorithm.clip.delta is not None:
-        yield Violation(
-            ("algorithm", "clip", "delta"),
-            f"{algorithm.clip.delta:g} has no part in surrogate: cispo, whose weight 1 + eps_high "
-            "bounds",
-            numbers={"delta": algorithm.clip.delta},
-            suggestion="null",
-        )
+    yield relation(
+        algorithm.ratio == "token",
+        "algorithm.ratio",
+        "surrogate: cispo weighs each token by its own ratio: it goes with ratio: token",
+        "token",
+    )
+    delta = algorithm.clip.delta or 0.0
+    yield relation(
+        algorithm.clip.delta is None,
+        "algorithm.clip.delta",
+        f"{delta:g} has no part in surrogate: cispo, whose weight 1 + eps_high bounds",
+        "null",
+        {"delta": delta},
+    )
 
 
-@rule("stale-pi-old", "algorithm", "warning", runs="grpo")
-def stale_pi_old(context: Context) -> Iterator[Violation]:
+@rule("algorithm", "warning", runs="grpo")
+def stale_pi_old(context: Context) -> Violation | None:
     """A single update a step with recomputed pi_old needs something that acts against lag.
 
         r = pi_theta / pi_old = 1  in the first update after pi_old was recomputed
@@ -167,19 +163,20 @@ def stale_pi_old(context: Context) -> Iterator[Violation]:
     the drift inside the step.
     """
     algorithm = context.spec.grpo
-    recomputed = algorithm.old_logprobs == "recompute" and algorithm.importance.cap is None
-    if recomputed and algorithm.updates_per_step == 1 and algorithm.async_level > 0:
-        yield Violation(
-            ("algorithm", "old_logprobs"),
-            "in the only update of a step the recomputed ratio is 1: no clip acts, and nothing "
-            f"corrects a lag of up to {algorithm.async_level}",
-            numbers={"updates_per_step": 1, "async_level": algorithm.async_level},
-            suggestion="old_logprobs: sampler, or importance: {cap: 2.0}",
-        )
+    if algorithm.old_logprobs != "recompute" or algorithm.importance.cap is not None:
+        return None
+    return relation(
+        algorithm.updates_per_step > 1 or algorithm.async_level == 0,
+        "algorithm.old_logprobs",
+        "in the only update of a step the recomputed ratio is 1: no clip acts, and nothing "
+        f"corrects a lag of up to {algorithm.async_level}",
+        "old_logprobs: sampler, or importance: {cap: 2.0}",
+        {"updates_per_step": 1, "async_level": algorithm.async_level},
+    )
 
 
-@rule("importance-cap", "algorithm", runs="grpo")
-def importance_cap(context: Context) -> Iterator[Violation]:
+@rule("algorithm", runs="grpo")
+def importance_cap(context: Context) -> Violation | None:
     """An importance weight needs a recomputed pi_old.
 
         w = min(pi_old / mu, cap)
@@ -187,18 +184,18 @@ def importance_cap(context: Context) -> Iterator[Violation]:
     mu is the sampler's policy. With `old_logprobs: sampler` pi_old is mu, w is 1 everywhere, and
     a cap in the spec claims a correction that nobody makes.
     """
-    algorithm = context.spec.grpo
-    if algorithm.importance.cap is not None and algorithm.old_logprobs == "sampler":
-        yield Violation(
-            ("algorithm", "importance", "cap"),
-            "with old_logprobs: sampler the weight pi_old / mu is 1 everywhere",
-            numbers={"cap": algorithm.importance.cap},
-            suggestion="null, or old_logprobs: recompute",
-        )
+    cap = context.spec.grpo.importance.cap
+    return relation(
+        cap is None or context.spec.grpo.old_logprobs != "sampler",
+        "algorithm.importance.cap",
+        "with old_logprobs: sampler the weight pi_old / mu is 1 everywhere",
+        "null, or old_logprobs: recompute",
+        {"cap": cap or 0.0},
+    )
 
 
-@rule("one-temperature", "algorithm", runs="grpo")
-def one_temperature(context: Context) -> Iterator[Violation]:
+@rule("algorithm", runs="grpo")
+def one_temperature(context: Context) -> Violations:
     """All pools must sample at one temperature, which the loss uses too.
 
         log pi = log softmax(logits / T)
@@ -206,23 +203,22 @@ def one_temperature(context: Context) -> Iterator[Violation]:
     in the sampler, in the validator and in the loss. The learner has one T: at another one the
     ratio of an unchanged policy would not be 1, and every token of the pool would look stale.
     """
-    first = context.spec.samplers[0]
-    for pool in context.spec.samplers[1:]:
-        if pool.sampling.temperature != first.sampling.temperature:
-            yield Violation(
-                ("samplers", pool.name, "sampling", "temperature"),
-                f"{pool.sampling.temperature:g} differs from {first.sampling.temperature:g} of "
-                f"pool {first.name}: the loss knows one temperature",
-                numbers={
-                    "temperature": pool.sampling.temperature,
-                    f"{first.name}.temperature": first.sampling.temperature,
-                },
-                suggestion=f"{first.sampling.temperature:g}",
-            )
+    first, *others = context.spec.samplers
+    wanted = first.sampling.temperature
+    for pool in others:
+        temperature = pool.sampling.temperature
+        yield relation(
+            temperature == wanted,
+            f"samplers.{pool.name}.sampling.temperature",
+            f"{temperature:g} differs from {wanted:g} of pool {first.name}: the loss knows one "
+            "temperature",
+            f"{wanted:g}",
+            {"temperature": temperature, f"{first.name}.temperature": wanted},
+        )
 
 
-@rule("kl-reference", "algorithm", runs="grpo")
-def kl_reference(context: Context) -> Iterator[Violation]:
+@rule("algorithm", runs="grpo")
+def kl_reference(context: Context) -> Violation | None:
     """A KL penalty needs a reference policy.
 
         loss += beta (exp(d) - d - 1),  d = log pi_ref - log pi_theta     (k3)
@@ -231,16 +227,16 @@ def kl_reference(context: Context) -> Iterator[Violation]:
     0, whose weights in `broadcast.dtype` lie beside the learner's.
     """
     kl = context.spec.grpo.kl
-    if kl.coef > 0 and kl.reference == "none":
-        yield Violation(
-            ("algorithm", "kl", "reference"),
-            f"none, but coef = {kl.coef:g} weighs the distance from a reference",
-            suggestion="reference: initial, or coef: 0",
-        )
+    return relation(
+        kl.reference != "none" or kl.coef == 0,
+        "algorithm.kl.reference",
+        f"none, but coef = {kl.coef:g} weighs the distance from a reference",
+        "reference: initial, or coef: 0",
+    )
 
 
-@rule("kl-unused", "algorithm", "warning", runs="grpo")
-def kl_unused(context: Context) -> Iterator[Violation]:
+@rule("algorithm", "warning", runs="grpo")
+def kl_unused(context: Context) -> Violation | None:
     """A reference policy needs a KL weight: without one nobody asks it.
 
     With `coef: 0` the penalty is 0 times anything, so the learner neither holds the reference (a
@@ -249,16 +245,16 @@ def kl_unused(context: Context) -> Iterator[Violation]:
     says of the run what is not so.
     """
     kl = context.spec.grpo.kl
-    if kl.coef == 0 and kl.reference == "initial":
-        yield Violation(
-            ("algorithm", "kl", "reference"),
-            "initial, but coef = 0: no penalty is computed, and no reference is held",
-            suggestion="a coef such as 1e-3, or reference: none",
-        )
+    return relation(
+        kl.reference != "initial" or kl.coef > 0,
+        "algorithm.kl.reference",
+        "initial, but coef = 0: no penalty is computed, and no reference is held",
+        "a coef such as 1e-3, or reference: none",
+    )
 
 
-@rule("std-without-filter", "algorithm", runs="grpo")
-def std_without_filter(context: Context) -> Iterator[Violation]:
+@rule("algorithm", runs="grpo")
+def std_without_filter(context: Context) -> Violation | None:
     """Advantages divided by the group's std need the zero-variance filter.
 
         A = (R - mean R) / (std R + 1e-6),  R = T + P
@@ -270,17 +266,16 @@ def std_without_filter(context: Context) -> Iterator[Violation]:
     Without a length term the advantages are 0 and the groups only cost: a warning then.
     """
     algorithm = context.spec.grpo
-    if algorithm.advantage.normalize != "std" or algorithm.filters.zero_variance:
-        return
     has_length = any(term.kind == "target_length" for term in context.spec.reward)
-    yield Violation(
-        ("algorithm", "filters", "zero_variance"),
-        "false with normalize: std: "
-        + (
-            "groups that differ in length alone get unit advantages from it"
-            if has_length
-            else "groups without any advantage are trained on"
-        ),
-        suggestion="zero_variance: true, or advantage: {normalize: task}",
+    trained = (
+        "groups that differ in length alone get unit advantages from it"
+        if has_length
+        else "groups without any advantage are trained on"
+    )
+    return relation(
+        algorithm.advantage.normalize != "std" or algorithm.filters.zero_variance,
+        "algorithm.filters.zero_variance",
+        f"false with normalize: std: {trained}",
+        "zero_variance: true, or advantage: {normalize: task}",
         severity="error" if has_length else "warning",
     )

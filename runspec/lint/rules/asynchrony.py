@@ -1,20 +1,22 @@
-"""Rules on lag: how long versions are kept, how long they travel, and when to send deltas."""
+"""Rules on lag: the graph of relays, how long versions are kept and travel, and deltas."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 
 from runspec.core.models.config import ModelConfig
 from runspec.core.spec.islands import step_overlap
+from runspec.core.spec.schema import RunSpec
 from runspec.estimate.assumed import changed_share
 from runspec.estimate.broadcast import arrivals, version_size
 from runspec.estimate.speed import step_seconds
-from runspec.lint.registry import Context, Violation, model_rule, rule
-from runspec.lint.rules.relays import graph_is_sound
+from runspec.lint.registry import Context, Violation, Violations, model_rule, relation, rule
 
 
-@rule("versions-kept", "asynchrony", runs="grpo")
-def versions_kept(context: Context) -> Iterator[Violation]:
+@rule("asynchrony", runs="grpo")
+def versions_kept(context: Context) -> Violation | None:
     """Versions must be kept as long as rollouts of them are sampled and checked.
 
         keep_versions >= async_level + overlap + 2
@@ -24,22 +26,21 @@ def versions_kept(context: Context) -> Iterator[Violation]:
     published meanwhile. With `learner.islands.overlap` version s itself is still being made, one
     step longer. With fewer a version is removed under those who need it.
     """
-    spec = context.spec
+    spec, kept = context.spec, context.spec.broadcast.keep_versions
     level, overlap = spec.grpo.async_level, step_overlap(spec)
-    needed, kept = level + overlap + 2, spec.broadcast.keep_versions
-    if kept < needed:
-        yield Violation(
-            ("broadcast", "keep_versions"),
-            f"{kept} is less than async_level + {'overlap + ' if overlap else ''}2 = {needed}: a "
-            "version would be removed while rollouts of it are sampled and checked",
-            numbers={"keep_versions": kept, "async_level": level}
-            | ({"overlap": overlap} if overlap else {}),
-            suggestion=f"keep_versions: {needed}",
-        )
+    needed = level + overlap + 2
+    return relation(
+        kept >= needed,
+        "broadcast.keep_versions",
+        f"{kept} is less than async_level + {'overlap + ' if overlap else ''}2 = {needed}: a "
+        "version would be removed while rollouts of it are sampled and checked",
+        f"keep_versions: {needed}",
+        {"keep_versions": kept, "async_level": level} | ({"overlap": overlap} if overlap else {}),
+    )
 
 
-@rule("lease-outlasts-step", "asynchrony", "warning", runs="grpo")
-def lease_outlasts_step(context: Context) -> Iterator[Violation]:
+@rule("asynchrony", "warning", runs="grpo")
+def lease_outlasts_step(context: Context) -> Violation | None:
     """A lease should expire before the step that waits for it gives up.
 
         verify.lease_timeout < algorithm.fill.deadline
@@ -48,20 +49,19 @@ def lease_outlasts_step(context: Context) -> Iterator[Violation]:
     vanishes holds its place until its lease expires, if no other waits for its groups. Where that
     takes as long as the step may fill, one lost worker is enough for a step to close short.
     """
-    spec = context.spec
-    timeout, deadline = spec.verify.lease_timeout, spec.grpo.fill.deadline
-    if timeout >= deadline:
-        yield Violation(
-            ("verify", "lease_timeout"),
-            f"{timeout:g} s is not less than fill.deadline = {deadline:g} s: a worker that "
-            "vanishes holds up its step to the end",
-            numbers={"lease_timeout_s": timeout, "deadline_s": deadline},
-            suggestion="a little more than the longest submission takes",
-        )
+    timeout, deadline = context.spec.verify.lease_timeout, context.spec.grpo.fill.deadline
+    return relation(
+        timeout < deadline,
+        "verify.lease_timeout",
+        f"{timeout:g} s is not less than fill.deadline = {deadline:g} s: a worker that vanishes "
+        "holds up its step to the end",
+        "a little more than the longest submission takes",
+        {"lease_timeout_s": timeout, "deadline_s": deadline},
+    )
 
 
-@model_rule("broadcast-time", "asynchrony", runs="grpo")
-def broadcast_time(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("asynchrony", runs="grpo")
+def broadcast_time(context: Context, config: ModelConfig) -> Violations:
     """A version must reach its slowest worker within the lag that is allowed.
 
         broadcast_s <= (async_level - overlap) x step_s
@@ -104,8 +104,8 @@ def broadcast_time(context: Context, config: ModelConfig) -> Iterator[Violation]
     )
 
 
-@model_rule("delta-gain", "asynchrony", "warning")
-def delta_gain(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("asynchrony", "warning")
+def delta_gain(context: Context, config: ModelConfig) -> Violation | None:
     """Deltas should be at most half of a version, or whole versions be sent.
 
         delta_bytes <= version_bytes / 2        delta = n (H(s) / 8 + s b)
@@ -119,26 +119,26 @@ def delta_gain(context: Context, config: ModelConfig) -> Iterator[Violation]:
     """
     spec = context.spec
     if spec.broadcast.format != "delta":
-        return
+        return None
     size, share = version_size(spec, config), changed_share(spec, config).value
-    if size.delta > size.whole / 2:
-        yield Violation(
-            ("broadcast", "format"),
-            f"{share:.0%} of the {spec.broadcast.dtype} elements change from one version to the "
-            f"next: a delta has {size.delta / size.whole:.0%} of the bytes",
-            numbers={
-                "changed_share": float(f"{share:.3g}"),
-                "delta_bytes": round(size.delta),
-                "version_bytes": size.whole,
-                "lr": spec.optimizer.lr,
-            },
-            suggestion="format: full"
-            + (", or a run with dtype: bfloat16" if spec.broadcast.dtype == "float32" else ""),
-        )
+    narrower = ", or a run with dtype: bfloat16" if spec.broadcast.dtype == "float32" else ""
+    return relation(
+        size.delta <= size.whole / 2,
+        "broadcast.format",
+        f"{share:.0%} of the {spec.broadcast.dtype} elements change from one version to the next: "
+        f"a delta has {size.delta / size.whole:.0%} of the bytes",
+        f"format: full{narrower}",
+        {
+            "changed_share": float(f"{share:.3g}"),
+            "delta_bytes": round(size.delta),
+            "version_bytes": size.whole,
+            "lr": spec.optimizer.lr,
+        },
+    )
 
 
-@model_rule("anchor-distance", "asynchrony", "warning")
-def anchor_distance(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("asynchrony", "warning")
+def anchor_distance(context: Context, config: ModelConfig) -> Violations:
     """The deltas after an anchor should be no more than the anchor itself.
 
         (anchor_every - 1) x delta_bytes <= version_bytes
@@ -169,8 +169,8 @@ def anchor_distance(context: Context, config: ModelConfig) -> Iterator[Violation
     )
 
 
-@model_rule("whole-versions", "asynchrony", "warning", runs="grpo")
-def whole_versions(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("asynchrony", "warning", runs="grpo")
+def whole_versions(context: Context, config: ModelConfig) -> Violations:
     """Where links carry a delta within a step but no whole version, deltas should be sent.
 
         broadcast_s <= step_s        or not delta_s <= step_s
@@ -206,3 +206,134 @@ def whole_versions(context: Context, config: ModelConfig) -> Iterator[Violation]
         },
         suggestion="format: delta",
     )
+
+
+ORIGIN = "origin"
+
+
+@rule("asynchrony")
+def relay_upstream(context: Context) -> Violations:
+    """Every upstream of a relay must be the origin or a relay of the spec.
+
+    A relay fetches policy versions from the servers of `upstream`, best first. A name that is no
+    server gives it no address to ask, and whoever is below it waits. `origin` is the publisher's
+    own server.
+    """
+    relays = _upstreams(context.spec)
+    for name, above in relays.items():
+        unknown = [other for other in above if other not in (ORIGIN, *relays)]
+        yield relation(
+            not unknown,
+            f"broadcast.relays.{name}.upstream",
+            f"no relay {', '.join(unknown)}; known: {', '.join((ORIGIN, *relays))}",
+            "name a relay of broadcast.relays, or origin",
+        )
+
+
+@rule("asynchrony")
+def relay_cycle(context: Context) -> Violations:
+    """No relay may fetch from itself, not even by way of others.
+
+        a -> b -> ... -> a  for no relay a
+
+    A relay asks its upstreams for what it lacks, best first. On a cycle each is offered only what
+    it has itself, for as long as it does not turn to another upstream: versions come late, or
+    where there is no other upstream never.
+    """
+    for cycle in _cycles(_upstreams(context.spec)):
+        yield Violation(
+            ("broadcast", "relays", cycle[0], "upstream"),
+            f"fetches from itself: {' from '.join(cycle)}",
+            numbers={"relays_in_cycle": len(cycle) - 1},
+            suggestion="let one of them fetch from origin alone",
+        )
+
+
+@rule("asynchrony")
+def relay_path(context: Context) -> Violations:
+    """Every relay must have a path to the origin.
+
+        relay -> upstream -> ... -> origin
+
+    New versions enter the graph at the origin alone. A relay without a path to it never has any,
+    and its workers wait until their patience ends. Relays on a cycle and unknown upstreams have
+    rules of their own, `relay-cycle` and `relay-upstream`.
+    """
+    relays = _upstreams(context.spec)
+    reached = _below_origin(relays)
+    told = {name for cycle in _cycles(relays) for name in cycle}
+    told |= {name for name, above in relays.items() if not {ORIGIN, *relays} >= set(above)}
+    for name, above in relays.items():
+        yield relation(
+            name in reached or name in told,
+            f"broadcast.relays.{name}.upstream",
+            f"fetches from {', '.join(above) or 'nobody'}: no path leads to the origin",
+            "add origin",
+        )
+
+
+@rule("asynchrony")
+def pool_relays(context: Context) -> Violations:
+    """The relays that a pool fetches from must be relays of the spec, each named once.
+
+    Workers go down the list, best first, and to the origin at last. A name that is no relay gives
+    no address; a second mention says nothing that the first did not.
+    """
+    known = _upstreams(context.spec)
+    for pool in context.spec.samplers:
+        wanted = pool.relays or []
+        unknown = [name for name in dict.fromkeys(wanted) if name not in known]
+        twice = [name for name in dict.fromkeys(wanted) if wanted.count(name) > 1]
+        where = f"samplers.{pool.name}.relays"
+        origin = "; origin comes last by itself" if ORIGIN in unknown else ""
+        yield relation(
+            not unknown,
+            where,
+            f"no relay {', '.join(unknown)}; known: {', '.join(known) or 'none'}{origin}",
+            "name relays of broadcast.relays",
+        )
+        yield relation(
+            not twice, where, f"names {', '.join(twice)} more than once", "name each once"
+        )
+
+
+def graph_is_sound(spec: RunSpec) -> bool:
+    """Whether every relay can be reached from the origin, and all names are known."""
+    relays = _upstreams(spec)
+    named = {name for above in relays.values() for name in above}
+    named |= {name for pool in spec.samplers for name in pool.relays or []}
+    known = named <= {ORIGIN, *relays}
+    return known and not _cycles(relays) and _below_origin(relays) == set(relays)
+
+
+def _upstreams(spec: RunSpec) -> dict[str, list[str]]:
+    relays = spec.broadcast.relays  # `reserved-names` tells of one that is called origin
+    return {relay.name: relay.upstream for relay in relays if relay.name != ORIGIN}
+
+
+def _below_origin(relays: Mapping[str, list[str]]) -> set[str]:
+    below: dict[str, list[str]] = defaultdict(list)
+    for name, above in relays.items():
+        for upstream in above:
+            below[upstream].append(name)
+    reached, waiting = set(), [ORIGIN]
+    while waiting:
+        for name in below.pop(waiting.pop(), []):
+            reached.add(name)
+            waiting.append(name)
+    return reached
+
+
+def _cycles(relays: Mapping[str, list[str]]) -> list[list[str]]:
+    """Cycles without a relay in common, each from a relay up to itself; none is left besides."""
+    left = {name: [u for u in above if u in relays] for name, above in relays.items()}
+    cycles = []
+    while True:
+        try:
+            TopologicalSorter(left).prepare()
+        except CycleError as error:
+            cycles.append(error.args[1][::-1])
+            for name in set(cycles[-1]):
+                del left[name]
+        else:
+            return cycles

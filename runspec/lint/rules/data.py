@@ -1,4 +1,4 @@
-"""Rules on data: fields and rows of sources, and prompts that begin the thinking."""
+"""Rules on data: sources, their kinds, columns and files, documents, and the thinking."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from typing import Literal
 
 from runspec.core.errors import UserError
-from runspec.core.spec.documents import PARAMS
+from runspec.core.spec.documents import COLUMNS, GENERATED, PARAMS, is_generated
+from runspec.core.spec.islands import members
 from runspec.core.spec.plugins import missing_plugins
-from runspec.core.spec.schema import Data
+from runspec.core.spec.schema import Data, Source
 from runspec.core.spec.schema_fields import close_match
-from runspec.core.spec.source_files import ROW_KINDS, source_files, whole_uri
-from runspec.lint.registry import Context, Violation, found_by_loader, rule
+from runspec.core.spec.source_files import ROW_KINDS, whole_uri
+from runspec.core.spec.source_files import source_files as files_of
+from runspec.lint.registry import Context, Violation, Violations, relation, rule
 from runspec.lint.tokenizer_files import TokenizerFiles
 
 _COLUMNS = ("problem_id", "task_type", "prompt", "verification_info", "type", "instruction")
@@ -24,8 +26,8 @@ LIKENESS = 0.75
 """Of a kind to an installed one that is taken for a slip (`close_match`)."""
 
 
-@rule("unknown-kind", "reward", "warning")
-def unknown_kind(context: Context) -> Iterator[Violation]:
+@rule("reward", "warning")
+def unknown_kind(context: Context) -> Violations:
     """Kinds of sources, rewards and monitors must be those that installed packages offer.
 
     Packages offer kinds as entry points of `runspec.sources`, `runspec.rewards` and
@@ -44,8 +46,8 @@ def unknown_kind(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("source-fields", "reward")
-def source_fields(context: Context) -> Iterator[Violation]:
+@rule("reward")
+def source_fields(context: Context) -> Violations:
     """A source of problems must name what its kind reads.
 
     `reasoning_gym` makes `size` problems with the generator `dataset`; `jsonl`, `parquet`,
@@ -56,16 +58,16 @@ def source_fields(context: Context) -> Iterator[Violation]:
     examples = {"dataset": "spell_backward", "size": "20000", "uri": "problems.parquet"}
     for source in context.spec.data.sources:
         for field in needed.get(source.kind, ()):
-            if getattr(source, field) is None:
-                yield Violation(
-                    ("data", "sources", source.name),
-                    f"kind {source.kind} needs {field}",
-                    suggestion=f"such as {field}: {examples[field]}",
-                )
+            yield relation(
+                getattr(source, field) is not None,
+                f"data.sources.{source.name}",
+                f"kind {source.kind} needs {field}",
+                f"such as {field}: {examples[field]}",
+            )
 
 
-@rule("source-columns", "reward")
-def source_columns(context: Context) -> Iterator[Violation]:
+@rule("reward")
+def source_columns(context: Context) -> Violations:
     """Params of a source that reads rows must be columns that it maps.
 
         params: {problem_id: id, task_type: type, prompt: question, verification_info: check}
@@ -88,8 +90,8 @@ def source_columns(context: Context) -> Iterator[Violation]:
                 )
 
 
-@rule("source-files", "reward", "warning", runs="all")
-def found_files(context: Context) -> Iterator[Violation]:
+@rule("reward", "warning", runs="all")
+def source_files(context: Context) -> Violations:
     """The files that a source reads ought to be there where the spec is linted.
 
     A `uri` without `://` names a file, a folder, or files by a pattern; a relative one starts
@@ -103,7 +105,7 @@ def found_files(context: Context) -> Iterator[Violation]:
             continue
         local = source.model_copy(update={"uri": whole_uri(source.uri, context.folder)})
         try:
-            source_files(local)
+            files_of(local)
         except UserError as error:
             yield Violation(
                 ("data", "sources", source.name, "uri"),
@@ -112,50 +114,8 @@ def found_files(context: Context) -> Iterator[Violation]:
             )
 
 
-@found_by_loader("problems", group="reward")
-def problems() -> None:
-    """Every problem can be read, every task type is graded, and every grader can grade.
-
-    `runspec lint --data` looks at it, and so do `apply` and `doctor`: a process imports the
-    plug-ins, reads every row of every source and grades two answers to a problem of each task
-    type. It finds plug-ins that do not import, malformed rows, task types without a reward, sources
-    of which no prompt fits `data.max_prompt_tokens`, and graders that raise. Each would end the run
-    or leave it without rewards. Rows that are left out are counted, and no fault. Of a run that
-    trains on documents it reads the first document of each file.
-    """
-
-
-@rule("solve-rate", "reward")
-def solve_rate(context: Context) -> Iterator[Violation]:
-    """The offline filter must have rows to filter, and bounds of which the lower is not above.
-
-        min <= max
-
-    Problems are kept whose recorded solve rate lies in [min, max]; with the bounds the wrong way
-    round none does. A generator records none: `python -m sampler solve-rates` measures those of
-    its problems and writes them as rows. INTELLECT-2 kept 0.125 to 0.5 of eight tries by a 7B
-    model.
-    """
-    for source in context.spec.data.sources:
-        rate = source.solve_rate
-        where = ("data", "sources", source.name, "solve_rate")
-        if rate is not None and source.kind == "reasoning_gym":
-            yield Violation(
-                where,
-                "kind reasoning_gym makes problems, of which no solve rate is recorded",
-                suggestion="measure them with `python -m sampler solve-rates`, and read its file",
-            )
-        elif rate is not None and rate.min > rate.max:
-            yield Violation(
-                (*where, "min"),
-                f"{rate.min:g} is above max = {rate.max:g}: no problem is kept",
-                numbers={"min": rate.min, "max": rate.max},
-                suggestion=f"{{min: {rate.max:g}, max: {rate.min:g}}}",
-            )
-
-
-@rule("think-prefill", "reward", "warning")
-def think_prefill(context: Context) -> Iterator[Violation]:
+@rule("reward", "warning")
+def think_prefill(context: Context) -> Violation | None:
     """Prompts ought to open the thinking once: in the chat template or by `data.think_prefill`.
 
     With `think_prefill` a prompt ends with `<think>` and a line break where the template leaves the
@@ -165,16 +125,16 @@ def think_prefill(context: Context) -> Iterator[Violation]:
     """
     spec, files = context.spec, context.tokenizer
     opened = spec.model.shape is not None or (files is not None and opens_thinking(files))
-    if spec.data.think_prefill and opened and spec.data.thinking != "none":
-        yield Violation(
-            ("data", "think_prefill"),
-            "the chat template opens the thinking itself; nothing is added",
-            suggestion="take it out",
-        )
+    return relation(
+        not (spec.data.think_prefill and opened) or spec.data.thinking == "none",
+        "data.think_prefill",
+        "the chat template opens the thinking itself; nothing is added",
+        "take it out",
+    )
 
 
-@rule("thinking", "reward", "warning")
-def thinking(context: Context) -> Iterator[Violation]:
+@rule("reward", "warning")
+def thinking(context: Context) -> Violations:
     """Answers must be looked for where the model writes them.
 
     With `data.thinking: required` an output without `</think>` earns no task reward, so a model
@@ -183,23 +143,20 @@ def thinking(context: Context) -> Iterator[Violation]:
     assumed. `none` rules out `think_prefill`, which opens a thinking that nothing ends.
     """
     spec, files, data = context.spec, context.tokenizer, context.spec.data
-    where = ("data", "thinking")
-    if data.thinking == "none" and data.think_prefill:
-        yield Violation(
-            where,
-            "none, but think_prefill opens the thinking",
-            suggestion="required",
-            severity="error",
-        )
-    if spec.model.shape is not None:
-        return
-    found = None if files is None else thinking_of(files, data)
-    if data.thinking is None and found is None:
-        yield Violation(
-            where,
-            "not set, and there is no chat template here that tells",
-            suggestion="required for a model that ends its thinking with </think>, else none",
-        )
+    yield relation(
+        data.thinking != "none" or not data.think_prefill,
+        "data.thinking",
+        "none, but think_prefill opens the thinking",
+        "required",
+        severity="error",
+    )
+    told = data.thinking or (thinking_of(files, data) if files else None)
+    yield relation(
+        spec.model.shape is not None or told is not None,
+        "data.thinking",
+        "not set, and there is no chat template here that tells",
+        "required for a model that ends its thinking with </think>, else none",
+    )
 
 
 def thinking_of(files: TokenizerFiles, data: Data | None = None) -> Thinking | None:
@@ -217,3 +174,110 @@ def thinking_of(files: TokenizerFiles, data: Data | None = None) -> Thinking | N
 def opens_thinking(files: TokenizerFiles) -> bool:
     """Whether the chat template ends a prompt with `<think>` itself."""
     return _OPENED.search(files.template or "") is not None
+
+
+_LEAST = {**dict.fromkeys(GENERATED, 1), "seed": 0}
+"""Least value of a parameter."""
+
+
+@rule("algorithm", runs="supervised")
+def tokens_per_update(context: Context) -> Violations:
+    """An update must be whole microbatches of every island.
+
+        tokens_per_update = n x islands x packing.tokens x packing.rows,  n whole
+
+    `packing.rows` rows of `packing.tokens` positions are a microbatch, the shape for which the
+    program is compiled. An update adds the gradients of n of them. Islands have equal parts of an
+    update, each in microbatches of its own `rows`; one learner is one island. METAGENE-1 (arXiv
+    2501.02045): 30,720 sequences of 128 tokens, 3.9 million tokens an update.
+    """
+    spec, packing = context.spec, context.spec.learner.packing
+    assert spec.supervised is not None
+    asked, islands = spec.supervised.tokens_per_update, members(spec)
+    count = max(len(islands), 1)
+    for rows in sorted({member.rows or packing.rows for member in islands} or {packing.rows}):
+        least = count * packing.tokens * rows
+        of = f"{count} islands x " if islands else ""
+        sizes = {"packing.tokens": packing.tokens, "packing.rows": rows}
+        yield relation(
+            asked % least == 0,
+            "algorithm.tokens_per_update",
+            f"{asked} is no multiple of {of}packing.tokens {packing.tokens} x rows {rows} = "
+            f"{least}",
+            f"{max(round(asked / least), 1) * least}",
+            {"tokens_per_update": asked} | sizes | ({"islands": count} if islands else {}),
+        )
+
+
+@rule("algorithm", runs="supervised")
+def document_kind(context: Context) -> Violations:
+    """A source of documents must be of a kind that the learner reads.
+
+        text, jsonl, parquet, fasta, fastq     files, plain or compressed by gzip
+        generated_reads                        reads of random organisms, made when they are asked
+
+    Kinds that installed packages offer make problems, which runs of `grpo` are graded on. A
+    document is text, a conversation or token ids, and nothing grades it.
+    """
+    for source in context.spec.data.sources:
+        match = close_match(source.kind, PARAMS)
+        yield relation(
+            source.kind in PARAMS,
+            f"data.sources.{source.name}.kind",
+            f"{source.kind[:80]!r} is no kind of documents",
+            f"did you mean {match}?" if match else ", ".join(PARAMS),
+        )
+
+
+@rule("algorithm", runs="supervised")
+def document_params(context: Context) -> Violations:
+    """A source of documents must name its files, and parameters that its kind has.
+
+        text             uri   params {whole: true}: each file is one document, else each line
+        jsonl, parquet   uri   params {text: COLUMN}, {messages: COLUMN} or {tokens: COLUMN};
+                               {id_offset: N} is added to every id of `tokens`
+        fasta, fastq     uri
+        generated_reads        params {organisms: 8, reads: 20000, length: 100, seed: 1}
+
+    A misspelt parameter would leave its default in place. `messages` are conversations, of which
+    runs of `sft` train the assistant's part; `pretrain` has no use for who says what.
+    """
+    kind = context.spec.algorithm.kind
+    for source in context.spec.data.sources:
+        if source.kind not in PARAMS:
+            continue  # `document-kind` says so
+        where = ("data", "sources", source.name)
+        if source.uri is None and not is_generated(source):
+            yield Violation(
+                where, f"kind {source.kind} needs uri", suggestion="such as uri: documents.jsonl"
+            )
+        if source.uri is not None and is_generated(source):
+            yield Violation(
+                (*where, "uri"), f"kind {source.kind} reads no file", suggestion="remove it"
+            )
+        for key, message, suggestion in _faulty(source, kind):
+            yield Violation((*where, "params", key), message, suggestion=suggestion)
+
+
+def _faulty(source: Source, kind: str) -> Iterator[tuple[str, str, str]]:
+    """Yield key, message and suggestion for each parameter that is wrong."""
+    known, columns = PARAMS[source.kind], [key for key in COLUMNS if key in source.params]
+    for key, value in source.params.items():
+        if key not in known:
+            match = close_match(key, known)
+            yield (
+                key,
+                f"{key[:80]} is no parameter of kind {source.kind}",
+                f"did you mean {match}?" if match else ", ".join(known) or "remove it",
+            )
+        elif type(value) is not known[key]:
+            words = {bool: "true or false", int: "a whole number", str: "the name of a column"}
+            yield key, f"{words[known[key]]} was expected, got {value!r}", "change it"
+        elif key in _LEAST and isinstance(value, int) and value < _LEAST[key]:
+            yield key, f"{value} is below {_LEAST[key]}", f"{_LEAST[key]} or more"
+        elif key in columns[1:]:
+            yield key, f"{columns[0]} names the column already", "remove one of them"
+        elif key == "id_offset" and "tokens" not in columns:
+            yield key, "is added to ids, and no column tokens is named", "tokens: COLUMN"
+        elif key == "messages" and kind != "sft":
+            yield key, f"are conversations, which {kind} does not read", "kind: sft, or text"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from runspec.lint.registry import found_by_loader
 
 
-@found_by_loader("yaml", "mend the text at the caret")
+@found_by_loader("mend the text at the caret")
 def yaml() -> None:
     """A file is one YAML document that holds a map.
 
@@ -21,7 +21,7 @@ def yaml() -> None:
     """
 
 
-@found_by_loader("extends", "name .yaml files that are there, relative to this one")
+@found_by_loader("name .yaml files that are there, relative to this one")
 def extends() -> None:
     """Every file of `extends` is there, and no file extends itself.
 
@@ -31,7 +31,7 @@ def extends() -> None:
     """
 
 
-@found_by_loader("duplicate-key", "keep one of the two")
+@found_by_loader("keep one of the two")
 def duplicate_key() -> None:
     """A map says each key once.
 
@@ -40,7 +40,7 @@ def duplicate_key() -> None:
     """
 
 
-@found_by_loader("duplicate-name", "keep one of the two, or give this one another name")
+@found_by_loader("keep one of the two, or give this one another name")
 def duplicate_name() -> None:
     """A list of named objects says each name once.
 
@@ -49,7 +49,7 @@ def duplicate_name() -> None:
     """
 
 
-@found_by_loader("unknown-name", "take the line out")
+@found_by_loader("take the line out")
 def unknown_name() -> None:
     """What a layer changes or deletes in a named list is there.
 
@@ -60,7 +60,7 @@ def unknown_name() -> None:
     """
 
 
-@found_by_loader("unknown-key")
+@found_by_loader()
 def unknown_key() -> None:
     """Every key is one of the schema's.
 
@@ -71,7 +71,7 @@ def unknown_key() -> None:
     """
 
 
-@found_by_loader("missing-key", "`runspec explain {path}` says what belongs there")
+@found_by_loader("`runspec explain {path}` says what belongs there")
 def missing_key() -> None:
     """Every required key has a value.
 
@@ -80,7 +80,7 @@ def missing_key() -> None:
     """
 
 
-@found_by_loader("wrong-kind")
+@found_by_loader()
 def wrong_kind() -> None:
     """Every value belongs to the run's `algorithm.kind`.
 
@@ -90,7 +90,7 @@ def wrong_kind() -> None:
     """
 
 
-@found_by_loader("wrong-type", "`runspec explain {path}` says what belongs there")
+@found_by_loader("`runspec explain {path}` says what belongs there")
 def wrong_type() -> None:
     """Every value has the type of its key.
 
@@ -100,7 +100,7 @@ def wrong_type() -> None:
     """
 
 
-@found_by_loader("bad-value", "`runspec explain {path}` says what is allowed")
+@found_by_loader("`runspec explain {path}` says what is allowed")
 def bad_value() -> None:
     """Every value lies in the range of its key.
 
@@ -113,7 +113,7 @@ def bad_value() -> None:
     """
 
 
-@found_by_loader("unit", "write the unit behind the number")
+@found_by_loader("write the unit behind the number")
 def unit() -> None:
     """Times, sizes and rates carry their unit.
 
@@ -123,7 +123,7 @@ def unit() -> None:
     """
 
 
-@found_by_loader("ambiguous-scalar", severity="warning")
+@found_by_loader(severity="warning")
 def ambiguous_scalar() -> None:
     """A plain scalar reads the same in YAML 1.1 and YAML 1.2.
 
@@ -137,7 +137,7 @@ def ambiguous_scalar() -> None:
     """
 
 
-@found_by_loader("variable", "set the variable, or write $ in another way")
+@found_by_loader("set the variable, or write $ in another way")
 def variable() -> None:
     """Every `${VAR}` that is used is set.
 
@@ -147,7 +147,7 @@ def variable() -> None:
     """
 
 
-@found_by_loader("secret-value", "name the variable under secrets alone")
+@found_by_loader("name the variable under secrets alone")
 def secret_value() -> None:
     """No value of the spec is a secret's.
 
@@ -157,7 +157,7 @@ def secret_value() -> None:
     """
 
 
-@found_by_loader("placement-scope", "say it in the recipe")
+@found_by_loader("say it in the recipe")
 def placement_scope() -> None:
     """A placement says what is a site's to say, of what its recipe has.
 
@@ -168,9 +168,7 @@ def placement_scope() -> None:
     """
 
 
-@found_by_loader(
-    "malformed-suppression", '# runspec: ignore[CODE] reason="..."', severity="warning"
-)
+@found_by_loader('# runspec: ignore[CODE] reason="..."', severity="warning")
 def malformed_suppression() -> None:
     """A comment that begins with `# runspec:` is a suppression.
 
@@ -183,7 +181,7 @@ def malformed_suppression() -> None:
     """
 
 
-@found_by_loader("suppression-reason", 'write reason="..." behind it')
+@found_by_loader('write reason="..." behind it')
 def suppression_reason() -> None:
     """A suppression says why.
 
@@ -192,7 +190,7 @@ def suppression_reason() -> None:
     """
 
 
-@found_by_loader("unknown-rule", "`runspec explain --list` names the rules")
+@found_by_loader("`runspec explain --list` names the rules")
 def unknown_rule() -> None:
     """A suppression names rules that there are.
 
@@ -201,7 +199,7 @@ def unknown_rule() -> None:
     """
 
 
-@found_by_loader("unused-suppression", "take it out", severity="warning")
+@found_by_loader("take it out", severity="warning")
 def unused_suppression() -> None:
     """A suppression takes a finding away.
 
@@ -210,4 +208,15 @@ def unused_suppression() -> None:
     with `--set`: in a layer under others a suppression may serve other specs. Of several specs that
     are linted at once none may need it. `--fix` removes it, or of several codes those that are of
     no use.
+    """
+
+
+@found_by_loader("seed: 42, or any number you like", group="reproducibility")
+def no_seed() -> None:
+    """A spec must have a seed.
+
+    Problems, target lengths, the warm start and the learner's draws follow from `seed`. A default
+    would make runs of different people secretly alike; a random one would make no run repeatable.
+    The noise of untrusted pools does not follow from it alone: the coordinator mixes in a nonce of
+    each step, which workers must not be able to foresee (docs/coordinator.md).
     """

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from runspec.core.spec.islands import members
-from runspec.lint.registry import Context, Violation, rule
-
-_ISLANDS = ("learner", "islands")
+from runspec.lint.registry import Context, Violation, Violations, relation, rule
 
 
-@rule("island-trunk", "algorithm")
-def island_trunk(context: Context) -> Iterator[Violation]:
+@rule("algorithm")
+def island_trunk(context: Context) -> Violations:
     """The first island must not name a machine: it has the learner's.
 
         learner.islands.members[0]: no hardware, mesh, hosts or rows
@@ -28,17 +24,17 @@ def island_trunk(context: Context) -> Iterator[Violation]:
             "rows": member.rows,
         }
         for key, value in own.items():
-            if value is not None:
-                there = "packing.rows" if key == "rows" else key
-                yield Violation(
-                    (*_ISLANDS, "members", member.name, key),
-                    f"{member.name} is the first island, whose {key} is learner.{there}",
-                    suggestion=f"set learner.{there}",
-                )
+            there = "packing.rows" if key == "rows" else key
+            yield relation(
+                value is None,
+                f"learner.islands.members.{member.name}.{key}",
+                f"{member.name} is the first island, whose {key} is learner.{there}",
+                f"set learner.{there}",
+            )
 
 
-@rule("island-backend", "placement")
-def island_backend(context: Context) -> Iterator[Violation]:
+@rule("placement")
+def island_backend(context: Context) -> Violation | None:
     """Islands need another backend than Ray.
 
         placement.backend: not ray, where learner.islands is given
@@ -48,16 +44,16 @@ def island_backend(context: Context) -> Iterator[Violation]:
     cluster; `runspec prepare` lets people start each on a machine of their own.
     """
     spec = context.spec
-    if spec.learner.islands is not None and spec.placement.backend == "ray":
-        yield Violation(
-            ("placement", "backend"),
-            "the Ray backend places no islands",
-            suggestion="local, kubernetes, or learner.islands: null",
-        )
+    return relation(
+        spec.learner.islands is None or spec.placement.backend != "ray",
+        "placement.backend",
+        "the Ray backend places no islands",
+        "local, kubernetes, or learner.islands: null",
+    )
 
 
-@rule("island-masters", "algorithm")
-def island_masters(context: Context) -> Iterator[Violation]:
+@rule("algorithm")
+def island_masters(context: Context) -> Violation | None:
     """Islands must keep their weights in float32.
 
         learner.master_dtype: float32
@@ -67,16 +63,16 @@ def island_masters(context: Context) -> Iterator[Violation]:
     moves a weight by far less at learning rates of 1e-6.
     """
     learner = context.spec.learner
-    if learner.islands is not None and learner.master_dtype != "float32":
-        yield Violation(
-            ("learner", "master_dtype"),
-            f"{learner.master_dtype} rounds away what the islands' shares are made of",
-            suggestion="float32",
-        )
+    return relation(
+        learner.islands is None or learner.master_dtype == "float32",
+        "learner.master_dtype",
+        f"{learner.master_dtype} rounds away what the islands' shares are made of",
+        "float32",
+    )
 
 
-@rule("island-lora", "algorithm")
-def island_lora(context: Context) -> Iterator[Violation]:
+@rule("algorithm")
+def island_lora(context: Context) -> Violation | None:
     """Islands must train the weights themselves, not adapters.
 
         learner.lora: null
@@ -85,16 +81,16 @@ def island_lora(context: Context) -> Iterator[Violation]:
     changes of A and of B.
     """
     learner = context.spec.learner
-    if learner.islands is not None and learner.lora is not None:
-        yield Violation(
-            ("learner", "lora"),
-            "islands do not train adapters",
-            suggestion="null, or one learner",
-        )
+    return relation(
+        learner.islands is None or learner.lora is None,
+        "learner.lora",
+        "islands do not train adapters",
+        "null, or one learner",
+    )
 
 
-@rule("island-quorum", "algorithm")
-def island_quorum(context: Context) -> Iterator[Violation]:
+@rule("algorithm")
+def island_quorum(context: Context) -> Violation | None:
     """The quorum must not be larger than the number of islands.
 
         quorum <= islands
@@ -103,18 +99,19 @@ def island_quorum(context: Context) -> Iterator[Violation]:
     larger quorum is never reached: each step would wait until the deadline, and stop the run.
     """
     islands = context.spec.learner.islands
-    if islands is None or islands.quorum is None or islands.quorum <= len(islands.members):
-        return
-    yield Violation(
-        (*_ISLANDS, "quorum"),
+    if islands is None or islands.quorum is None:
+        return None
+    return relation(
+        islands.quorum <= len(islands.members),
+        "learner.islands.quorum",
         f"{islands.quorum} of {len(islands.members)} islands",
-        numbers={"quorum": islands.quorum, "islands": len(islands.members)},
-        suggestion="null: all of them",
+        "null: all of them",
+        {"quorum": islands.quorum, "islands": len(islands.members)},
     )
 
 
-@rule("island-groups", "algorithm", runs="grpo")
-def island_groups(context: Context) -> Iterator[Violation]:
+@rule("algorithm", runs="grpo")
+def island_groups(context: Context) -> Violation | None:
     """Every island must have a group for each of its updates.
 
         prompts_per_step >= islands x updates_per_step
@@ -123,23 +120,18 @@ def island_groups(context: Context) -> Iterator[Violation]:
     batches. An update without a group trains on nothing.
     """
     algorithm, count = context.spec.grpo, len(members(context.spec))
-    needed = count * algorithm.updates_per_step
-    if algorithm.prompts_per_step < needed:
-        yield Violation(
-            ("algorithm", "prompts_per_step"),
-            f"{algorithm.prompts_per_step} groups for {count} islands x "
-            f"{algorithm.updates_per_step} updates",
-            numbers={
-                "prompts_per_step": algorithm.prompts_per_step,
-                "islands": count,
-                "updates_per_step": algorithm.updates_per_step,
-            },
-            suggestion=f"at least {needed}, or fewer updates_per_step",
-        )
+    groups, updates = algorithm.prompts_per_step, algorithm.updates_per_step
+    return relation(
+        groups >= count * updates,
+        "algorithm.prompts_per_step",
+        f"{groups} groups for {count} islands x {updates} updates",
+        f"at least {count * updates}, or fewer updates_per_step",
+        {"prompts_per_step": groups, "islands": count, "updates_per_step": updates},
+    )
 
 
-@rule("island-overlap", "algorithm", runs="grpo")
-def island_overlap(context: Context) -> Iterator[Violation]:
+@rule("algorithm", runs="grpo")
+def island_overlap(context: Context) -> Violations:
     """Islands that overlap steps need pi_old as sampled, and a lag.
 
         old_logprobs: sampler  and  async_level >= 1,  where learner.islands.overlap is 1
@@ -149,26 +141,26 @@ def island_overlap(context: Context) -> Iterator[Violation]:
     s cannot be there yet: with `async_level: 0` every step would wait for the version that its own
     training makes.
     """
-    spec = context.spec
-    if spec.learner.islands is None or spec.learner.islands.overlap == 0:
+    islands, algorithm = context.spec.learner.islands, context.spec.grpo
+    if islands is None or islands.overlap == 0:
         return
-    if spec.grpo.old_logprobs != "sampler":
-        yield Violation(
-            ("algorithm", "old_logprobs"),
-            f"{spec.grpo.old_logprobs}, with learner.islands.overlap: 1",
-            suggestion="sampler, or overlap: 0",
-        )
-    if spec.grpo.async_level < 1:
-        yield Violation(
-            ("algorithm", "async_level"),
-            "0, but a step begins before its version is made",
-            numbers={"async_level": spec.grpo.async_level, "overlap": 1},
-            suggestion="at least 1, or learner.islands.overlap: 0",
-        )
+    yield relation(
+        algorithm.old_logprobs == "sampler",
+        "algorithm.old_logprobs",
+        f"{algorithm.old_logprobs}, with learner.islands.overlap: 1",
+        "sampler, or overlap: 0",
+    )
+    yield relation(
+        algorithm.async_level >= 1,
+        "algorithm.async_level",
+        "0, but a step begins before its version is made",
+        "at least 1, or learner.islands.overlap: 0",
+        {"async_level": algorithm.async_level, "overlap": 1},
+    )
 
 
-@rule("island-momentum", "algorithm", "warning")
-def island_momentum(context: Context) -> Iterator[Violation]:
+@rule("algorithm", "warning")
+def island_momentum(context: Context) -> Violation | None:
     """The sparse codec should go without outer momentum.
 
         outer.momentum = 0,  where codec.kind: sparse
@@ -178,11 +170,12 @@ def island_momentum(context: Context) -> Iterator[Violation]:
     2508.15706) and PULSELoCo (arXiv 2602.03839) have none: the error feedback takes its place.
     """
     islands = context.spec.learner.islands
-    if islands is None or islands.codec.kind != "sparse" or islands.outer.momentum == 0.0:
-        return
-    yield Violation(
-        (*_ISLANDS, "outer", "momentum"),
+    if islands is None or islands.codec.kind != "sparse":
+        return None
+    return relation(
+        islands.outer.momentum == 0.0,
+        "learner.islands.outer.momentum",
         f"{islands.outer.momentum:g} with codec sparse",
-        numbers={"momentum": islands.outer.momentum},
-        suggestion="0.0",
+        "0.0",
+        {"momentum": islands.outer.momentum},
     )

@@ -7,22 +7,22 @@ that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import ceil, sqrt
 
 from runspec.core.models.config import ModelConfig
 from runspec.core.models.hardware import DEVICES, device_count, device_of
-from runspec.core.models.memory import MAX_LOGITS, MEMORY_UTILIZATION, logits_chunk, prefill_bytes
+from runspec.core.models.memory import MAX_LOGITS, MEMORY_UTILIZATION, prefill_bytes
+from runspec.core.models.memory import logits_chunk as logits_positions
 from runspec.core.spec.schema import Hardware, RunSpec
 from runspec.core.spec.schema_fields import close_match
 from runspec.estimate.assumed import weight_move
 from runspec.estimate.broadcast import version_size
 from runspec.estimate.learner import learner_memory
 from runspec.estimate.sampler import sampler_memory
-from runspec.lint.registry import Context, Violation, model_rule, rule
+from runspec.lint.registry import Context, Violation, Violations, model_rule, relation, rule
 
 STATE_SHARE = 0.9
-"""Of a device's memory that the train state may take."""
+"""Share of a device's memory that the train state may take."""
 HALF_STEP = 2.0**-9
 """Half the distance of bfloat16 neighbours, relative to the larger: 8 significant bits."""
 WIDEST = 16384
@@ -33,8 +33,8 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:.3g} GB"
 
 
-@rule("unknown-hardware", "memory", "warning")
-def unknown_hardware(context: Context) -> Iterator[Violation]:
+@rule("memory", "warning")
+def unknown_hardware(context: Context) -> Violations:
     """Hardware must be of a kind whose figures are known, or bring its own.
 
     Memory, FLOP/s and bandwidth of a device come from the table of `runspec.core.models.hardware`,
@@ -57,8 +57,8 @@ def unknown_hardware(context: Context) -> Iterator[Violation]:
         )
 
 
-@model_rule("train-state-fits", "memory")
-def train_state_fits(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("memory")
+def train_state_fits(context: Context, config: ModelConfig) -> Violation | None:
     """Weights and optimizer moments must leave a tenth of the device's memory.
 
         masters + moments <= 0.9 x memory
@@ -69,27 +69,26 @@ def train_state_fits(context: Context, config: ModelConfig) -> Iterator[Violatio
     muon, 0 on the device with `optimizer.offload`. Gradients, activations and the compiler's own
     buffers must fit beside them.
     """
-    spec = context.spec
-    memory = device_of(spec.learner.hardware).memory
+    memory = device_of(context.spec.learner.hardware).memory
     if memory is None:
-        return
-    needs = learner_memory(spec, config)
-    if needs.state > STATE_SHARE * memory:
-        yield Violation(
-            ("learner", "mesh"),
-            f"masters {_gb(needs.masters)} + moments {_gb(needs.moments)} = {_gb(needs.state)} a "
-            f"device, over 90 % of {_gb(memory)}",
-            numbers={
-                "masters": round(needs.masters),
-                "moments": round(needs.moments),
-                "memory": round(memory),
-            },
-            suggestion="more fsdp or tensor, optimizer: {offload: true}, or learner.lora",
-        )
+        return None
+    needs = learner_memory(context.spec, config)
+    return relation(
+        needs.state <= STATE_SHARE * memory,
+        "learner.mesh",
+        f"masters {_gb(needs.masters)} + moments {_gb(needs.moments)} = {_gb(needs.state)} a "
+        f"device, over 90 % of {_gb(memory)}",
+        "more fsdp or tensor, optimizer: {offload: true}, or learner.lora",
+        {
+            "masters": round(needs.masters),
+            "moments": round(needs.moments),
+            "memory": round(memory),
+        },
+    )
 
 
-@model_rule("step-fits", "memory")
-def step_fits(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("memory")
+def step_fits(context: Context, config: ModelConfig) -> Violations:
     """A whole training step must fit into the device's memory.
 
         masters + moments + gradients + published + reference
@@ -135,8 +134,8 @@ def _relief(spec: RunSpec, largest: str) -> str:
     return "more fsdp or tensor, optimizer: {offload: true}, or learner.lora"
 
 
-@model_rule("logits-chunk", "memory")
-def logits_chunk_fits(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("memory")
+def logits_chunk(context: Context, config: ModelConfig) -> Violation | None:
     """The logits that exist at a time must be a chunk, not those of every position.
 
         n x V <= 2^29,   n = min(logits_chunk, positions of a device)
@@ -146,27 +145,20 @@ def logits_chunk_fits(context: Context, config: ModelConfig) -> Iterator[Violati
     GB with all logits at once, 2.7 GB in chunks of 256. Null chooses 512 to 2048 positions, within
     this bound.
     """
-    learner = context.spec.learner
-    if learner.logits_chunk is None:
-        return
-    positions = logits_chunk(learner, config.vocab_size)
-    if positions * config.vocab_size > MAX_LOGITS:
-        size = 4.0 * positions * config.vocab_size
-        yield Violation(
-            ("learner", "logits_chunk"),
-            f"{positions} positions x {config.vocab_size} tokens x 4 bytes = {_gb(size)} of logits "
-            "at a time",
-            numbers={
-                "positions": positions,
-                "vocab_size": config.vocab_size,
-                "limit": MAX_LOGITS,
-            },
-            suggestion=f"at most {MAX_LOGITS // config.vocab_size}, or null",
-        )
+    learner, vocabulary = context.spec.learner, config.vocab_size
+    positions = logits_positions(learner, vocabulary)
+    return relation(
+        learner.logits_chunk is None or positions * vocabulary <= MAX_LOGITS,
+        "learner.logits_chunk",
+        f"{positions} positions x {vocabulary} tokens x 4 bytes = "
+        f"{_gb(4 * positions * vocabulary)} of logits at a time",
+        f"at most {MAX_LOGITS // vocabulary}, or null",
+        {"positions": positions, "vocab_size": vocabulary, "limit": MAX_LOGITS},
+    )
 
 
-@rule("bf16-master", "memory")
-def bf16_master(context: Context) -> Iterator[Violation]:
+@rule("memory")
+def bf16_master(context: Context) -> Violation | None:
     """bfloat16 masters need a learning rate above their rounding floor.
 
         lr x |u| > 2^-9 |w|,   |u| about 1,   |w| about 1 / sqrt(D)
@@ -179,24 +171,24 @@ def bf16_master(context: Context) -> Iterator[Violation]:
     """
     spec, config = context.spec, context.config
     if spec.learner.master_dtype != "bfloat16" or spec.learner.lora is not None:
-        return
+        return None
     if config is None and spec.optimizer.kind == "sgd":
-        return
+        return None
     width = WIDEST if config is None else config.hidden_size
     floor = HALF_STEP / sqrt(width)
     move = spec.optimizer.lr if config is None else weight_move(spec, config)
-    if move <= floor:
-        yield Violation(
-            ("learner", "master_dtype"),
-            f"bfloat16 rounds updates of {move:g} away: a weight of "
-            f"{1 / sqrt(width):.2g} moves only by more than {floor:.2g}",
-            numbers={"move": move, "floor": floor, "hidden_size": width},
-            suggestion="float32",
-        )
+    return relation(
+        move > floor,
+        "learner.master_dtype",
+        f"bfloat16 rounds updates of {move:g} away: a weight of {1 / sqrt(width):.2g} moves only "
+        f"by more than {floor:.2g}",
+        "float32",
+        {"move": move, "floor": floor, "hidden_size": width},
+    )
 
 
-@model_rule("sampler-weights-fit", "memory")
-def sampler_weights_fit(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("memory")
+def sampler_weights_fit(context: Context, config: ModelConfig) -> Violations:
     """A replica's share of the weights must fit into its devices.
 
         weights / tensor + activations < 0.92 x memory
@@ -205,27 +197,27 @@ def sampler_weights_fit(context: Context, config: ModelConfig) -> Iterator[Viola
     activations are the largest temporary arrays, of a prefill or of the logits. What is left is
     room for keys and values.
     """
-    spec = context.spec
-    for pool in spec.samplers:
-        needs = sampler_memory(pool, spec, config)
-        if needs.room is None or needs.memory is None or needs.room > 0:
+    for pool in context.spec.samplers:
+        needs = sampler_memory(pool, context.spec, config)
+        if needs.room is None or needs.memory is None:
             continue
-        yield Violation(
-            ("samplers", pool.name, "hardware"),
+        yield relation(
+            needs.room > 0,
+            f"samplers.{pool.name}.hardware",
             f"weights {_gb(needs.weights)} + activations {_gb(needs.activations)} on each of "
             f"{pool.parallel.tensor} devices, of which vLLM may use "
             f"{_gb(MEMORY_UTILIZATION * needs.memory)}",
-            numbers={
+            "more parallel.tensor, or hardware with more memory",
+            {
                 "weights": round(needs.weights),
                 "activations": round(needs.activations),
                 "memory": round(needs.memory),
             },
-            suggestion="more parallel.tensor, or hardware with more memory",
         )
 
 
-@model_rule("validator-weights-fit", "memory")
-def validator_weights_fit(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("memory")
+def validator_weights_fit(context: Context, config: ModelConfig) -> Violation | None:
     """A validator's share of a version must fit into its devices, with room to work.
 
         1.5 x version / devices <= memory
@@ -235,23 +227,23 @@ def validator_weights_fit(context: Context, config: ModelConfig) -> Iterator[Vio
     null.
     """
     spec, hardware = context.spec, context.spec.verify.hardware
-    if hardware is None or not spec.verify.validators:
-        return
-    memory, count = device_of(hardware).memory, device_count(hardware)
-    version = version_size(spec, config).whole
-    needed = prefill_bytes(version, count or 1)
-    if memory is not None and needed > memory:
-        yield Violation(
-            ("verify", "hardware"),
-            f"a version of {_gb(version)} over {count or 1} devices needs {_gb(needed)} on each, "
-            f"which has {_gb(memory)}",
-            numbers={"version": version, "devices": count or 1, "memory": round(memory)},
-            suggestion=f"count: {ceil(prefill_bytes(version, 1) / memory)}",
-        )
+    memory = device_of(hardware).memory if hardware else None
+    if hardware is None or memory is None or not spec.verify.validators:
+        return None
+    version, devices = version_size(spec, config).whole, device_count(hardware) or 1
+    needed = prefill_bytes(version, devices)
+    return relation(
+        needed <= memory,
+        "verify.hardware",
+        f"a version of {_gb(version)} over {devices} devices needs {_gb(needed)} on each, which "
+        f"has {_gb(memory)}",
+        f"count: {ceil(prefill_bytes(version, 1) / memory)}",
+        {"version": version, "devices": devices, "memory": round(memory)},
+    )
 
 
-@model_rule("kv-cache-fits", "memory")
-def kv_cache_fits(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("memory")
+def kv_cache_fits(context: Context, config: ModelConfig) -> Violations:
     """The keys and values of one sequence of full length must fit beside the weights.
 
         max_model_len x 2 L ceil(K / t) h b <= room
@@ -260,21 +252,19 @@ def kv_cache_fits(context: Context, config: ModelConfig) -> Iterator[Violation]:
     what weights and activations leave (`explain sampler-weights-fit`). vLLM refuses to start
     otherwise. One sequence is the least; how many fit at a time is in `runspec plan`.
     """
-    spec = context.spec
-    for pool in spec.samplers:
-        needs = sampler_memory(pool, spec, config)
-        sequence = pool.max_model_len * needs.kv_token
-        if needs.room is None or needs.room <= 0 or sequence <= needs.room:
+    for pool in context.spec.samplers:
+        needs, length = sampler_memory(pool, context.spec, config), pool.max_model_len
+        if needs.room is None or needs.room <= 0:
             continue
-        fits = int(needs.room // needs.kv_token)
-        yield Violation(
-            ("samplers", pool.name, "max_model_len"),
-            f"keys and values of {pool.max_model_len} tokens are {_gb(sequence)} a device, and "
+        yield relation(
+            length * needs.kv_token <= needs.room,
+            f"samplers.{pool.name}.max_model_len",
+            f"keys and values of {length} tokens are {_gb(length * needs.kv_token)} a device, and "
             f"there is room for {_gb(needs.room)}",
-            numbers={
-                "max_model_len": pool.max_model_len,
+            f"at most {int(needs.room // needs.kv_token)}, or more parallel.tensor",
+            {
+                "max_model_len": length,
                 "kv_bytes_per_token": round(needs.kv_token),
                 "room": round(needs.room),
             },
-            suggestion=f"at most {fits}, or more parallel.tensor",
         )

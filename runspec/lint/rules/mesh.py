@@ -1,4 +1,8 @@
-"""Rules on the learner's mesh: topology, devices, hosts, slices."""
+"""Rules on the learner's machines: topology, devices, rows and widths over the mesh, kernels.
+
+The learner does not shard a dimension that its mesh axes do not divide, so that every mesh computes
+the same. These rules report where that costs time or memory.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,18 @@ import re
 from collections.abc import Iterator
 from math import lcm, prod
 
-from runspec.core.models.hardware import device_count
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.hardware import DEVICES, device_count
 from runspec.core.spec.schema import Hardware, RunSpec
-from runspec.lint.registry import Context, Violation, divisors, rule
+from runspec.lint.registry import (
+    Context,
+    Violation,
+    Violations,
+    divisors,
+    model_rule,
+    relation,
+    rule,
+)
 
 _TOPOLOGY = re.compile(r"[1-9][0-9]{0,3}(x[1-9][0-9]{0,3})*")
 _SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -18,31 +31,31 @@ LARGEST = {"tpu-v4": 4096, "tpu-v5p": 6144}
 """Chips of the largest slice."""
 
 
-def _all_hardware(spec: RunSpec) -> Iterator[tuple[tuple[str, ...], Hardware]]:
-    yield ("learner", "hardware"), spec.learner.hardware
+def _all_hardware(spec: RunSpec) -> Iterator[tuple[str, Hardware]]:
+    yield "learner.hardware", spec.learner.hardware
     for pool in spec.samplers:
-        yield ("samplers", pool.name, "hardware"), pool.hardware
+        yield f"samplers.{pool.name}.hardware", pool.hardware
     if spec.verify.hardware is not None:
-        yield ("verify", "hardware"), spec.verify.hardware
+        yield "verify.hardware", spec.verify.hardware
 
 
-@rule("topology-form", "mesh")
-def topology_form(context: Context) -> Iterator[Violation]:
+@rule("mesh")
+def topology_form(context: Context) -> Violations:
     """A TPU topology must be written like 4x4x4.
 
     Sides of the slice in chips, joined by `x`; their product is the number of chips.
     """
     for where, hardware in _all_hardware(context.spec):
-        if hardware.topology is not None and not _TOPOLOGY.fullmatch(hardware.topology):
-            yield Violation(
-                (*where, "topology"),
-                f"{hardware.topology!r} is not of the form 4x4x4",
-                suggestion="4x4x4",
-            )
+        yield relation(
+            hardware.topology is None or _TOPOLOGY.fullmatch(hardware.topology) is not None,
+            f"{where}.topology",
+            f"{hardware.topology!r} is not of the form 4x4x4",
+            "4x4x4",
+        )
 
 
-@rule("tpu-topology", "mesh")
-def tpu_topology(context: Context) -> Iterator[Violation]:
+@rule("mesh")
+def tpu_topology(context: Context) -> Violations:
     """A TPU topology must be a slice that its chip comes in.
 
         v5e, v6e   AxB: 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16
@@ -54,13 +67,13 @@ def tpu_topology(context: Context) -> Iterator[Violation]:
     """
     for where, hardware in _all_hardware(context.spec):
         shape = hardware.topology
-        if shape is None or not _TOPOLOGY.fullmatch(shape) or _exists(hardware.kind, shape):
-            continue
-        flat = hardware.kind in ("tpu-v5e", "tpu-v6e")
-        yield Violation(
-            (*where, "topology"),
+        if shape is None or not _TOPOLOGY.fullmatch(shape):
+            continue  # `topology-form` says so
+        yield relation(
+            _exists(hardware.kind, shape),
+            f"{where}.topology",
             f"{hardware.kind} has no slice {shape}",
-            suggestion=_nearest(shape, flat=flat),
+            _nearest(shape, flat=hardware.kind in ("tpu-v5e", "tpu-v6e")),
         )
 
 
@@ -85,8 +98,8 @@ def _nearest(shape: str, *, flat: bool) -> str:
     return next((each for each in usual if prod(_sides(each)) >= wanted), usual[-1])
 
 
-@rule("topology-count", "mesh")
-def topology_count(context: Context) -> Iterator[Violation]:
+@rule("mesh")
+def topology_count(context: Context) -> Violations:
     """A count beside a topology must be its number of chips.
 
         count = slices x product of the topology's sides
@@ -95,67 +108,62 @@ def topology_count(context: Context) -> Iterator[Violation]:
     """
     spec = context.spec
     for where, hardware in _all_hardware(spec):
-        slices = spec.learner.mesh.slices if where[0] == "learner" else 1
+        slices = spec.learner.mesh.slices if where == "learner.hardware" else 1
         devices = device_count(hardware, slices)
-        if hardware.topology is None or devices is None or hardware.count in (None, devices):
+        if hardware.topology is None or devices is None or hardware.count is None:
             continue
         of = f"{slices} slices of " if slices > 1 else ""
-        yield Violation(
-            (*where, "count"),
+        yield relation(
+            hardware.count == devices,
+            f"{where}.count",
             f"{hardware.count}, but {of}topology {hardware.topology} has {devices} devices",
-            numbers={"count": hardware.count or 0, "devices": devices},
-            suggestion=f"{devices}, or leave count out",
+            f"{devices}, or leave count out",
+            {"count": hardware.count, "devices": devices},
         )
 
 
-@rule("mesh-fits", "mesh")
-def mesh_fits(context: Context) -> Iterator[Violation]:
+@rule("mesh")
+def mesh_fits(context: Context) -> Violation | None:
     """The product of the mesh axes must be the number of devices.
 
         data x fsdp x context x tensor = slices x chips of the topology,  or count
 
     With fewer devices the program does not start; more are paid for and idle.
     """
-    spec = context.spec
-    mesh = spec.learner.mesh
-    product, devices = mesh.devices, device_count(spec.learner.hardware, mesh.slices)
-    if devices is None or product == devices:
-        return
-    others = product // mesh.fsdp
-    yield Violation(
-        ("learner", "mesh"),
-        f"data x fsdp x context x tensor = {product}, but there are {devices} devices",
-        numbers={
-            "data": mesh.data,
-            "fsdp": mesh.fsdp,
-            "context": mesh.context,
-            "tensor": mesh.tensor,
-            "devices": devices,
-        },
-        suggestion=f"fsdp: {devices // others}" if devices % others == 0 else "",
+    learner, mesh = context.spec.learner, context.spec.learner.mesh
+    devices, others = device_count(learner.hardware, mesh.slices), mesh.devices // mesh.fsdp
+    if devices is None:
+        return None
+    sizes = {axis: getattr(mesh, axis) for axis in ("data", "fsdp", "context", "tensor")}
+    return relation(
+        mesh.devices == devices,
+        "learner.mesh",
+        f"data x fsdp x context x tensor = {mesh.devices}, but there are {devices} devices",
+        f"axes whose product is {devices}" if devices % others else f"fsdp: {devices // others}",
+        {**sizes, "devices": devices},
     )
 
 
-@rule("hosts-divide", "mesh")
-def hosts_divide(context: Context) -> Iterator[Violation]:
+@rule("mesh")
+def hosts_divide(context: Context) -> Violation | None:
     """The learner's processes must hold equal shares of its devices.
 
         devices of the mesh = n x hosts,  n whole
 
     `jax.distributed` joins `hosts` processes into one program; the mesh is made of equal blocks.
     """
-    product, hosts = context.spec.learner.mesh.devices, context.spec.learner.hosts
-    if product % hosts:
-        yield Violation(
-            ("learner", "hosts"),
-            f"{hosts} does not divide the {product} devices",
-            numbers={"hosts": hosts, "devices": product},
-            suggestion=f"{divisors(product, hosts)[-1]}",
-        )
+    devices, hosts = context.spec.learner.mesh.devices, context.spec.learner.hosts
+    return relation(
+        devices % hosts == 0,
+        "learner.hosts",
+        f"{hosts} does not divide the {devices} devices",
+        f"{divisors(devices, hosts)[-1]}",
+        {"hosts": hosts, "devices": devices},
+    )
 
 
-@rule("hosts-chips", "mesh")
-def hosts_chips(context: Context) -> Iterator[Violation]:
+@rule("mesh")
+def hosts_chips(context: Context) -> Violation | None:
     """A TPU learner must have a process on every host of its slices.
 
         hosts >= chips / chips of a host
@@ -163,23 +171,22 @@ def hosts_chips(context: Context) -> Iterator[Violation]:
     A host of v4 and v5p has 4 chips; one of v5e and v6e has 8 in slices up to 2x4, else 4. A
     process drives the chips of its own host only (cloud.google.com/tpu/docs/v4, v5p, v5e, v6e).
     """
-    learner = context.spec.learner
-    hardware, slices = learner.hardware, learner.mesh.slices
-    chips = device_count(hardware, slices)
-    if hardware.kind not in ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e") or chips is None:
-        return
-    most = 8 if hardware.kind in ("tpu-v5e", "tpu-v6e") and chips // slices <= 8 else 4
-    if learner.hosts * most < chips:
-        yield Violation(
-            ("learner", "hosts"),
-            f"{chips} chips of {hardware.kind} are on hosts of {most}",
-            numbers={"chips": chips, "chips_per_host": most, "hosts": learner.hosts},
-            suggestion=f"hosts: {-(-chips // most)}",
-        )
+    learner, slices = context.spec.learner, context.spec.learner.mesh.slices
+    kind, chips = learner.hardware.kind, device_count(learner.hardware, slices)
+    if kind not in ("tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e") or chips is None:
+        return None
+    most = 8 if kind in ("tpu-v5e", "tpu-v6e") and chips // slices <= 8 else 4
+    return relation(
+        learner.hosts * most >= chips,
+        "learner.hosts",
+        f"{chips} chips of {kind} are on hosts of {most}",
+        f"hosts: {-(-chips // most)}",
+        {"chips": chips, "chips_per_host": most, "hosts": learner.hosts},
+    )
 
 
-@rule("slices-divide", "mesh")
-def slices_divide(context: Context) -> Iterator[Violation]:
+@rule("mesh")
+def slices_divide(context: Context) -> Violation | None:
     """The axis that crosses slices must be a multiple of their number.
 
         size of slice_axis = n x slices,  n whole
@@ -188,11 +195,232 @@ def slices_divide(context: Context) -> Iterator[Violation]:
     its inner part inside one.
     """
     mesh = context.spec.learner.mesh
-    size = mesh.data if mesh.slice_axis == "data" else mesh.fsdp
-    if size % mesh.slices:
-        yield Violation(
-            ("learner", "mesh", "slices"),
-            f"{mesh.slices} does not divide {mesh.slice_axis} = {size}",
-            numbers={"slices": mesh.slices, mesh.slice_axis: size},
-            suggestion=f"{mesh.slice_axis}: {lcm(size, mesh.slices)}, or another slice_axis",
+    axis, slices = mesh.slice_axis, mesh.slices
+    size = mesh.data if axis == "data" else mesh.fsdp
+    return relation(
+        size % slices == 0,
+        "learner.mesh.slices",
+        f"{slices} does not divide {axis} = {size}",
+        f"{axis}: {lcm(size, slices)}, or another slice_axis",
+        {"slices": slices, axis: size},
+    )
+
+
+@rule("mesh")
+def rows_divide(context: Context) -> Violation | None:
+    """The rows of a microbatch must divide over data x fsdp.
+
+        packing.rows = n x data x fsdp,  n whole: the rows of a device
+
+    The learner packs sequences into rows of a fixed length, and `packing.rows` of them, over all
+    devices, make a microbatch. Every device takes the same number; the program is refused else.
+    """
+    mesh, rows = context.spec.learner.mesh, context.spec.learner.packing.rows
+    shards = mesh.data * mesh.fsdp
+    return relation(
+        rows % shards == 0,
+        "learner.packing.rows",
+        f"{rows} is not divisible by data x fsdp = {shards}",
+        f"{-(-rows // shards) * shards}",
+        {"rows": rows, "data": mesh.data, "fsdp": mesh.fsdp},
+    )
+
+
+@rule("mesh")
+def context_divides(context: Context) -> Violation | None:
+    """The positions of a row must divide over twice the context axis.
+
+        packing.tokens = n x 2 x context,  n whole
+
+    A causal row costs more at its end, so with c shards a row is cut into 2c chunks, and shard i
+    takes chunks i and 2c - 1 - i (Llama 3, arXiv 2407.21783, 3.3.2). Where 2c does not divide the
+    row every shard computes attention over the whole of it: right, at c times the work, a warning.
+    Where not even c does the program is refused, an error.
+    """
+    learner = context.spec.learner
+    tokens, cut = learner.packing.tokens, learner.mesh.context
+    refused = tokens % cut != 0
+    return relation(
+        cut == 1 or tokens % (2 * cut) == 0,
+        "learner.packing.tokens",
+        f"{tokens} is not divisible by context = {cut}"
+        if refused
+        else f"{tokens} is not divisible by 2 x context = {2 * cut}: each of {cut} shards computes "
+        "attention over whole rows",
+        f"{-(-tokens // (2 * cut)) * 2 * cut}",
+        {"tokens": tokens, "context": cut},
+        "error" if refused else "warning",
+    )
+
+
+def _update_sequences(spec: RunSpec) -> int:
+    """Sequences of a step's largest update."""
+    groups = -(-spec.grpo.prompts_per_step // spec.grpo.updates_per_step)
+    return groups * spec.grpo.group_size
+
+
+@rule("mesh", "warning", runs="grpo")
+def idle_shards(context: Context) -> Violation | None:
+    """An optimizer update must have a sequence for every shard of the batch.
+
+        prompts_per_step / updates_per_step x group_size >= data x fsdp
+
+    A sequence lies in one row, a row on one shard. With fewer sequences than shards some compute
+    padding alone, whatever their lengths are.
+    """
+    mesh, sequences = context.spec.learner.mesh, _update_sequences(context.spec)
+    shards = mesh.data * mesh.fsdp
+    return relation(
+        sequences >= shards,
+        "learner.mesh",
+        f"{sequences} sequences an update on data x fsdp = {shards} shards: {shards - sequences} "
+        "have none",
+        "fewer updates a step, or more context or tensor in the place of fsdp",
+        {"sequences_per_update": sequences, "data": mesh.data, "fsdp": mesh.fsdp},
+    )
+
+
+@rule("mesh", "warning", runs="grpo")
+def padded_microbatch(context: Context) -> Violations:
+    """The sequences of an update must divide by data x fsdp x microbatch, to fill its microbatches.
+
+        S = n x rows,  n whole           S = prompts_per_step / updates_per_step x group_size
+        packing.rows = data x fsdp x (rows of a device)
+
+    Where a packed row holds one sequence of full length, S of them need S rows, and the last
+    microbatch is filled up with rows of padding, which cost as much as real ones. Shorter sequences
+    share rows, so what a run wastes is at most this. Rows that hold several of full length are not
+    looked at: how many come to share one no spec says. The loss does not change: padding has no
+    weight in it.
+    """
+    spec = context.spec
+    packing, mesh = spec.learner.packing, spec.learner.mesh
+    sequences, shards = _update_sequences(spec), mesh.data * mesh.fsdp
+    longest = spec.data.max_prompt_tokens + max(pool.max_new_tokens for pool in spec.samplers)
+    in_a_row = packing.tokens // longest
+    if sequences < shards or packing.rows % shards:
+        return  # `idle-shards` and `rows-divide` say so
+    if in_a_row != 1 or sequences % packing.rows == 0:
+        return
+    padding = -sequences % packing.rows
+    yield Violation(
+        ("learner", "packing", "rows"),
+        f"an update's {sequences} sequences are {padding} short of whole microbatches of "
+        f"{packing.rows} rows: up to {padding / (sequences + padding):.0%} of its rows are padding",
+        numbers={
+            "sequences_per_update": sequences,
+            "data": mesh.data,
+            "fsdp": mesh.fsdp,
+            "microbatch": packing.rows // shards,
+        },
+        suggestion=_rows_that_divide(sequences, shards, packing.rows),
+    )
+
+
+def _rows_that_divide(sequences: int, shards: int, limit: int) -> str:
+    fitting = [n for n in divisors(sequences, limit) if n % shards == 0]
+    return f"{fitting[-1]} rows divide evenly" if fitting else "change group_size or the mesh"
+
+
+@model_rule("mesh")
+def tensor_heads(context: Context, config: ModelConfig) -> Violation | None:
+    """The tensor axis must divide the model's query heads.
+
+        num_attention_heads = n x tensor,  n whole
+
+    Heads are what the tensor axis cuts in attention. Heads that it does not divide stay whole: each
+    of `tensor` devices holds all of q and o and computes all of attention.
+    """
+    heads, tensor = config.num_attention_heads, context.spec.learner.mesh.tensor
+    return relation(
+        heads % tensor == 0,
+        "learner.mesh.tensor",
+        f"{tensor} does not divide {heads} heads: attention would be computed {tensor} times over",
+        f"one of {', '.join(map(str, divisors(heads, heads)))}",
+        {"tensor": tensor, "num_attention_heads": heads},
+    )
+
+
+@model_rule("mesh", "warning")
+def tensor_kv_heads(context: Context, config: ModelConfig) -> Violation | None:
+    """The tensor axis ought to divide the model's key/value heads.
+
+        num_key_value_heads = n x tensor,  n whole
+
+    Else k and v projections are whole on every device of the axis, with their moments, and keys and
+    values are repeated to lcm(kv heads, tensor) heads before attention, which costs memory in each
+    layer. The result is the same: a warning.
+    """
+    heads, tensor = config.num_key_value_heads, context.spec.learner.mesh.tensor
+    if config.num_attention_heads % tensor:
+        return None  # `tensor-heads` says so
+    repeated = lcm(heads, tensor)
+    return relation(
+        heads % tensor == 0,
+        "learner.mesh.tensor",
+        f"{tensor} does not divide {heads} key/value heads: they are held whole on each device and "
+        f"repeated to {repeated}",
+        f"at most {heads}, the rest in fsdp or context",
+        {"tensor": tensor, "num_key_value_heads": heads, "repeated": repeated},
+    )
+
+
+@model_rule("mesh", "warning")
+def sharded_widths(context: Context, config: ModelConfig) -> Violations:
+    """fsdp ought to divide the hidden size, and tensor the MLP's width and the vocabulary.
+
+        hidden_size mod fsdp = 0,   intermediate_size mod tensor = 0,   vocab_size mod tensor = 0
+
+    A dimension that its axis does not divide is whole on every device: with fsdp every parameter
+    and both of its moments, so that more devices save no memory at all.
+    """
+    mesh = context.spec.learner.mesh
+    for axis, cut, name, size in (
+        ("fsdp", mesh.fsdp, "hidden_size", config.hidden_size),
+        ("tensor", mesh.tensor, "intermediate_size", config.intermediate_size),
+        ("tensor", mesh.tensor, "vocab_size", config.vocab_size),
+    ):
+        yield relation(
+            size % cut == 0,
+            f"learner.mesh.{axis}",
+            f"{cut} does not divide {name} = {size}: what has that dimension is whole on each of "
+            f"{cut} devices",
+            "a power of two divides most widths",
+            {axis: cut, name: size},
         )
+
+
+@rule("mesh")
+def attention_kernel(context: Context) -> Violations:
+    """A named attention kernel must run on the learner's hardware, with its types and its mesh.
+
+        splash   TPUs, compute_dtype bfloat16 or float32
+        cudnn    NVIDIA GPUs, compute_dtype bfloat16, whole rows (context: 1), head sizes that are
+                 multiples of 8 up to 256
+        xla      everywhere
+
+    `auto` takes the platform's own where these hold, and xla else. The learner refuses a named
+    kernel that cannot run when it starts, which is after the chips were rented.
+    """
+    learner = context.spec.learner
+    name, kind = learner.attention, learner.hardware.kind
+    if name in ("auto", "xla") or kind not in DEVICES:
+        return
+    platform = "CPUs" if kind == "cpu" else "TPUs" if kind.startswith("tpu-") else "GPUs"
+    if platform != {"splash": "TPUs", "cudnn": "GPUs"}[name]:
+        reason = f"does not run on {platform}"
+    elif name == "splash":
+        return
+    elif learner.compute_dtype != "bfloat16":
+        reason = f"computes in bfloat16, not in {learner.compute_dtype}"
+    elif learner.mesh.context > 1:
+        reason = f"needs whole rows, and context = {learner.mesh.context} cuts them"
+    elif (config := context.config) and (config.head_dim % 8 or config.head_dim > 256):
+        reason = f"takes head sizes of 8 n up to 256, not {config.head_dim}"
+    else:
+        return
+    yield Violation(
+        ("learner", "attention"),
+        f"{name} {reason}",
+        suggestion="auto",
+    )

@@ -1,8 +1,8 @@
-"""Rules on the model: its shape, trained parameters and tokenizer, and how version 0 is made."""
+"""Rules on the model: its shape, version 0, adapters and tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 
 from runspec.core.errors import UserError
@@ -10,7 +10,15 @@ from runspec.core.models.config import ModelConfig
 from runspec.core.models.parameters import matrix_shapes
 from runspec.core.models.spec_model import model_names, named_model
 from runspec.core.spec.documents import column_of
-from runspec.lint.registry import Context, Violation, divisors, model_rule, rule
+from runspec.lint.registry import (
+    Context,
+    Violation,
+    Violations,
+    divisors,
+    model_rule,
+    relation,
+    rule,
+)
 from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.lock.cache import is_on_hub, require_files
 
@@ -18,8 +26,8 @@ PADDING = 0.01
 """Share of a vocabulary by which models of a family differ: rows that no token has."""
 
 
-@rule("shape-heads", "model")
-def shape_heads(context: Context) -> Iterator[Violation]:
+@rule("model")
+def shape_heads(context: Context) -> Violations:
     """The heads of a shape must divide its width and one another, and be of even size.
 
         hidden_size = H x h,  h even         H = n x K,  n whole
@@ -30,32 +38,118 @@ def shape_heads(context: Context) -> Iterator[Violation]:
     shape = context.spec.model.shape
     if shape is None:
         return
-    heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-    if shape.head_dim is not None and shape.head_dim % 2:
-        yield Violation(
-            ("model", "shape", "head_dim"),
+    heads, kv_heads, width = shape.num_attention_heads, shape.num_key_value_heads, shape.hidden_size
+    if shape.head_dim is None:
+        yield relation(
+            width % (2 * heads) == 0,
+            "model.shape.hidden_size",
+            f"{width} does not give {heads} heads of an even size",
+            f"{-(-width // (2 * heads)) * 2 * heads}",
+            {"hidden_size": width, "num_attention_heads": heads},
+        )
+    else:
+        yield relation(
+            shape.head_dim % 2 == 0,
+            "model.shape.head_dim",
             f"{shape.head_dim} is odd, RoPE turns pairs",
-            numbers={"head_dim": shape.head_dim},
-            suggestion=f"{shape.head_dim + 1}",
+            f"{shape.head_dim + 1}",
+            {"head_dim": shape.head_dim},
         )
-    if shape.head_dim is None and shape.hidden_size % (2 * heads):
-        yield Violation(
-            ("model", "shape", "hidden_size"),
-            f"{shape.hidden_size} does not give {heads} heads of an even size",
-            numbers={"hidden_size": shape.hidden_size, "num_attention_heads": heads},
-            suggestion=f"{-(-shape.hidden_size // (2 * heads)) * 2 * heads}",
-        )
-    if heads % kv_heads:
-        yield Violation(
-            ("model", "shape", "num_key_value_heads"),
-            f"{kv_heads} does not divide {heads} heads",
-            numbers={"num_key_value_heads": kv_heads, "num_attention_heads": heads},
-            suggestion=f"{divisors(heads, kv_heads)[-1]}",
+    yield relation(
+        heads % kv_heads == 0,
+        "model.shape.num_key_value_heads",
+        f"{kv_heads} does not divide {heads} heads",
+        f"{divisors(heads, kv_heads)[-1]}",
+        {"num_key_value_heads": kv_heads, "num_attention_heads": heads},
+    )
+
+
+@rule("model")
+def one_model(context: Context) -> Violations:
+    """Exactly one of `model.hf` and `model.shape` must be given.
+
+    The first names weights that exist, the second the shape of weights that the run makes: by its
+    warm start, or at random where it trains on documents. With both it would be open which is
+    version 0; with neither there is none. `model.revision` is the commit of `model.hf`, and means
+    nothing without it.
+    """
+    model = context.spec.model
+    both = model.hf is not None and model.shape is not None
+    yield relation(
+        (model.hf is None) != (model.shape is None),
+        "model",
+        f"exactly one of hf and shape is needed, {'both were' if both else 'neither was'} given",
+        "null takes one away" if both else "name a Hugging Face repository in hf",
+    )
+    yield relation(
+        model.revision is None or model.hf is not None,
+        "model.revision",
+        "is the commit of model.hf, which is not given",
+        "set it to null",
+    )
+
+
+@rule("model", runs="grpo")
+def warm_start(context: Context) -> Violations:
+    """A `model.shape` must have a warm start, and a model with weights must have none.
+
+    A shape is not weights: the supervised steps of `warm_start` make them before version 0 exists.
+    Reinforcement learning alone cannot, for random weights are never right and the reward says
+    nothing. A model of `model.hf` is version 0 as it is.
+    """
+    shape, warm = context.spec.model.shape, context.spec.warm_start
+    yield relation(
+        shape is None or warm is not None,
+        "model.shape",
+        "has no weights: warm_start must make them",
+        "warm_start: {} takes the defaults",
+    )
+    yield relation(
+        shape is not None or warm is None,
+        "warm_start",
+        "makes the weights of a model.shape, and none is given",
+        "set it to null",
+    )
+
+
+@rule("model", runs="supervised")
+def shape_tokenizer(context: Context) -> Violation | None:
+    """A `model.shape` that trains on documents must name a tokenizer.
+
+    A shape has no files, so no tokenizer comes with it. `python -m learner_jax tokenizer train`
+    makes one from the documents themselves; `model.tokenizer.hf` names its directory, relative to
+    the spec. The tokenizer becomes part of every version.
+    """
+    model = context.spec.model
+    return relation(
+        model.shape is None or model.tokenizer is not None,
+        "model.shape",
+        "has no tokenizer: model.tokenizer must name one",
+        "tokenizer: {hf: DIRECTORY}, with its tokenizer.json",
+    )
+
+
+@rule("model")
+def lora_targets(context: Context) -> Violations:
+    """Each matrix must be named once among the targets of adapters.
+
+        W + (alpha / rank) A B       (LoRA, arXiv 2106.09685)
+
+    A matrix has one A and one B; a name given twice is a slip for another one.
+    """
+    targets = context.spec.learner.lora.targets if context.spec.learner.lora else []
+    for target, count in sorted(Counter(targets).items()):
+        yield relation(
+            count == 1,
+            "learner.lora.targets",
+            f"names {target} more than once",
+            f"[{', '.join(dict.fromkeys(targets))}]",
+            {target: count},
         )
 
 
-@rule("model-config", "model")
-def model_config(context: Context) -> Iterator[Violation]:
+@rule("model")
+def model_config(context: Context) -> Violations:
     """The model's config.json must be readable, and of a decoder that the learner computes.
 
     A local `model.hf` directory is read without a network, and so are the shapes that ship with
@@ -74,8 +168,8 @@ def model_config(context: Context) -> Iterator[Violation]:
     )
 
 
-@rule("unknown-model", "model", "warning")
-def unknown_model(context: Context) -> Iterator[Violation]:
+@rule("model", "warning")
+def unknown_model(context: Context) -> Violations:
     """The shape of a model on the Hub ought to be known where its spec is linted.
 
     Heads, widths, vocabulary and lengths come from the config.json of a local directory, or from
@@ -94,8 +188,8 @@ def unknown_model(context: Context) -> Iterator[Violation]:
     )
 
 
-@rule("model-path", "model", "warning")
-def model_path(context: Context) -> Iterator[Violation]:
+@rule("model", "warning")
+def model_path(context: Context) -> Violations:
     """The path of a model or a tokenizer ought to be a directory.
 
     What is no repository's name (`org/name`) is a path, such as `./x` or `~/x`; a relative one
@@ -114,27 +208,8 @@ def model_path(context: Context) -> Iterator[Violation]:
             yield Violation(location, error.thing, suggestion=error.remedy)
 
 
-@rule("lora-targets", "model")
-def lora_targets(context: Context) -> Iterator[Violation]:
-    """Each matrix must be named once among the targets of adapters.
-
-        W + (alpha / rank) A B       (LoRA, arXiv 2106.09685)
-
-    A matrix has one A and one B; a name given twice is a slip for another one.
-    """
-    lora = context.spec.learner.lora
-    targets = lora.targets if lora else []
-    for target in sorted({target for target in targets if targets.count(target) > 1}):
-        yield Violation(
-            ("learner", "lora", "targets"),
-            f"names {target} more than once",
-            numbers={target: targets.count(target)},
-            suggestion=f"[{', '.join(dict.fromkeys(targets))}]",
-        )
-
-
-@model_rule("lora-rank", "model")
-def lora_rank(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("model")
+def lora_rank(context: Context, config: ModelConfig) -> Violation | None:
     """The rank of adapters must be below that of the matrices that they adapt.
 
         rank < min(in, out)  of every target
@@ -142,23 +217,22 @@ def lora_rank(context: Context, config: ModelConfig) -> Iterator[Violation]:
     A B of that rank or more can be any matrix, and A and B together hold more numbers than W: full
     fine-tuning at a higher price.
     """
-    lora = context.spec.learner.lora
-    if lora is None:
-        return
-    shapes = matrix_shapes(config)
-    ranks = sorted((min(shapes[name]), name) for name in lora.targets if name in shapes)
-    if ranks and lora.rank >= ranks[0][0]:
-        least, target = ranks[0]
-        yield Violation(
-            ("learner", "lora", "rank"),
-            f"{lora.rank} is no low rank for {target}, a matrix of rank {least}",
-            numbers={"rank": lora.rank, "least": least},
-            suggestion="8 to 128 are usual for models of billions of parameters",
-        )
+    lora, shapes = context.spec.learner.lora, matrix_shapes(config)
+    ranks = [(min(shapes[name]), name) for name in lora.targets if name in shapes] if lora else []
+    if lora is None or not ranks:
+        return None
+    least, target = min(ranks)
+    return relation(
+        lora.rank < least,
+        "learner.lora.rank",
+        f"{lora.rank} is no low rank for {target}, a matrix of rank {least}",
+        "8 to 128 are usual for models of billions of parameters",
+        {"rank": lora.rank, "least": least},
+    )
 
 
-@model_rule("tokenizer-vocabulary", "model")
-def tokenizer_vocabulary(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("model")
+def tokenizer_vocabulary(context: Context, config: ModelConfig) -> Violations:
     """Every token of the tokenizer must be a row of the model's embedding.
 
         largest token id < vocab_size
@@ -180,8 +254,8 @@ def tokenizer_vocabulary(context: Context, config: ModelConfig) -> Iterator[Viol
     )
 
 
-@rule("tokenizer-agrees", "model")
-def tokenizer_agrees(context: Context) -> Iterator[Violation]:
+@rule("model")
+def tokenizer_agrees(context: Context) -> Violations:
     """A tokenizer given beside the model must give its tokens the model's own ids.
 
     `model.tokenizer` replaces the model's tokenizer in every role alike, so roles cannot differ
@@ -221,8 +295,8 @@ def tokenizer_agrees(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("end-token", "model")
-def end_token(context: Context) -> Iterator[Violation]:
+@rule("model")
+def end_token(context: Context) -> Violations:
     """Tokenizer and model must name the same end token.
 
         id of tokenizer_config.json's eos_token  in  eos_token_id of config.json,
@@ -287,8 +361,8 @@ def _turn_end(folder: Path) -> tuple[str, int] | None:
     return (min(found)[2], added[min(found)[2]]) if found else None
 
 
-@rule("chat-template", "model", "warning")
-def chat_template(context: Context) -> Iterator[Violation]:
+@rule("model", "warning")
+def chat_template(context: Context) -> Violations:
     """The tokenizer ought to bring a chat template, and one that asks for no date.
 
     Prompts are put into the template of the policy version's tokenizer (`chat_template.jinja`, or
@@ -335,52 +409,3 @@ def _tokenizer_key(context: Context) -> tuple[str, ...]:
 def _own_files(context: Context) -> TokenizerFiles | None:
     hf = context.spec.model.hf
     return None if hf is None else TokenizerFiles.read(context.folder / hf)
-
-
-@rule("one-model", "model")
-def one_model(context: Context) -> Iterator[Violation]:
-    """Exactly one of `model.hf` and `model.shape` must be given.
-
-    The first names weights that exist, the second the shape of weights that the run makes: by its
-    warm start, or at random where it trains on documents. With both it would be open which is
-    version 0; with neither there is none. `model.revision` is the commit of `model.hf`, and means
-    nothing without it.
-    """
-    model = context.spec.model
-    given = [name for name in ("hf", "shape") if getattr(model, name) is not None]
-    if len(given) != 1:
-        yield Violation(
-            ("model",),
-            f"exactly one of hf and shape is needed, {'both were' if given else 'neither was'} "
-            "given",
-            suggestion="null takes one away" if given else "name a Hugging Face repository in hf",
-        )
-    if model.revision is not None and model.hf is None:
-        yield Violation(
-            ("model", "revision"),
-            "is the commit of model.hf, which is not given",
-            suggestion="set it to null",
-        )
-
-
-@rule("warm-start", "model", runs="grpo")
-def warm_start(context: Context) -> Iterator[Violation]:
-    """A `model.shape` must have a warm start, and a model with weights must have none.
-
-    A shape is not weights: the supervised steps of `warm_start` make them before version 0 exists.
-    Reinforcement learning alone cannot, for random weights are never right and the reward says
-    nothing. A model of `model.hf` is version 0 as it is.
-    """
-    spec = context.spec
-    if spec.model.shape is not None and spec.warm_start is None:
-        yield Violation(
-            ("model", "shape"),
-            "has no weights: warm_start must make them",
-            suggestion="warm_start: {} takes the defaults",
-        )
-    if spec.model.shape is None and spec.warm_start is not None:
-        yield Violation(
-            ("warm_start",),
-            "makes the weights of a model.shape, and none is given",
-            suggestion="set it to null",
-        )

@@ -1,9 +1,10 @@
-"""Rules on placement: names of roles, and the machines, ports and files that they share."""
+"""Rules on placement and budget: names of roles, and the machines, ports and files they share."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from math import floor
 
 from runspec.core.address import is_loopback, parse_url, server_urls
 from runspec.core.spec.islands import island_names, island_spec
@@ -21,7 +22,9 @@ from runspec.core.spec.role_names import (
     worker_names,
 )
 from runspec.core.spec.schema import RunSpec
-from runspec.lint.registry import Context, Violation, rule
+from runspec.estimate.price import hourly_price
+from runspec.estimate.speed import step_seconds
+from runspec.lint.registry import Context, Violation, Violations, relation, rule
 
 _SHOWN = 12
 """Names that a message lists."""
@@ -31,8 +34,149 @@ RESERVED = (
 )
 
 
-@rule("reserved-names", "placement")
-def reserved_names(context: Context) -> Iterator[Violation]:
+@rule("placement")
+def monitor_python(context: Context) -> Violations:
+    """A monitor of kind `trackio` must name the interpreter of trackio's own environment.
+
+    Packages that trackio needs and packages that a run needs exclude each other's versions. So
+    trackio has an environment of its own, and the monitor speaks to a process there.
+    """
+    for monitor in context.spec.monitors:
+        yield relation(
+            monitor.kind != "trackio" or monitor.python is not None,
+            f"monitors.{monitor.name}",
+            "kind trackio needs python",
+            "`make trackio` makes .venv/trackio/bin/python",
+        )
+
+
+@rule("placement")
+def no_cluster(context: Context) -> Violation | None:
+    """A run on Kubernetes needs a container image.
+
+        placement.kubernetes is given, where placement.backend is kubernetes
+
+    Every pod starts from an image that has the package (docs/backends.md, "Images"). Which one fits
+    depends on the cluster's accelerators, so there is no default.
+    """
+    placement = context.spec.placement
+    return relation(
+        placement.backend != "kubernetes" or placement.kubernetes is not None,
+        "placement.kubernetes",
+        "the run is for Kubernetes, and no container image is named",
+        "placement.kubernetes: {image: REGISTRY/IMAGE:TAG}",
+    )
+
+
+@rule("placement")
+def local_storage(context: Context) -> Violation | None:
+    """Several learner hosts must write checkpoints to one place.
+
+        checkpoints.dir: s3://... or gs://..., or a path with storage.shared,
+        where learner.hosts > 1 and the hosts are not all this machine
+
+    Every process of the learner writes its shards of a checkpoint under one folder; only the first
+    needs the run directory. On a path that each host has for itself no checkpoint is ever whole.
+    `local` starts processes on CPUs on this machine; `kubernetes` makes a volume that all share.
+    """
+    spec, backend = context.spec, context.spec.placement.backend
+    hosts, folder = spec.learner.hosts, spec.checkpoints.dir
+    together = backend == "local" and spec.learner.hardware.kind == "cpu"
+    if hosts == 1 or together or backend == "kubernetes":
+        return None
+    return relation(
+        folder is not None and ("://" in folder or spec.storage.shared),
+        "checkpoints.dir",
+        f"{hosts} hosts would each write checkpoints to a {folder or 'run directory'} of their own",
+        "name an object store (s3://BUCKET/FOLDER), or a folder on a network file system with "
+        "storage.shared: true",
+        {"hosts": hosts},
+    )
+
+
+@rule("placement")
+def no_budget(context: Context) -> Violation | None:
+    """Hardware that is paid by the hour must have a budget.
+
+        budget.max_hours or budget.max_cost, where some price_per_hour > 0
+
+    A run that stalls over a weekend costs as much as one that learns. When the budget is spent the
+    run stops, and can be resumed.
+    """
+    budget, price = context.spec.budget, hourly_price(context.spec) or 0.0
+    return relation(
+        price <= 0.0 or budget.max_hours is not None or budget.max_cost is not None,
+        "budget",
+        f"the hardware costs {price:g} an hour, and nothing ends that",
+        f"max_cost: {price * 24:g} is a day",
+        {"price_per_hour": price},
+    )
+
+
+@rule("placement")
+def over_budget(context: Context) -> Violation | None:
+    """The money must last to the last step.
+
+        steps x step_s / 3600 x price_per_hour <= max_cost
+
+    step_s is the time of a step with every role always at work (`runspec.estimate.speed`), from
+    measured speeds where the spec has them: `runspec plan` forecasts more. A run that its budget
+    ends early is resumable, but the steps that were planned were never paid for. Silent where a
+    speed is not known.
+    """
+    spec, allowed = context.spec, context.spec.budget.max_cost
+    step_s, price = step_seconds(spec, context.config), hourly_price(spec)
+    if step_s is None or price is None or allowed is None:
+        return None
+    cost = spec.steps * step_s / 3600 * price
+    if cost <= allowed:
+        return None
+    return Violation(
+        ("budget", "max_cost"),
+        f"{allowed:g}, but {spec.steps} steps cost {cost:.0f} by the estimate",
+        suggestion=f"it pays {floor(allowed / cost * spec.steps)} steps",
+        numbers={
+            "steps": spec.steps,
+            "step_s": float(f"{step_s:.4g}"),
+            "price_per_hour": price,
+            "cost": round(cost, 2),
+            "max_cost": allowed,
+        },
+    )
+
+
+@rule("placement", "warning")
+def short_budget(context: Context) -> Violation | None:
+    """The hours of the budget should last to the last step.
+
+        steps x step_s / 3600 <= max_hours
+
+    step_s is that of `over-budget`: no run is faster, and `runspec plan` forecasts how much slower
+    this one is. A run whose hours are over stops, and can be resumed with more. Silent where a
+    speed is not known.
+    """
+    spec, allowed = context.spec, context.spec.budget.max_hours
+    step_s = step_seconds(spec, context.config)
+    if step_s is None or allowed is None:
+        return None
+    hours = spec.steps * step_s / 3600
+    if hours <= allowed:
+        return None
+    return Violation(
+        ("budget", "max_hours"),
+        f"{allowed:g}, but {spec.steps} steps need {hours:.4g} hours at least",
+        suggestion=f"it lasts for {floor(allowed / hours * spec.steps)} steps",
+        numbers={
+            "steps": spec.steps,
+            "step_s": float(f"{step_s:.4g}"),
+            "needed": float(f"{hours:.4g}"),
+            "max_hours": allowed,
+        },
+    )
+
+
+@rule("placement")
+def reserved_names(context: Context) -> Violations:
     """No pool may be called like a role, and no relay `origin`.
 
     Keys and logs lie in files named after roles: a pool `validator` would have workers
@@ -40,23 +184,23 @@ def reserved_names(context: Context) -> Iterator[Violation]:
     always means the publisher's own server.
     """
     for pool in context.spec.samplers:
-        if pool.name in RESERVED:
-            yield Violation(
-                ("samplers", pool.name),
-                "is the name of a role; call the pool something else",
-                suggestion=f"{pool.name}-pool, say",
-            )
+        yield relation(
+            pool.name not in RESERVED,
+            f"samplers.{pool.name}",
+            "is the name of a role; call the pool something else",
+            f"{pool.name}-pool, say",
+        )
     for relay in context.spec.broadcast.relays:
-        if relay.name == "origin":
-            yield Violation(
-                ("broadcast", "relays", relay.name),
-                "origin is the publisher's own server, not a relay",
-                suggestion="call it something else",
-            )
+        yield relation(
+            relay.name != "origin",
+            f"broadcast.relays.{relay.name}",
+            "origin is the publisher's own server, not a relay",
+            "call it something else",
+        )
 
 
-@rule("role-clash", "placement")
-def role_clash(context: Context) -> Iterator[Violation]:
+@rule("placement")
+def role_clash(context: Context) -> Violations:
     """Every process must have a name of its own, and so must what `placement.roles` names.
 
         relay-<name>, <pool>-<i>, validator-<i>, learner-<i>, island-<name>, shares-<name>, ...
@@ -83,8 +227,8 @@ def role_clash(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("unknown-role", "placement")
-def unknown_role(context: Context) -> Iterator[Violation]:
+@rule("placement")
+def unknown_role(context: Context) -> Violations:
     """`placement` must name roles of the run in `roles`, `devices` and `kubernetes`.
 
     `roles` says what is started here: `validators`, a pool, relay-<name>, island-<name>, or
@@ -96,12 +240,12 @@ def unknown_role(context: Context) -> Iterator[Violation]:
     spec = context.spec
     startable = placeable(spec)
     unknown = [name for name in dict.fromkeys(spec.placement.roles or []) if name not in startable]
-    if unknown:
-        yield Violation(
-            ("placement", "roles"),
-            f"no role {', '.join(unknown)}; there is {', '.join(startable)}",
-            suggestion="learner, publisher, origin and coordinator are started without being named",
-        )
+    yield relation(
+        not unknown,
+        "placement.roles",
+        f"no role {', '.join(unknown)}; there is {', '.join(startable)}",
+        "learner, publisher, origin and coordinator are started without being named",
+    )
     cluster = spec.placement.kubernetes
     groups = {"trunk", *startable}
     named = [("images", name) for name in cluster.images] if cluster else []
@@ -123,24 +267,8 @@ def unknown_role(context: Context) -> Iterator[Violation]:
             )
 
 
-@rule("monitor-python", "placement")
-def monitor_python(context: Context) -> Iterator[Violation]:
-    """A monitor of kind `trackio` must name the interpreter of trackio's own environment.
-
-    Packages that trackio needs and packages that a run needs exclude each other's versions. So
-    trackio has an environment of its own, and the monitor speaks to a process there.
-    """
-    for each in context.spec.monitors:
-        if each.kind == "trackio" and each.python is None:
-            yield Violation(
-                ("monitors", each.name),
-                "kind trackio needs python",
-                suggestion="`make trackio` makes .venv/trackio/bin/python",
-            )
-
-
-@rule("shared-device", "placement", "warning")
-def shared_device(context: Context) -> Iterator[Violation]:
+@rule("placement", "warning")
+def shared_device(context: Context) -> Violations:
     """An accelerator should belong to one process.
 
     JAX takes most of a GPU's memory when it starts, and vLLM plans with what is free at that
@@ -168,8 +296,8 @@ def shared_device(context: Context) -> Iterator[Violation]:
             )
 
 
-@rule("too-few-devices", "placement")
-def too_few_devices(context: Context) -> Iterator[Violation]:
+@rule("placement")
+def too_few_devices(context: Context) -> Violations:
     """A process must see the accelerators that its part of the model is divided over.
 
         devices of a worker  >= parallel.tensor x parallel.data of its pool
@@ -192,63 +320,18 @@ def too_few_devices(context: Context) -> Iterator[Violation]:
         if name in pools:
             needed[worker] = pools[name].parallel.devices
     for name, numbers in spec.placement.devices.items():
-        seen = len(set(numbers))
-        if seen < needed.get(name, 0):
-            yield Violation(
-                ("placement", "devices", name),
-                f"{seen} of the {needed[name]} accelerators that it divides its model over",
-                numbers={"devices": seen, "needed": needed[name]},
-                suggestion=f"name {needed[name]} devices",
-            )
-
-
-@rule("local-storage", "placement")
-def local_storage(context: Context) -> Iterator[Violation]:
-    """Several learner hosts must write checkpoints to one place.
-
-        checkpoints.dir: s3://... or gs://..., or a path with storage.shared,
-        where learner.hosts > 1 and the hosts are not all this machine
-
-    Every process of the learner writes its shards of a checkpoint under one folder; only the first
-    needs the run directory. On a path that each host has for itself no checkpoint is ever whole.
-    `local` starts processes on CPUs on this machine; `kubernetes` makes a volume that all share.
-    """
-    spec, backend = context.spec, context.spec.placement.backend
-    together = backend == "local" and spec.learner.hardware.kind == "cpu"
-    if spec.learner.hosts == 1 or together or backend == "kubernetes":
-        return
-    folder = spec.checkpoints.dir
-    if folder is None or not ("://" in folder or spec.storage.shared):
-        yield Violation(
-            ("checkpoints", "dir"),
-            f"{spec.learner.hosts} hosts would each write checkpoints to a "
-            f"{folder or 'run directory'} of their own",
-            numbers={"hosts": spec.learner.hosts},
-            suggestion="name an object store (s3://BUCKET/FOLDER), or a folder on a network file "
-            "system with storage.shared: true",
+        seen, least = len(set(numbers)), needed.get(name, 0)
+        yield relation(
+            seen >= least,
+            f"placement.devices.{name}",
+            f"{seen} of the {least} accelerators that it divides its model over",
+            f"name {least} devices",
+            {"devices": seen, "needed": least},
         )
 
 
-@rule("no-cluster", "placement")
-def no_cluster(context: Context) -> Iterator[Violation]:
-    """A run on Kubernetes needs a container image.
-
-        placement.kubernetes is given, where placement.backend is kubernetes
-
-    Every pod starts from an image that has the package (docs/backends.md, "Images"). Which one fits
-    depends on the cluster's accelerators, so there is no default.
-    """
-    placement = context.spec.placement
-    if placement.backend == "kubernetes" and placement.kubernetes is None:
-        yield Violation(
-            ("placement", "kubernetes"),
-            "the run is for Kubernetes, and no container image is named",
-            suggestion="placement.kubernetes: {image: REGISTRY/IMAGE:TAG}",
-        )
-
-
-@rule("server-url", "placement")
-def server_url(context: Context) -> Iterator[Violation]:
+@rule("placement")
+def server_url(context: Context) -> Violations:
     """The URL of a server must be http or https, with a host.
 
     Workers reach the coordinator at `placement.url`, and fetch policy versions from
@@ -256,16 +339,16 @@ def server_url(context: Context) -> Iterator[Violation]:
     `learner.islands.members[].url`; the port is 80 or 443 where none is given.
     """
     for where, text in server_urls(context.spec).items():
-        if parse_url(text) is None:
-            yield Violation(
-                (*where, "url"),
-                f"{text[:80]!r} is no http or https URL with a host",
-                suggestion="https://relay.example.org, say",
-            )
+        yield relation(
+            parse_url(text) is not None,
+            ".".join((*where, "url")),
+            f"{text[:80]!r} is no http or https URL with a host",
+            "https://relay.example.org, say",
+        )
 
 
-@rule("port-clash", "placement")
-def port_clash(context: Context) -> Iterator[Violation]:
+@rule("placement")
+def port_clash(context: Context) -> Violations:
     """No two servers may listen at one address.
 
         base_port + 0 coordinator, + 1 origin, + 2 + i relay i, then learner and islands

@@ -1,4 +1,4 @@
-"""Rules on samplers: lengths, engines, and what they must share with the learner."""
+"""Rules on samplers and evaluations: lengths, engines, and what both share with the learner."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from runspec.core.models.hardware import device_count
 from runspec.core.models.memory import CPU_HEAD_SIZES
 from runspec.core.models.rope_scaling import Dynamic, Linear, Yarn
 from runspec.core.spec.schema import Hardware, RunSpec
-from runspec.lint.registry import Context, Violation, divisors, model_rule, rule
+from runspec.lint.registry import (
+    Context,
+    Violation,
+    Violations,
+    divisors,
+    model_rule,
+    relation,
+    rule,
+)
 
 
-@rule("context-fits", "samplers")
-def context_fits(context: Context) -> Iterator[Violation]:
+@rule("samplers")
+def context_fits(context: Context) -> Violations:
     """The longest prompt and the longest output must fit into the engine's sequences.
 
         max_prompt_tokens + max_new_tokens <= max_model_len
@@ -23,23 +31,19 @@ def context_fits(context: Context) -> Iterator[Violation]:
     """
     prompt = context.spec.data.max_prompt_tokens
     for pool in context.spec.samplers:
-        longest = prompt + pool.max_new_tokens
-        if longest > pool.max_model_len:
-            yield Violation(
-                ("samplers", pool.name, "max_model_len"),
-                f"{pool.max_model_len} is less than max_prompt_tokens {prompt} + max_new_tokens "
-                f"{pool.max_new_tokens} = {longest}",
-                numbers={
-                    "max_prompt_tokens": prompt,
-                    "max_new_tokens": pool.max_new_tokens,
-                    "max_model_len": pool.max_model_len,
-                },
-                suggestion=f"{longest}, or fewer new tokens",
-            )
+        new, length = pool.max_new_tokens, pool.max_model_len
+        yield relation(
+            prompt + new <= length,
+            f"samplers.{pool.name}.max_model_len",
+            f"{length} is less than max_prompt_tokens {prompt} + max_new_tokens {new} = "
+            f"{prompt + new}",
+            f"{prompt + new}, or fewer new tokens",
+            {"max_prompt_tokens": prompt, "max_new_tokens": new, "max_model_len": length},
+        )
 
 
-@rule("model-len", "samplers")
-def model_len(context: Context) -> Iterator[Violation]:
+@rule("samplers")
+def model_len(context: Context) -> Violations:
     """An engine must not make room for longer sequences than the model covers.
 
         max_model_len <= model.max_context
@@ -49,17 +53,17 @@ def model_len(context: Context) -> Iterator[Violation]:
     """
     positions = context.spec.model.max_context
     for pool in context.spec.samplers:
-        if pool.max_model_len > positions:
-            yield Violation(
-                ("samplers", pool.name, "max_model_len"),
-                f"{pool.max_model_len} is more than model.max_context = {positions}",
-                numbers={"max_model_len": pool.max_model_len, "max_context": positions},
-                suggestion=f"at most {positions}",
-            )
+        yield relation(
+            pool.max_model_len <= positions,
+            f"samplers.{pool.name}.max_model_len",
+            f"{pool.max_model_len} is more than model.max_context = {positions}",
+            f"at most {positions}",
+            {"max_model_len": pool.max_model_len, "max_context": positions},
+        )
 
 
-@model_rule("model-positions", "samplers", runs="all")
-def model_positions(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("samplers", runs="all")
+def model_positions(context: Context, config: ModelConfig) -> Violation | None:
     """max_context must not exceed what the model's own config.json covers.
 
         model.max_context <= max_position_embeddings     x factor under linear or dynamic RoPE,
@@ -69,14 +73,14 @@ def model_positions(context: Context, config: ModelConfig) -> Iterator[Violation
     trained. vLLM refuses a longer `max_model_len` when it starts.
     """
     model, covered = context.spec.model, _positions(config)
-    if model.shape is None and model.max_context > covered:
-        yield Violation(
-            ("model", "max_context"),
-            f"{model.max_context} is more than the {covered} positions that the model's "
-            "config.json covers",
-            numbers={"max_context": model.max_context, "positions": covered},
-            suggestion=f"at most {covered}",
-        )
+    return relation(
+        model.shape is not None or model.max_context <= covered,
+        "model.max_context",
+        f"{model.max_context} is more than the {covered} positions that the model's config.json "
+        "covers",
+        f"at most {covered}",
+        {"max_context": model.max_context, "positions": covered},
+    )
 
 
 def _positions(config: ModelConfig) -> int:
@@ -88,34 +92,29 @@ def _positions(config: ModelConfig) -> int:
     return own
 
 
-@rule("packing-holds", "samplers")
-def packing_holds(context: Context) -> Iterator[Violation]:
+@rule("samplers")
+def packing_holds(context: Context) -> Violations:
     """A packed row must hold the longest prompt with the longest output.
 
         max_prompt_tokens + max_new_tokens <= learner.packing.tokens
 
     Samples are never cut: the first rollout that is longer than a row stops the learner.
     """
-    spec = context.spec
-    packed, prompt = spec.learner.packing.tokens, spec.data.max_prompt_tokens
-    for pool in spec.samplers:
-        longest = prompt + pool.max_new_tokens
-        if packed < longest:
-            yield Violation(
-                ("learner", "packing", "tokens"),
-                f"{packed} cannot hold a sequence of pool {pool.name}: max_prompt_tokens {prompt} "
-                f"+ max_new_tokens {pool.max_new_tokens} = {longest}",
-                numbers={
-                    "max_prompt_tokens": prompt,
-                    "max_new_tokens": pool.max_new_tokens,
-                    "packing.tokens": packed,
-                },
-                suggestion=f"at least {longest}",
-            )
+    packed, prompt = context.spec.learner.packing.tokens, context.spec.data.max_prompt_tokens
+    for pool in context.spec.samplers:
+        new = pool.max_new_tokens
+        yield relation(
+            prompt + new <= packed,
+            "learner.packing.tokens",
+            f"{packed} cannot hold a sequence of pool {pool.name}: max_prompt_tokens {prompt} + "
+            f"max_new_tokens {new} = {prompt + new}",
+            f"at least {prompt + new}",
+            {"max_prompt_tokens": prompt, "max_new_tokens": new, "packing.tokens": packed},
+        )
 
 
-@model_rule("attention-window", "samplers", runs="all")
-def attention_window(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("samplers", runs="all")
+def attention_window(context: Context, config: ModelConfig) -> Violation | None:
     """A packed row must not be longer than the model is exact for.
 
         learner.packing.tokens <= sliding window, or the length where dynamic RoPE begins to stretch
@@ -125,18 +124,19 @@ def attention_window(context: Context, config: ModelConfig) -> Iterator[Violatio
     so it is refused.
     """
     limit, packed = config.exact_length, context.spec.learner.packing.tokens
-    if limit is not None and packed > limit:
-        yield Violation(
-            ("learner", "packing", "tokens"),
-            f"{packed}, but the model's attention window or dynamic RoPE begins to tell above "
-            f"{limit}",
-            numbers={"packing.tokens": packed, "limit": limit},
-            suggestion=f"at most {limit}",
-        )
+    if limit is None:
+        return None
+    return relation(
+        packed <= limit,
+        "learner.packing.tokens",
+        f"{packed}, but the model's attention window or dynamic RoPE begins to tell above {limit}",
+        f"at most {limit}",
+        {"packing.tokens": packed, "limit": limit},
+    )
 
 
-@model_rule("cpu-head-size", "samplers", "warning")
-def cpu_head_size(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("samplers", "warning")
+def cpu_head_size(context: Context, config: ModelConfig) -> Violations:
     """An engine on CPUs must be able to compute the model's heads.
 
     vLLM 0.32 has attention kernels on CPUs for heads of 32, 64, 80, 96, 112, 128, 160, 192, 224,
@@ -165,8 +165,8 @@ def unsupported_heads(spec: RunSpec, config: ModelConfig) -> Iterator[Violation]
             )
 
 
-@rule("neutral-sampling", "samplers", "warning")
-def neutral_sampling(context: Context) -> Iterator[Violation]:
+@rule("samplers", "warning")
+def neutral_sampling(context: Context) -> Violations:
     """Sampling should not cut the distribution that ratios are of: top_p 1, top_k off.
 
         token ~ softmax(logits / T) over the tokens kept
@@ -178,22 +178,22 @@ def neutral_sampling(context: Context) -> Iterator[Violation]:
     ratio of the loss such a one.
     """
     for pool in context.spec.samplers:
-        sampling = pool.sampling
-        for field, value, cuts, neutral in (
-            ("top_p", sampling.top_p, sampling.top_p < 1.0, "1.0"),
-            ("top_k", sampling.top_k, sampling.top_k > 0, "-1"),
+        top_p, top_k = pool.sampling.top_p, pool.sampling.top_k
+        for field, value, keeps_all, neutral in (
+            ("top_p", top_p, top_p == 1.0, "1.0"),
+            ("top_k", top_k, top_k <= 0, "-1"),
         ):
-            if cuts:
-                yield Violation(
-                    ("samplers", pool.name, "sampling", field),
-                    f"{value} cuts the distribution that the learner's ratios are of",
-                    numbers={field: value},
-                    suggestion=neutral,
-                )
+            yield relation(
+                keeps_all,
+                f"samplers.{pool.name}.sampling.{field}",
+                f"{value} cuts the distribution that the learner's ratios are of",
+                neutral,
+                {field: value},
+            )
 
 
-@rule("pool-devices", "samplers")
-def pool_devices(context: Context) -> Iterator[Violation]:
+@rule("samplers")
+def pool_devices(context: Context) -> Violations:
     """A replica must have the devices that its parallelism divides the model over.
 
         parallel.tensor x parallel.data <= devices of a replica
@@ -204,28 +204,23 @@ def pool_devices(context: Context) -> Iterator[Violation]:
     """
     for pool in context.spec.samplers:
         devices, ranks = device_count(pool.hardware), pool.parallel.devices
-        if devices is None and pool.hardware.kind != "cpu":
-            devices = 1
-        if devices is None or devices == ranks:
+        if devices is None and pool.hardware.kind == "cpu":
             continue
-        short = devices < ranks
-        yield Violation(
-            ("samplers", pool.name, "parallel", "tensor"),
+        devices = devices or 1
+        short, copies = devices < ranks, pool.parallel.data
+        yield relation(
+            devices == ranks,
+            f"samplers.{pool.name}.parallel.tensor",
             f"{ranks} ranks on {devices} device{'s' if devices > 1 else ''}"
             + ("" if short else f": {devices - ranks} idle"),
-            numbers={
-                "tensor": pool.parallel.tensor,
-                "data": pool.parallel.data,
-                "devices": devices,
-            },
-            suggestion=f"hardware: {{count: {ranks}}}, or parallel: "
-            f"{{tensor: {max(1, devices // pool.parallel.data)}}}",
-            severity="error" if short else "warning",
+            f"hardware: {{count: {ranks}}}, or parallel: {{tensor: {max(1, devices // copies)}}}",
+            {"tensor": pool.parallel.tensor, "data": copies, "devices": devices},
+            "error" if short else "warning",
         )
 
 
-@model_rule("pool-heads", "samplers")
-def pool_heads(context: Context, config: ModelConfig) -> Iterator[Violation]:
+@model_rule("samplers")
+def pool_heads(context: Context, config: ModelConfig) -> Violations:
     """Tensor parallelism of a pool must divide the model's heads.
 
         num_attention_heads mod tensor = 0
@@ -235,18 +230,109 @@ def pool_heads(context: Context, config: ModelConfig) -> Iterator[Violation]:
     holds an equal share, or several ranks hold copies of one.
     """
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    fitting = [n for n in divisors(heads, heads) if kv_heads % n == 0 or n % kv_heads == 0]
     for pool in context.spec.samplers:
         ranks = pool.parallel.tensor
-        if heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0):
-            continue
-        fitting = [n for n in divisors(heads, heads) if kv_heads % n == 0 or n % kv_heads == 0]
-        yield Violation(
-            ("samplers", pool.name, "parallel", "tensor"),
+        yield relation(
+            heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0),
+            f"samplers.{pool.name}.parallel.tensor",
             f"{ranks} ranks cannot share {heads} heads and {kv_heads} key/value heads",
-            numbers={
-                "tensor": ranks,
-                "num_attention_heads": heads,
-                "num_key_value_heads": kv_heads,
-            },
-            suggestion=f"one of {', '.join(map(str, fitting))}",
+            f"one of {', '.join(map(str, fitting))}",
+            {"tensor": ranks, "num_attention_heads": heads, "num_key_value_heads": kv_heads},
+        )
+
+
+@rule("samplers")
+def quantized_pool(context: Context) -> Violations:
+    """A quantised pool must be on GPUs, and of dtype bfloat16 beside the quantised matrices.
+
+    vLLM 0.32 rounds matrices to fp8 as it loads them, and leaves norms, embeddings and activations
+    between matrix products in `dtype`, for which its kernels take bfloat16. Its CPU build accepts
+    the option and dies in the first load: the kernel is not in it. Workers refuse such a pool.
+    """
+    for pool in context.spec.samplers:
+        if pool.quantization is None:
+            continue
+        yield relation(
+            pool.hardware.kind != "cpu",
+            f"samplers.{pool.name}.quantization",
+            f"vLLM does not quantise to {pool.quantization} on CPUs",
+            "set it to null",
+        )
+        yield relation(
+            pool.dtype == "bfloat16",
+            f"samplers.{pool.name}.dtype",
+            f"{pool.quantization} matrices go with bfloat16 beside them, not {pool.dtype}",
+            "dtype: bfloat16",
+        )
+
+
+@rule("samplers")
+def trained_source(context: Context) -> Violation | None:
+    """At least one source must be trained on.
+
+        some data.sources[].train
+
+    A source with `train: false` is asked in evaluations only. Without another one, there is no
+    problem for a lease.
+    """
+    sources = context.spec.data.sources
+    return relation(
+        any(source.train for source in sources),
+        f"data.sources.{sources[0].name}.train",
+        "no source is trained on",
+        "set train to true, or add a source",
+    )
+
+
+@rule("samplers")
+def evaluation_names(context: Context) -> Violations:
+    """An evaluation must name a source, a reward term and a pool that the spec has.
+
+    The evaluator asks the problems of `source`, grades all of them with the term `grader` where
+    that is set, and samples with the engine settings of `evaluator.pool`. A name that is not there
+    leaves it nothing to ask, no way to grade, or no engine.
+    """
+    spec = context.spec
+    sources = [source.name for source in spec.data.sources]
+    terms = [term.name for term in spec.reward if term.kind != "target_length"]
+    pools = [pool.name for pool in spec.samplers]
+    asked: list[tuple[tuple[str, ...], str | None, list[str]]] = [
+        (("evaluator", "pool"), spec.evaluator.pool, pools)
+    ]
+    for each in spec.evaluations:
+        path: tuple[str, ...] = ("evaluations", each.name)
+        asked += [((*path, "source"), each.source, sources)]
+        asked += [((*path, "grader"), each.grader, terms)]
+    for where, name, known in asked:
+        if name is not None and name not in known:
+            yield Violation(
+                where,
+                f"no {where[-1]} {name}; known: {', '.join(known)}",
+                suggestion=f"name one of {', '.join(known)}",
+            )
+
+
+@rule("samplers")
+def evaluation_room(context: Context) -> Violations:
+    """Prompt and answer of an evaluation must fit into the context of the evaluator's engine.
+
+        data.max_prompt_tokens + evaluations[].max_new_tokens <= samplers[].max_model_len
+
+    The engine makes room for `max_model_len` tokens of a sequence. A longer answer than the pool's
+    own may ask for more.
+    """
+    spec, prompt = context.spec, context.spec.data.max_prompt_tokens
+    wanted = spec.evaluator.pool or spec.samplers[0].name
+    pool = next((pool for pool in spec.samplers if pool.name == wanted), None)
+    for evaluation in spec.evaluations:
+        new = evaluation.max_new_tokens
+        if pool is None or new is None:
+            continue
+        yield relation(
+            prompt + new <= pool.max_model_len,
+            f"evaluations.{evaluation.name}.max_new_tokens",
+            f"{prompt} tokens of a prompt and {new} of an answer, {pool.max_model_len} fit",
+            f"at most {pool.max_model_len - prompt}, or raise max_model_len of {pool.name}",
+            {"tokens": prompt + new, "max_model_len": pool.max_model_len},
         )

@@ -1,4 +1,4 @@
-"""Rules on what strangers could read, forge or steal: servers, weights, credentials."""
+"""Rules on what others could read, forge or move: servers, weights, credentials, revisions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from runspec.core.address import is_loopback, parse_url, server_urls
 from runspec.core.spec.schema import RunSpec, SamplerPool
-from runspec.lint.registry import Context, Violation, rule
+from runspec.lint.registry import Context, Violation, Violations, rule
+from runspec.lock.cache import is_on_hub
 
 # Prefixes: docs.github.com "About authentication", huggingface.co "User access tokens",
 # docs.gitlab.com "Token overview", api.slack.com "Token types", docs.aws.amazon.com "IAM
@@ -30,6 +31,7 @@ _TELLING_KEY = re.compile(
     r"(?i)(?:^|[_-])(?:token|secret|passw(?:or)?d|credentials?|(?:api|access|secret|private)[_-]?key)$"
 )
 _RANDOM = re.compile(r"(?=\S*[0-9])(?=\S*[A-Za-z])[A-Za-z0-9+/=_.~-]{16,}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def untrusted_pools(spec: RunSpec) -> list[SamplerPool]:
@@ -48,8 +50,8 @@ def is_elsewhere(pool: SamplerPool, spec: RunSpec) -> bool:
     return pool.hardware.kind != "cpu"
 
 
-@rule("plain-http", "security")
-def plain_http(context: Context) -> Iterator[Violation]:
+@rule("security")
+def plain_http(context: Context) -> Violations:
     """Servers that an untrusted pool fetches from must be asked over HTTPS.
 
         url = https://..., or its host is this machine
@@ -72,8 +74,8 @@ def plain_http(context: Context) -> Iterator[Violation]:
             )
 
 
-@rule("public-address", "security")
-def public_address(context: Context) -> Iterator[Violation]:
+@rule("security")
+def public_address(context: Context) -> Violations:
     """What strangers must reach has a public address.
 
         placement.url and broadcast.origin.url are given, where an untrusted pool is elsewhere
@@ -96,8 +98,8 @@ def public_address(context: Context) -> Iterator[Violation]:
             )
 
 
-@rule("unsigned-weights", "security")
-def unsigned_weights(context: Context) -> Iterator[Violation]:
+@rule("security")
+def unsigned_weights(context: Context) -> Violations:
     """Workers on other machines must know the root key that weights are signed under.
 
         identity.root_public_key is given, where an untrusted pool is elsewhere
@@ -120,8 +122,8 @@ def unsigned_weights(context: Context) -> Iterator[Violation]:
         )
 
 
-@rule("inline-secret", "security")
-def inline_secret(context: Context) -> Iterator[Violation]:
+@rule("security")
+def inline_secret(context: Context) -> Violations:
     """A secret must be named under `secrets`, never written into a spec.
 
     A spec is in git, in pull requests, in spec.json of every run and with every worker. What is
@@ -174,3 +176,42 @@ def secret_kind(text: str, key: str = "") -> str:
         if form.search(text):
             return kind
     return f"a secret {key}" if _TELLING_KEY.search(key) and _RANDOM.fullmatch(text) else ""
+
+
+@rule("reproducibility")
+def unpinned_revision(context: Context) -> Violations:
+    """What comes from a hub must be pinned to a commit.
+
+        revision is a commit of 40 hexadecimal digits, or the lock beside the spec has one
+
+    A name, a branch and a tag are whatever their owner makes of them tomorrow: other weights,
+    another chat template, other problems, under a spec that has not changed. The commit of model,
+    tokenizer or `hf://` data belongs into `revision`; or `runspec lock` writes all of them into
+    `<spec>.lock.yaml`. Local directories have no revision.
+    """
+    for path, name, revision in _hub_names(context):
+        if not _COMMIT.fullmatch(revision or "") and not _is_locked(context, path, name):
+            said = f"{revision!r}, which may move" if revision else "no commit"
+            yield Violation(
+                (*path, "revision"),
+                f"{name} is pinned to {said}",
+                suggestion="set revision to the commit, or run `runspec lock`",
+            )
+
+
+def _is_locked(context: Context, path: tuple[str, ...], name: str) -> bool:
+    """Whether the lock has a commit for this very name."""
+    pin = context.lock.pins.get(".".join(path)) if context.lock else None
+    return pin is not None and pin.source == name and pin.commit is not None
+
+
+def _hub_names(context: Context) -> Iterator[tuple[tuple[str, ...], str, str | None]]:
+    """Location, name and revision of what comes from a hub."""
+    model, tokenizer = context.spec.model, context.spec.model.tokenizer
+    if model.hf is not None and is_on_hub(model.hf, context.folder):
+        yield ("model",), model.hf, model.revision
+    if tokenizer is not None and is_on_hub(tokenizer.hf, context.folder):
+        yield ("model", "tokenizer"), tokenizer.hf, tokenizer.revision
+    for source in context.spec.data.sources:
+        if source.uri is not None and source.uri.startswith("hf://"):
+            yield ("data", "sources", source.name), source.uri, source.revision

@@ -1,21 +1,27 @@
-"""Rules on verification: what the check of untrusted work needs."""
+"""Rules on verification: what the check of untrusted work needs, precision, and its limits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import ceil
+from typing import TYPE_CHECKING
 
+from runspec.core.errors import UserError
+from runspec.core.spec.resolved import profile_text
 from runspec.core.spec.role_names import elsewhere, validator_names
 from runspec.estimate.speed import step_seconds, tokens_to_check, validator_tokens_per_s
-from runspec.lint.registry import Context, Violation, rule
+from runspec.lint.registry import Context, Violation, Violations, relation, rule
 from runspec.lint.rules.security import untrusted_pools
+from verify.thresholds import CALIBRATED, precision_of
+
+if TYPE_CHECKING:
+    from verify.profile import Profile
 
 EXECUTING_KINDS = ("code",)
 """Kinds of reward that execute what the model wrote."""
 
 
-@rule("no-validators", "verification")
-def no_validators(context: Context) -> Iterator[Violation]:
+@rule("verification")
+def no_validators(context: Context) -> Violation | None:
     """Somebody must check submissions and grade them.
 
         verify.validators >= 1
@@ -24,16 +30,16 @@ def no_validators(context: Context) -> Iterator[Violation]:
     Without a validator no group ever gets a verdict, no step fills, and the run stalls at its first
     deadline, with a trusted pool as with an untrusted one.
     """
-    if context.spec.verify.validators == 0:
-        yield Violation(
-            ("verify", "validators"),
-            "nobody would check and grade what workers send",
-            suggestion="validators: 1",
-        )
+    return relation(
+        context.spec.verify.validators >= 1,
+        "verify.validators",
+        "nobody would check and grade what workers send",
+        "validators: 1",
+    )
 
 
-@rule("untrusted-unseeded", "verification")
-def untrusted_unseeded(context: Context) -> Iterator[Violation]:
+@rule("verification")
+def untrusted_unseeded(context: Context) -> Violations:
     """An untrusted pool must sample by the noise of its leases.
 
         token = argmax_v( logits_v / T + noise(lease, group, sample, position, v) )
@@ -43,17 +49,17 @@ def untrusted_unseeded(context: Context) -> Iterator[Violation]:
     its tokens from another model and prefills with the right one (DiFR, arXiv 2511.20621).
     """
     for pool in untrusted_pools(context.spec):
-        if not pool.sampling.seeded:
-            yield Violation(
-                ("samplers", pool.name, "sampling", "seeded"),
-                "an untrusted pool must sample by the lease's seed: without it best-of-n cannot "
-                "be told from honest work",
-                suggestion="seeded: true, or trust: trusted for machines of your own",
-            )
+        yield relation(
+            pool.sampling.seeded,
+            f"samplers.{pool.name}.sampling.seeded",
+            "an untrusted pool must sample by the lease's seed: without it best-of-n cannot be "
+            "told from honest work",
+            "seeded: true, or trust: trusted for machines of your own",
+        )
 
 
-@rule("untrusted-unproven", "verification")
-def untrusted_unproven(context: Context) -> Iterator[Violation]:
+@rule("verification")
+def untrusted_unproven(context: Context) -> Violations:
     """Some of what an untrusted pool sends must be recomputed.
 
         prefill_share > 0  and  prefill_floor > 0
@@ -64,22 +70,22 @@ def untrusted_unproven(context: Context) -> Iterator[Violation]:
     decides which submissions are drawn.
     """
     verify, pools = context.spec.verify, untrusted_pools(context.spec)
-    for name, share in (
-        ("prefill_share", verify.prefill_share),
-        ("prefill_floor", verify.prefill_floor),
+    for name, share, what, usual in (
+        ("prefill_share", verify.prefill_share, "nothing", 1.0),
+        ("prefill_floor", verify.prefill_floor, "at the best reputation nothing", 0.1),
     ):
-        if share == 0.0 and pools:
-            who = "nothing" if name == "prefill_share" else "at the best reputation nothing"
-            yield Violation(
-                ("verify", name),
-                f"{who} of the untrusted pool {pools[0].name} would ever be recomputed",
-                numbers={name: share, "untrusted_pools": len(pools)},
-                suggestion=f"{name}: {1.0 if name == 'prefill_share' else 0.1}",
+        for pool in pools[:1]:
+            yield relation(
+                share != 0.0,
+                f"verify.{name}",
+                f"{what} of the untrusted pool {pool.name} would ever be recomputed",
+                f"{name}: {usual}",
+                {name: 0.0, "untrusted_pools": len(pools)},
             )
 
 
-@rule("prefill-floor", "verification")
-def prefill_floor(context: Context) -> Iterator[Violation]:
+@rule("verification")
+def prefill_floor(context: Context) -> Violation | None:
     """Good work must not be recomputed more often than a new worker's.
 
         prefill_floor <= prefill_share
@@ -88,17 +94,19 @@ def prefill_floor(context: Context) -> Iterator[Violation]:
     `prefill_floor` as its reputation grows (docs/coordinator.md). Above it, it would rise.
     """
     floor, share = context.spec.verify.prefill_floor, context.spec.verify.prefill_share
-    if floor is not None and floor > share:
-        yield Violation(
-            ("verify", "prefill_floor"),
-            "the share that is recomputed would grow with reputation",
-            numbers={"prefill_floor": floor, "prefill_share": share},
-            suggestion=f"prefill_floor: {share}",
-        )
+    if floor is None:
+        return None
+    return relation(
+        floor <= share,
+        "verify.prefill_floor",
+        "the share that is recomputed would grow with reputation",
+        f"prefill_floor: {share}",
+        {"prefill_floor": floor, "prefill_share": share},
+    )
 
 
-@rule("unsandboxed-grading", "verification")
-def unsandboxed_grading(context: Context) -> Iterator[Violation]:
+@rule("verification")
+def unsandboxed_grading(context: Context) -> Violations:
     """A grader that executes what the model wrote must do so in a sandbox.
 
         reward[].sandboxed, where its kind is code
@@ -110,19 +118,19 @@ def unsandboxed_grading(context: Context) -> Iterator[Violation]:
     there sampler and validator refuse it too, where a pool is untrusted.
     """
     pools = untrusted_pools(context.spec)
+    author = f"whoever runs pool {pools[0].name}" if pools else "the model"
     for term in context.spec.reward:
-        if term.kind in EXECUTING_KINDS and not term.sandboxed:
-            author = f"whoever runs pool {pools[0].name}" if pools else "the model"
-            yield Violation(
-                ("reward", term.name, "sandboxed"),
-                f"kind {term.kind} would run, unconfined, what {author} wrote",
-                suggestion="sandboxed: true",
-                severity="error" if pools else "warning",
-            )
+        yield relation(
+            term.kind not in EXECUTING_KINDS or term.sandboxed,
+            f"reward.{term.name}.sandboxed",
+            f"kind {term.kind} would run, unconfined, what {author} wrote",
+            "sandboxed: true",
+            severity="error" if pools else "warning",
+        )
 
 
-@rule("in-flight-updates", "verification")
-def in_flight_updates(context: Context) -> Iterator[Violation]:
+@rule("verification")
+def in_flight_updates(context: Context) -> Violations:
     """A rollout of an untrusted pool must be of one policy version from first token to last.
 
         in_flight_updates  =>  trust = trusted
@@ -131,17 +139,17 @@ def in_flight_updates(context: Context) -> Iterator[Violation]:
     another version neither log-probs nor seeded choices nor proofs can be reproduced. Trusted pools
     name each token's version, and those rollouts are believed without a prefill.
     """
-    for pool in context.spec.samplers:
-        if pool.in_flight_updates and pool.trust == "untrusted":
-            yield Violation(
-                ("samplers", pool.name, "in_flight_updates"),
-                "a validator could not reproduce a rollout that spans two versions",
-                suggestion="in_flight_updates: false",
-            )
+    for pool in untrusted_pools(context.spec):
+        yield relation(
+            not pool.in_flight_updates,
+            f"samplers.{pool.name}.in_flight_updates",
+            "a validator could not reproduce a rollout that spans two versions",
+            "in_flight_updates: false",
+        )
 
 
-@rule("engine-hardware", "verification")
-def engine_hardware(context: Context) -> Iterator[Violation]:
+@rule("verification")
+def engine_hardware(context: Context) -> Violation | None:
     """The prefill engine must run on the validators' hardware.
 
         engine = torch  =>  verify.hardware is no TPU
@@ -150,16 +158,18 @@ def engine_hardware(context: Context) -> Iterator[Violation]:
     `verify.hardware` is null: the engine takes what it finds.
     """
     verify = context.spec.verify
-    if verify.engine == "torch" and verify.hardware and verify.hardware.kind.startswith("tpu"):
-        yield Violation(
-            ("verify", "engine"),
-            f"torch runs on CPUs and GPUs, not on {verify.hardware.kind}",
-            suggestion="engine: jax",
-        )
+    if verify.engine != "torch" or verify.hardware is None:
+        return None
+    return relation(
+        not verify.hardware.kind.startswith("tpu"),
+        "verify.engine",
+        f"torch runs on CPUs and GPUs, not on {verify.hardware.kind}",
+        "engine: jax",
+    )
 
 
-@rule("validator-hardware", "verification")
-def validator_hardware(context: Context) -> Iterator[Violation]:
+@rule("verification")
+def validator_hardware(context: Context) -> Violation | None:
     """Validators must not share the learner's accelerators.
 
         verify.hardware is given, where the learner is on accelerators and validators start here
@@ -169,21 +179,17 @@ def validator_hardware(context: Context) -> Iterator[Violation]:
     that `placement.roles` leaves to others take what their machine has.
     """
     spec = context.spec
-    if (
-        spec.verify.hardware is None
-        and spec.learner.hardware.kind != "cpu"
-        and set(validator_names(spec)) - elsewhere(spec)
-    ):
-        yield Violation(
-            ("verify", "hardware"),
-            f"is null: {spec.verify.validators} validators would be on the learner's "
-            f"{spec.learner.hardware.kind}",
-            suggestion="say what one validator has, like {kind: h100-80g, count: 2}",
-        )
+    kind, here = spec.learner.hardware.kind, set(validator_names(spec)) - elsewhere(spec)
+    return relation(
+        spec.verify.hardware is not None or kind == "cpu" or not here,
+        "verify.hardware",
+        f"is null: {spec.verify.validators} validators would be on the learner's {kind}",
+        "say what one validator has, like {kind: h100-80g, count: 2}",
+    )
 
 
-@rule("validator-capacity", "verification")
-def validator_capacity(context: Context) -> Iterator[Violation]:
+@rule("verification")
+def validator_capacity(context: Context) -> Violation | None:
     """Validators must check rollouts as fast as they come.
 
         validators x tokens_per_s >= rollouts x length x prefill_share / step_s
@@ -194,21 +200,181 @@ def validator_capacity(context: Context) -> Iterator[Violation]:
     what was sampled expires. `tokens_per_s` is verify.tokens_per_s or follows from verify.hardware;
     silent where neither is given, or the time of a step is not known.
     """
-    spec, config = context.spec, context.config
-    rate, step_s = validator_tokens_per_s(spec, config), step_seconds(spec, config)
-    if rate is None or step_s is None or spec.verify.validators == 0:
-        return
-    capacity, arriving = spec.verify.validators * rate, tokens_to_check(spec) / step_s
-    if capacity < arriving:
-        needed = ceil(arriving / rate)
+    spec, count = context.spec, context.spec.verify.validators
+    rate, step_s = validator_tokens_per_s(spec, context.config), step_seconds(spec, context.config)
+    if not rate or not step_s or count == 0:
+        return None
+    arriving = tokens_to_check(spec) / step_s
+    return relation(
+        count * rate >= arriving,
+        "verify.validators",
+        f"{count} check {count * rate:.0f} tokens/s, and {arriving:.0f} come",
+        f"{-(-arriving // rate):.0f} would do, or a smaller prefill_share",
+        {
+            "validators": count,
+            "tokens_per_s": round(rate, 1),
+            "arriving_tokens_s": round(arriving, 1),
+            "step_s": float(f"{step_s:.4g}"),
+        },
+    )
+
+
+@rule("verification")
+def uncalibrated_precision(context: Context) -> Violations:
+    """Proofs may be asked of a pool only where somebody measured what honest ones look like.
+
+        (sampler, validator) is calibrated, or verify.profiles has one for the pool, or
+        verify.thresholds names the sampler's precision
+
+    The sampler's precision is its quantization or its dtype, the validator's `compute_dtype` of the
+    learner. Measured here were float32 against float32, and bfloat16 against either
+    (docs/verify.md). fp8 (e4m3) keeps 3 bits of a mantissa where bfloat16 keeps 7: honest work may
+    well break the limits of bfloat16. float32 against bfloat16 has those limits too, untested.
+    `python -m verify calibrate` measures a pool and writes a profile.
+    """
+    spec = context.spec
+    given = {limits.name for limits in spec.verify.thresholds}
+    profiles = [found for found in _profiles(context).values() if not isinstance(found, str)]
+    validator = spec.learner.compute_dtype
+    for pool in spec.samplers:
+        sampler = precision_of(pool)
+        calibrated = (sampler, validator) in CALIBRATED or sampler in given
+        calibrated |= any(not profile.differences(spec, pool) for profile in profiles)
+        if spec.verify.prefill_share > 0.0 and not calibrated:
+            yield Violation(
+                ("samplers", pool.name, "quantization" if pool.quantization else "dtype"),
+                f"nobody measured what {sampler} looks like to a validator that computes in "
+                f"{validator}",
+                numbers={
+                    "sampler": sampler,
+                    "validator": validator,
+                    "prefill_share": spec.verify.prefill_share,
+                },
+                suggestion="measure honest rollouts with `python -m verify calibrate` and name the "
+                f"profile in verify.profiles, or limits in verify.thresholds, {sampler}",
+            )
+
+
+@rule("verification")
+def calibration_profile(context: Context) -> Violations:
+    """A profile must be signed by the run's root key, in date, and of this run's pools and model.
+
+        signed by identity.root_public_key,   now <= expires,   one profile a pool
+
+    A profile says by which limits strangers are judged (docs/verify.md, "Calibration"), so nobody
+    but the root may sign one. It holds for the engine, precision and hardware of samplers and
+    validators that it was measured with, for its temperature, top-p and top-k, and for models of
+    that size: where any of these differs, the numbers of honest rollouts do too. One that covers no
+    pool is never read, which is a warning: the pools have the published limits.
+    """
+    covered: dict[str, str] = {}
+    for name, profile in _profiles(context).items():
+        where = ("verify", "profiles", name)
+        if isinstance(profile, str):
+            yield Violation(
+                where,
+                profile,
+                suggestion="calibrate again, or have the root sign it with `python -m verify "
+                "sign-profile`",
+            )
+        else:
+            yield from _misplaced(context, where, profile, covered)
+
+
+def _misplaced(
+    context: Context, where: tuple[str, ...], profile: Profile, covered: dict[str, str]
+) -> Iterator[Violation]:
+    spec = context.spec
+    differences = {pool.name: profile.differences(spec, pool) for pool in spec.samplers}
+    pools = [name for name, found in differences.items() if not found]
+    if not pools:
+        nearest = min(differences, key=lambda name: len(differences[name]))
         yield Violation(
-            ("verify", "validators"),
-            f"{spec.verify.validators} check {capacity:.0f} tokens/s, and {arriving:.0f} come",
-            numbers={
-                "validators": spec.verify.validators,
-                "tokens_per_s": round(rate, 1),
-                "arriving_tokens_s": round(arriving, 1),
-                "step_s": float(f"{step_s:.4g}"),
-            },
-            suggestion=f"{needed} would do, or a smaller prefill_share",
+            where,
+            f"covers no pool; for {nearest} it was measured with {differences[nearest][0]}",
+            suggestion="calibrate with the pool as it is, or take it out",
+            severity="warning",
         )
+    for name in pools:
+        if name in covered:
+            yield Violation(
+                where,
+                f"covers pool {name}, as {covered[name]} does",
+                suggestion="take one of them out",
+            )
+        covered.setdefault(name, where[-1])
+    for what, measured in profile.model.model_dump().items() if context.config else ():
+        here = getattr(context.config, what)
+        if here != measured:
+            yield Violation(
+                where,
+                f"was measured on a model with {what} {measured}; this one has {here}",
+                suggestion="calibrate with the run's model",
+            )
+
+
+def _profiles(context: Context) -> dict[str, Profile | str]:
+    """Each profile by its name, or what is wrong with it."""
+    if not context.spec.verify.profiles:
+        return {}
+    # Imported where there is a profile: keys and classes take time.
+    from runspec.core.signed import BadSignature
+    from verify.profile import open_profile
+
+    root = context.spec.identity.root_public_key
+    found: dict[str, Profile | str] = {}
+    for item in context.spec.verify.profiles:
+        if root is None:
+            found[item.name] = "identity.root_public_key is null: no signature could be checked"
+            continue
+        try:
+            text = profile_text(item, context.folder)
+            found[item.name] = open_profile(text.encode("utf-8", "replace"), root_public_key=root)
+        except UserError as error:
+            found[item.name] = error.thing
+        except BadSignature as error:
+            found[item.name] = str(error)
+    return found
+
+
+@rule("verification", "warning")
+def unused_thresholds(context: Context) -> Violations:
+    """Thresholds should be of a precision that some pool has.
+
+    Limits are looked up by the pool's precision, its quantization or its dtype. Those of a
+    precision that no pool has are never read: the limits of the pools are others than they seem.
+    """
+    present = sorted({precision_of(pool) for pool in context.spec.samplers})
+    for limits in context.spec.verify.thresholds:
+        yield relation(
+            limits.name in present,
+            f"verify.thresholds.{limits.name}",
+            f"no pool computes in {limits.name}; there is {', '.join(present)}",
+            "take it out, or rename it to a precision that a pool has",
+        )
+
+
+@rule("verification")
+def thresholds_order(context: Context) -> Violations:
+    """The limit of a mean must not exceed the limit of its parts.
+
+        logprob_submission <= logprob_rollout,   gap_mean <= gap <= gap_max
+
+    A submission's mean spreads less than a rollout's, and a mean gap less than a single token's. A
+    looser limit on the mean can never be the one that decides, and `gap_max` below `gap` leaves
+    `gap_share` without meaning: the two were exchanged.
+    """
+    for limits in context.spec.verify.thresholds:
+        for low, high in (
+            ("logprob_submission", "logprob_rollout"),
+            ("gap_mean", "gap"),
+            ("gap", "gap_max"),
+        ):
+            below, above = getattr(limits, low), getattr(limits, high)
+            yield relation(
+                below <= above,
+                f"verify.thresholds.{limits.name}.{low}",
+                f"{below:g} is above {high} = {above:g}",
+                "exchange them, or measure again",
+                {low: below, high: above},
+            )

@@ -13,8 +13,7 @@ from runspec.simulate.population import read_swarm
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.core.spec.spec_files import SPECS
 from tests.runspec.simulate import mixtures
-from tests.runspec.simulate.found_mixtures import FOUND
-from tests.runspec.simulate.mixtures import KNOWN, STRANGERS, Group, Run
+from tests.runspec.simulate.mixtures import FOUND, KNOWN, STRANGERS, Group, Run
 
 pytestmark = pytest.mark.slow
 
@@ -176,30 +175,6 @@ request: 10ms
     assert first["steps"] != another["steps"]
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        pytest.param([*LAPTOP, *sets("steps=200")], id="laptop"),
-        pytest.param(
-            [LONG, "--placement", PLACEMENTS / "tpu_and_volunteers.yaml", *sets("steps=40")],
-            marks=pytest.mark.nightly,
-            id="target_long with volunteers",
-        ),
-        pytest.param(
-            [SPECS / "intellect2.yaml", *sets("steps=40")],
-            marks=pytest.mark.nightly,
-            id="intellect2",
-        ),
-    ],
-)
-def test_with_honest_workers_only_it_agrees_with_plan(spec, tmp_path):
-    planned = json.loads(runspec("plan", *spec, "--json", "--runs-dir", tmp_path).stdout)
-    result = simulated(*spec, swarm=None, folder=tmp_path)
-    assert (result["ended"], result["wasted_share"]) == ("finished", 0.0)
-    expected = planned["estimate"]["timeline"]["step_s"]
-    assert step_seconds(result, leave_out=ASYNC_LEVEL + 1) == pytest.approx(expected, rel=0.02)
-
-
 # Runs of docs/performance.md ("What asynchrony buys"): seconds a step, busy shares of the learner
 # and of the sampler. A request to the coordinator took 3 to 19 ms there, on a busy machine.
 MEASURED = {0: (0.997, 0.42, 0.34), 2: (0.559, 0.97, 0.80)}
@@ -218,25 +193,6 @@ def test_it_agrees_with_runs_that_were_measured_on_a_laptop(level, tmp_path):
     swarm = "workers: [{name: own, count: 1, known: true}]\nrequest: 15ms\n"
     result = simulated(*LAPTOP, *changes, swarm=swarm, folder=tmp_path)
     assert step_seconds(result) == pytest.approx(measured, rel=0.15)
-
-
-@pytest.mark.nightly
-def test_hundreds_of_workers_of_which_half_leave(tmp_path):
-    swarm = """
-workers:
-  - {name: known, count: 2, known: true}
-  - {name: fast, count: 80, over: 6h, stays: 8h, away: 4h, crashes: 0.3}
-  - name: slow
-    count: 118
-    speed: 0.5
-    download: 590Mbit/s
-    absent: [{begins: 2h, lasts: 8h, share: 0.5}]
-validators: {count: 2, fails: 6h}
-"""
-    result = simulated(LONG, *sets("steps=12"), swarm=swarm, folder=tmp_path)
-    assert len(result["steps"]) == 12
-    slow = group(result, "slow")
-    assert slow["accepted"] < slow["leases"]  # it is no run in which nothing happens
 
 
 @pytest.mark.parametrize(

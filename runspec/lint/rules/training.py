@@ -1,11 +1,9 @@
-"""Rules on the optimizer: learning rates, schedules, decays of AdamW's means."""
+"""Rules on the optimizer: learning rates, schedules, decays of AdamW's means; and on rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from runspec.estimate.assumed import LORA_GAIN, weight_move
-from runspec.lint.registry import Context, Violation, rule
+from runspec.lint.registry import Context, Violation, Violations, relation, rule
 
 LEAST_MOVE, LARGEST_MOVE = 5e-5, 0.5
 """Move of a weight x hidden size between which fine-tuning is known to work."""
@@ -23,8 +21,8 @@ USERS = {
 """Fields that only some values of `kind` or `schedule` use."""
 
 
-@rule("learning-rate", "algorithm", "warning")
-def learning_rate(context: Context) -> Iterator[Violation]:
+@rule("algorithm", "warning")
+def learning_rate(context: Context) -> Violation | None:
     """The learning rate must lie in the band in which training is known to work.
 
         5e-5 <= move x D <= 0.5        D the hidden size; ten times that for `model.shape` under
@@ -50,7 +48,7 @@ def learning_rate(context: Context) -> Iterator[Violation]:
     spec, config = context.spec, context.config
     optimizer, lr, gain = spec.optimizer, spec.optimizer.lr, LORA_GAIN if spec.learner.lora else 1.0
     if config is None and optimizer.kind == "sgd":
-        return
+        return None
     width = None if config is None else config.hidden_size
     # The rate that moves a weight by 1.
     unit = gain if config is None else lr / weight_move(spec, config)
@@ -58,94 +56,21 @@ def learning_rate(context: Context) -> Iterator[Violation]:
         unit *= FROM_NOTHING
     least = unit * LEAST_MOVE / (width or WIDEST)
     largest = unit * LARGEST_MOVE / (width or NARROWEST)
-    if least <= lr <= largest:
-        return
     of = f"a hidden size of {width}" if width else "any usual model"
-    yield Violation(
-        ("optimizer", "lr"),
+    return relation(
+        least <= lr <= largest,
+        "optimizer.lr",
         f"{lr:g} is {'below' if lr < least else 'above'} what trains {of} with {optimizer.kind}"
         + (" and adapters" if spec.learner.lora else ""),
-        numbers={"lr": lr, "least": least, "largest": largest},
-        suggestion="published runs of 7B to 32B use AdamW at 3e-7 to 1e-6, adapters 1e-5 to 2e-4"
+        "published runs of 7B to 32B use AdamW at 3e-7 to 1e-6, adapters 1e-5 to 2e-4"
         if spec.supervised is None
         else "published runs of 7B use AdamW at 1e-5 to tune and 3e-4 from random weights",
+        {"lr": lr, "least": least, "largest": largest},
     )
 
 
-@rule("warmup-length", "algorithm", "warning")
-def warmup_length(context: Context) -> Iterator[Violation]:
-    """The warm-up must end before the run does.
-
-        warmup_updates < steps x updates_per_step
-
-    Update n = 0, 1, ... has the rate lr x min(1, (n + 1) / warmup_updates). A run that ends with
-    the warm-up, or inside it, trains one update at the rate that the spec names, or none.
-    """
-    spec = context.spec
-    updates = spec.steps * spec.algorithm.updates_per_step
-    warmup = spec.optimizer.warmup_updates
-    if warmup >= updates:
-        yield Violation(
-            ("optimizer", "warmup_updates"),
-            f"{warmup} updates of warm-up, but {spec.steps} steps x "
-            f"{spec.algorithm.updates_per_step} make {updates}: the last has "
-            f"{updates / warmup:.0%} of the learning rate",
-            numbers={
-                "warmup_updates": warmup,
-                "steps": spec.steps,
-                "updates_per_step": spec.algorithm.updates_per_step,
-            },
-            suggestion=f"{max(updates // 20, 1)} is a twentieth of the run",
-        )
-
-
-@rule("decay-length", "algorithm", "warning")
-def decay_length(context: Context) -> Iterator[Violation]:
-    """The learning rate's decay must fit into the run.
-
-        warmup_updates + decay_updates <= steps x updates_per_step
-
-    `linear` and `cosine` decay from the end of the warm-up on: a run that ends sooner never has
-    `final_lr`. `wsd` decays in the last `decay_updates` of the run: where these begin inside the
-    warm-up, the decay begins at its end and is cut off.
-    """
-    spec, optimizer = context.spec, context.spec.optimizer
-    updates = spec.steps * spec.algorithm.updates_per_step
-    needed = optimizer.warmup_updates + (optimizer.decay_updates or 0)
-    if optimizer.schedule != "constant" and needed > updates > optimizer.warmup_updates:
-        yield Violation(
-            ("optimizer", "decay_updates"),
-            f"warm-up and decay take {needed} updates, the run makes {updates}: its last update "
-            f"has a learning rate above {optimizer.final_lr:g}",
-            numbers={
-                "warmup_updates": optimizer.warmup_updates,
-                "decay_updates": optimizer.decay_updates or 0,
-                "updates": updates,
-            },
-            suggestion=f"decay_updates: {updates - optimizer.warmup_updates}",
-        )
-
-
-@rule("final-lr", "algorithm")
-def final_lr(context: Context) -> Iterator[Violation]:
-    """The learning rate must not be larger after its decay than before.
-
-        final_lr <= lr
-
-    The two are easily exchanged; a rate that grows over the run is none of the schedules.
-    """
-    optimizer = context.spec.optimizer
-    if optimizer.final_lr > optimizer.lr:
-        yield Violation(
-            ("optimizer", "final_lr"),
-            f"the decay would end at {optimizer.final_lr:g}, above lr = {optimizer.lr:g}",
-            numbers={"final_lr": optimizer.final_lr, "lr": optimizer.lr},
-            suggestion=f"{optimizer.lr / 10:g}, a tenth of lr",
-        )
-
-
-@rule("optimizer-fields", "algorithm")
-def optimizer_fields(context: Context) -> Iterator[Violation]:
+@rule("algorithm")
+def optimizer_fields(context: Context) -> Violations:
     """The optimizer's fields must be those that its kind and schedule use.
 
         betas, eps                 kind: adamw or muon
@@ -157,22 +82,109 @@ def optimizer_fields(context: Context) -> Iterator[Violation]:
     optimizer = context.spec.optimizer
     for name, (tag, users) in USERS.items():
         value, chosen = getattr(optimizer, name), getattr(optimizer, tag)
-        if chosen not in users and value != type(optimizer).model_fields[name].default:
-            yield Violation(
-                ("optimizer", name),
-                f"{tag}: {chosen} does not use {name}",
-                suggestion="remove it",
-            )
-    if optimizer.schedule != "constant" and optimizer.decay_updates is None:
-        yield Violation(
-            ("optimizer", "schedule"),
-            f"{optimizer.schedule} needs decay_updates, the length of its decay",
-            suggestion="for linear and cosine the updates after the warm-up, for wsd a fifth",
+        yield relation(
+            chosen in users or value == type(optimizer).model_fields[name].default,
+            f"optimizer.{name}",
+            f"{tag}: {chosen} does not use {name}",
+            "remove it",
         )
+    yield relation(
+        optimizer.schedule == "constant" or optimizer.decay_updates is not None,
+        "optimizer.schedule",
+        f"{optimizer.schedule} needs decay_updates, the length of its decay",
+        "for linear and cosine the updates after the warm-up, for wsd a fifth",
+    )
 
 
-@rule("adam-betas", "algorithm")
-def adam_betas(context: Context) -> Iterator[Violation]:
+@rule("algorithm", runs="supervised")
+def row_positions(context: Context) -> Violation | None:
+    """A document of a packed row must not be longer than the model's positions.
+
+        learner.packing.tokens <= model.max_context
+
+    Positions count from the start of each document, and a document may fill its row. Past the
+    positions that a model covers its rotary frequencies were never trained.
+    """
+    packed, positions = context.spec.learner.packing.tokens, context.spec.model.max_context
+    return relation(
+        packed <= positions,
+        "learner.packing.tokens",
+        f"{packed} is more than model.max_context = {positions}",
+        f"at most {positions}, or a larger max_context",
+        {"packing.tokens": packed, "max_context": positions},
+    )
+
+
+@rule("algorithm", "warning")
+def warmup_length(context: Context) -> Violation | None:
+    """The warm-up must end before the run does.
+
+        warmup_updates < steps x updates_per_step
+
+    Update n = 0, 1, ... has the rate lr x min(1, (n + 1) / warmup_updates). A run that ends with
+    the warm-up, or inside it, trains one update at the rate that the spec names, or none.
+    """
+    spec, warmup = context.spec, context.spec.optimizer.warmup_updates
+    updates = spec.steps * spec.algorithm.updates_per_step
+    return relation(
+        warmup < updates,
+        "optimizer.warmup_updates",
+        f"{warmup} updates of warm-up, but {spec.steps} steps x {spec.algorithm.updates_per_step} "
+        f"make {updates}: the last has {updates / (warmup or 1):.0%} of the learning rate",
+        f"{max(updates // 20, 1)} is a twentieth of the run",
+        {
+            "warmup_updates": warmup,
+            "steps": spec.steps,
+            "updates_per_step": spec.algorithm.updates_per_step,
+        },
+    )
+
+
+@rule("algorithm", "warning")
+def decay_length(context: Context) -> Violation | None:
+    """The learning rate's decay must fit into the run.
+
+        warmup_updates + decay_updates <= steps x updates_per_step
+
+    `linear` and `cosine` decay from the end of the warm-up on: a run that ends sooner never has
+    `final_lr`. `wsd` decays in the last `decay_updates` of the run: where these begin inside the
+    warm-up, the decay begins at its end and is cut off.
+    """
+    spec, optimizer = context.spec, context.spec.optimizer
+    updates = spec.steps * spec.algorithm.updates_per_step
+    warmup, decay = optimizer.warmup_updates, optimizer.decay_updates or 0
+    if optimizer.schedule == "constant" or updates <= warmup:
+        return None
+    return relation(
+        warmup + decay <= updates,
+        "optimizer.decay_updates",
+        f"warm-up and decay take {warmup + decay} updates, the run makes {updates}: its last "
+        f"update has a learning rate above {optimizer.final_lr:g}",
+        f"decay_updates: {updates - warmup}",
+        {"warmup_updates": warmup, "decay_updates": decay, "updates": updates},
+    )
+
+
+@rule("algorithm")
+def final_lr(context: Context) -> Violation | None:
+    """The learning rate must not be larger after its decay than before.
+
+        final_lr <= lr
+
+    The two are easily exchanged; a rate that grows over the run is none of the schedules.
+    """
+    final, lr = context.spec.optimizer.final_lr, context.spec.optimizer.lr
+    return relation(
+        final <= lr,
+        "optimizer.final_lr",
+        f"the decay would end at {final:g}, above lr = {lr:g}",
+        f"{lr / 10:g}, a tenth of lr",
+        {"final_lr": final, "lr": lr},
+    )
+
+
+@rule("algorithm")
+def adam_betas(context: Context) -> Violations:
     """AdamW's decays must be below 1.
 
         m = beta m + (1 - beta) g,   m^ = m / (1 - beta^(n + 1))     (arXiv 1711.05101)
@@ -180,11 +192,11 @@ def adam_betas(context: Context) -> Iterator[Violation]:
     At beta = 1 the mean never takes in a gradient, and its correction divides by 0: the first
     update is 0 / 0 and every one is skipped as not finite.
     """
-    for index, beta in enumerate(context.spec.optimizer.betas, start=1):
-        if beta >= 1:
-            yield Violation(
-                ("optimizer", "betas"),
-                f"beta{index} = {beta:g} divides by 1 - beta{index}^n = 0",
-                numbers={f"beta{index}": beta},
-                suggestion="[0.9, 0.95]",
-            )
+    for number, beta in enumerate(context.spec.optimizer.betas, start=1):
+        yield relation(
+            beta < 1,
+            "optimizer.betas",
+            f"beta{number} = {beta:g} divides by 1 - beta{number}^n = 0",
+            "[0.9, 0.95]",
+            {f"beta{number}": beta},
+        )

@@ -1,12 +1,10 @@
-"""Estimate of a whole run, as `runspec plan` shows it."""
+"""Estimate of a whole run, as `runspec plan` shows it, and its settled step by simulation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache, partial
-from math import exp, log, sqrt
-from random import Random
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 from runspec.core.models.config import ModelConfig
@@ -17,15 +15,123 @@ from runspec.core.spec.islands import island_names, island_spec
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate import assumed
 from runspec.estimate.assumed import Assumed
-from runspec.estimate.broadcast import Arrival, VersionSize, arrivals, broadcast_times, version_size
+from runspec.estimate.broadcast import Arrival, VersionSize, arrivals, version_size
 from runspec.estimate.inputs import check_tokens_per_s, inputs
 from runspec.estimate.islands import IslandEstimate, IslandsEstimate, exchange
 from runspec.estimate.learner import LearnerMemory, learner_memory, update_microbatches
 from runspec.estimate.price import Cost, cost
 from runspec.estimate.sampler import SamplerMemory, lease_groups, sampler_memory
 from runspec.estimate.speed import decode_speed, island_seconds, learner_seconds, mean_tokens
-from runspec.estimate.steady import Timeline, start_and_step, timeline
-from runspec.estimate.timeline import Lengths, Model, Replica
+from runspec.simulate.model import (
+    BROADCAST,
+    LEARNER,
+    VALIDATORS,
+    Interval,
+    publish_seconds,
+    unknown_speeds,
+)
+from runspec.simulate.run import simulate
+
+_STEPS = 10
+"""Simulated steps beyond those that the lag needs to reach the steady state."""
+_MAX_LAG = 8
+"""Largest simulated `async_level`; a higher one counts as this."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step in the steady state; times in seconds."""
+
+    step_s: float
+    """Seconds from the end of one training step to the end of the next."""
+    idle: dict[str, float]
+    """Idle share of the time by role; for a pool, the mean of its replicas."""
+    first_rollouts_s: float
+    """Seconds from a step's first lease until its first submission is checked."""
+    full_s: float
+    """Seconds from a step's first lease until its batch is full."""
+    start_s: float
+    """Seconds from the publication of version 0 until the first step is trained."""
+    lag: float
+    """Mean over steps of the largest lag."""
+    filled_share: float
+    """Trained share of a step's groups; below 1 if `fill.max_groups` or `fill.deadline` ends it."""
+    intervals: tuple[Interval, ...]
+    """Tasks of all processes during `step_s`, for the step that is most like the mean."""
+
+    @property
+    def bottleneck(self) -> str:
+        """Role that is idle for the least time."""
+        return min(self.idle, key=lambda role: self.idle[role])
+
+
+def timeline(spec: RunSpec, config: ModelConfig | None) -> tuple[Timeline | None, str]:
+    """Simulate until the steady state, and measure the later half of the steps.
+
+    Steady is the later half without the last steps, ahead of which nobody samples.
+
+    Args:
+        spec: spec of the run. Its steps and budget are ignored, because the steady state is that of
+            a long run.
+        config: shape of the model.
+
+    Returns:
+        The timeline and an empty text; or None and what the run waits for, if it trains too few
+        steps.
+
+    Raises:
+        UserError: as `simulate`.
+    """
+    level = min(spec.grpo.async_level, _MAX_LAG)
+    count = _STEPS + 3 * (level + 1)
+    changes = {
+        "steps": count,
+        "algorithm": spec.grpo.model_copy(update={"async_level": level}),
+        "budget": spec.budget.model_copy(update={"max_hours": None}),
+    }
+    run = simulate(spec.model_copy(update=changes), config)
+    settled = run.steps[count // 2 : count - level - 1]
+    ends = [step.trained_at for step in settled if step.trained_at is not None]
+    if len(ends) < 2:
+        return None, run.reason
+    step_s = (ends[-1] - ends[0]) / (len(ends) - 1)
+    idle = _idle(run.intervals, spec, ends[0], ends[-1])
+
+    def unlike(ends: tuple[float, float]) -> float:
+        here = _idle(run.intervals, spec, *ends)
+        return sum(abs(here[role] - idle[role]) for role in idle)
+
+    start = min(pairwise(ends), key=unlike)[0]
+    return Timeline(
+        step_s=step_s,
+        idle=idle,
+        first_rollouts_s=fmean(step.first_rollouts - step.opened for step in settled),
+        full_s=fmean(step.closed - step.opened for step in settled),
+        start_s=run.trained[0],
+        lag=fmean(step.lag for step in settled),
+        filled_share=fmean(step.groups for step in settled) / spec.grpo.prompts_per_step,
+        intervals=tuple(
+            replace(each, start=max(each.start - start, 0.0), end=min(each.end - start, step_s))
+            for each in run.intervals
+            if each.end > start and each.start < start + step_s
+        ),
+    ), ""
+
+
+def _idle(
+    intervals: tuple[Interval, ...], spec: RunSpec, start: float, end: float
+) -> dict[str, float]:
+    """Return idle shares by role; publisher and links count as one process."""
+    members = {LEARNER: 1, BROADCAST: 1, VALIDATORS: spec.verify.validators}
+    members |= {pool.name: pool.replicas for pool in spec.samplers}
+    busy, travelled = dict.fromkeys(members, 0.0), start
+    for each in sorted(intervals, key=lambda each: each.start):
+        first, last = max(each.start, start), min(each.end, end)
+        if each.role == BROADCAST:  # links work beside one another
+            first, travelled = max(first, travelled), max(last, travelled)
+        busy[each.role] += max(0.0, last - first)
+    span = end - start
+    return {role: 1 - busy[role] / (n * span) if span else 1.0 for role, n in members.items() if n}
 
 
 @dataclass(frozen=True)
@@ -95,15 +201,17 @@ class RunEstimate:
     timeline: Timeline | None
     steps: int
     fill_deadline_s: float | None
-    """`algorithm.fill.deadline`, which the timeline leaves out; None in a supervised run.
-
-    If `full_s` is longer, no batch gets full."""
+    """`algorithm.fill.deadline`: a step that is not full then closes; None in a supervised run."""
     run_s: float | None
     """Seconds of all steps, from the publication of version 0."""
     cost: Cost | None
     assumed: tuple[Assumed, ...]
     unknown: tuple[str, ...]
     """Missing fields of the spec that the timeline, or the time of a step, needs."""
+    stalled: str = ""
+    """What the simulated run waits for, if it trains too few steps for a timeline."""
+    max_hours: float | None = None
+    """`budget.max_hours`; the run stops then."""
     supervised: SupervisedEstimate | None = None
     """Figures of `pretrain` and `sft`; None for `grpo`."""
     islands: IslandsEstimate | None = None
@@ -135,9 +243,9 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
     check = check_tokens_per_s(spec, config)
     step_s = learner_seconds(spec, config)
     flops = step_flops(spec, config, mean_tokens(spec)) if config is not None else None
-    settled, supervised = None, _supervised(spec, size, flops, step_s)
-    if supervised is None and not unknown and size is not None:
-        settled = timeline(run_model(spec, config, size))
+    settled, stalled, supervised = None, "", _supervised(spec, size, flops, step_s)
+    if supervised is None and not unknown:
+        settled, stalled = timeline(spec, config)
     run_s = settled.start_s + (spec.steps - 1) * settled.step_s if settled else None
     if supervised is not None and step_s is not None:
         run_s = spec.steps * step_s
@@ -165,6 +273,8 @@ def estimate_run(spec: RunSpec, config: ModelConfig | None) -> RunEstimate:
         cost=cost(spec, run_s),
         assumed=inputs(spec, config),
         unknown=unknown,
+        stalled=stalled,
+        max_hours=spec.budget.max_hours,
         supervised=supervised,
         islands=_islands(spec, config, step_s) if config is not None else None,
     )
@@ -222,124 +332,8 @@ def _supervised(
         run_flops=spec.steps * flops.total if flops else None,
         versions=1 + -(-spec.steps // algorithm.publish_every),
         publish_every=algorithm.publish_every,
-        publish_s=_publish_seconds(spec, size) if size else None,
+        publish_s=publish_seconds(spec, size) if size else None,
     )
-
-
-def forecast(spec: RunSpec, config: ModelConfig | None) -> tuple[float, float] | None:
-    """Return the seconds from version 0 to the first trained step, and from step to step.
-
-    None if a speed is unknown.
-    """
-    if config is None or any(unknown_speeds(spec, config)):
-        return None
-    if spec.supervised is not None:
-        step_s = learner_seconds(spec, config) or 0.0
-        return step_s, step_s
-    return start_and_step(run_model(spec, config, version_size(spec, config)))
-
-
-def run_model(spec: RunSpec, config: ModelConfig | None, size: VersionSize) -> Model:
-    """Return the timeline's model of a run.
-
-    Args:
-        spec: a spec whose speeds are all known.
-        config: shape of the model.
-        size: sizes of a version.
-    """
-    train_s = learner_seconds(spec, config)
-    check = check_tokens_per_s(spec, config)
-    assert train_s is not None, "asked for the model of an unknown speed"
-    prompt = assumed.mean_prompt_tokens(spec).value
-    share = spec.verify.prefill_share
-
-    def check_s(lengths: Lengths) -> float:
-        assert check is not None, "asked for the model of an unknown speed"
-        return share * (len(lengths) * prompt + sum(lengths)) / check.value
-
-    lengths, filtered = draws(
-        seed=spec.seed,
-        group_size=spec.grpo.group_size,
-        mean=assumed.mean_new_tokens(spec).value,
-        spread=assumed.LENGTH_SPREAD,
-        longest=max(pool.max_new_tokens for pool in spec.samplers),
-        filtered_share=assumed.filtered_share(spec).value,
-    )
-    return Model(
-        steps=spec.steps,
-        groups=spec.grpo.prompts_per_step,
-        async_level=spec.grpo.async_level,
-        train_s=train_s,
-        publish_s=_publish_seconds(spec, size),
-        replicas=tuple(_replicas(spec, config, size, prompt)),
-        validators=spec.verify.validators,
-        check_s=check_s,
-        lengths=lengths,
-        filtered=filtered,
-        max_groups=spec.grpo.fill.max_groups,
-    )
-
-
-def _publish_seconds(spec: RunSpec, size: VersionSize) -> float:
-    """Return the seconds in which the publisher makes one version."""
-    deltas = size.whole / assumed.DIFF_BYTES_S if spec.broadcast.format == "delta" else 0.0
-    return size.whole / assumed.PUBLISH_BYTES_S + deltas
-
-
-def draws(
-    *,
-    seed: int,
-    group_size: int,
-    mean: float,
-    spread: float,
-    longest: float,
-    filtered_share: float,
-) -> tuple[Callable[[int, int], Sequence[float]], Callable[[int, int], bool]]:
-    """Return lengths and filter verdicts of groups, as functions of step and group.
-
-    Lengths are log-normal with the mean and, over it, the standard deviation `spread`, cut at
-    `longest`; what is cut off is missing from the mean.
-    """
-    sigma = sqrt(log(1.0 + spread * spread))
-    mu = log(mean) - sigma * sigma / 2
-
-    @cache
-    def lengths(step: int, group: int) -> tuple[float, ...]:
-        random = Random(f"{seed}/{step}/{group}/lengths")
-        drawn = (exp(random.gauss(mu, sigma)) for _ in range(group_size))
-        return tuple(min(max(1.0, length), longest) for length in drawn)
-
-    @cache
-    def filtered(step: int, group: int) -> bool:
-        if filtered_share == 0.0:  # the usual case, without a draw for each group
-            return False
-        return Random(f"{seed}/{step}/{group}/filter").random() < filtered_share
-
-    return lengths, filtered
-
-
-def _replicas(
-    spec: RunSpec, config: ModelConfig | None, size: VersionSize, prompt: float
-) -> Iterator[Replica]:
-    fetch = broadcast_times(spec, size.follower)
-    rebuild_s = rebuild_seconds(size)
-    for pool in spec.samplers:
-        speed = decode_speed(pool, spec, config)
-        assert speed is not None, "asked for the model of an unknown speed"
-        sample_s = cache(partial(speed.lease_seconds, prompt=prompt))  # for all models of the run
-        for index in range(pool.replicas):
-            yield Replica(
-                pool=pool.name,
-                fetch_s=fetch.get(f"{pool.name}-{index}", 0.0) + rebuild_s,
-                load_s=size.whole / assumed.LOAD_BYTES_S,
-                lease_groups=lease_groups(pool, spec),
-                sample_s=sample_s,
-            )
-
-
-def rebuild_seconds(size: VersionSize) -> float:
-    """Return the seconds in which a sampler rebuilds a version from a delta; 0 without deltas."""
-    return size.whole / assumed.REBUILD_BYTES_S if size.follower < size.whole else 0.0
 
 
 def _pool(pool: SamplerPool, spec: RunSpec, config: ModelConfig | None) -> PoolEstimate:
@@ -355,21 +349,3 @@ def _pool(pool: SamplerPool, spec: RunSpec, config: ModelConfig | None) -> PoolE
         tokens_per_s=speed.tokens_per_s(lengths, prompt) if speed else None,
         lease_s=speed.lease_seconds(lengths, prompt) if speed else None,
     )
-
-
-def unknown_speeds(spec: RunSpec, config: ModelConfig | None) -> Iterator[str]:
-    """Fields of the spec without which there is no timeline."""
-    if config is None:
-        yield "model.hf"
-        return
-    if learner_seconds(spec, config) is None:
-        speeds = island_seconds(spec, config)
-        first = next(iter(speeds), "")
-        for name in [name for name, seconds in speeds.items() if seconds is None] or [first]:
-            member = "" if name == first else f"islands.members.{name}."
-            yield f"learner.{member}hardware.peak_flops"
-    for pool in spec.samplers:
-        if decode_speed(pool, spec, config) is None:
-            yield f"samplers.{pool.name}.tokens_per_s"
-    if spec.verify.validators and check_tokens_per_s(spec, config) is None:
-        yield "verify.tokens_per_s"
