@@ -25,7 +25,7 @@ from runspec.core.spec.resolved import MAX_BYTES, load_resolved, parse_resolved
 from runspec.local.apply import supervise
 from runspec.local.backend import LOCAL, backend
 from runspec.local.children import EXIT_INTERRUPTED, StopSignals, last_lines
-from runspec.local.conditions import unsolved_text
+from runspec.local.diagnosis import unsolved_text
 from runspec.local.formatting import duration, number
 from runspec.local.machine import this_machine
 from runspec.local.metrics import end_figures, read_rows

@@ -18,7 +18,7 @@ from runspec.local.children import end_leftovers
 from runspec.local.export import export_version
 from runspec.local.planning import make_plan
 from runspec.local.run_dir import find_run, hold, holder, run_directory
-from runspec.local.snapshot import look_at
+from runspec.local.run_view import look_at
 from runspec.local.state import RunState
 from runspec.local.supervisor_requests import PAUSE, send_request
 

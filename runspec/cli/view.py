@@ -18,7 +18,6 @@ from rich.table import Table
 from rich.text import Text
 
 from runspec.core.files import FULL
-from runspec.local.evaluations import is_result
 from runspec.local.formatting import duration, latency, number, per_second, share, sparkline
 from runspec.local.islands import commit_text, island_figures, island_pairs
 from runspec.local.metrics import (
@@ -54,7 +53,7 @@ class PlainView:
         self._said_at = 0.0
         self._said = ""
 
-    def event(self, role: str, text: str) -> None:
+    def event(self, role: str, text: str, kind: str = "note") -> None:
         self._print(f"{role}: {text}")
 
     def show(self, rows: Sequence[Row], roles: Sequence[RoleRow], note: str) -> None:
@@ -82,10 +81,10 @@ class LiveView:
         self._evaluation = ""
         self._drawn_at = 0.0
 
-    def event(self, role: str, text: str) -> None:
+    def event(self, role: str, text: str, kind: str = "note") -> None:
         self._events.append(f"{time.strftime('%H:%M:%S')} {role}: {text}")
         self._drawn_at = 0.0
-        if is_result(role, text):
+        if kind == "result":
             self._evaluation = text
 
     def show(self, rows: Sequence[Row], roles: Sequence[RoleRow], note: str) -> None:

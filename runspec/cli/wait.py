@@ -10,10 +10,9 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from runspec.core.errors import BadUsage
-from runspec.local.conditions import TYPES, condition, conditions
-from runspec.local.evaluations import evaluation_names, main_figure, result_line, results_of
+from runspec.local.evaluations import evaluation_names, main_figure, result_line
 from runspec.local.run_dir import find_run
-from runspec.local.snapshot import Snapshot, look_at
+from runspec.local.run_view import TYPES, RunView, look_at
 from verify.formats.evaluation import Evaluated
 
 EXIT_HOLDS, EXIT_NOT = 0, 1
@@ -50,12 +49,11 @@ def wait_command(run: str, awaited: str, timeout_s: float, runs_dir: Path) -> in
         time.sleep(POLL_S)
 
 
-def _why(wanted: Awaited, seen: Snapshot) -> str:
+def _why(wanted: Awaited, seen: RunView) -> str:
     """Return what made it hold; empty for steps and versions."""
     if wanted.kind == "evaluation":
-        first = next(r for r in _results(wanted, seen) if _beyond(wanted, r))
-        return result_line(first)
-    return condition(conditions(seen), wanted.type).message if wanted.type else ""
+        return result_line(next(r for r in seen.results if _beyond(wanted, r)))
+    return seen.conditions[wanted.type].message if wanted.type else ""
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ def parse_awaited(text: str) -> Awaited:
     )
 
 
-def holds(awaited: Awaited, seen: Snapshot) -> bool:
+def holds(awaited: Awaited, seen: RunView) -> bool:
     """Return whether it holds now."""
     match awaited.kind:
         case "step":
@@ -126,12 +124,12 @@ def holds(awaited: Awaited, seen: Snapshot) -> bool:
         case "version":
             return seen.published is not None and seen.published >= awaited.number
         case "evaluation":
-            return any(_beyond(awaited, result) for result in _results(awaited, seen))
+            return any(_beyond(awaited, result) for result in seen.results)
         case _:
-            return condition(conditions(seen), awaited.type).status == awaited.status
+            return seen.conditions[awaited.type].status == awaited.status
 
 
-def why_never(awaited: Awaited, seen: Snapshot) -> str | None:
+def why_never(awaited: Awaited, seen: RunView) -> str | None:
     """Return why the run cannot reach it by itself; None while it can."""
     if awaited.kind == "evaluation" and awaited.type not in evaluation_names(seen.spec):
         return f"the run has no evaluation {awaited.type!r}"
@@ -143,19 +141,15 @@ def why_never(awaited: Awaited, seen: Snapshot) -> str | None:
     return None
 
 
-def _results(awaited: Awaited, seen: Snapshot) -> list[Evaluated]:
-    results = results_of(seen.directory, seen.rows)
-    return [result for result in results if result.evaluation == awaited.type]
-
-
 def _beyond(awaited: Awaited, result: Evaluated) -> bool:
+    """Return whether it is a result of the evaluation that is beyond the limit."""
     figure = result.figures.get(awaited.figure or main_figure(result))
-    if figure is None:
+    if result.evaluation != awaited.type or figure is None:
         return False
     return figure.value > awaited.limit if awaited.above else figure.value < awaited.limit
 
 
-def last_seen(seen: Snapshot) -> str:
+def last_seen(seen: RunView) -> str:
     """Return the state of a run in one line."""
     published = "none" if seen.published is None else str(seen.published)
     roles = ", ".join(f"{r.name} {r.state}" for r in seen.roles if r.state != "running")

@@ -20,7 +20,7 @@ from runspec.local.processes import PreparedRun, RoleSpec, first_version_role, r
 from runspec.local.progress import Progress, RunProgress, StageProgress
 from runspec.local.report import write_summary
 from runspec.local.role_logs import last_error
-from runspec.local.snapshot import REMEDY
+from runspec.local.run_view import REMEDY
 from runspec.local.state import RunState, StorageWait
 from runspec.local.supervisor import Session, Supervisor, Watcher, describe_exit
 from runspec.local.supervisor_requests import LiveRun

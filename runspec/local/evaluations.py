@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from runspec.core.run_files import evaluation_files
-from runspec.core.spec.role_names import EVALUATOR
 from runspec.core.spec.schema import RunSpec
 from runspec.local.formatting import number
 from runspec.local.metrics import Row
@@ -18,8 +17,6 @@ from verify.formats.evaluation import Figure as Mean
 SECTION = "Evaluations"
 HELD_OUT, LOSS = "held-out", "loss"
 """Evaluation of runs that train on documents, and its figure in nats a token."""
-_RESULT = " of version "
-"""What only results have among the evaluator's events."""
 _TITLES = {
     LOSS: ("loss", "Mean loss of a held-out token, in nats"),
     "bits-per-byte": ("bits a byte", "Loss of the held-out documents over their bytes"),
@@ -148,11 +145,6 @@ def _curves(results: Sequence[Evaluated], kind: str) -> Iterator[Curve]:
                     if mean.low is not None and mean.high is not None
                 ],
             )
-
-
-def is_result(role: str, text: str) -> bool:
-    """Return whether an event is a result that `NewResults` told of."""
-    return role == EVALUATOR and _RESULT in text
 
 
 class NewResults:

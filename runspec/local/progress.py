@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import http.client
 import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import one_line
 from runspec.core.run_files import METRICS_FILE, step_folder
 from runspec.core.spec.schema import RunSpec
 from runspec.local.children import last_lines
-from runspec.local.conditions import dropped_text
-from runspec.local.endpoints import address
+from runspec.local.diagnosis import dropped_text
 from runspec.local.evaluations import NewResults
 from runspec.local.fleet import Reached
 from runspec.local.metrics import JsonLines, Row, latest_by_step
 from runspec.local.role_logs import stages
+from runspec.local.run_view import coordinator_status
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 
 ASK_EVERY_S = 2.0
 _MAX_FAULT = 400
-_REQUEST_TIMEOUT_S = 0.3
-_MAX_ANSWER_BYTES = 1024 * 1024
 
 
 class RunProgress:
@@ -106,17 +102,3 @@ class StageProgress:
 
 Progress = RunProgress | StageProgress
 """Progress of the run itself, apart from its processes."""
-
-
-def coordinator_status(url: str) -> dict[str, Any]:
-    """The coordinator's `GET /v1/status`; empty while it does not answer at once."""
-    host, port = address(url)
-    connection = http.client.HTTPConnection(host, port, timeout=_REQUEST_TIMEOUT_S)
-    try:
-        connection.request("GET", "/v1/status")
-        data = connection.getresponse().read(_MAX_ANSWER_BYTES + 1)
-        return parse_object(data, max_bytes=_MAX_ANSWER_BYTES)
-    except (OSError, http.client.HTTPException, MalformedJson):
-        return {}
-    finally:
-        connection.close()

@@ -143,7 +143,7 @@ def complete_rollback(run_dir: Path) -> int | None:
     with closing(RunState(run_dir)) as state:
         text = STARTS_ANEW if anew else f"rolled back to version {version}"
         state.set_run("paused", text)
-        state.add_event("run", text)
+        state.add_event("run", text, "change")
         if not anew:  # whoever changes the spec records that
             state.add_applied(spec_digest(spec), [text])
         write_summary(run_dir, state.wall_s(), partial(state.add_event, "report"))

@@ -13,7 +13,7 @@ from typing import Protocol
 from runspec.core.errors import UserError
 from runspec.local.backend import Look, Processes
 from runspec.local.children import birth
-from runspec.local.conditions import alarm_text, dropped_text, unsolved_text
+from runspec.local.diagnosis import alarm_text, dropped_text, unsolved_text
 from runspec.local.fleet import Action, Fleet, Outcome, RoleState, Rules, State
 from runspec.local.metrics import Row
 from runspec.local.processes import RoleSpec
@@ -30,8 +30,8 @@ _CRASH_TIMEOUT_S = 5.0
 class Watcher(Protocol):
     """Shows a run to whoever started it."""
 
-    def event(self, role: str, text: str) -> None:
-        """A role changed its state."""
+    def event(self, role: str, text: str, kind: str = "note") -> None:
+        """Something happened; `EventRow` has the kinds."""
 
     def show(self, rows: Sequence[Row], roles: Sequence[RoleRow], note: str) -> None:
         """The state of things, several times a second."""
@@ -199,11 +199,11 @@ class Supervisor:
             error = last_error(self._session.logs / f"{name}.log")
             text += f": {error.thing}" if error else ""
         if not self._fleet.keeps_dying(name):
-            self._event(name, text)
+            self._event(name, text, "state", code)
 
-    def _event(self, name: str, text: str) -> None:
-        self._session.state.add_event(name, text)
-        self._session.watcher.event(name, text)
+    def _event(self, name: str, text: str, kind: str, code: int | None = None) -> None:
+        self._session.state.add_event(name, text, kind, code)
+        self._session.watcher.event(name, text, kind)
 
     def _report(self) -> None:
         now = time.monotonic()
@@ -223,13 +223,13 @@ class Supervisor:
         for alarm in (alarm_text, unsolved_text):
             text = alarm(self._progress.rows[-1]) if self._progress.rows else ""
             if text and alarm not in self._alarmed:
-                self._event("learner", text)
+                self._event("learner", text, "alarm")
             (self._alarmed.add if text else self._alarmed.discard)(alarm)
         for line in self._progress.evaluated.lines() if self._progress.evaluated else ():
-            self._event("evaluator", line)
+            self._event("evaluator", line, "result")
         groups, newest = self._progress.dropped
         if groups >= max(1, 2 * self._dropped):
-            self._event("coordinator", dropped_text(groups, newest))
+            self._event("coordinator", dropped_text(groups, newest), "alarm")
             self._dropped = groups
 
 

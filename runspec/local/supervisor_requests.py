@@ -189,7 +189,7 @@ def record_applied(state: RunState, spec: RunSpec, changes: Sequence[Change]) ->
     what = [str(change) for change in changes] if known else []
     serial = state.add_applied(digest, what)
     for line in what:
-        state.add_event("run", f"serial {serial}: {line}")
+        state.add_event("run", f"serial {serial}: {line}", "change")
     return serial
 
 

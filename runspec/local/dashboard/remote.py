@@ -15,7 +15,7 @@ from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature
 from runspec.core.tokenizer_files import MAX_TOKENIZER_BYTES, tokenizer_of
 from runspec.local.dashboard.source import Table, broadcast_tree
-from runspec.local.diagnosis import cause_lines, diagnose
+from runspec.local.diagnosis import diagnose
 from runspec.local.metrics import latest_by_step, objects
 from verify.client import MAX_LIST_BYTES
 from verify.coordinator.ledger.ledger import BadRow, decode_event
@@ -122,7 +122,7 @@ class CoordinatorSource:
             "weights_bytes_sent": 0,
             "shares_bytes_sent": 0,
             "published": status["newest_version"],
-            "diagnosis": [*cause_lines(diagnose(self.spec, rows, dropped))],
+            "diagnosis": [*map(str, diagnose(self.spec, rows, dropped))],
             "conditions": [],
             "roles": [],
             "events": [],

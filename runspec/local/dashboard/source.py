@@ -17,13 +17,10 @@ from runspec.core.run_files import METRICS_FILE, initial_model, submission_files
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.core.tokenizer_files import read_tokenizer
-from runspec.local.conditions import conditions
-from runspec.local.diagnosis import cause_lines, diagnose
 from runspec.local.endpoints import load_endpoints
 from runspec.local.evaluations import results_of
 from runspec.local.metrics import read_rows, shares_bytes_sent, weights_bytes_sent
-from runspec.local.progress import coordinator_status
-from runspec.local.snapshot import Snapshot, look_at
+from runspec.local.run_view import RunView, look_at
 from verify.coordinator.ledger.ledger import BadRow, decode_event
 from verify.coordinator.ledger.snapshot import damaged, open_snapshot
 from verify.coordinator.ledger.store import NoLedger
@@ -129,10 +126,10 @@ class FolderSource:
             "weights_bytes_sent": weights_bytes_sent(self._run_dir),
             "shares_bytes_sent": shares_bytes_sent(self._run_dir),
             "published": seen.published,
-            "diagnosis": [*cause_lines(diagnose(seen.spec, seen.rows, seen.dropped.by_grader))],
+            "diagnosis": [*map(str, seen.causes)],
             "conditions": [
                 [each.type, each.reason, each.message]
-                for each in conditions(seen)
+                for each in seen.conditions.values()
                 if each.status == "True"
             ],
             "roles": [
@@ -146,16 +143,15 @@ class FolderSource:
             "servers": self._servers(seen),
         }
 
-    def _status(self, seen: Snapshot) -> Mapping[str, Any]:
+    def _status(self, seen: RunView) -> Mapping[str, Any]:
         """Return the coordinator's status; of a stopped run what its ledger says of workers."""
         if seen.alive:
-            endpoints = load_endpoints(self._run_dir)
-            return coordinator_status(endpoints.coordinator) if endpoints else {}
+            return seen.coordinator
         if self._workers[0] != seen.trained:
             self._workers = seen.trained, summary(read_state(self._run_dir, self.spec))
         return self._workers[1]
 
-    def _servers(self, seen: Snapshot) -> list[dict[str, Any]]:
+    def _servers(self, seen: RunView) -> list[dict[str, Any]]:
         endpoints, found = load_endpoints(self._run_dir), []
         urls = endpoints.all() if endpoints else {}
         for role, upstream, url in broadcast_tree(self.spec):

@@ -30,10 +30,9 @@ from runspec.estimate.price import hourly_price
 from runspec.local import run_dir
 from runspec.local.backend import backend
 from runspec.local.budget import Limit, left_s, limits
-from runspec.local.conditions import Condition, condition, conditions, late_after_s
 from runspec.local.export import export_version
 from runspec.local.role_logs import RoleError, last_error
-from runspec.local.snapshot import Snapshot
+from runspec.local.run_view import Condition, RunView
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
 from tests.bridge.test_publisher import add_version
 from tests.learner_jax.conftest import Run, tiny_spec, write_initial_model
@@ -151,7 +150,7 @@ def test_the_last_error_since_the_last_start_is_found(tmp_path: Path) -> None:
 
 
 NOW = 10_000.0
-RUNNING = Snapshot(
+RUNNING = RunView(
     directory=Path("/runs/small"),
     spec=small_spec(),
     at=NOW,
@@ -171,10 +170,10 @@ RUNNING = Snapshot(
 
 
 def seen(**changes: Any) -> dict[str, Condition]:
-    return {each.type: each for each in conditions(replace(RUNNING, **changes))}
+    return replace(RUNNING, **changes).conditions
 
 
-def ended(state: str, reason: str = "", **changes: Any) -> Snapshot:
+def ended(state: str, reason: str = "", **changes: Any) -> RunView:
     row = RunRow("small", "digest", 5, state, reason, NOW - 500, None)
     return replace(RUNNING, held_by=None, run=row, **changes)
 
@@ -191,21 +190,21 @@ def test_a_run_that_trains_is_alive_ready_training_and_published_until_it_ends()
     # given steps of 100 s, the last of which was trained 600 s ago, then the next one is late
     rows = [{"step": number, "time": NOW - 1000.0 + 100 * number} for number in range(5)]
     slow = replace(RUNNING, rows=rows, session=SessionRow(NOW - 2000, NOW))
-    assert late_after_s(slow) == 500.0
-    assert condition(conditions(slow), "Stalled").status == "True"
+    assert slow.late_after_s == 500.0
+    assert slow.conditions["Stalled"].status == "True"
     # but a minute is always granted, and before there is a pace the deadline of a step
-    assert late_after_s(RUNNING) == 60.0
-    assert late_after_s(replace(RUNNING, rows=[])) == RUNNING.spec.algorithm.fill.deadline
+    assert RUNNING.late_after_s == 60.0
+    assert replace(RUNNING, rows=[]).late_after_s == RUNNING.spec.algorithm.fill.deadline
     # and an end is its condition with its reason; a step that the coordinator gave up is a stall
     text = "ended with exit code 4, stops the run: step 3 stalled: 0 of 4"
-    gave_up = [EventRow(NOW - 3, "coordinator", text, 9)]
+    gave_up = [EventRow(NOW - 3, "coordinator", text, 9, exit_code=4)]
     for state, events, true in (
         ("paused", [], ["Published", "Paused"]),
         ("failed", gave_up, ["Published", "Stalled", "Failed"]),
     ):
-        over = conditions(ended(state, "because", events=events))
-        assert [each.type for each in over if each.status == "True"] == true
-        assert condition(over, true[-1]).message == "because"
+        over = ended(state, "because", events=events).conditions
+        assert [name for name, each in over.items() if each.status == "True"] == true
+        assert over[true[-1]].message == "because"
 
 
 def test_newest_steps_that_are_off_or_wrong_are_conditions_with_numbers_and_remedy() -> None:

@@ -65,7 +65,7 @@ class Watch:
         self.notes: list[str] = []
         self.events: list[tuple[str, str]] = []
 
-    def event(self, role: str, text: str) -> None:
+    def event(self, role: str, text: str, kind: str = "note") -> None:
         self.events.append((role, text))
 
     def show(self, rows: Sequence[Any], roles: Sequence[RoleRow], note: str) -> None:
@@ -278,8 +278,8 @@ def test_a_run_waits_for_a_full_disk_and_goes_on_or_ends_where_that_stays_full(
             waits.unlink(missing_ok=True)
 
     class Freeing(Watch):
-        def event(self, role: str, text: str) -> None:
-            super().event(role, text)
+        def event(self, role: str, text: str, kind: str = "note") -> None:
+            super().event(role, text, kind)
             if text.startswith("waits up to") and freed:
                 state._db.execute("PRAGMA max_page_count = 1000000")
                 log.unlink() if log.is_symlink() else None
