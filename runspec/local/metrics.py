@@ -229,27 +229,25 @@ def largest(rows: Sequence[Row], key: str) -> float | None:
     return max((row[key] for row in rows if row.get(key) is not None), default=None)
 
 
-def weights_bytes_sent(run_dir: Path) -> int:
-    """Bytes of weights that origin and relays served, from their served.json."""
-    return _bytes_sent(run_dir, shares=False)
-
-
-def shares_bytes_sent(run_dir: Path) -> int:
-    """Bytes that the servers of islands' shares served, from their served.json."""
-    return _bytes_sent(run_dir, shares=True)
-
-
-def _bytes_sent(run_dir: Path, *, shares: bool) -> int:
-    sent = 0
-    for path in sorted((run_dir / "store").glob("*/served.json")):
-        if path.parent.name.startswith(shares_name("")) != shares:
-            continue
-        try:
-            served = parse_object(read_bounded(path, 4096), max_bytes=4096).get("bytes")
-        except MalformedJson:
-            continue
-        sent += served if isinstance(served, int) else 0
+def bytes_sent(run_dir: Path) -> dict[str, int]:
+    """Return `weights_bytes_sent`, bytes that origin and relays served, and `shares_bytes_sent`,
+    those that the servers of islands' shares served."""
+    sent = {"weights_bytes_sent": 0, "shares_bytes_sent": 0}
+    for store in (run_dir / "store").glob("*"):
+        is_shares = store.name.startswith(shares_name(""))
+        key = "shares_bytes_sent" if is_shares else "weights_bytes_sent"
+        sent[key] += served_bytes(store) or 0
     return sent
+
+
+def served_bytes(store: Path) -> int | None:
+    """Return the bytes that a server served of its store; None where they are not known."""
+    try:
+        served = parse_object(read_bounded(store / "served.json", 4096), max_bytes=4096)
+    except (OSError, MalformedJson):
+        return None
+    sent = served.get("bytes")
+    return sent if isinstance(sent, int) else None
 
 
 def objects(lines: bytes) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 from runspec.core.errors import describe_error
 from runspec.core.files import write_atomic
 from runspec.local.evaluations import results_of, summarise_evaluations
-from runspec.local.metrics import read_rows, shares_bytes_sent, summarise, weights_bytes_sent
+from runspec.local.metrics import bytes_sent, read_rows, summarise
 
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
@@ -36,12 +36,7 @@ def write_summary(
     rows = read_rows(run_dir)
     if not rows:
         return None
-    summary = summarise(
-        rows,
-        wall_s=wall_s,
-        weights_bytes_sent=weights_bytes_sent(run_dir),
-        shares_bytes_sent=shares_bytes_sent(run_dir),
-    )
+    summary = summarise(rows, wall_s=wall_s, **bytes_sent(run_dir))
     summary["evaluations"] = summarise_evaluations(results_of(run_dir, rows))
     write_atomic(run_dir / SUMMARY_FILE, json.dumps(summary, indent=2).encode() + b"\n")
     # Drawn in here: numpy and tokenizers, which a run's other processes do not wait for.

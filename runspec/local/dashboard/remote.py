@@ -14,7 +14,7 @@ from runspec.core.errors import UserError
 from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature
 from runspec.core.tokenizer_files import MAX_TOKENIZER_BYTES, tokenizer_of
-from runspec.local.dashboard.source import Table, broadcast_tree
+from runspec.local.dashboard.source import OF_COORDINATOR, Table, broadcast_tree
 from runspec.local.diagnosis import diagnose
 from runspec.local.metrics import latest_by_step, objects
 from verify.client import MAX_LIST_BYTES
@@ -116,23 +116,11 @@ class CoordinatorSource:
         rows, dropped = self.rows(), status["dropped_by_grader"]["groups"]
         return {
             "state": status["state"],
-            "reason": "",
-            "waiting_for": status["waiting_for"],
             "wall_s": time.time() - rows[0]["time"] if rows else 0.0,
-            "weights_bytes_sent": 0,
-            "shares_bytes_sent": 0,
             "published": status["newest_version"],
             "diagnosis": [*map(str, diagnose(self.spec, rows, dropped))],
-            "conditions": [],
-            "roles": [],
-            "events": [],
-            "workers": status["workers"],
-            "crowd": status["crowd"],
-            "validators": status["validators"],
-            "servers": [
-                {"name": role, "upstream": up, "url": url, "versions": [], "bytes_sent": None}
-                for role, up, url in broadcast_tree(self.spec)
-            ],
+            **{key: status[key] for key in OF_COORDINATOR},
+            "servers": broadcast_tree(self.spec),
         }
 
     def _object(self, path: str, most: int) -> dict[str, Any]:

@@ -67,19 +67,15 @@ class Dashboard:
         host = request.host.rpartition(":")[0] or request.host
         if self._token is None and host not in _HOSTS and request.host not in _HOSTS:
             raise web.HTTPForbidden(text="ask for localhost\n")
-        if request.path != "/" and not self._is_allowed(request.headers.get(TOKEN, "")):
+        given = request.headers.get(TOKEN, "").encode(errors="surrogateescape")
+        allowed = self._token is None or hmac.compare_digest(given, self._token.encode())
+        if request.path != "/" and not allowed:
             raise web.HTTPUnauthorized(text="a token is needed\n")
         answer = await handler(request)
         answer.headers["Cache-Control"] = "no-store"
         answer.headers["X-Content-Type-Options"] = "nosniff"
         answer.headers["Referrer-Policy"] = "no-referrer"
         return answer
-
-    def _is_allowed(self, given: str) -> bool:
-        wanted = self._token
-        if wanted is None:
-            return True
-        return hmac.compare_digest(given.encode(errors="surrogateescape"), wanted.encode())
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
         page = live_page([view.name for view in self._views])
@@ -89,7 +85,10 @@ class Dashboard:
         names = (*SECTIONS, "rollouts")
         known = {name: request.query.get(name, "") for name in names}
         numbers = {n: int(text) for n, text in known.items() if re.fullmatch(_NUMBER, text)}
-        return _answer(await asyncio.to_thread(self._run(request).answer, numbers))
+        text = await asyncio.to_thread(self._run(request).answer, numbers)
+        answer = web.Response(text=text, content_type="application/json")
+        answer.enable_compression()
+        return answer
 
     async def _search(self, request: web.Request) -> web.StreamResponse:
         words = request.query.get("q", "")[:MAX_QUERY]
@@ -112,12 +111,6 @@ class Dashboard:
         if number >= len(self._views):
             raise web.HTTPNotFound(text="no such run\n")
         return self._views[number]
-
-
-def _answer(text: str) -> web.Response:
-    answer = web.Response(text=text, content_type="application/json")
-    answer.enable_compression()
-    return answer
 
 
 async def serve(

@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol
 from tokenizers import Tokenizer
 
 from broadcast.layout import stored_versions
-from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.run_files import METRICS_FILE, initial_model, submission_files
@@ -19,8 +18,8 @@ from runspec.core.spec.schema import RunSpec
 from runspec.core.tokenizer_files import read_tokenizer
 from runspec.local.endpoints import load_endpoints
 from runspec.local.evaluations import results_of
-from runspec.local.metrics import read_rows, shares_bytes_sent, weights_bytes_sent
-from runspec.local.run_view import RunView, look_at
+from runspec.local.metrics import bytes_sent, read_rows, served_bytes
+from runspec.local.run_view import look_at
 from verify.coordinator.ledger.ledger import BadRow, decode_event
 from verify.coordinator.ledger.snapshot import damaged, open_snapshot
 from verify.coordinator.ledger.store import NoLedger
@@ -33,6 +32,8 @@ from verify.formats.viewing import TOKENIZER_FILE
 
 EVENTS = 40
 """Newest events of roles that the page shows."""
+OF_COORDINATOR = ("waiting_for", "workers", "crowd", "validators")
+"""Keys of a coordinator's status that a page shows."""
 Table = Literal["submission", "verdict"]
 
 
@@ -61,7 +62,7 @@ class Source(Protocol):
         """Return the run's tokenizer."""
 
     def head(self) -> dict[str, Any]:
-        """Return what is known of the run as a whole.
+        """Return what is known of the run as a whole; what is not may be left out.
 
         Keys: `state`, `reason`, `waiting_for`, `wall_s`, `weights_bytes_sent`,
         `shares_bytes_sent`, `published`, `diagnosis` (lines), `conditions`, `roles`, `events`,
@@ -117,14 +118,16 @@ class FolderSource:
 
     def head(self) -> dict[str, Any]:
         seen = look_at(self._run_dir, events=EVENTS)
-        status = self._status(seen)
+        status: Mapping[str, Any] = seen.coordinator
+        if not seen.alive:  # what the ledger says of workers
+            if self._workers[0] != seen.trained:
+                self._workers = seen.trained, summary(read_state(self._run_dir, self.spec))
+            status = self._workers[1]
         return {
             "state": seen.state,
             "reason": seen.reason,
-            "waiting_for": status.get("waiting_for"),
             "wall_s": seen.wall_s,
-            "weights_bytes_sent": weights_bytes_sent(self._run_dir),
-            "shares_bytes_sent": shares_bytes_sent(self._run_dir),
+            **bytes_sent(self._run_dir),
             "published": seen.published,
             "diagnosis": [*map(str, seen.causes)],
             "conditions": [
@@ -137,53 +140,30 @@ class FolderSource:
                 for role in seen.roles
             ],
             "events": [[event.time, event.role, event.text] for event in reversed(seen.events)],
-            "workers": status.get("workers", []),
-            "crowd": status.get("crowd"),
-            "validators": status.get("validators", []),
-            "servers": self._servers(seen),
+            **{key: status[key] for key in OF_COORDINATOR if key in status},
+            "servers": [*map(self._server, broadcast_tree(self.spec))],
         }
 
-    def _status(self, seen: RunView) -> Mapping[str, Any]:
-        """Return the coordinator's status; of a stopped run what its ledger says of workers."""
-        if seen.alive:
-            return seen.coordinator
-        if self._workers[0] != seen.trained:
-            self._workers = seen.trained, summary(read_state(self._run_dir, self.spec))
-        return self._workers[1]
-
-    def _servers(self, seen: RunView) -> list[dict[str, Any]]:
-        endpoints, found = load_endpoints(self._run_dir), []
+    def _server(self, known: dict[str, Any]) -> dict[str, Any]:
+        endpoints, store = load_endpoints(self._run_dir), self._run_dir / "store" / known["name"]
         urls = endpoints.all() if endpoints else {}
-        for role, upstream, url in broadcast_tree(self.spec):
-            store = self._run_dir / "store" / role
-            found.append(
-                {
-                    "name": role,
-                    "upstream": upstream,
-                    "url": urls.get(role, url),
-                    "versions": stored_versions(store, self.spec.name),
-                    "bytes_sent": _bytes_sent(store),
-                }
-            )
-        return found
+        return {
+            **known,
+            "url": urls.get(known["name"], known["url"]),
+            "versions": stored_versions(store, self.spec.name),
+            "bytes_sent": served_bytes(store),
+        }
 
 
-def broadcast_tree(spec: RunSpec) -> list[tuple[str, list[str], str]]:
-    """Return role, upstream roles and URL (empty if the spec has none) of origin and relays."""
-    tree: list[tuple[str, list[str], str]] = [("origin", [], spec.broadcast.origin.url or "")]
+def broadcast_tree(spec: RunSpec) -> list[dict[str, Any]]:
+    """Return origin and relays with what the spec says of them: upstream roles and URL."""
+    unknown: dict[str, Any] = {"versions": [], "bytes_sent": None}
+    tree = [{"name": "origin", "upstream": [], "url": spec.broadcast.origin.url or "", **unknown}]
     for relay in spec.broadcast.relays:
         upstream = [name if name == "origin" else f"relay-{name}" for name in relay.upstream]
-        tree.append((f"relay-{relay.name}", upstream, relay.url or ""))
+        known = {"name": f"relay-{relay.name}", "upstream": upstream, "url": relay.url or ""}
+        tree.append({**known, **unknown})
     return tree
-
-
-def _bytes_sent(store: Path) -> int | None:
-    try:
-        served = parse_object(read_bounded(store / "served.json", 4096), max_bytes=4096)
-    except (OSError, MalformedJson):
-        return None
-    sent = served.get("bytes")
-    return sent if isinstance(sent, int) else None
 
 
 def _read(path: Path, most: int) -> bytes:

@@ -8,11 +8,12 @@ from itertools import pairwise
 from typing import Any
 
 from runspec.core.errors import UserError
-from runspec.local.dashboard.facts import facts, work_line
 from runspec.local.dashboard.rollouts import Rollouts
 from runspec.local.dashboard.source import Source
 from runspec.local.dashboard.timeline import Timeline
 from runspec.local.evaluations import SECTION, evaluation_plots, newest, result_line
+from runspec.local.formatting import duration, latency, number, per_second, share
+from runspec.local.islands import summary_pairs
 from runspec.local.metrics import Row, end_figures, summarise, time_left_s
 from runspec.local.plots import Curve, Figure, figures
 from verify.formats.evaluation import Evaluated
@@ -21,6 +22,10 @@ MAX_POINTS = 1000
 """Points of a curve; those of longer runs are means of neighbours."""
 SECTIONS = ("head", "figures", "timeline")
 READ_S = 1.0
+_UNKNOWN: dict[str, Any] = {"reason": "", "waiting_for": None, "crowd": None}
+_UNKNOWN |= {key: [] for key in ("conditions", "roles", "events", "workers", "validators")}
+_UNKNOWN |= {"weights_bytes_sent": 0, "shares_bytes_sent": 0}
+"""What a source may leave out of a run's head."""
 
 
 class RunView:
@@ -57,7 +62,7 @@ class RunView:
             self._seq = seq
         self.rollouts.read(read_s)
         spec, rows, results = self.source.spec, self.source.rows(), self.source.evaluations()
-        now = self.source.head()
+        now = {**_UNKNOWN, **self.source.head()}
         sent = {key: now.pop(key) for key in ("weights_bytes_sent", "shares_bytes_sent")}
         summary = summarise(rows, wall_s=now["wall_s"], **sent) if rows else None
         head = {
@@ -103,6 +108,47 @@ class RunView:
         return "{" + ",".join(parts) + "}"
 
 
+def work_line(summary: Mapping[str, Any]) -> str:
+    """Return what the run has done, as one sentence.
+
+    Args:
+        summary: as `metrics.summarise` makes it.
+    """
+    if "tokens" in summary:
+        work = f"{summary['tokens']:,} tokens, {number(summary['epoch'])} epochs"
+    else:
+        work = f"{summary['rollouts_accepted']:,} rollouts accepted, "
+        work += f"{summary['rollouts_rejected']:,} rejected"
+    return f"{summary['steps']} steps in {duration(summary['wall_s'])}, {work}."
+
+
+def facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return name and value of the figures of a summary that are no curve's ends."""
+    if "tokens" in summary:
+        of_kind = [
+            ("Trained tokens", f"{summary['trained_tokens']:,}"),
+            ("Padding", share(summary["padding_share"])),
+            ("Learner waited for input", share(summary["input_wait_share"])),
+        ]
+    else:
+        of_kind = [
+            ("Mean lag", number(summary["mean_lag"])),
+            ("Largest lag", number(summary["max_lag"])),
+            ("Samplers busy", share(summary["sampler_busy_fraction"])),
+            ("Submission to verdict, p50 / p99 of a step", " / ".join(latency(summary, "verdict"))),
+            ("Submission to batch, p50 / p99 of a step", " / ".join(latency(summary, "manifest"))),
+        ]
+    return [
+        *of_kind,
+        ("Learner busy", share(summary["learner_busy_fraction"])),
+        ("Learner, real tokens/s", per_second(summary["learner_tokens_per_s"])),
+        ("Learner, MFU", share(summary["mfu"])),
+        ("Updates skipped", number(summary["skipped_updates"])),
+        ("Weights sent", f"{summary['weights_bytes_sent'] / 1e6:,.1f} MB"),
+        *(summary_pairs(summary["islands"]) if summary["islands"] else ()),
+    ]
+
+
 def plain_figure(figure: Figure) -> dict[str, Any]:
     """Return a figure as plain data for the page."""
     return {
@@ -117,7 +163,11 @@ def plain_figure(figure: Figure) -> dict[str, Any]:
 
 
 def _curve(curve: Curve) -> dict[str, Any]:
-    points = thinned(curve.points)
+    points = curve.points
+    if len(points) > MAX_POINTS:  # each is the mean of its share of neighbours, at the last x
+        edges = [i * len(points) // MAX_POINTS for i in range(MAX_POINTS + 1)]
+        parts = [points[a:b] for a, b in pairwise(edges)]
+        points = [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
     return {
         "label": curve.label,
         "x": [x for x, _ in points],
@@ -125,15 +175,6 @@ def _curve(curve: Curve) -> dict[str, Any]:
         "averaged": curve.averaged,
         "band": [[x, _rounded(low), _rounded(high)] for x, low, high in curve.band],
     }
-
-
-def thinned(points: Sequence[tuple[float, float]], most: int = MAX_POINTS) -> Sequence:
-    """Return at most so many points; each is the mean of its share of neighbours, at the last x."""
-    if len(points) <= most:
-        return points
-    edges = [i * len(points) // most for i in range(most + 1)]
-    shares = [points[a:b] for a, b in pairwise(edges)]
-    return [(share[-1][0], sum(y for _, y in share) / len(share)) for share in shares]
 
 
 def _rounded(value: float) -> float:
