@@ -52,7 +52,11 @@ def dashboard_command(
         raise UserError(
             f"{len(runs)} runs, a page shows {_MAX_RUNS}", place="dashboard", remedy="name fewer"
         )
-    host, port = _address(listen)
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UserError(
+            f"{listen[:100]!r} is no address", place="--listen", remedy="write 127.0.0.1:8080"
+        )
     views = [RunView(_source(run, key, runs_dir)) for run in runs]
     if export is not None:
         for view in views:
@@ -68,7 +72,7 @@ def dashboard_command(
         if browse:
             webbrowser.open(url)
 
-    asyncio.run(serve(views, host, port, tell))
+    asyncio.run(serve(views, host.strip("[]"), int(port), tell))
     return 0
 
 
@@ -85,12 +89,3 @@ def _source(run: str, key: Path | None, runs_dir: Path) -> Source:
             remedy="name it with --key runs/NAME/keys/coordinator.key",
         )
     return CoordinatorSource(run, SigningKey.load(key))
-
-
-def _address(listen: str) -> tuple[str, int]:
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise UserError(
-            f"{listen[:100]!r} is no address", place="--listen", remedy="write 127.0.0.1:8080"
-        )
-    return host.strip("[]"), int(port)

@@ -127,9 +127,13 @@ def invite_table(rows: list[dict[str, Any]]) -> Table:
         at = row["expires"]
         expires = "" if at is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
         most = "?" if row["uses"] is None else row["uses"]
-        table.add_row(
-            row["key"][:16], row["pool"] or "any", f"{row['used']} of {most}", expires, _state(row)
-        )
+        state = "used up" if row["uses"] is not None and row["used"] >= row["uses"] else "open"
+        if row["revoked"] is not None:
+            state = f"revoked: {row['revoked']}"
+        elif at is not None and time.time() > at:
+            state = "expired"
+        pool, used = row["pool"] or "any", f"{row['used']} of {most}"
+        table.add_row(row["key"][:16], pool, used, expires, state)
     return table
 
 
@@ -158,14 +162,6 @@ def _note(run_dir: Path, made: Made) -> None:
             place=str(run_dir / MADE_FILE),
             remedy="free disk space or mend the permissions, then invite again",
         ) from error
-
-
-def _state(row: dict[str, Any]) -> str:
-    if row["revoked"] is not None:
-        return f"revoked: {row['revoked']}"
-    if row["expires"] is not None and time.time() > row["expires"]:
-        return "expired"
-    return "used up" if row["uses"] is not None and row["used"] >= row["uses"] else "open"
 
 
 def _key_of(named: str, known: set[str]) -> str:

@@ -33,7 +33,16 @@ def pause_command(run: str, runs_dir: Path) -> int:
         print(f"{run_dir.name} is not alive: {look_at(run_dir, ledger=False).state}")
         return 0
     send_request(run_dir, PAUSE, {}, say=lambda text: print(f"The supervisor {text}"))
-    _await_release(run_dir)
+    # The supervisor, whose roles have ended, writes the summary.
+    deadline = time.monotonic() + RELEASE_TIMEOUT_S
+    while (held_by := holder(run_dir)) is not None:
+        if time.monotonic() >= deadline:
+            raise UserError(
+                f"every role has ended, but the run is still held by {held_by}",
+                place=str(run_dir),
+                remedy=f"see {run_dir / 'logs'}, or end that process",
+            )
+        time.sleep(_POLL_S)
     print(
         f"{run_dir.name} is paused. To go on from the newest checkpoint: runspec resume {run_dir}"
     )
@@ -62,19 +71,6 @@ def run_and_version(text: str) -> tuple[str, int | None]:
     if at and not version.isdecimal():
         raise BadUsage(f"no version: {version!r}", place=text, remedy="name one as NAME@12")
     return name, int(version) if at else None
-
-
-def _await_release(run_dir: Path) -> None:
-    """Waits until the supervisor, whose roles have ended, has written the summary and is gone."""
-    deadline = time.monotonic() + RELEASE_TIMEOUT_S
-    while (held_by := holder(run_dir)) is not None:
-        if time.monotonic() >= deadline:
-            raise UserError(
-                f"every role has ended, but the run is still held by {held_by}",
-                place=str(run_dir),
-                remedy=f"see {run_dir / 'logs'}, or end that process",
-            )
-        time.sleep(_POLL_S)
 
 
 def resume_command(run: str, detach: bool, runs_dir: Path) -> int:
@@ -135,20 +131,16 @@ def delete_command(run: str, yes: bool, runs_dir: Path) -> int:
         kept = _outside_states(run_dir)
         if not yes:
             typer.confirm(f"Remove {run_dir} with everything in it?", abort=True)
-        _end_known_leftovers(run_dir)
+        try:
+            with closing(RunState(run_dir)) as state:
+                end_leftovers(state.roles())
+        except UserError as error:  # damaged: that must not keep it from being removed
+            print(f"warning: roles that may still be alive are not known: {error}", file=sys.stderr)
         _remove(run_dir)
     print(f"Removed {run_dir}")
     if kept is not None:
         print(f"Its full states stay in {kept}: a new run of this name needs them gone")
     return 0
-
-
-def _end_known_leftovers(run_dir: Path) -> None:
-    try:
-        with closing(RunState(run_dir)) as state:
-            end_leftovers(state.roles())
-    except UserError as error:  # damaged: that must not keep it from being removed
-        print(f"warning: roles that may still be alive are not known: {error}", file=sys.stderr)
 
 
 def _remove(run_dir: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -93,18 +92,14 @@ def events_command(run: str, follow: bool, as_json: bool, runs_dir: Path) -> int
             last = 0
             while True:
                 new = state.events(after=last)
-                _print_events(new, as_json)
+                for event in new:
+                    print(json.dumps(asdict(event)) if as_json else event_line(event), flush=True)
                 if not follow or reader_gone():
                     return 0
                 last = new[-1].id if new else last
                 time.sleep(POLL_S)
         except KeyboardInterrupt:
             return 0
-
-
-def _print_events(events: Sequence[EventRow], as_json: bool) -> None:
-    for event in events:
-        print(json.dumps(asdict(event)) if as_json else event_line(event), flush=True)
 
 
 def event_line(event: EventRow) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +33,7 @@ from runspec.local.metrics import Row, input_wait_share, last_known
 from runspec.local.model_folders import trained_model
 from runspec.local.run_dir import find_run
 from runspec.local.run_view import Condition, RunView, look_at
-from runspec.local.state import AppliedRow, RunState
+from runspec.local.state import RunState
 
 EVENTS = 20
 WATCH_S = 2.0
@@ -176,27 +176,47 @@ def describe_command(run: str, runs_dir: Path) -> int:
     console = Console(markup=False, highlight=False)
     print(headline(seen))
     show_link(seen.directory, seen.spec)
-    _section("Run", _run_pairs(seen, applied[-1].serial if applied else 0, sessions))
+    started = f", first {clock(seen.run.started)}" if seen.run else ""
+    pairs = {
+        "directory": seen.directory,
+        "held by": seen.held_by or "nobody",
+        "serial": applied[-1].serial if applied else 0,
+        "sessions": f"{sessions}{started}",
+        "steps trained": f"{seen.trained} of {seen.spec.steps}",
+    }
+    _section("Run", pairs.items())
     _section("Spec", _spec(seen))
-    _lines("Changes", _changes(applied))
+    changes = []
+    for row in applied:
+        changes.append(f"serial {row.serial}, {clock(row.time)}: {'' if row.what else 'started'}")
+        changes += [f"  {text}" for text in row.what]
+    _lines("Changes", changes)
     print("\nConditions")
     console.print(condition_table([*seen.conditions.values()]))
     print("\nRoles")
     console.print(role_table(seen.roles, seen.stages))
-    _lines("Last exits", _last_exits(seen))
+    exits = {event.role: event for event in seen.events if event.exit_code is not None}
+    _lines("Last exits", [*map(event_line, exits.values())])
     _lines("Versions published", _versions(seen))
     _lines("Trained model", trained_model(seen.directory, seen.spec))
-    _lines("Full states", _states(seen))
-    _section("Disk", _disk(seen))
+    states = []
+    for each in full_states(seen.directory, seen.spec):
+        text = "" if each.bytes is None else f"  {size(each.bytes)}"
+        states.append(f"step {each.step}{text}  {each.path}")
+    _lines("Full states", states)
+    there = [name for name in _FOLDERS if (seen.directory / name).exists()]
+    disk = {name: size(folder_bytes(seen.directory / name)) for name in there}
+    _section("Disk", {**disk, "free": size(free_bytes(seen.directory))}.items())
     _section("Budget", _budget(seen))
     _section("Newest step", _figures(seen))
     if seen.spec.learner.islands is not None:
-        _section("Islands", _islands(seen))
+        waits = _missing_islands(seen) or "for nobody"
+        _section("Islands", [*island_pairs(seen.newest), ("waits", waits)])
     _lines("Events", [event_line(event) for event in seen.events[-EVENTS:]])
     return 0
 
 
-def _section(title: str, pairs: Iterator[tuple[str, str]]) -> None:
+def _section(title: str, pairs: Iterable[tuple[str, object]]) -> None:
     _lines(title, [f"{name + ':':<22}{text}" for name, text in pairs])
 
 
@@ -204,15 +224,6 @@ def _lines(title: str, lines: Sequence[str]) -> None:
     print(f"\n{title}")
     for line in lines or ["none"]:
         print(f"  {line}")
-
-
-def _run_pairs(seen: RunView, serial: int, sessions: int) -> Iterator[tuple[str, str]]:
-    yield "directory", str(seen.directory)
-    yield "held by", seen.held_by or "nobody"
-    yield "serial", str(serial)
-    started = f", first {clock(seen.run.started)}" if seen.run else ""
-    yield "sessions", f"{sessions}{started}"
-    yield "steps trained", f"{seen.trained} of {seen.spec.steps}"
 
 
 def _spec(seen: RunView) -> Iterator[tuple[str, str]]:
@@ -242,19 +253,6 @@ def _spec(seen: RunView) -> Iterator[tuple[str, str]]:
         yield "secrets", ", ".join(f"{s.name} (from {s.source.env})" for s in spec.secrets)
 
 
-def _changes(applied: Sequence[AppliedRow]) -> list[str]:
-    lines = []
-    for row in applied:
-        lines.append(f"serial {row.serial}, {clock(row.time)}: {'' if row.what else 'started'}")
-        lines += [f"  {text}" for text in row.what]
-    return lines
-
-
-def _last_exits(seen: RunView) -> list[str]:
-    last = {event.role: event for event in seen.events if event.exit_code is not None}
-    return [event_line(event) for event in last.values()]
-
-
 def _versions(seen: RunView) -> list[str]:
     store, lines = seen.directory / "store" / "origin", []
     for version in seen.versions:
@@ -266,19 +264,6 @@ def _versions(seen: RunView) -> list[str]:
     return lines
 
 
-def _states(seen: RunView) -> list[str]:
-    states = full_states(seen.directory, seen.spec)
-    sizes = ["" if each.bytes is None else f"  {size(each.bytes)}" for each in states]
-    return [f"step {e.step}{text}  {e.path}" for e, text in zip(states, sizes, strict=True)]
-
-
-def _disk(seen: RunView) -> Iterator[tuple[str, str]]:
-    for name in _FOLDERS:
-        if (seen.directory / name).exists():
-            yield name, size(folder_bytes(seen.directory / name))
-    yield "free", size(free_bytes(seen.directory))
-
-
 def _budget(seen: RunView) -> Iterator[tuple[str, str]]:
     yield "up for", duration(seen.wall_s)
     cost = budget.cost(seen.spec, seen.wall_s)
@@ -288,11 +273,6 @@ def _budget(seen: RunView) -> Iterator[tuple[str, str]]:
     for limit in budget.limits(seen.spec):
         left = max(0.0, limit.left_s(seen.wall_s))
         yield limit.path, f"{limit.hours:g} h, {duration(left)} left"
-
-
-def _islands(seen: RunView) -> Iterator[tuple[str, str]]:
-    yield from island_pairs(seen.newest)
-    yield "waits", _missing_islands(seen) or "for nobody"
 
 
 def _missing_islands(seen: RunView) -> str:

@@ -117,26 +117,22 @@ def watching(name: str, steps: int) -> Iterator[PlainView | LiveView]:
 def step_line(rows: Sequence[Row], steps: int) -> str:
     """One line on the newest step; `rows` are not empty."""
     row = rows[-1]
+    commit = commit_text(row)
+    islands = f"  {commit}" if commit else ""
     if is_supervised(row):
         nll = number(last_known(rows, "held_out_nll"))
         bits = number(last_known(rows, "held_out_bits_per_byte"))
         return (
             f"step {row['step'] + 1}/{steps}  loss {number(row.get('loss'))}  "
             f"held out {nll} ({bits} bits a byte)  {per_second(_tokens_per_s(row))} tok/s  "
-            f"MFU {share(row.get('mfu'))}  {_waited(row)}{_islands(row)}"
+            f"MFU {share(row.get('mfu'))}  {_waited(row)}{islands}"
         )
     return (
         f"step {row['step'] + 1}/{steps}  task {number(row.get('task_reward'))}  "
         f"reward {number(row.get('reward'))}  length error {number(row.get('length_error'))}  "
         f"lag {number(row.get('lag_mean'), 2)}  {per_second(row.get('sampler_tokens_per_s'))} tok/s"
-        f"{_islands(row)}"
+        f"{islands}"
     )
-
-
-def _islands(row: Row) -> str:
-    """Return who is in the last commit of a run with islands; empty for one learner."""
-    text = commit_text(row)
-    return f"  {text}" if text else ""
 
 
 def _tokens_per_s(row: Row) -> float | None:
@@ -176,17 +172,17 @@ def _run_table(rows: Sequence[Row], steps: int, width: int) -> Table:
     table.add_row("step", f"{done}/{steps}", f"{'━' * filled}{'╌' * (24 - filled)}  {left}")
     if is_supervised(row):
         _add_training(table, rows, width)
-        _add_islands(table, row)
-        return table
-    curve = _curve(rows, "task_reward", width)
-    table.add_row("task reward", number(row.get("task_reward")), curve)
-    table.add_row("reward", number(row.get("reward")), "")
-    table.add_row("length error", number(row.get("length_error")), "tokens")
-    lag = f"largest {number(row.get('lag_max'))}"
-    table.add_row("lag", number(row.get("lag_mean"), 2), lag)
-    trained, sampled = per_second(row.get("tokens_per_s")), row.get("sampler_tokens_per_s")
-    table.add_row("tokens/s", per_second(sampled), f"sampled, {trained} trained")
-    _add_islands(table, row)
+    else:
+        curve = _curve(rows, "task_reward", width)
+        table.add_row("task reward", number(row.get("task_reward")), curve)
+        table.add_row("reward", number(row.get("reward")), "")
+        table.add_row("length error", number(row.get("length_error")), "tokens")
+        lag = f"largest {number(row.get('lag_max'))}"
+        table.add_row("lag", number(row.get("lag_mean"), 2), lag)
+        trained, sampled = per_second(row.get("tokens_per_s")), row.get("sampler_tokens_per_s")
+        table.add_row("tokens/s", per_second(sampled), f"sampled, {trained} trained")
+    for name, text in island_pairs(row):
+        table.add_row(name, "", text)
     return table
 
 
@@ -213,12 +209,6 @@ def _add_training(table: Table, rows: Sequence[Row], width: int) -> None:
         table.add_row("waited", share(_wait_share(row)), whom)
     else:
         table.add_row("waited for input", share(input_wait_share(row)), whom)
-
-
-def _add_islands(table: Table, row: Row) -> None:
-    """Add the figures of a run with islands."""
-    for name, text in island_pairs(row):
-        table.add_row(name, "", text)
 
 
 def _curve(rows: Sequence[Row], key: str, width: int) -> str:

@@ -36,8 +36,12 @@ def wait_command(run: str, awaited: str, timeout_s: float, runs_dir: Path) -> in
     while True:
         seen = look_at(run_dir, ledger=wanted.type == "SetAside")
         if holds(wanted, seen):
-            why = _why(wanted, seen)
-            print(f"{seen.spec.name}: {wanted}{f' ({why})' if why else ''}")
+            why = ""
+            if wanted.kind == "evaluation":
+                why = f" ({result_line(next(r for r in seen.results if _beyond(wanted, r)))})"
+            elif message := wanted.type and seen.conditions[wanted.type].message:
+                why = f" ({message})"
+            print(f"{seen.spec.name}: {wanted}{why}")
             return EXIT_HOLDS
         reason = why_never(wanted, seen)
         if reason is None and time.monotonic() >= deadline:
@@ -47,13 +51,6 @@ def wait_command(run: str, awaited: str, timeout_s: float, runs_dir: Path) -> in
             print(f"  last seen: {last_seen(seen)}", file=sys.stderr)
             return EXIT_NOT
         time.sleep(POLL_S)
-
-
-def _why(wanted: Awaited, seen: RunView) -> str:
-    """Return what made it hold; empty for steps and versions."""
-    if wanted.kind == "evaluation":
-        return result_line(next(r for r in seen.results if _beyond(wanted, r)))
-    return seen.conditions[wanted.type].message if wanted.type else ""
 
 
 @dataclass(frozen=True)

@@ -171,13 +171,10 @@ def make_bundles(spec: RunSpec, identity: Identity) -> list[Bundle]:
         bundle(TRUNK_GROUP, "coordinator", "publisher", *first, names=trunk),
         *islands,
         *(bundle(name) for name in (*learner_names(spec)[1:], *relay_names(spec))),
-        *(bundle(name, name) for name in _with_a_key(spec)),
+        # The keys of these have their own names.
+        *(bundle(name, name) for name in (*validator_names(spec), *evaluator_names(spec))),
+        *(bundle(name, name) for name in worker_names(spec)),
     ]
-
-
-def _with_a_key(spec: RunSpec) -> list[str]:
-    """Return the processes whose key has their own name."""
-    return [*validator_names(spec), *evaluator_names(spec), *worker_names(spec)]
 
 
 def require_own(bundle: Bundle, folder: Path) -> None:
@@ -186,14 +183,18 @@ def require_own(bundle: Bundle, folder: Path) -> None:
     Raises:
         UserError: the folder holds another run's spec or keys.
     """
-    if (folder / SPEC_FILE).exists():
+    others = dict[Path, str]()
+    if (path := folder / SPEC_FILE).exists():
         spec, run = load_resolved(folder), (bundle.spec.name, bundle.root_public_key)
         if (spec.name, spec.identity.root_public_key) != run:
-            raise _of_another_run(f"the spec of another run, {spec.name}", folder / SPEC_FILE)
+            others[path] = f"the spec of another run, {spec.name}"
     for name, secret in bundle.keys.items():
         path = folder / "keys" / f"{name}.key"
         if path.exists() and SigningKey.load(path).secret_hex != secret:
-            raise _of_another_run("another key than the bundle's", path)
+            others[path] = "another key than the bundle's"
+    for path, thing in others.items():
+        remedy = "name another --dir, or remove the folder if its run is over"
+        raise UserError(f"{thing}, lies here", place=str(path), remedy=remedy)
 
 
 def install(bundle: Bundle, folder: Path) -> Identity:
@@ -217,8 +218,3 @@ def install(bundle: Bundle, folder: Path) -> Identity:
     else:
         write_spec(bundle.spec, folder, bundle.roles)
     return Identity(keys, bundle.root_public_key)
-
-
-def _of_another_run(thing: str, path: Path) -> UserError:
-    remedy = "name another --dir, or remove the folder if its run is over"
-    return UserError(f"{thing}, lies here", place=str(path), remedy=remedy)

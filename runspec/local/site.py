@@ -13,11 +13,11 @@ a role tries again until its servers answer, and says for whom it waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from pathlib import Path, PurePath
+from typing import Any
 
 from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
@@ -62,14 +62,6 @@ class Disk(StrEnum):
     """Can be lost: what is missing is fetched again."""
 
 
-class Restart(StrEnum):
-    """How a member that ended with an error is restarted."""
-
-    ALONE = "alone"
-    TOGETHER = "with the other learners"
-    """They end by themselves when one is lost, and join anew."""
-
-
 @dataclass(frozen=True)
 class Group:
     """Processes that are started alike, each on a machine of its own or beside others."""
@@ -81,12 +73,14 @@ class Group:
     """None: no accelerator."""
     devices: int
     """Accelerators of one member; 0 where `hardware` is None or names CPUs."""
-    waits_for: tuple[str, ...]
-    """Groups whose servers it needs before it can do anything."""
-    disk: Disk
-    restart: Restart = Restart.ALONE
-    secrets: tuple[str, ...] = ()
+    secrets: tuple[str, ...]
     """Environment variables that each member needs and no bundle holds."""
+    waits_for: tuple[str, ...] = (TRUNK_GROUP,)
+    """Groups whose servers it needs before it can do anything."""
+    disk: Disk = Disk.OWN
+    restart: str = "alone"
+    """How a member that ended with an error is restarted, in words. Learners that share a program
+    end by themselves when one is lost, and join anew."""
     beside: tuple[str, ...] = ()
     """Processes that run beside the first member, from its bundle and in its folder."""
 
@@ -115,45 +109,28 @@ def groups_of(spec: RunSpec) -> list[Group]:
     secrets = tuple(secret.source.env for secret in spec.secrets)
 
     def group(
-        name: str,
-        members: Sequence[str],
-        hardware: Hardware | None,
-        devices: int | None = None,
-        *,
-        disk: Disk = Disk.OWN,
-        restart: Restart = Restart.ALONE,
-        waits_for: Sequence[str] = (TRUNK_GROUP,),
-        beside: Sequence[str] = (),
+        name: str, members: Sequence[str], hardware: Hardware | None, devices: int = 0, **rest: Any
     ) -> Group:
         if hardware is not None and hardware.kind == "cpu":
             hardware = None
         count = 0 if hardware is None else devices or device_count(hardware, 1) or 1
-        return Group(
-            name,
-            tuple(members),
-            hardware,
-            count,
-            tuple(waits_for),
-            disk,
-            restart,
-            secrets,
-            tuple(beside),
-        )
+        return Group(name, tuple(members), hardware, count, secrets, **rest)
 
-    def training(learner: Learner) -> Callable[..., Group]:
+    def training(name: str, members: Sequence[str], learner: Learner, **rest: Any) -> Group:
         share = (device_count(learner.hardware, learner.mesh.slices) or 1) // learner.hosts
-        restart = Restart.ALONE if learner.hosts == 1 else Restart.TOGETHER
-        return partial(group, hardware=learner.hardware, devices=share, restart=restart)
+        restart = "alone" if learner.hosts == 1 else "with the other learners"
+        return group(name, members, learner.hardware, share, restart=restart, **rest)
 
     learner = spec.learner
-    learners = training(learner)
-    groups = [learners(TRUNK_GROUP, [TRUNK_GROUP], disk=Disk.RUN, waits_for=())]
+    groups = [training(TRUNK_GROUP, [TRUNK_GROUP], learner, disk=Disk.RUN, waits_for=())]
     if learner.hosts > 1:
-        groups.append(learners("learners", learner_names(spec)[1:], disk=Disk.CHECKPOINTS))
+        others = learner_names(spec)[1:]
+        groups.append(training("learners", others, learner, disk=Disk.CHECKPOINTS))
     for name, processes in island_processes(spec).items():
         disk = Disk.OWN if len(processes) == 1 else Disk.CHECKPOINTS
-        own = training(island_spec(spec, name).learner)
-        groups.append(own(island_role(name), processes, disk=disk, beside=[shares_name(name)]))
+        rest: dict[str, Any] = {"disk": disk, "beside": (shares_name(name),)}
+        own = island_spec(spec, name).learner
+        groups.append(training(island_role(name), processes, own, **rest))
     groups += [group(name, [name], None) for name in relay_names(spec)]
     if spec.verify.validators:
         hardware = spec.verify.hardware or learner.hardware
@@ -217,7 +194,11 @@ def make_site(spec: RunSpec, site: Path) -> tuple[RunSpec, list[Bundle]]:
     Raises:
         UserError: the folder is a run's or another site's, or cannot be written.
     """
-    _refuse_other_run(site, spec)
+    remedy = "name another folder with -o"
+    if (site / LOCK_FILE).exists():
+        raise UserError("a run's directory, not a site", place=str(site), remedy=remedy)
+    if (site / SPEC_FILE).exists() and (name := load_resolved(site).name) != spec.name:
+        raise UserError(f"the site of another run, {name}", place=str(site), remedy=remedy)
     require_writable(site, "the site's folder", "mend the permissions, or name another folder")
     identity = make_identity(site, spec)
     resolved = site_spec(spec, identity.root_public_key)
@@ -230,11 +211,3 @@ def make_site(spec: RunSpec, site: Path) -> tuple[RunSpec, list[Bundle]]:
         path.unlink()
     write_atomic(site / SPEC_FILE, dump_resolved(resolved))
     return resolved, list(bundles.values())
-
-
-def _refuse_other_run(site: Path, spec: RunSpec) -> None:
-    remedy = "name another folder with -o"
-    if (site / LOCK_FILE).exists():
-        raise UserError("a run's directory, not a site", place=str(site), remedy=remedy)
-    if (site / SPEC_FILE).exists() and (name := load_resolved(site).name) != spec.name:
-        raise UserError(f"the site of another run, {name}", place=str(site), remedy=remedy)

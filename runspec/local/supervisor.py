@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from runspec.core.errors import UserError
-from runspec.local.backend import Look, Processes
+from runspec.local.backend import Processes
 from runspec.local.children import birth
 from runspec.local.diagnosis import alarm_text, dropped_text, unsolved_text
 from runspec.local.fleet import Action, Fleet, Outcome, RoleState, Rules, State
@@ -98,10 +98,17 @@ class Supervisor:
                 # Looked at after the exits and handled before them: a worker ends because the last
                 # step has its rollouts, so by then the file that says so is there.
                 self._fleet.reached(self._progress.poll())
-                self._interrupt()
+                for _ in range(self._session.stop_requests() - self._stops_handled):
+                    self._stops_handled += 1
+                    self._handle(self._fleet.interrupted)
                 self._take()
                 for name, look in looks.items():
-                    self._take_look(name, look)
+                    code, self._pids[name] = look.exit_code, look.pid
+                    if code is not None:
+                        self._started.discard(name)
+                        self._handle(partial(self._fleet.exited, name, code), {name: code})
+                    elif look.ready and self._fleet.roles[name].state is State.STARTING:
+                        self._handle(partial(self._fleet.ready, name))
                 self._handle(self._fleet.tick)
                 self._answer()
                 self._report()
@@ -113,20 +120,6 @@ class Supervisor:
         assert outcome is not None, "a fleet is done only by an outcome"
         return outcome
 
-    def _take_look(self, name: str, look: Look) -> None:
-        code, self._pids[name] = look.exit_code, look.pid
-        if code is not None:
-            self._started.discard(name)
-            self._handle(partial(self._fleet.exited, name, code), {name: code})
-        elif look.ready and self._fleet.roles[name].state is State.STARTING:
-            self._handle(partial(self._fleet.ready, name))
-
-    def _interrupt(self) -> None:
-        new = self._session.stop_requests() - self._stops_handled
-        self._stops_handled += new
-        for _ in range(new):
-            self._handle(self._fleet.interrupted)
-
     def _take(self) -> None:
         """Decides on new requests; each gets an answer, and no error ends the run."""
         for request in self._session.state.asked():
@@ -135,12 +128,13 @@ class Supervisor:
             except UserError as error:
                 self._session.state.answer(request.id, "refused", str(error))
                 continue
-            self._specs |= {name: taken.roles[name] for name in self._specs & taken.roles.keys()}
             self._open[request] = ""
-            if taken.change is None:
+            if taken is None:
                 self._handle(self._fleet.paused)
-            else:
-                self._fleet.changed(taken.change)
+                continue
+            change, roles = taken
+            self._specs |= {name: roles[name] for name in self._specs & roles.keys()}
+            self._fleet.changed(change)
 
     def _answer(self) -> None:
         """Writes the progress and the outcome of open requests into their rows."""
@@ -171,21 +165,19 @@ class Supervisor:
         self, happened: Callable[[float], list[Action]], exits: Mapping[str, int] | None = None
     ) -> None:
         before = {name: role.state for name, role in self._fleet.roles.items()}
+        processes = self._session.processes
         for action in happened(time.monotonic()):
-            self._act(action)
-        for name, role in self._fleet.roles.items():
-            if role.state is not before[name]:
+            role = action.role
+            if action.do == "start":
+                self._session.state.storage(partial(processes.start, self._specs[role]))
+                self._started.add(role)
+                self._pids[role] = processes.look(role).pid
+            else:
+                processes.stop(role, signal.SIGTERM if action.do == "stop" else signal.SIGKILL)
+        for name, state in self._fleet.roles.items():
+            if state.state is not before[name]:
                 # One role's end can stop the others too: the exit code is its own.
-                self._tell(name, role, (exits or {}).get(name))
-
-    def _act(self, action: Action) -> None:
-        processes, role = self._session.processes, action.role
-        if action.do == "start":
-            self._session.state.storage(partial(processes.start, self._specs[role]))
-            self._started.add(role)
-            self._pids[role] = processes.look(role).pid
-        else:
-            processes.stop(role, signal.SIGTERM if action.do == "stop" else signal.SIGKILL)
+                self._tell(name, state, (exits or {}).get(name))
 
     def _tell(self, name: str, role: RoleState, code: int | None) -> None:
         pid = self._pids.get(name) if name in self._started else None

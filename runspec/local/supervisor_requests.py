@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +37,9 @@ class RequestRefused(UserError):
     exit_code = EXIT_LOCKED
 
 
-@dataclass(frozen=True)
-class Decision:
-    """A supervisor's decision on a request."""
-
-    change: Changed | None
-    """None: the run is to pause."""
-    roles: Mapping[str, RoleSpec]
-    """How roles are started from now on."""
+Decision = tuple[Changed, Mapping[str, RoleSpec]] | None
+"""A supervisor's decision on a request: a change, and how roles are started from now on; None: the
+run is to pause."""
 
 
 def send_request(
@@ -83,7 +77,12 @@ def send_request(
             waited = time.monotonic() - started
             lost = held_by is None or (request.state == "asked" and waited > TAKE_TIMEOUT_S)
             if request.state == "refused" or lost:
-                reason = _why_not(request, held_by)
+                reason = f"its supervisor ({held_by or 'gone'}) did not take it"
+                if request.state == "refused":
+                    reason = request.answer
+                elif request.state == "taken":  # what it wrote before it ended stays written
+                    last = f"it had taken this on, and last said: {request.answer}"
+                    reason = f"its supervisor is gone; {last}"
                 state.answer(number, "refused", reason)
                 remedy = "" if "remedy:" in reason else "look at its status, then again"
                 raise RequestRefused(reason, place=str(run_dir), remedy=remedy)
@@ -96,14 +95,6 @@ def send_request(
                     remedy=f"it goes on by itself; watch it with `runspec status {run_dir}`",
                 )
             time.sleep(_POLL_S)
-
-
-def _why_not(request: RequestRow, held_by: str | None) -> str:
-    if request.state == "refused":
-        return request.answer
-    if request.state == "taken":  # what it wrote before it ended stays written
-        return f"its supervisor is gone; it had taken this on, and last said: {request.answer}"
-    return f"its supervisor ({held_by or 'gone'}) did not take it"
 
 
 def change_request(spec: RunSpec, serial: int) -> dict[str, Any]:
@@ -141,7 +132,7 @@ class LiveRun:
             UserError: it is refused; nothing has changed.
         """
         if request.kind == PAUSE:
-            return Decision(None, {})
+            return None
         if request.kind != CHANGE:
             raise UserError(f"unknown request {request.kind!r}")
         try:
@@ -174,7 +165,7 @@ class LiveRun:
             # A longer budget needs signatures that last as long; these two hand them out.
             renew = list(dict.fromkeys(["coordinator", "publisher", *renew]))
         change = Changed(new.placement.restarts, self.budget_ends_at(), tuple(renew))
-        return Decision(change, {role.name: role for role in roles})
+        return change, {role.name: role for role in roles}
 
     def _signed_roles(self) -> bytes:
         path = self.run.identity.roles_file

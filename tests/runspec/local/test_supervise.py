@@ -325,7 +325,7 @@ def test_a_change_is_on_disk_and_in_the_history_before_any_role_is_told(live: Li
     taken = take(live, requests.change_request(new, serial=1))
     # then they are true of the run, and the readers are to be renewed in their order
     assert live.run.spec == load_resolved(live.run.directory) == new
-    assert taken.change == Changed(5, 2.0, ("coordinator", "validator-0", "volunteers-0"))
+    assert taken[0] == Changed(5, 2.0, ("coordinator", "validator-0", "volunteers-0"))
     with closing(RunState(live.run.directory)) as state:
         assert [row.serial for row in state.applied()] == [1, 2]
         assert state.applied()[-1].spec_digest == spec_digest(new)
@@ -334,7 +334,7 @@ def test_a_change_is_on_disk_and_in_the_history_before_any_role_is_told(live: Li
     # and where signatures must last longer, those who serve roles.json read the new one
     new = endless("budget.max_hours=100.0", "verify.lease_timeout=70s")
     taken = take(live, requests.change_request(new, serial=2))
-    assert taken.change == Changed(5, 100.0, ("coordinator", "publisher"))
+    assert taken[0] == Changed(5, 100.0, ("coordinator", "publisher"))
     # and roles of other machines are not renewed here
     here = small_spec("small", 5, "placement.roles=[volunteers]")
     readers = requests.readers_names(("coordinator", "validators", "samplers"), here)
