@@ -124,10 +124,7 @@ def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
         *_model(spec, found),
         *_heads(spec, config),
         *_tokenizer(spec, found),
-        *(Missing(each.path, str(each), each.remedy) for each in missing_plugins(spec)),
-        *_data(spec),
-        *_secrets(spec, facts),
-        *_identity(spec, run_dir),
+        *_inputs(spec, run_dir, facts),
         *_servers(spec),
         *_modules(spec, facts),
         *_monitors(spec, facts),
@@ -296,27 +293,24 @@ def _tokenizer(spec: RunSpec, found: ModelFiles) -> Iterator[Missing]:
             yield Missing("model.tokenizer", f"{error.place}: {error.thing}", error.remedy)
 
 
-def _data(spec: RunSpec) -> Iterator[Missing]:
-    """Files of the sources: the coordinator and the validators, which read problems, are here, and
-    so is the learner, which reads documents."""
+def _inputs(spec: RunSpec, run_dir: Path, facts: Facts) -> Iterator[Missing]:
+    """Plug-ins, files of the sources, secrets, and the files of a pinned root.
+
+    The coordinator and the validators, which read problems, are here, and so is the learner, which
+    reads documents.
+    """
+    for plugin in missing_plugins(spec):
+        yield Missing(plugin.path, str(plugin), plugin.remedy)
     for source in spec.data.sources:
         try:
             source_files(source)
         except UserError as error:
             yield Missing(error.place, error.thing, error.remedy)
-
-
-def _secrets(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
     for secret in spec.secrets:
-        if not facts.machine.env.get(secret.source.env):
-            yield Missing(
-                f"secrets.{secret.name}", f"the environment variable {secret.source.env} is not set"
-            )
-
-
-def _identity(spec: RunSpec, run_dir: Path) -> Iterator[Missing]:
-    problem = pinned_root_problem(run_dir, spec)
-    if problem is not None:
+        name = secret.source.env
+        if not facts.machine.env.get(name):
+            yield Missing(f"secrets.{secret.name}", f"the environment variable {name} is not set")
+    if (problem := pinned_root_problem(run_dir, spec)) is not None:
         yield Missing(problem.place, problem.thing, problem.remedy)
 
 
