@@ -46,7 +46,7 @@ def dashboard_command(
     # Drawn in here: numpy and tokenizers, which other commands do without.
     from runspec.local.dashboard.page import exported_page
     from runspec.local.dashboard.server import serve
-    from runspec.local.dashboard.view import RunView
+    from runspec.local.dashboard.view import PageData
 
     if len(runs) > _MAX_RUNS:
         raise UserError(
@@ -57,7 +57,7 @@ def dashboard_command(
         raise UserError(
             f"{listen[:100]!r} is no address", place="--listen", remedy="write 127.0.0.1:8080"
         )
-    views = [RunView(_source(run, key, runs_dir)) for run in runs]
+    views = [PageData(_source(run, key, runs_dir)) for run in runs]
     if export is not None:
         for view in views:
             view.refresh(read_s=float("inf"))
@@ -77,8 +77,7 @@ def dashboard_command(
 
 
 def _source(run: str, key: Path | None, runs_dir: Path) -> Source:
-    from runspec.local.dashboard.remote import CoordinatorSource
-    from runspec.local.dashboard.source import FolderSource
+    from runspec.local.dashboard.source import CoordinatorSource, FolderSource
 
     if not is_server_url(run):
         return FolderSource(find_run(run, runs_dir))

@@ -22,7 +22,7 @@ from runspec.core.files import read_bounded
 from runspec.core.hashing import digest_bytes
 from runspec.core.spec.resolved import spec_digest
 from runspec.core.spec.schema import RunSpec
-from runspec.local import budget
+from runspec.estimate.price import hourly_price
 from runspec.local.endpoints import run_link
 from runspec.local.evaluations import newest, result_line, summarise_evaluations
 from runspec.local.formatting import duration, latency, number, per_second, size
@@ -32,7 +32,7 @@ from runspec.local.machine import free_bytes
 from runspec.local.metrics import Row, input_wait_share, last_known
 from runspec.local.model_folders import trained_model
 from runspec.local.run_dir import find_run
-from runspec.local.run_view import Condition, RunView, look_at
+from runspec.local.run_view import Condition, RunView, budget_limits, look_at
 from runspec.local.state import RunState
 
 EVENTS = 20
@@ -266,13 +266,12 @@ def _versions(seen: RunView) -> list[str]:
 
 def _budget(seen: RunView) -> Iterator[tuple[str, str]]:
     yield "up for", duration(seen.wall_s)
-    cost = budget.cost(seen.spec, seen.wall_s)
-    if cost is not None:
-        most = seen.spec.budget.max_cost
+    if (price := hourly_price(seen.spec)) is not None:
+        cost, most = price * seen.wall_s / 3600.0, seen.spec.budget.max_cost
         yield "cost so far", f"{cost:.2f}{'' if most is None else f' of {most:g}'}"
-    for limit in budget.limits(seen.spec):
-        left = max(0.0, limit.left_s(seen.wall_s))
-        yield limit.path, f"{limit.hours:g} h, {duration(left)} left"
+    for path, hours in budget_limits(seen.spec).items():
+        left = max(0.0, hours * 3600.0 - seen.wall_s)
+        yield path, f"{hours:g} h, {duration(left)} left"
 
 
 def _missing_islands(seen: RunView) -> str:

@@ -12,7 +12,6 @@ from runspec.core.process import EXIT_FINAL, EXIT_USER_ERROR
 from runspec.core.run_files import initial_model, warm_start_cache
 from runspec.core.spec.resolved import spec_digest
 from runspec.core.spec.role_names import monitor_names
-from runspec.local import budget
 from runspec.local.backend import processes_of
 from runspec.local.children import last_lines
 from runspec.local.fleet import Outcome, Rules
@@ -20,7 +19,7 @@ from runspec.local.processes import PreparedRun, RoleSpec, first_version_role, r
 from runspec.local.progress import Progress, RunProgress, StageProgress
 from runspec.local.report import write_summary
 from runspec.local.role_logs import last_error
-from runspec.local.run_view import REMEDY
+from runspec.local.run_view import REMEDY, budget_limits
 from runspec.local.state import RunState, StorageWait
 from runspec.local.supervisor import Session, Supervisor, Watcher, describe_exit
 from runspec.local.supervisor_requests import LiveRun
@@ -140,11 +139,11 @@ def _failure(run: PreparedRun, outcome: Outcome) -> RunFailed | None:
     if outcome.kind in ("finished", "paused", "interrupted"):
         return None
     if outcome.kind == "over_budget":
-        spent = budget.limits(run.spec)[0]
+        path, hours = next(iter(budget_limits(run.spec).items()))
         return RunFailed(
-            f"the budget of {spent.hours:g} hours is used up",
-            place=spent.path,
-            remedy=f"apply again with --set {spent.path}=MORE to go on",
+            f"the budget of {hours:g} hours is used up",
+            place=path,
+            remedy=f"apply again with --set {path}=MORE to go on",
         )
     if outcome.kind == "unpublished":
         return RunFailed(

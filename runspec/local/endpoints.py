@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import random
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from runspec.core.address import JoinLink
@@ -33,6 +35,8 @@ MAX_BYTES = 64 * 1024
 # port at the very moment when a killed server wants it back.
 PORTS = range(20000, 32000)
 _TRIES = 200
+_REQUEST_TIMEOUT_S = 0.3
+_MAX_ANSWER_BYTES = 1024 * 1024
 
 IsFree = Callable[[str, int], bool]
 _EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - what a spec may say, not what is bound here
@@ -363,3 +367,17 @@ def named(url: str) -> str:
     if parts.hostname in _EVERYWHERE:
         return f"{parts.scheme}://{socket.gethostname()}:{parts.port}"
     return url
+
+
+def coordinator_status(url: str) -> dict[str, Any]:
+    """The coordinator's `GET /v1/status`; empty while it does not answer at once."""
+    host, port = address(url)
+    connection = http.client.HTTPConnection(host, port, timeout=_REQUEST_TIMEOUT_S)
+    try:
+        connection.request("GET", "/v1/status")
+        data = connection.getresponse().read(_MAX_ANSWER_BYTES + 1)
+        return parse_object(data, max_bytes=_MAX_ANSWER_BYTES)
+    except (OSError, http.client.HTTPException, MalformedJson):
+        return {}
+    finally:
+        connection.close()

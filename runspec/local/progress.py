@@ -13,11 +13,11 @@ from runspec.core.run_files import METRICS_FILE, step_folder
 from runspec.core.spec.schema import RunSpec
 from runspec.local.children import last_lines
 from runspec.local.diagnosis import dropped_text
+from runspec.local.endpoints import coordinator_status
 from runspec.local.evaluations import NewResults
 from runspec.local.fleet import Reached
 from runspec.local.metrics import JsonLines, Row, latest_by_step
 from runspec.local.role_logs import stages
-from runspec.local.run_view import coordinator_status
 from verify.formats.batch import FILE_NAME as BATCH_FILE
 
 ASK_EVERY_S = 2.0

@@ -42,10 +42,10 @@ def write_summary(
     # Drawn in here: numpy and tokenizers, which a run's other processes do not wait for.
     from runspec.local.dashboard.page import exported_page
     from runspec.local.dashboard.source import FolderSource
-    from runspec.local.dashboard.view import RunView
+    from runspec.local.dashboard.view import PageData
 
     try:
-        view = RunView(FolderSource(run_dir))
+        view = PageData(FolderSource(run_dir))
         view.refresh(read_s=MAX_READ_S)
         page = exported_page([view], MAX_REPORT_BYTES).encode()
     except Exception as error:  # noqa: BLE001 - whatever a stranger's files lead to

@@ -9,7 +9,7 @@ from pathlib import Path
 from runspec.core.errors import one_line
 from runspec.local.children import STARTING, last_lines
 
-_LINES = 2000
+_LOG_LINES = 2000
 _MAX_THING, _MAX_REMEDY = 800, 600
 # Time, level and role before the message, as `runspec.core.process.setup_logging` writes them.
 _LOGGED = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ ([A-Z]) (?:sampler )?\S+ (.*)")
@@ -37,7 +37,7 @@ def last_error(log: Path) -> RoleError | None:
     """
     found: RoleError | None = None
     in_traceback = False
-    for line in last_lines(log, _LINES):
+    for line in last_lines(log, _LOG_LINES):
         logged = _LOGGED.match(line)
         if line.startswith(STARTING):
             found, in_traceback = None, False

@@ -6,7 +6,6 @@ Kubernetes: each True, False or Unknown, why, and since when.
 
 from __future__ import annotations
 
-import http.client
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -17,14 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from broadcast.layout import manifest_name, stored_versions
-from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.process import EXIT_FINAL
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
+from runspec.estimate.price import hourly_price
 from runspec.local.children import birth
 from runspec.local.diagnosis import Cause, alarm_text, diagnose, dropped_text, unsolved_text
-from runspec.local.endpoints import address, load_endpoints
+from runspec.local.endpoints import coordinator_status, load_endpoints
 from runspec.local.evaluations import results_of
 from runspec.local.formatting import duration, number
 from runspec.local.metrics import Row, read_rows
@@ -44,8 +43,6 @@ SOON_S = 60.0
 FIRST_STEP_S = 5400.0
 """In a supervised run the first step is late after this; its corpus may have to be made."""
 _LAST = 10
-_REQUEST_TIMEOUT_S = 0.3
-_MAX_ANSWER_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -239,26 +236,27 @@ def look_at(run_dir: Path, *, events: int | None = EVENTS, ledger: bool = True) 
         )
 
 
+def budget_limits(spec: RunSpec) -> dict[str, float]:
+    """Return the hours up, over all sessions, at which each line of the budget is spent, by its path
+    in the spec, the earliest first.
+
+    `max_cost` is spent after max_cost / (price an hour of all hardware) hours; without a price it
+    never is.
+    """
+    price, found = hourly_price(spec), dict[str, float]()
+    if spec.budget.max_hours is not None:
+        found["budget.max_hours"] = spec.budget.max_hours
+    if spec.budget.max_cost is not None and price:
+        found["budget.max_cost"] = spec.budget.max_cost / price
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
 def _unsupervised(role: RoleRow) -> RoleRow:
     """A role whose supervisor is gone, which may have died before it recorded the role's end."""
     if role.pid and birth(role.pid) == role.born:
         return role
     at_rest = role.state in ("waiting", "finished", "failed")
     return replace(role, state=role.state if at_rest else "ended", pid=None)
-
-
-def coordinator_status(url: str) -> dict[str, Any]:
-    """The coordinator's `GET /v1/status`; empty while it does not answer at once."""
-    host, port = address(url)
-    connection = http.client.HTTPConnection(host, port, timeout=_REQUEST_TIMEOUT_S)
-    try:
-        connection.request("GET", "/v1/status")
-        data = connection.getresponse().read(_MAX_ANSWER_BYTES + 1)
-        return parse_object(data, max_bytes=_MAX_ANSWER_BYTES)
-    except (OSError, http.client.HTTPException, MalformedJson):
-        return {}
-    finally:
-        connection.close()
 
 
 _Judgement = tuple[Literal["True", "False", "Unknown"], str, str, float | None]

@@ -17,10 +17,10 @@ from runspec.core.errors import UserError
 from runspec.core.spec.resolved import MAX_BYTES, dump_resolved, parse_resolved, spec_digest
 from runspec.core.spec.role_names import elsewhere, validator_names, worker_names
 from runspec.core.spec.schema import RunSpec
-from runspec.local import budget
 from runspec.local.fleet import Changed
 from runspec.local.processes import PreparedRun, RoleSpec, roles_here
 from runspec.local.run_dir import EXIT_LOCKED, holder, write_spec
+from runspec.local.run_view import budget_limits
 from runspec.local.state import RequestRow, RunState
 from runspec.plan.changes import LIVE, Change, Readers, difference, roles_to_restart
 
@@ -28,7 +28,7 @@ CHANGE, PAUSE = "change", "pause"
 TAKE_TIMEOUT_S = 30.0
 ANSWER_TIMEOUT_S = 900.0
 _MAX_REQUEST_BYTES = MAX_BYTES + 4096
-_POLL_S = 0.1
+_ASK_S = 0.1
 
 
 class RequestRefused(UserError):
@@ -94,7 +94,7 @@ def send_request(
                     place=str(run_dir),
                     remedy=f"it goes on by itself; watch it with `runspec status {run_dir}`",
                 )
-            time.sleep(_POLL_S)
+            time.sleep(_ASK_S)
 
 
 def change_request(spec: RunSpec, serial: int) -> dict[str, Any]:
@@ -122,8 +122,8 @@ class LiveRun:
 
     def budget_ends_at(self) -> float | None:
         """When the budget is used up, on the monotonic clock; None for never."""
-        left_s = budget.left_s(self.run.spec, self._state.wall_s())
-        return None if left_s is None else time.monotonic() + left_s
+        hours = min(budget_limits(self.run.spec).values(), default=None)
+        return None if hours is None else time.monotonic() + hours * 3600.0 - self._state.wall_s()
 
     def take(self, request: RequestRow) -> Decision:
         """Makes a request true on disk, and says what is left to do.

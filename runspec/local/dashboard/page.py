@@ -16,7 +16,7 @@ from string import Template
 from typing import Any
 
 from runspec.local.dashboard.rollouts import MAX_TOKENS
-from runspec.local.dashboard.view import RunView
+from runspec.local.dashboard.view import PageData
 
 MAX_EXPORT_BYTES = 20_000_000
 SCRIPTS = (
@@ -42,7 +42,7 @@ def live_page(names: Sequence[str]) -> str:
     return _page(" and ".join(names), json.dumps({"live": True, "names": list(names)}), "'self'")
 
 
-def exported_page(views: Sequence[RunView], most: int = MAX_EXPORT_BYTES) -> str:
+def exported_page(views: Sequence[PageData], most: int = MAX_EXPORT_BYTES) -> str:
     """Return a page that holds all of its data.
 
     Args:
@@ -63,7 +63,7 @@ def exported_page(views: Sequence[RunView], most: int = MAX_EXPORT_BYTES) -> str
     return _page(" and ".join(view.name for view in views), data, "'none'")
 
 
-def _add_rollouts(view: RunView, run: dict[str, Any], room: int) -> None:
+def _add_rollouts(view: PageData, run: dict[str, Any], room: int) -> None:
     """Add rollouts to a run's data while there is room and time: whole groups, the rejected ones
     first, then the newest and the oldest steps in turn. A group that does not fit is left out."""
     deadline = time.monotonic() + MAX_DECODING_S

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from runspec.core.errors import UserError
 from runspec.local.dashboard.page import live_page
-from runspec.local.dashboard.view import SECTIONS, RunView
+from runspec.local.dashboard.view import SECTIONS, PageData
 
 REFRESH_S = 2.0
 TOKEN = "Runspec-Token"  # noqa: S105 - a header's name
@@ -46,7 +46,7 @@ class Dashboard:
             machine as their host are answered, so that no other site's page can read.
     """
 
-    def __init__(self, views: Sequence[RunView], token: str | None) -> None:
+    def __init__(self, views: Sequence[PageData], token: str | None) -> None:
         self._views, self._token = views, token
 
     def application(self) -> web.Application:
@@ -106,7 +106,7 @@ class Dashboard:
         answer.enable_compression()
         return answer
 
-    def _run(self, request: web.Request) -> RunView:
+    def _run(self, request: web.Request) -> PageData:
         number = int(request.match_info["run"])
         if number >= len(self._views):
             raise web.HTTPNotFound(text="no such run\n")
@@ -114,7 +114,7 @@ class Dashboard:
 
 
 async def serve(
-    views: Sequence[RunView], host: str, port: int, tell: Callable[[str], None]
+    views: Sequence[PageData], host: str, port: int, tell: Callable[[str], None]
 ) -> None:
     """Serve until SIGINT or SIGTERM.
 
@@ -156,7 +156,7 @@ async def serve(
         await runner.cleanup()
 
 
-async def _follow(views: Sequence[RunView]) -> None:
+async def _follow(views: Sequence[PageData]) -> None:
     """Bring the runs up to date, one after another, again and again."""
     while True:
         for view in views:

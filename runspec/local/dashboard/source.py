@@ -1,7 +1,12 @@
-"""Where a page reads a run: its directory, live or finished."""
+"""Where a page reads a run: its directory, live or finished, or its coordinator from elsewhere.
+
+A coordinator is asked with its own key; processes and events of roles stay on their machine.
+"""
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -10,25 +15,32 @@ from typing import Any, Literal, Protocol
 from tokenizers import Tokenizer
 
 from broadcast.layout import stored_versions
+from runspec.core.canonical import MalformedJson, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
+from runspec.core.keys import SigningKey
 from runspec.core.run_files import METRICS_FILE, initial_model, submission_files
+from runspec.core.signed import BadSignature
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
-from runspec.core.tokenizer_files import read_tokenizer
+from runspec.core.tokenizer_files import MAX_TOKENIZER_BYTES, read_tokenizer, tokenizer_of
+from runspec.local.diagnosis import diagnose
 from runspec.local.endpoints import load_endpoints
 from runspec.local.evaluations import results_of
-from runspec.local.metrics import bytes_sent, read_rows, served_bytes
+from runspec.local.metrics import bytes_sent, latest_by_step, objects, read_rows, served_bytes
 from runspec.local.run_view import look_at
+from verify.client import MAX_LIST_BYTES
 from verify.coordinator.ledger.ledger import BadRow, decode_event
 from verify.coordinator.ledger.snapshot import damaged, open_snapshot
 from verify.coordinator.ledger.store import NoLedger
 from verify.coordinator.machine.events import Event
 from verify.coordinator.services.workers import read_state, summary
-from verify.formats.evaluation import Evaluated
+from verify.coordinator_http import CoordinatorHttp, SubmissionRefused
+from verify.formats.evaluation import Evaluated, Figure
+from verify.formats.joining import MAX_SIGNED_SPEC_BYTES, open_spec
 from verify.formats.submission import largest_accepted_bytes
 from verify.formats.verdict import MAX_BYTES as MAX_VERDICT_BYTES
-from verify.formats.viewing import TOKENIZER_FILE
+from verify.formats.viewing import MAX_PIECE_BYTES, MAX_ROW_BYTES, TOKENIZER_FILE
 
 EVENTS = 40
 """Newest events of roles that the page shows."""
@@ -173,3 +185,109 @@ def _read(path: Path, most: int) -> bytes:
         raise UserError(
             f"cannot be read: {error.strerror}", place=str(path), remedy="it may have been removed"
         ) from error
+
+
+DEADLINE_S = 10.0
+_MAX_STATUS_BYTES = 4 * 1024 * 1024
+
+
+class CoordinatorSource:
+    """Asks a coordinator; processes and events of roles stay on their machine.
+
+    Args:
+        url: URL such as http://127.0.0.1:29400.
+        key: the coordinator's own.
+
+    Raises:
+        UserError: from every method, if it cannot be reached or answers otherwise.
+    """
+
+    def __init__(self, url: str, key: SigningKey) -> None:
+        asking = CoordinatorHttp(url, key, run="", deadline_s=DEADLINE_S)
+        document = asking.call("GET", "/v1/spec", max_bytes=MAX_SIGNED_SPEC_BYTES).content
+        place = f"coordinator {url}"
+        try:
+            self.spec = open_spec(document, coordinators=frozenset({key.public_hex}), place=place)
+        except BadSignature as error:
+            raise UserError(
+                f"the spec is signed with another key: {error}",
+                place=place,
+                remedy="name this coordinator's own key with --key",
+            ) from error
+        self._http = CoordinatorHttp(url, key, run=self.spec.name, deadline_s=DEADLINE_S)
+        self._metrics = bytearray()
+        """What was read of metrics.jsonl."""
+        self._rows: list[dict[str, Any]] = []
+
+    def rows(self) -> list[dict[str, Any]]:
+        while True:
+            try:
+                piece = self._get(f"/v1/view/metrics/{len(self._metrics)}", MAX_PIECE_BYTES)
+            except SubmissionRefused:  # it has become shorter: steps are trained again
+                self._metrics.clear()
+                continue
+            if piece:
+                self._metrics += piece
+                self._rows = latest_by_step(objects(bytes(self._metrics)))
+            if len(piece) < MAX_PIECE_BYTES:
+                return self._rows
+
+    def evaluations(self) -> list[Evaluated]:
+        """Return the figures of each result, without its problems."""
+        shown = self._object("/v1/evaluations", MAX_LIST_BYTES)["evaluations"]
+        found = [self._evaluated(each) for each in shown]
+        return sorted(found, key=lambda each: (each.evaluation, each.version))
+
+    def _evaluated(self, each: dict[str, Any]) -> Evaluated:
+        figures = {name: Figure(*figure) for name, figure in each["figures"].items()}
+        return Evaluated(
+            run=self.spec.name,
+            evaluation=each["evaluation"],
+            version=each["version"],
+            model_digest=None,
+            figures=figures,
+            faults=each["faults"],
+            problems=[],
+            finished=each["finished"],
+            wall_s=each["wall_s"],
+            cpu_s=each["cpu_s"],
+        )
+
+    def events(self, after: int) -> Iterator[tuple[int, Event]]:
+        while lines := self._get(f"/v1/view/ledger/{after}", MAX_ROW_BYTES).splitlines():
+            for line in lines:
+                try:
+                    after, kind, body = json.loads(line)
+                    event = decode_event(kind.encode(), body.encode())
+                except (ValueError, BadRow) as error:
+                    raise self._http.not_believed(error) from error
+                yield after, event
+
+    def table(self, kind: Table, step: int, submission: str) -> bytes:
+        most = MAX_VERDICT_BYTES if kind == "verdict" else largest_accepted_bytes(self.spec)
+        return self._get(f"/v1/view/{kind}/{step}/{submission}", most)
+
+    def tokenizer(self) -> Tokenizer:
+        data = self._get("/v1/view/tokenizer", MAX_TOKENIZER_BYTES)
+        return tokenizer_of(data, f"coordinator {self._http.url}")
+
+    def head(self) -> dict[str, Any]:
+        status = self._object("/v1/status", _MAX_STATUS_BYTES)
+        rows, dropped = self.rows(), status["dropped_by_grader"]["groups"]
+        return {
+            "state": status["state"],
+            "wall_s": time.time() - rows[0]["time"] if rows else 0.0,
+            "published": status["newest_version"],
+            "diagnosis": [*map(str, diagnose(self.spec, rows, dropped))],
+            **{key: status[key] for key in OF_COORDINATOR},
+            "servers": broadcast_tree(self.spec),
+        }
+
+    def _object(self, path: str, most: int) -> dict[str, Any]:
+        try:
+            return parse_object(self._get(path, most), max_bytes=most)
+        except MalformedJson as error:
+            raise self._http.not_believed(error) from error
+
+    def _get(self, path: str, most: int) -> bytes:
+        return self._http.call("GET", path, max_bytes=most).content

@@ -28,7 +28,7 @@ _UNKNOWN |= {"weights_bytes_sent": 0, "shares_bytes_sent": 0}
 """What a source may leave out of a run's head."""
 
 
-class RunView:
+class PageData:
     """A run, brought up to date by `refresh`; answers are ready at once.
 
     Args:
