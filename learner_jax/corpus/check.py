@@ -22,7 +22,7 @@ MAX_FAULTS = 20
 MAX_CHARS = 1000
 _PROGRESS_S = 5.0
 _log = logging.getLogger(__name__)
-"""`runspec.local.problems` shows the lines of this log as progress."""
+"""`runspec.local.planning` shows the lines of this log as progress."""
 
 
 def check_documents(spec: RunSpec) -> tuple[list[UserError], list[str]]:

@@ -22,9 +22,8 @@ from runspec.cli.view import PlainView, watching
 from runspec.core.errors import UserError
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import MAX_BYTES, load_resolved, parse_resolved
-from runspec.local.apply import supervise
-from runspec.local.backend import LOCAL, backend
-from runspec.local.children import EXIT_INTERRUPTED, StopSignals, last_lines
+from runspec.local.apply import REPORT_FILE, SUMMARY_FILE, supervise
+from runspec.local.backend import EXIT_INTERRUPTED, LOCAL, StopSignals, backend, last_lines
 from runspec.local.diagnosis import unsolved_text
 from runspec.local.formatting import duration, number
 from runspec.local.machine import this_machine
@@ -37,14 +36,13 @@ from runspec.local.planning import (
     refuse_stale,
     seen_now,
     starts_anew,
+    with_problems,
 )
 from runspec.local.prepare import NotReady, prepare_run, require_ready
-from runspec.local.problems import with_problems
 from runspec.local.processes import PreparedRun
-from runspec.local.report import REPORT_FILE, SUMMARY_FILE
 from runspec.local.run_dir import RunLocked, run_directory, sign_lock
 from runspec.local.state import RunState
-from runspec.local.supervisor_requests import CHANGE, change_request, send_request
+from runspec.local.supervisor import CHANGE, change_request, send_request
 from runspec.plan.saved import BadPlan, SavedPlan, read_plan
 
 EXIT_FAILED = 1

@@ -1,4 +1,4 @@
-"""`runspec dashboard`: a live page of one or more runs, or one file that holds it."""
+"""`runspec dashboard` shows runs on a page; `runspec monitor` sends a run's figures to a tool."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from runspec.core.address import is_server_url
 from runspec.core.errors import UserError
 from runspec.core.files import write_atomic
 from runspec.core.keys import SigningKey
+from runspec.core.process import run_role, stop_event
+from runspec.core.spec.resolved import load_resolved
+from runspec.local.monitors.follow import follow
 from runspec.local.run_dir import find_run
 
 if TYPE_CHECKING:
@@ -44,9 +47,8 @@ def dashboard_command(
         UserError: there is no such run, or nothing can listen there.
     """
     # Drawn in here: numpy and tokenizers, which other commands do without.
-    from runspec.local.dashboard.page import exported_page
+    from runspec.local.dashboard.page import PageData, exported_page
     from runspec.local.dashboard.server import serve
-    from runspec.local.dashboard.view import PageData
 
     if len(runs) > _MAX_RUNS:
         raise UserError(
@@ -88,3 +90,24 @@ def _source(run: str, key: Path | None, runs_dir: Path) -> Source:
             remedy="name it with --key runs/NAME/keys/coordinator.key",
         )
     return CoordinatorSource(run, SigningKey.load(key))
+
+
+def monitor_command(run: str, name: str, runs_dir: Path) -> int:
+    """Follows a run while it is alive, or sends what is there; returns the exit code of a role.
+
+    Raises:
+        UserError: there is no such run, or its spec has no such monitor.
+    """
+    run_dir = find_run(run, runs_dir)
+    spec = load_resolved(run_dir)
+    setting = next((each for each in spec.monitors if each.name == name), None)
+    if setting is None:
+        there = ", ".join(each.name for each in spec.monitors)
+        raise UserError(
+            f"no monitor {name!r}",
+            place=f"monitors of {spec.name}",
+            remedy=f"one of: {there}" if there else "add it to the spec, then apply again",
+        )
+    return run_role(
+        f"monitor-{name}", lambda log: follow(run_dir, spec, setting, stop_event(), log)
+    )

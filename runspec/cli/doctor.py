@@ -1,4 +1,4 @@
-"""`runspec doctor`: looks at this machine, and at what a spec would lack here."""
+"""`runspec doctor` looks at this machine, and `lint --data` at problems and graders of specs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,15 +17,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from runspec.cli.spec_files import sound_spec
+from runspec.cli.spec_files import located, sound_spec
 from runspec.core.distribution import LISTS, extra_of, install_command, list_command, machine_kind
+from runspec.core.errors import UserError
+from runspec.core.spec.findings import Finding
 from runspec.core.spec.load import SpecFiles
-from runspec.local.children import birth
+from runspec.core.spec.validate import locate
+from runspec.lint.check import CheckedFiles, check_spec
+from runspec.lint.registry import RULES
+from runspec.local.backend import birth
 from runspec.local.endpoints import PORTS, port_is_free
 from runspec.local.formatting import size
-from runspec.local.machine import BUILDS
+from runspec.local.machine import BUILDS, this_machine
+from runspec.local.planning import absent_modules, check_problems
 from runspec.local.preflight import ROLE_MODULES, Facts, look, missing
-from runspec.local.problems import absent_modules, check_problems
 from runspec.local.run_dir import RUNS, run_directory
 from runspec.lock.cache import model_cache
 
@@ -200,3 +205,47 @@ def _show(checks: Sequence[Check]) -> None:
         verdict = Text(check.verdict, style=_COLOURS[check.verdict])
         table.add_row(verdict, Text(check.name), Text(check.found) + remedy)
     Console(highlight=False).print(table)
+
+
+CODE = "problems"
+
+
+def with_problems(checked: CheckedFiles, specs: Sequence[SpecFiles]) -> CheckedFiles:
+    """The findings of specs, with those of their problems; progress and counts go to stderr.
+
+    Raises:
+        UserError: what reads the problems is not installed here.
+    """
+    if absent := absent_modules():
+        raise UserError(
+            f"not installed here: {', '.join(absent)}",
+            place="--data",
+            remedy=f"make install, or {install_command('tasks')}",
+        )
+    unreadable = {one.file for one in checked.unreadable}
+    readable = [files for files in specs if str(files.path) not in unreadable]
+    found = [finding for files in readable for finding in _findings(files)]
+    return replace(checked, findings=[*checked.findings, *found])
+
+
+def _findings(files: SpecFiles) -> Iterator[Finding]:
+    loaded = check_spec(files)
+    name, tree = files.path, loaded.layered.tree
+    errors = [finding for finding in loaded.findings if finding.severity == "error"]
+    if loaded.spec is None or errors:
+        print(f"{name}: its problems are not read: it is no spec without errors", file=sys.stderr)
+        return
+    spec = located(loaded.spec, files.path.parent)
+    problems = check_problems(spec, this_machine(), lambda line: print(line, file=sys.stderr))
+    for note in problems.notes:
+        print(f"{name}: {note}", file=sys.stderr)
+    for lacking in problems.lacking:
+        place = locate(tree, tuple(lacking.path.split(".")))[0]
+        yield Finding(
+            place,
+            CODE,
+            lacking.thing,
+            path=lacking.path,
+            requires=RULES[CODE].summary,
+            suggestion=lacking.remedy,
+        )

@@ -32,10 +32,10 @@ from runspec.core.spec.resolved import dump_resolved, load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.registry import Context
 from runspec.lint.rules.evaluations import evaluation_names
-from runspec.local.children import EXIT_INTERRUPTED
-from runspec.local.cores import vllm_environment
-from runspec.local.export import published_version
+from runspec.local.backend import EXIT_INTERRUPTED
 from runspec.local.formatting import number
+from runspec.local.machine import vllm_environment
+from runspec.local.model_folders import published_version
 from runspec.local.run_dir import find_run
 
 

@@ -27,7 +27,7 @@ from runspec.cli.serve import (
 )
 from runspec.core.errors import BadUsage, UserError
 from runspec.core.evaluation_tools import KEY_VARIABLE, Asked, EvaluationTool, evaluation_tool
-from runspec.local.children import StopSignals, last_lines
+from runspec.local.backend import StopSignals, last_lines
 
 LOG_NAME = "tool.log"
 _LOOK_S = 0.2

@@ -25,8 +25,8 @@ from runspec.core.follow_protocol import VARIABLE, Move, Reply, Settings, encode
 from runspec.core.run_files import PROBE_FILE, weights_folder
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
-from runspec.local.children import StopSignals
-from runspec.local.export import published_version
+from runspec.local.backend import StopSignals
+from runspec.local.model_folders import published_version
 from runspec.local.run_dir import find_run
 
 POLL_S = 1.0

@@ -16,13 +16,12 @@ from runspec.core.errors import UserError, one_line
 from runspec.core.http_client import NoAnswer, fetch_now
 from runspec.core.keys import SigningKey
 from runspec.core.models.spec_model import model_config
-from runspec.local.children import StopSignals
+from runspec.local.backend import StopSignals
 from runspec.local.formatting import per_second
 from runspec.local.machine import module_is_installed, this_machine
-from runspec.local.pool_fit import choose_pool, lacks, open_pools
 from runspec.local.preflight import ROLE_MODULES, look
 from runspec.local.run_dir import hold
-from runspec.local.volunteer import LEAVE_S, Worker
+from runspec.local.volunteer import LEAVE_S, Worker, choose_pool, lacks, open_pools
 
 PROGRESS_S = 5.0
 """Seconds between two requests for the coordinator's status."""

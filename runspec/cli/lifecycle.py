@@ -14,13 +14,13 @@ from runspec.core.errors import BadUsage, UserError
 from runspec.core.object_store import Folder
 from runspec.core.run_files import checkpoints_folder
 from runspec.core.spec.resolved import load_resolved
-from runspec.local.children import end_leftovers
-from runspec.local.export import export_version
+from runspec.local.backend import end_leftovers
+from runspec.local.model_folders import export_version
 from runspec.local.planning import make_plan
 from runspec.local.run_dir import find_run, hold, holder, run_directory
 from runspec.local.run_view import look_at
 from runspec.local.state import RunState
-from runspec.local.supervisor_requests import PAUSE, send_request
+from runspec.local.supervisor import PAUSE, send_request
 
 RELEASE_TIMEOUT_S = 60.0
 _POLL_S = 0.1

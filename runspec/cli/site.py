@@ -16,17 +16,15 @@ from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.role_names import shares_name, trunk_names
-from runspec.local.backend import LOCAL
+from runspec.local.backend import LOCAL, pinned
 from runspec.local.bundle import TRUNK_GROUP, install, load_bundle, require_own
-from runspec.local.children import pinned
 from runspec.local.endpoints import Endpoints, address, fixed_endpoints
 from runspec.local.machine import this_machine
 from runspec.local.planning import make_plan
-from runspec.local.prepare import link_starting_model
+from runspec.local.prepare import link_starting_model, write_targets
 from runspec.local.processes import PreparedRun, role_specs
 from runspec.local.run_dir import hold, own_folder, run_directory
 from runspec.local.site import BUNDLES, Disk, groups_of, make_site
-from runspec.local.targets import write_targets
 
 
 def prepare_command(files: SpecFiles, site: Path) -> int:

@@ -18,8 +18,17 @@ from rich.table import Table
 from rich.text import Text
 
 from runspec.core.files import FULL
-from runspec.local.formatting import duration, latency, number, per_second, share, sparkline
-from runspec.local.islands import commit_text, island_figures, island_pairs
+from runspec.local.formatting import (
+    commit_text,
+    duration,
+    island_figures,
+    island_pairs,
+    latency,
+    number,
+    per_second,
+    share,
+    sparkline,
+)
 from runspec.local.metrics import (
     Row,
     input_wait_share,

@@ -28,17 +28,18 @@ from runspec.core.spec.role_names import (
     worker_names,
 )
 from runspec.core.spec.schema import Learner, RunSpec, SamplerPool
-from runspec.local.cores import (
+from runspec.local.endpoints import Endpoints, address, load_endpoints
+from runspec.local.identity import Identity, make_identity
+from runspec.local.machine import (
+    Machine,
     assign_cores,
     assign_devices,
     jax_environment,
+    this_machine,
     thread_limits,
     visible_devices,
     vllm_environment,
 )
-from runspec.local.endpoints import Endpoints, address, load_endpoints
-from runspec.local.identity import Identity, make_identity
-from runspec.local.machine import Machine, this_machine
 
 HEARTBEAT_S = 10
 """Silence that ends the other processes of a learner on one machine, where no network is slow."""

@@ -46,9 +46,9 @@ from runspec.core.run_files import (
 from runspec.core.spec.islands import island_names, step_overlap
 from runspec.core.spec.resolved import load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
-from runspec.local.full_states import full_states
+from runspec.local.apply import REPORT_FILE, SUMMARY_FILE, write_summary
+from runspec.local.model_folders import full_states
 from runspec.local.planning import STARTS_ANEW
-from runspec.local.report import REPORT_FILE, SUMMARY_FILE, write_summary
 from runspec.local.state import RunState
 from verify.coordinator.ledger.ledger import open_ledger
 from verify.coordinator.services.operator import closed_steps, record_rollback

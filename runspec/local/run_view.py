@@ -21,13 +21,13 @@ from runspec.core.process import EXIT_FINAL
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.estimate.price import hourly_price
-from runspec.local.children import birth
+from runspec.local.backend import birth
 from runspec.local.diagnosis import Cause, alarm_text, diagnose, dropped_text, unsolved_text
 from runspec.local.endpoints import coordinator_status, load_endpoints
 from runspec.local.evaluations import results_of
 from runspec.local.formatting import duration, number
 from runspec.local.metrics import Row, read_rows
-from runspec.local.role_logs import stages
+from runspec.local.progress import stages
 from runspec.local.run_dir import holder
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
 from verify.coordinator.ledger.snapshot import Dropped, read_dropped
@@ -237,8 +237,9 @@ def look_at(run_dir: Path, *, events: int | None = EVENTS, ledger: bool = True) 
 
 
 def budget_limits(spec: RunSpec) -> dict[str, float]:
-    """Return the hours up, over all sessions, at which each line of the budget is spent, by its path
-    in the spec, the earliest first.
+    """Return the hours up, over all sessions, at which each line of the budget is spent.
+
+    They are by the line's path in the spec, the earliest first.
 
     `max_cost` is spent after max_cost / (price an hour of all hardware) hours; without a price it
     never is.

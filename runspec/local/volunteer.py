@@ -1,4 +1,8 @@
-"""A volunteer's worker process: starts it, keeps its log, shows its warnings, ends it in order."""
+"""A volunteer's machine: which pools of a run it can serve, and its worker process.
+
+A worker is one replica of a pool. What a pool needs is compared with `Facts`, what was seen of the
+machine.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,152 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from runspec.core.address import JoinLink
+from runspec.core.distribution import Kind, extra_of, install_command
 from runspec.core.errors import UserError
+from runspec.core.models.config import ModelConfig
+from runspec.core.models.hardware import device_count
+from runspec.core.models.memory import MEMORY_UTILIZATION
 from runspec.core.process import SUPERVISOR
-from runspec.core.spec.schema import SamplerPool
-from runspec.local.cores import thread_limits, vllm_environment
+from runspec.core.spec.plugins import missing_plugins
+from runspec.core.spec.schema import RunSpec, SamplerPool
+from runspec.estimate.broadcast import version_size
+from runspec.estimate.sampler import sampler_memory
+from runspec.local.formatting import size
+from runspec.local.machine import BUILDS, devices_here, thread_limits, vllm_environment
+from runspec.local.preflight import ROLE_MODULES, Facts, Missing
+
+ROOM_BYTES = 1 << 30
+"""Disk for the log, and the engine's own files."""
+STORED_VERSIONS = 3
+"""The version that is sampled from, the newest, and one on its way."""
+
+
+def lacks(
+    pool: SamplerPool,
+    spec: RunSpec,
+    config: ModelConfig | None,
+    facts: Facts,
+    folder: Path,
+    data_bytes: int = 0,
+) -> list[Missing]:
+    """Return what the machine lacks to serve a pool; empty where it can.
+
+    Args:
+        pool, spec: of the run.
+        config: the model's shape; None where nothing here knows it: then its size is not checked.
+        facts: of the machine.
+        folder: where the versions will lie.
+        data_bytes: of the problems' files that are still to be fetched.
+    """
+    found = [*_devices(pool, facts), *_build(pool, facts)]
+    found += [Missing(each.path, str(each), each.remedy) for each in missing_plugins(spec)]
+    if config is None:
+        return found
+    found += _memory(pool, spec, config, facts)
+    free = facts.free_bytes(folder.absolute())
+    needed = STORED_VERSIONS * version_size(spec, config).whole + data_bytes + ROOM_BYTES
+    if needed > free:
+        thing = f"{size(needed)} of disk for {STORED_VERSIONS} versions and the data"
+        remedy = "free some, or name a directory on another disk"
+        found.append(Missing("--dir", f"{thing}; {size(free)} free", remedy))
+    return found
+
+
+def open_pools(spec: RunSpec) -> list[SamplerPool]:
+    """The pools that a machine may ask for without an invite and without a key of the run's own.
+
+    Raises:
+        UserError: there are none.
+    """
+    pools = [pool for pool in spec.samplers if pool.trust == "untrusted"]
+    if not pools:
+        raise UserError(
+            "every pool of the run is trusted: those take only invited keys, and the run's own",
+            place="join",
+            remedy="ask for a link with an invite; with a key of the run's own, give --pool",
+        )
+    return pools
+
+
+def choose_pool(found: Mapping[str, Sequence[Missing]], asked: str | None) -> str:
+    """The first pool that the machine fits, or the one that was asked for.
+
+    Args:
+        found: `lacks` of each pool, in the order of the spec.
+        asked: `--pool`.
+
+    Raises:
+        UserError: it fits none, or not that one; the message names what is missing.
+    """
+    if asked is not None and asked not in found:
+        raise UserError(
+            f"no sampler pool {asked!r}", place="--pool", remedy=f"the spec has: {', '.join(found)}"
+        )
+    wanted = [asked] if asked is not None else list(found)
+    for name in wanted:
+        if not found[name]:
+            return name
+    lines = [
+        f"{missing.path}: {missing.thing}" + (f" ({missing.remedy})" if missing.remedy else "")
+        for name in wanted
+        for missing in found[name]
+    ]
+    raise UserError(
+        "this machine fits no pool of the run:\n  " + "\n  ".join(lines),
+        place="join",
+        remedy="mend one of these, or join a run with a pool for such a machine",
+    )
+
+
+def _devices(pool: SamplerPool, facts: Facts) -> Iterator[Missing]:
+    kind, path = pool.hardware.kind, f"samplers.{pool.name}.hardware"
+    if kind == "cpu":
+        return
+    wanted = device_count(pool.hardware) or 1
+    here, unit = devices_here(pool.hardware, facts.gpus, facts.tpus)
+    if here < wanted:
+        others = f" (GPUs here: {', '.join(sorted(set(facts.gpus)))})" if facts.gpus else ""
+        have = f"this machine has {here or 'none'}{others}"
+        yield Missing(path, f"{wanted} {kind} {unit.split()[-1]} wanted, {have}")
+
+
+def _build(pool: SamplerPool, facts: Facts) -> Iterator[Missing]:
+    kind = pool.hardware.kind
+    where: Kind = "cpu" if kind == "cpu" else "tpu" if kind.startswith("tpu") else "cuda"
+    path = f"samplers.{pool.name}.engine"
+    install = install_command(extra_of("sampler", where))
+    if absent := [name for name in ROLE_MODULES["sampler"] if not facts.has_module(name)]:
+        yield Missing(path, f"Python packages not installed: {', '.join(absent)}", install)
+    elif BUILDS[where] not in facts.builds:
+        others = ", ".join(facts.builds) or "none that is known"
+        yield Missing(path, f"vLLM for {kind} is {BUILDS[where]}; installed: {others}", install)
+
+
+def _memory(
+    pool: SamplerPool, spec: RunSpec, config: ModelConfig, facts: Facts
+) -> Iterator[Missing]:
+    """Weights, activations, and keys and values of one sequence of full length."""
+    needed = sampler_memory(pool, spec, config)
+    sequence = needed.kv_token * needed.sequence_tokens
+    path = f"samplers.{pool.name}.max_model_len"
+    if pool.hardware.kind == "cpu":
+        wanted = needed.weights + needed.activations + (needed.room or 0.0)
+        have, where = facts.memory(), "main memory"
+    else:
+        wanted = (needed.weights + needed.activations + sequence) / MEMORY_UTILIZATION
+        have, where = facts.gpu_memory(), "memory of each GPU"
+    if have is not None and wanted > have:
+        yield Missing(
+            path,
+            f"{size(wanted)} of {where} for weights ({size(needed.weights)}), activations and keys "
+            f"and values of one sequence of {needed.sequence_tokens} tokens; {size(have)} here",
+        )
+
 
 LOG_FILE = "worker.log"
 LEAVE_S = 15.0

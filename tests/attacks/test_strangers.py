@@ -32,12 +32,11 @@ from runspec.core.models.config import read_config
 from runspec.core.spec.load import SpecFiles
 from runspec.core.tokenizer_files import ChatTemplate, tokenizer_of
 from runspec.lint.check import check_spec
-from runspec.local.dashboard.page import exported_page
+from runspec.local.apply import SUMMARY_FILE, write_summary
+from runspec.local.dashboard.page import PageData, exported_page
 from runspec.local.dashboard.rollouts import Rollouts
 from runspec.local.dashboard.source import FolderSource
-from runspec.local.dashboard.view import PageData
-from runspec.local.export import published_version
-from runspec.local.report import SUMMARY_FILE, write_summary
+from runspec.local.model_folders import published_version
 from tests.runspec.cli.published import publish_run
 from tests.runspec.local.dashboard.made_run import MadeRun, Page, bytes_tokenizer
 from tests.runspec.local.fake_run import small_spec

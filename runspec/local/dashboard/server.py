@@ -18,8 +18,7 @@ from ipaddress import ip_address
 from aiohttp import web
 
 from runspec.core.errors import UserError
-from runspec.local.dashboard.page import live_page
-from runspec.local.dashboard.view import SECTIONS, PageData
+from runspec.local.dashboard.page import SECTIONS, PageData, live_page
 
 REFRESH_S = 2.0
 TOKEN = "Runspec-Token"  # noqa: S105 - a header's name

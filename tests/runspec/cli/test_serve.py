@@ -25,7 +25,7 @@ from runspec.core.follow_protocol import Move, Reply, encode
 from runspec.core.keys import SigningKey
 from runspec.core.run_files import weights_folder
 from runspec.core.spec.resolved import load_resolved
-from runspec.local.export import published_version
+from runspec.local.model_folders import published_version
 from sampler.tasks.prompts import PromptForm
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.cli.published import RUN, first_versions, flip_bit, publish_again, publish_run

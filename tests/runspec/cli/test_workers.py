@@ -25,9 +25,9 @@ from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.local.endpoints import Endpoints, save_endpoints
 from runspec.local.machine import Machine
-from runspec.local.pool_fit import choose_pool, lacks, open_pools
 from runspec.local.preflight import Facts
 from runspec.local.run_dir import hold
+from runspec.local.volunteer import choose_pool, lacks, open_pools
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.supervised import shipped
 from tests.verify.coordinator.deployment import Site, tiny_spec

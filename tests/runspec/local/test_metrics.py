@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from runspec.cli.logs import wait_command
 from runspec.cli.status import describe_command, read_status, status_command
 from runspec.cli.view import LiveView, step_line
-from runspec.cli.wait import wait_command
 from runspec.core.errors import UserError
 from runspec.core.run_files import evaluation_file, evaluation_files
 from runspec.core.spec.resolved import FILE_NAME, dump_resolved
 from runspec.core.spec.schema import RunSpec
+from runspec.local.apply import REPORT_FILE, write_summary
 from runspec.local.diagnosis import NEWEST, diagnose, is_learning
 from runspec.local.metrics import JsonLines, read_rows, summarise
-from runspec.local.report import REPORT_FILE, write_summary
 from runspec.local.run_view import FIRST_STEP_S, look_at
 from runspec.local.state import RunState
 from tests.runspec.local.dashboard.made_run import report

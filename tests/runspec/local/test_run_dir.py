@@ -21,16 +21,16 @@ from transformers import AutoModelForCausalLM
 from bridge.__main__ import main as bridge
 from bridge.publisher import Publisher
 from runspec.cli import app
+from runspec.cli.logs import holds, parse_awaited, why_never
 from runspec.cli.output import exit_code_of
-from runspec.cli.wait import holds, parse_awaited, why_never
 from runspec.core.errors import UserError
 from runspec.core.run_files import weights_folder
 from runspec.core.spec.schema import Budget
 from runspec.estimate.price import hourly_price
 from runspec.local import run_dir
 from runspec.local.backend import backend
-from runspec.local.export import export_version
-from runspec.local.role_logs import RoleError, last_error
+from runspec.local.model_folders import export_version
+from runspec.local.progress import RoleError, last_error
 from runspec.local.run_view import Condition, RunView, budget_limits
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
 from tests.bridge.test_publisher import add_version

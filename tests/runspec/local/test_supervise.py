@@ -23,15 +23,15 @@ from runspec.core.process import EXIT_FINAL
 from runspec.core.spec.load import SpecFiles
 from runspec.core.spec.resolved import load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
-from runspec.local import children, progress
-from runspec.local import supervisor_requests as requests
+from runspec.local import backend, progress
+from runspec.local import supervisor as requests
 from runspec.local.apply import RunFailed, drive
-from runspec.local.children import birth
+from runspec.local.backend import birth
 from runspec.local.endpoints import load_endpoints
 from runspec.local.fleet import Changed
 from runspec.local.run_dir import RunLocked, hold, holder
 from runspec.local.state import RequestRow, RoleRow, RunState
-from runspec.local.supervisor_requests import LiveRun
+from runspec.local.supervisor import LiveRun
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.local.dashboard.made_run import report
 from tests.runspec.local.fake_run import (
@@ -245,7 +245,7 @@ def test_after_a_killed_supervisor_nothing_is_left_and_the_run_goes_on(
     assert states == ended | {"stubborn": "running"}
     (run_dir / "hold").unlink()
     # then its lock is no obstacle, the leftover is ended, and the run reaches its end
-    monkeypatch.setattr(children, "LEFTOVER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(backend, "LEFTOVER_TIMEOUT_S", 0.5)
     with prepared(small_spec(steps=5), tmp_path) as run:
         assert birth(roles["stubborn"].pid) is None
         outcome = drive_roles(run, usual_roles(run), Watch())
