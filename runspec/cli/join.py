@@ -17,7 +17,7 @@ from runspec.core.http_client import NoAnswer, fetch_now
 from runspec.core.keys import SigningKey
 from runspec.core.models.spec_model import model_config
 from runspec.local.backend import StopSignals
-from runspec.local.formatting import per_second
+from runspec.local.formatting import per_second, reported
 from runspec.local.machine import module_is_installed, this_machine
 from runspec.local.preflight import ROLE_MODULES, look
 from runspec.local.run_dir import hold
@@ -30,6 +30,8 @@ _STATUS_TIMEOUT_S = 5.0
 """Ctrl-C waits for the answer."""
 _MAX_STATUS_BYTES = 8 * 1024 * 1024
 _MAX_REASON = 1000
+_NO_ANSWER = (NoAnswer, ValueError, LookupError, TypeError, AttributeError)
+"""What asking a coordinator raises that answers nothing, or something else."""
 FOLDER = Path("join")
 
 
@@ -156,7 +158,7 @@ class Progress:
             line = progress_line(
                 _answer(f"{self._url}/v1/status"), _answer(f"{self._url}/v1/workers/{self._key}")
             )
-        except (NoAnswer, ValueError, LookupError, TypeError, AttributeError) as error:
+        except _NO_ANSWER as error:
             if not self._away and not now:  # a run that is finished may be gone already
                 say(f"the coordinator does not answer ({type(error).__name__}); work goes on")
             self._away = True
@@ -213,14 +215,9 @@ def _whole(options: JoinOptions, link: JoinLink) -> JoinLink:
         )
     run = link.run or options.run
     if run is None:
-        try:
+        thing, remedy = "cannot ask the coordinator", "check the address, or give --run NAME"
+        with reported(f"{thing} for its run", link.coordinator, remedy, *_NO_ANSWER):
             run = str(_answer(f"{link.coordinator}/v1/status")["run"])
-        except (NoAnswer, ValueError, KeyError) as error:
-            raise UserError(
-                f"cannot ask the coordinator for its run: {error}",
-                place=link.coordinator,
-                remedy="check the address, or give --run NAME",
-            ) from error
     return replace(link, run=run, root=root)
 
 

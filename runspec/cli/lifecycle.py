@@ -15,6 +15,7 @@ from runspec.core.object_store import Folder
 from runspec.core.run_files import checkpoints_folder
 from runspec.core.spec.resolved import load_resolved
 from runspec.local.backend import end_leftovers
+from runspec.local.formatting import reported
 from runspec.local.model_folders import export_version
 from runspec.local.planning import make_plan
 from runspec.local.run_dir import find_run, hold, holder, run_directory
@@ -146,17 +147,12 @@ def delete_command(run: str, yes: bool, runs_dir: Path) -> int:
 def _remove(run_dir: Path) -> None:
     # Renamed first: a removal cut short leaves nothing that looks like a run.
     doomed = run_dir.with_name(f".tmp-deleted-{run_dir.name}")
-    try:
+    remedy = f"mend the permissions, then remove {run_dir} and {doomed}"
+    with reported("cannot be removed", run_dir, remedy, OSError):
         if doomed.exists():
             shutil.rmtree(doomed)
         run_dir.rename(doomed)
         shutil.rmtree(doomed)
-    except OSError as error:
-        raise UserError(
-            f"cannot be removed: {error}",
-            place=str(run_dir),
-            remedy=f"mend the permissions, then remove {doomed if doomed.exists() else run_dir}",
-        ) from error
 
 
 def _outside_states(run_dir: Path) -> Folder | None:

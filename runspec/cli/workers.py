@@ -27,6 +27,7 @@ from runspec.core.keys import SigningKey
 from runspec.core.signed import BadSignature
 from runspec.core.spec.resolved import load_resolved
 from runspec.local.endpoints import load_endpoints, run_link
+from runspec.local.formatting import reported
 from runspec.local.identity import load_roles
 from runspec.local.run_dir import find_run, hold, holder
 
@@ -348,15 +349,12 @@ def read_made(run_dir: Path) -> list[Made]:
 
 
 def _note(run_dir: Path, made: Made) -> None:
-    try:
-        with (run_dir / MADE_FILE).open("ab") as file:
-            file.write(canonical_json(asdict(made)) + b"\n")
-    except OSError as error:
-        raise UserError(
-            f"the invite cannot be noted down: {error.strerror or error}",
-            place=str(run_dir / MADE_FILE),
-            remedy="free disk space or mend the permissions, then invite again",
-        ) from error
+    path, remedy = run_dir / MADE_FILE, "free disk space or mend the permissions, then invite again"
+    with (
+        reported("the invite cannot be noted", path, remedy, OSError),
+        path.open("ab") as file,
+    ):
+        file.write(canonical_json(asdict(made)) + b"\n")
 
 
 def _key_of(named: str, known: set[str]) -> str:

@@ -38,6 +38,7 @@ from runspec.core.spec.role_names import (
     worker_names,
 )
 from runspec.core.spec.schema import RunSpec
+from runspec.local.formatting import reported
 from runspec.local.identity import Identity
 from runspec.local.run_dir import write_spec
 
@@ -91,7 +92,8 @@ def decode_bundle(data: bytes, *, place: str) -> Bundle:
     Raises:
         UserError: it is none, it is damaged, or the roles.json in it counts no more.
     """
-    try:
+    kinds = (MalformedJson, KeyError, TypeError, ValueError, AttributeError, UserError)
+    with reported("not a bundle", place, _REMEDY, *kinds):
         read = parse_object(data, max_bytes=MAX_BYTES)
         if read["format"] != FORMAT:
             raise MalformedJson(f"of format {read['format']!r}, not {FORMAT}")
@@ -112,19 +114,10 @@ def decode_bundle(data: bytes, *, place: str) -> Bundle:
             raise MalformedJson(f"its spec has no role {', '.join(sorted(strangers))}")
         if bundle.spec.identity.root_public_key is None or bundle.spec.placement.base_port is None:
             raise MalformedJson("its spec pins no root, or fixes no addresses")
-    except (MalformedJson, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"not a bundle: {error}", place=place, remedy=_REMEDY) from error
-    except UserError as error:
-        raise UserError(f"not a bundle: {error.thing}", place=place, remedy=_REMEDY) from error
-    try:
+    remedy = "`runspec prepare` the site again, and bring the new bundle"
+    with reported("the roles.json in it does not count", place, remedy, BadSignature):
         root = bundle.root_public_key
         open_roles(bundle.roles_document, root_public_key=root, run=bundle.spec.name)
-    except BadSignature as error:
-        raise UserError(
-            f"the roles.json in it does not count: {error}",
-            place=place,
-            remedy="`runspec prepare` the site again, and bring the new bundle",
-        ) from error
     return bundle
 
 
@@ -134,14 +127,11 @@ def load_bundle(path: Path) -> Bundle:
     Raises:
         UserError: there is none, or as `decode_bundle`.
     """
-    try:
+    with (
+        reported("cannot read the bundle", path, _REMEDY, OSError),
+        reported("not a bundle", path, _REMEDY, UserError),
+    ):
         data = read_bounded(path, MAX_BYTES)
-    except OSError as error:
-        raise UserError(
-            f"cannot read the bundle: {error.strerror}", place=str(path), remedy=_REMEDY
-        ) from error
-    except UserError as error:
-        raise UserError(f"not a bundle: {error.thing}", place=str(path), remedy=_REMEDY) from error
     return decode_bundle(data, place=str(path))
 
 

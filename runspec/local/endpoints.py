@@ -28,6 +28,7 @@ from runspec.core.spec.role_names import (
     trunk_names,
 )
 from runspec.core.spec.schema import RunSpec
+from runspec.local.formatting import reported
 
 FILE_NAME = "endpoints.json"
 MAX_BYTES = 64 * 1024
@@ -255,14 +256,11 @@ def load_endpoints(run_dir: Path) -> Endpoints | None:
     path = run_dir / FILE_NAME
     if not path.exists():
         return None
-    try:
+    kinds = (MalformedJson, TypeError, AttributeError)
+    with reported("not the endpoints of a run", path, "remove the file", *kinds):
         endpoints = Endpoints(**parse_object(read_bounded(path, MAX_BYTES), max_bytes=MAX_BYTES))
         for url in (*endpoints.all().values(), *endpoints.metrics.values()):
             address(url)
-    except (MalformedJson, TypeError, AttributeError) as error:
-        raise UserError(
-            f"not the endpoints of a run: {error}", place=str(path), remedy="remove the file"
-        ) from error
     return endpoints
 
 

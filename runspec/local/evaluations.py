@@ -145,21 +145,3 @@ def _curves(results: Sequence[Evaluated], kind: str) -> Iterator[Curve]:
                     if mean.low is not None and mean.high is not None
                 ],
             )
-
-
-class NewResults:
-    """Tells of each result once, as it appears.
-
-    Args:
-        run_dir: of the run; results that are there already are not told of.
-    """
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._told = set(evaluation_files(run_dir))
-
-    def lines(self) -> list[str]:
-        """Return a line for each new result."""
-        new = [path for path in evaluation_files(self._run_dir) if path not in self._told]
-        self._told.update(new)
-        return [f"{r.evaluation} of {result_line(r)}" for r in read_evaluations(new)]

@@ -7,11 +7,25 @@ who was dropped is the same for all islands.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+from runspec.core.errors import UserError
+
 _BARS = "▁▂▃▄▅▆▇█"
+
+
+@contextmanager
+def reported(thing: str, place: object, remedy: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise errors of these kinds as a UserError: `thing`, with what the error says."""
+    try:
+        yield
+    except kinds as error:
+        why = error.thing if isinstance(error, UserError) else error
+        why = error.strerror or error if isinstance(error, OSError) else why
+        raise UserError(f"{thing}: {why}", place=str(place), remedy=remedy) from error
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -30,6 +30,7 @@ from runspec.core.spec.role_names import (
     worker_names,
 )
 from runspec.core.spec.schema import RunSpec
+from runspec.local.formatting import reported
 
 YEAR_S = 365 * 86400.0
 _SHORTEST_S = 86400.0
@@ -162,15 +163,9 @@ def load_roles(run_dir: Path, spec: RunSpec) -> Roles:
     Raises:
         UserError: it is missing, or its root did not sign it.
     """
-    folder = run_dir / "keys"
-    try:
+    folder, remedy = run_dir / "keys", "start the run with `runspec apply`"
+    with reported("cannot be believed", folder / "roles.json", remedy, OSError, BadSignature):
         return _read_roles(folder, root_public_key(run_dir, spec), spec)
-    except (OSError, BadSignature) as error:
-        raise UserError(
-            f"cannot be believed: {error}",
-            place=str(folder / "roles.json"),
-            remedy="start the run with `runspec apply`",
-        ) from error
 
 
 def _read_roles(folder: Path, root: str, spec: RunSpec, now: float | None = None) -> Roles:

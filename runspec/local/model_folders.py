@@ -34,6 +34,7 @@ from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.tokenizer_files import TokenizerFiles
 from runspec.local.evaluations import result_line, results_of
+from runspec.local.formatting import reported
 from runspec.local.identity import load_roles, root_public_key
 from runspec.local.metrics import read_rows
 from verify.formats.evaluation import Evaluated
@@ -163,10 +164,8 @@ class FullState:
             UserError: one is missing or damaged.
         """
         place = str(self.path)
-        try:
+        with reported("unreadable full state", place, "", OSError, MalformedJson):
             files: Any = record_of(self.path).get("files")
-        except (OSError, MalformedJson) as error:
-            raise UserError(f"unreadable full state: {error}", place=place) from error
         if not isinstance(files, Mapping):
             raise UserError("unreadable full state: no list of files", place=place)
         if (name := damaged_file(self.path, files)) is not None:
@@ -257,15 +256,10 @@ def published_version(run_dir: Path, spec: RunSpec, version: int | None) -> Publ
     version = _chosen(run_dir, version)
     stored = run_dir / "store" / "origin" / manifest_name(spec.name, version)
     roles = load_roles(run_dir, spec)
-    try:
+    thing = f"version {version} cannot be believed"
+    with reported(thing, stored, "name another version", OSError, BadSignature):
         data = read_bounded(stored, MAX_BYTES)
         manifest = open_manifest(data, run=spec.name, publishers=roles.publisher)
-    except (OSError, BadSignature) as error:
-        raise UserError(
-            f"version {version} cannot be believed: {error}",
-            place=str(stored),
-            remedy="name another version",
-        ) from error
     return Published(weights_folder(run_dir) / f"v{version}", manifest, data)
 
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from runspec.core.errors import one_line
-from runspec.core.run_files import METRICS_FILE, step_folder
+from runspec.core.run_files import METRICS_FILE, evaluation_files, step_folder
+from runspec.core.spec.role_names import EVALUATOR
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import STARTING, last_lines
-from runspec.local.diagnosis import dropped_text
+from runspec.local.diagnosis import alarm_text, dropped_text, unsolved_text
 from runspec.local.endpoints import coordinator_status
-from runspec.local.evaluations import NewResults
+from runspec.local.evaluations import result_line
 from runspec.local.fleet import Reached
 from runspec.local.metrics import JsonLines, Row, latest_by_step
 from verify.formats.batch import FILE_NAME as BATCH_FILE
+from verify.formats.evaluation import read_evaluations
 
 _LOG_LINES = 2000
 _MAX_THING, _MAX_REMEDY = 800, 600
@@ -94,10 +96,12 @@ class RunProgress:
         self.note = ""
         """Failures of the grader, roles in a long stage, and what the coordinator waits for."""
         self._logs = run_dir / "logs"
-        self.evaluated = NewResults(run_dir)
-        """Results of evaluations."""
-        self.dropped = (0, "")
-        """Groups dropped by the grader, and what it failed with last, as one line."""
+        self._run_dir = run_dir
+        self._told = set(evaluation_files(run_dir))
+        """Files of the evaluations that `news` has told of, or that were there before."""
+        self._alarmed: set[Callable[[Row], str]] = set()
+        self._dropped, self._dropped_told = (0, ""), 0
+        """Groups dropped by the grader, what it failed with last, and how many were told of."""
         self._lines = JsonLines(run_dir / METRICS_FILE)
         self.rows: list[dict[str, Any]] = []
         """A row a trained step, in order."""
@@ -124,11 +128,30 @@ class RunProgress:
         status = coordinator_status(self._coordinator)
         waiting_for, dropped = status.get("waiting_for"), status.get("dropped_by_grader")
         if isinstance(dropped, dict) and isinstance(groups := dropped.get("groups"), int):
-            self.dropped = (groups, one_line(str(dropped.get("newest")), _MAX_FAULT))
-        notes = [dropped_text(*self.dropped)] if self.dropped[0] else []
+            self._dropped = (groups, one_line(str(dropped.get("newest")), _MAX_FAULT))
+        notes = [dropped_text(*self._dropped)] if self._dropped[0] else []
         notes += [f"{role}: {stage}" for role, stage in stages(self._logs).items()]
         notes += [f"waiting for {waiting_for}"] if waiting_for else []
         self.note = "; ".join(notes)
+
+    def news(self) -> Iterator[tuple[str, str, str]]:
+        """Yield role, text and kind of what happened in the run since the last call.
+
+        An alarm of the newest step comes once until it is over, an evaluation once, and groups that
+        the grader dropped whenever their number has doubled.
+        """
+        for alarm in (alarm_text, unsolved_text):
+            text = alarm(self.rows[-1]) if self.rows else ""
+            if text and alarm not in self._alarmed:
+                yield "learner", text, "alarm"
+            (self._alarmed.add if text else self._alarmed.discard)(alarm)
+        new = [path for path in evaluation_files(self._run_dir) if path not in self._told]
+        self._told.update(new)
+        for result in read_evaluations(new):
+            yield EVALUATOR, f"{result.evaluation} of {result_line(result)}", "result"
+        if self._dropped[0] >= max(1, 2 * self._dropped_told):
+            self._dropped_told = self._dropped[0]
+            yield "coordinator", dropped_text(*self._dropped), "alarm"
 
 
 class StageProgress:
@@ -138,8 +161,6 @@ class StageProgress:
     """
 
     rows: Sequence[Row] = ()
-    dropped = (0, "")
-    evaluated = None
 
     def __init__(self, product: Path, log: Path) -> None:
         self._product = product
@@ -153,6 +174,9 @@ class StageProgress:
     def poll(self) -> Reached:
         there = self._product.exists()
         return Reached(sampled=there, trained=there, published=there)
+
+    def news(self) -> tuple[()]:
+        return ()
 
 
 Progress = RunProgress | StageProgress

@@ -47,6 +47,7 @@ from runspec.core.spec.islands import island_names, step_overlap
 from runspec.core.spec.resolved import load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
 from runspec.local.apply import REPORT_FILE, SUMMARY_FILE, write_summary
+from runspec.local.formatting import reported
 from runspec.local.model_folders import full_states
 from runspec.local.planning import STARTS_ANEW
 from runspec.local.state import RunState
@@ -106,17 +107,16 @@ def complete_rollback(run_dir: Path) -> int | None:
         The version that it went back to; None where no rollback was under way.
     """
     path = run_dir / INTENT_FILE
-    try:
+    if not path.exists():
+        return None
+    kinds = (MalformedJson, KeyError, TypeError, ValueError)
+    with reported("not the intent of a rollback", path, "delete the run", *kinds):
         intent = parse_object(read_bounded(path, _MAX_INTENT_BYTES), max_bytes=_MAX_INTENT_BYTES)
         version, anew = int(intent["to"]), bool(intent.get("anew"))
-    except FileNotFoundError:
-        return None
-    except (MalformedJson, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"not the intent of a rollback: {error}", place=str(path), remedy="delete the run"
-        ) from error
     spec = load_resolved(run_dir)
-    try:
+    thing = f"the rollback to version {version} cannot go on"
+    remedy = "mend the permissions, then run the command again: it completes the rollback"
+    with reported(thing, run_dir, remedy, OSError):
         for entry in _doomed(run_dir, spec, version, anew=anew):
             if not (intent.get("keep_keys") and entry.name == "keys"):
                 _remove(entry)
@@ -129,12 +129,6 @@ def complete_rollback(run_dir: Path) -> int | None:
             _keep_steps_below(run_dir / name, version)
         made_on = run_dir / "checkpoints" / "fingerprints.jsonl"
         _keep_steps_below(made_on, 0 if anew else version + 1)
-    except OSError as error:
-        raise UserError(
-            f"the rollback to version {version} cannot go on: {error}",
-            place=str(run_dir),
-            remedy="mend the permissions, then run the command again: it completes the rollback",
-        ) from error
     if anew:
         with closing(open_ledger(run_dir, spec)) as ledger:
             ledger.clear()

@@ -22,8 +22,8 @@ from runspec.core.spec.resolved import MAX_BYTES, dump_resolved, parse_resolved,
 from runspec.core.spec.role_names import elsewhere, validator_names, worker_names
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import Processes, birth
-from runspec.local.diagnosis import alarm_text, dropped_text, unsolved_text
 from runspec.local.fleet import Action, Changed, Fleet, Outcome, RoleState, Rules, State
+from runspec.local.formatting import reported
 from runspec.local.metrics import Row
 from runspec.local.processes import PreparedRun, RoleSpec, roles_here
 from runspec.local.progress import Progress, last_error
@@ -143,15 +143,10 @@ class LiveRun:
             return None
         if request.kind != CHANGE:
             raise UserError(f"unknown request {request.kind!r}")
-        try:
+        with reported("not a change of a spec", "", "", ValueError, KeyError, TypeError):
             payload = parse_object(request.payload.encode(), max_bytes=_MAX_REQUEST_BYTES)
             new = parse_resolved(canonical_json(payload["spec"]), place="request")
             serial = int(payload["serial"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"not a change of a spec: {error}") from error
-        return self._change(new, serial)
-
-    def _change(self, new: RunSpec, serial: int) -> Decision:
         now = self._state.serial()
         if serial != now:
             raise UserError(f"the run has changed meanwhile: serial {now}, not {serial}")
@@ -261,9 +256,6 @@ class Supervisor:
         self._pids: dict[str, int | None] = {}
         self._told: dict[str, RoleRow] = {}
         self._seen = 0.0
-        self._alarmed: set[Callable[[Row], str]] = set()
-        self._dropped = 0
-        """Groups dropped by the grader when that was last reported."""
         self._fleet = Fleet({role.name: RoleState() for role in roles}, rules)
 
     def run(self) -> Outcome:
@@ -384,27 +376,10 @@ class Supervisor:
         if now - self._seen >= SEEN_EVERY_S or self._fleet.done:
             self._session.state.seen()
             self._seen = now
-        self._alarm()
+        for name, text, kind in self._progress.news():
+            self._event(name, text, kind)
         roles = list(self._told.values())
         self._session.watcher.show(self._progress.rows, roles, self._progress.note)
-
-    def _alarm(self) -> None:
-        """Records an event for an alarm of the newest step, once until the alarm is over.
-
-        Records one for each new evaluation, and one for groups that the grader dropped whenever
-        their number has doubled.
-        """
-        for alarm in (alarm_text, unsolved_text):
-            text = alarm(self._progress.rows[-1]) if self._progress.rows else ""
-            if text and alarm not in self._alarmed:
-                self._event("learner", text, "alarm")
-            (self._alarmed.add if text else self._alarmed.discard)(alarm)
-        for line in self._progress.evaluated.lines() if self._progress.evaluated else ():
-            self._event("evaluator", line, "result")
-        groups, newest = self._progress.dropped
-        if groups >= max(1, 2 * self._dropped):
-            self._event("coordinator", dropped_text(groups, newest), "alarm")
-            self._dropped = groups
 
 
 def _describe(role: RoleState, pid: int | None, code: int | None, *, needed: bool) -> str:

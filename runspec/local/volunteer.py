@@ -27,7 +27,7 @@ from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate.broadcast import version_size
 from runspec.estimate.sampler import sampler_memory
-from runspec.local.formatting import size
+from runspec.local.formatting import reported, size
 from runspec.local.machine import BUILDS, devices_here, thread_limits, vllm_environment
 from runspec.local.preflight import ROLE_MODULES, Facts, Missing
 
@@ -194,14 +194,9 @@ class Worker:
         tell: Callable[[str], None],
     ) -> None:
         path = folder / LOG_FILE
-        try:
+        remedy = "free disk space, mend the permissions, or name another --dir"
+        with reported("cannot write the worker's log", path, remedy, OSError):
             self._log = path.open("ab", buffering=0)
-        except OSError as error:
-            raise UserError(
-                f"cannot write the worker's log: {error.strerror or error}",
-                place=str(path),
-                remedy="free disk space, mend the permissions, or name another --dir",
-            ) from error
         self._tell = tell
         self.last_error = ""
         """The last error that it logged."""

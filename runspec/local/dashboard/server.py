@@ -19,6 +19,7 @@ from aiohttp import web
 
 from runspec.core.errors import UserError
 from runspec.local.dashboard.page import SECTIONS, PageData, live_page
+from runspec.local.formatting import reported
 
 REFRESH_S = 2.0
 TOKEN = "Runspec-Token"  # noqa: S105 - a header's name
@@ -134,14 +135,9 @@ async def serve(
     following = asyncio.ensure_future(_follow(views))
     try:
         site = web.TCPSite(runner, host, port)
-        try:
+        remedy = "choose another address with --listen HOST:PORT"
+        with reported("cannot listen", f"{host}:{port}", remedy, OSError):
             await site.start()
-        except OSError as error:
-            raise UserError(
-                f"cannot listen: {error.strerror}",
-                place=f"{host}:{port}",
-                remedy="choose another address with --listen HOST:PORT",
-            ) from error
         (address, *_) = runner.addresses
         shown = f"[{host}]" if ":" in host else host
         tell(f"http://{shown}:{address[1]}/" + (f"#token={token}" if token else ""))

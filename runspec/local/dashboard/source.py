@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 
 from broadcast.layout import stored_versions
 from runspec.core.canonical import MalformedJson, parse_object
-from runspec.core.errors import UserError
 from runspec.core.files import read_bounded
 from runspec.core.keys import SigningKey
 from runspec.core.run_files import METRICS_FILE, initial_model, submission_files
@@ -27,6 +26,7 @@ from runspec.core.tokenizer_files import MAX_TOKENIZER_BYTES, read_tokenizer, to
 from runspec.local.diagnosis import diagnose
 from runspec.local.endpoints import load_endpoints
 from runspec.local.evaluations import results_of
+from runspec.local.formatting import reported
 from runspec.local.metrics import bytes_sent, latest_by_step, objects, read_rows, served_bytes
 from runspec.local.run_view import look_at
 from verify.client import MAX_LIST_BYTES
@@ -121,9 +121,11 @@ class FolderSource:
 
     def table(self, kind: Table, step: int, submission: str) -> bytes:
         files = submission_files(self._run_dir, step, submission)
+        path, most = files.submission, largest_accepted_bytes(self.spec)
         if kind == "verdict":
-            return _read(files.verdict, MAX_VERDICT_BYTES)
-        return _read(files.submission, largest_accepted_bytes(self.spec))
+            path, most = files.verdict, MAX_VERDICT_BYTES
+        with reported("cannot be read", path, "it may have been removed", OSError):
+            return read_bounded(path, most)
 
     def tokenizer(self) -> Tokenizer:
         return read_tokenizer(initial_model(self._run_dir) / TOKENIZER_FILE)
@@ -178,15 +180,6 @@ def broadcast_tree(spec: RunSpec) -> list[dict[str, Any]]:
     return tree
 
 
-def _read(path: Path, most: int) -> bytes:
-    try:
-        return read_bounded(path, most)
-    except OSError as error:
-        raise UserError(
-            f"cannot be read: {error.strerror}", place=str(path), remedy="it may have been removed"
-        ) from error
-
-
 DEADLINE_S = 10.0
 _MAX_STATUS_BYTES = 4 * 1024 * 1024
 
@@ -206,14 +199,9 @@ class CoordinatorSource:
         asking = CoordinatorHttp(url, key, run="", deadline_s=DEADLINE_S)
         document = asking.call("GET", "/v1/spec", max_bytes=MAX_SIGNED_SPEC_BYTES).content
         place = f"coordinator {url}"
-        try:
+        remedy = "name this coordinator's own key with --key"
+        with reported("the spec is signed with another key", place, remedy, BadSignature):
             self.spec = open_spec(document, coordinators=frozenset({key.public_hex}), place=place)
-        except BadSignature as error:
-            raise UserError(
-                f"the spec is signed with another key: {error}",
-                place=place,
-                remedy="name this coordinator's own key with --key",
-            ) from error
         self._http = CoordinatorHttp(url, key, run=self.spec.name, deadline_s=DEADLINE_S)
         self._metrics = bytearray()
         """What was read of metrics.jsonl."""
