@@ -21,22 +21,11 @@ from runspec.core.files import read_bounded, require_writable, write_atomic
 from runspec.core.keys import SigningKey
 from runspec.core.roles import OWN_WORKERS_FILE, open_roles, read_own_workers
 from runspec.core.signed import BadSignature
+from runspec.core.spec import role_names
 from runspec.core.spec.islands import island_names
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import MAX_BYTES as MAX_SPEC_BYTES
 from runspec.core.spec.resolved import dump_resolved, load_resolved, parse_resolved
-from runspec.core.spec.role_names import (
-    evaluator_names,
-    island_processes,
-    island_role,
-    learner_names,
-    relay_names,
-    role_names,
-    shares_name,
-    trunk_names,
-    validator_names,
-    worker_names,
-)
 from runspec.core.spec.schema import RunSpec
 from runspec.local.formatting import reported
 from runspec.local.identity import Identity
@@ -107,8 +96,8 @@ def decode_bundle(data: bytes, *, place: str) -> Bundle:
         )
         for secret in bundle.keys.values():
             SigningKey.from_secret(secret)
-        islands = map(island_role, island_names(bundle.spec))  # their keys' names
-        known = {TRUNK_GROUP, *role_names(bundle.spec), *islands}
+        islands = map(role_names.island_role, island_names(bundle.spec))  # their keys' names
+        known = {TRUNK_GROUP, *role_names.role_names(bundle.spec), *islands}
         strangers = {*bundle.roles, *bundle.keys} - known
         if strangers:
             raise MalformedJson(f"its spec has no role {', '.join(sorted(strangers))}")
@@ -152,18 +141,21 @@ def make_bundles(spec: RunSpec, identity: Identity) -> list[Bundle]:
         workers = read_own_workers(identity.folder) if name == TRUNK_GROUP else {}
         return Bundle(name, names or (name,), spec, roles, keys, workers)
 
-    trunk, first = (TRUNK_GROUP, *trunk_names(spec)), map(island_role, island_names(spec)[:1])
-    islands = []
-    for name, (speaker, *others) in island_processes(spec).items():
-        islands.append(bundle(speaker, island_role(name), names=(speaker, shares_name(name))))
+    trunk = (TRUNK_GROUP, *role_names.trunk_names(spec))
+    first, islands = map(role_names.island_role, island_names(spec)[:1]), []
+    for name, (speaker, *others) in role_names.island_processes(spec).items():
+        both = (speaker, role_names.shares_name(name))
+        islands.append(bundle(speaker, role_names.island_role(name), names=both))
         islands += [bundle(other) for other in others]
+    without_key = (*role_names.learner_names(spec)[1:], *role_names.relay_names(spec))
+    # The keys of these have their own names.
+    with_key = [*role_names.validator_names(spec), *role_names.evaluator_names(spec)]
+    with_key += role_names.worker_names(spec)
     return [
         bundle(TRUNK_GROUP, "coordinator", "publisher", *first, names=trunk),
         *islands,
-        *(bundle(name) for name in (*learner_names(spec)[1:], *relay_names(spec))),
-        # The keys of these have their own names.
-        *(bundle(name, name) for name in (*validator_names(spec), *evaluator_names(spec))),
-        *(bundle(name, name) for name in worker_names(spec)),
+        *map(bundle, without_key),
+        *(bundle(name, name) for name in with_key),
     ]
 
 

@@ -17,16 +17,8 @@ from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, write_atomic
 from runspec.core.keys import SigningKey
+from runspec.core.spec import role_names
 from runspec.core.spec.islands import members
-from runspec.core.spec.role_names import (
-    elsewhere,
-    island_processes,
-    measured_roles,
-    rendezvous_names,
-    server_names,
-    shares_name,
-    trunk_names,
-)
 from runspec.core.spec.schema import RunSpec
 from runspec.local.formatting import reported
 
@@ -68,7 +60,9 @@ class Endpoints:
         """URL by role name, of what listens on this machine."""
         named = {f"relay-{name}": url for name, url in self.relays.items()}
         named |= {"learner": self.learner} if self.learner else {}
-        named |= self.islands | {shares_name(name): url for name, url in self.shares.items()}
+        named |= self.islands | {
+            role_names.shares_name(name): url for name, url in self.shares.items()
+        }
         return {"coordinator": self.coordinator, "origin": self.origin} | named
 
     def figures_option(self, name: str) -> tuple[str, ...]:
@@ -80,7 +74,7 @@ class Endpoints:
 
     def shares_url(self, island: str) -> str:
         """Where the other islands reach an island's shares."""
-        return self.public.get(shares_name(island), self.shares[island])
+        return self.public.get(role_names.shares_name(island), self.shares[island])
 
     def weights(self) -> list[str]:
         """Where workers elsewhere fetch versions: relays in the order of the spec, then origin."""
@@ -123,7 +117,7 @@ def plan_endpoints(
     Raises:
         UserError: a fixed port is taken, or no free one was found.
     """
-    host, away = spec.placement.host, elsewhere(spec)
+    host, away = spec.placement.host, role_names.elsewhere(spec)
     taken: set[int] = set()
     public = {} if spec.placement.url is None else {"coordinator": spec.placement.url.rstrip("/")}
 
@@ -131,7 +125,7 @@ def plan_endpoints(
     figures = fixed_metrics(spec) or (previous.metrics if previous else {})
     spoken_for = {address(url)[1] for url in (*kept.values(), *figures.values())}
 
-    servers = server_names(spec)
+    servers = role_names.server_names(spec)
 
     def place(role: str, url: str | None = None) -> str:
         before = kept.get(role)
@@ -166,13 +160,13 @@ def plan_endpoints(
         learner=place("learner") if "learner" in servers else None,
         public=public,
         shares={
-            member.name: place(shares_name(member.name), member.url)
+            member.name: place(role_names.shares_name(member.name), member.url)
             for member in members(spec)
-            if shares_name(member.name) not in away
+            if role_names.shares_name(member.name) not in away
         },
         islands={
             name: place(name)
-            for name in rendezvous_names(spec)
+            for name in role_names.rendezvous_names(spec)
             if name != "learner" and name not in away
         },
         metrics=_plan_metrics(spec, figures, is_free, rng, taken, spoken_for),
@@ -194,11 +188,11 @@ def _plan_metrics(
     place = spec.placement.metrics
     if place is None:
         return {}
-    here = measured_roles(spec).keys() - elsewhere(spec)
+    here = role_names.measured_roles(spec).keys() - role_names.elsewhere(spec)
     if place.base_port is not None:
         return {name: url for name, url in known.items() if name in here}
     found: dict[str, str] = {}
-    for name in (name for name in measured_roles(spec) if name in here):
+    for name in (name for name in role_names.measured_roles(spec) if name in here):
         url = known.get(name, "")
         host, port = address(url) if url else ("", 0)
         if host != place.host or port in taken or not is_free(host, port):
@@ -217,10 +211,10 @@ def fixed_metrics(spec: RunSpec) -> dict[str, str]:
     place, alone = spec.placement.metrics, spec.placement.backend == "kubernetes"
     if place is None or place.base_port is None:
         return {}
-    base, trunk = place.base_port, trunk_names(spec)
+    base, trunk = place.base_port, role_names.trunk_names(spec)
     return {
         name: _url(place.host, base + (0 if alone and name not in trunk else i))
-        for i, name in enumerate(measured_roles(spec))
+        for i, name in enumerate(role_names.measured_roles(spec))
     }
 
 
@@ -229,10 +223,10 @@ def fixed_endpoints(spec: RunSpec) -> Endpoints:
     place, relays = spec.placement, spec.broadcast.relays
     base = place.base_port
     assert base is not None, "a site has one"
-    ports = {name: base + i for i, name in enumerate(server_names(spec))}
+    ports = {name: base + i for i, name in enumerate(role_names.server_names(spec))}
     listens = {name: _url(place.host, port) for name, port in ports.items()}
     shares = {
-        member.name: (member.url or listens[shares_name(member.name)]).rstrip("/")
+        member.name: (member.url or listens[role_names.shares_name(member.name)]).rstrip("/")
         for member in members(spec)
     }
     return Endpoints(
@@ -244,7 +238,7 @@ def fixed_endpoints(spec: RunSpec) -> Endpoints:
         islands={
             # The first process of an island is on the machine that serves its shares.
             first: _url(urlsplit(shares[name]).hostname or place.host, ports[first])
-            for name, (first, *others) in island_processes(spec).items()
+            for name, (first, *others) in role_names.island_processes(spec).items()
             if others
         },
         metrics=fixed_metrics(spec),

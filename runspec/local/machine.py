@@ -17,14 +17,9 @@ from pathlib import Path
 from runspec.core.distribution import Kind
 from runspec.core.files import expand_user
 from runspec.core.models.hardware import device_count, xla_threads
+from runspec.core.spec import role_names
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.islands import island_spec
-from runspec.core.spec.role_names import (
-    evaluator_names,
-    island_processes,
-    validator_names,
-    worker_names,
-)
 from runspec.core.spec.schema import Hardware, Model, RunSpec
 from runspec.lock.cache import Repository, is_repository, snapshot
 
@@ -258,18 +253,18 @@ def assign_devices(spec: RunSpec, here: Container[str]) -> dict[str, list[int]]:
     wanted: list[tuple[str, Hardware, int]] = []
     if learner.hosts == 1:
         wanted.append(("learner", learner.hardware, learner.mesh.devices))
-    for island, processes in island_processes(spec).items():
+    for island, processes in role_names.island_processes(spec).items():
         own = island_spec(spec, island).learner
         if own.hosts == 1:
             wanted.append((processes[0], own.hardware, own.mesh.devices))
     if spec.verify.hardware is not None:
         count = device_count(spec.verify.hardware) or 1
-        wanted += [(name, spec.verify.hardware, count) for name in validator_names(spec)]
-    for name in evaluator_names(spec):
+        wanted += [(name, spec.verify.hardware, count) for name in role_names.validator_names(spec)]
+    for name in role_names.evaluator_names(spec):
         engine = evaluator_pool(spec)
         wanted.append((name, engine.hardware, engine.parallel.devices))
     pools = {pool.name: pool for pool in spec.samplers}
-    for name, pool in worker_names(spec).items():
+    for name, pool in role_names.worker_names(spec).items():
         wanted.append((name, pools[pool].hardware, pools[pool].parallel.devices))
     assigned = dict(spec.placement.devices)
     for tpu in (True, False):

@@ -15,21 +15,13 @@ from bridge.model_files import TOKENIZER_NAMES
 from broadcast.layout import manifest_name, stored_versions
 from broadcast.manifest import FILE_NAME, MAX_BYTES, WeightsManifest, open_manifest
 from broadcast.store import TENSORS_NAME
+from runspec.core import run_files
 from runspec.core.canonical import MalformedJson
 from runspec.core.errors import UserError
 from runspec.core.files import new_directory, read_bounded
 from runspec.core.hashing import digest_bytes
 from runspec.core.models.family import load_config
 from runspec.core.object_store import Folder
-from runspec.core.run_files import (
-    SENT_NAME,
-    damaged_file,
-    numbered,
-    record_of,
-    state_folder,
-    versions_in,
-    weights_folder,
-)
 from runspec.core.signed import BadSignature
 from runspec.core.spec.schema import RunSpec
 from runspec.lint.tokenizer_files import TokenizerFiles
@@ -99,10 +91,12 @@ def trained_model(run_dir: Path, spec: RunSpec) -> list[str]:
     tokenizer, it is to be given token ids.
     """
     published = stored_versions(run_dir / "store" / "origin", spec.name)
-    version = max({*published} & {*versions_in(weights_folder(run_dir))}, default=0)
+    version = max(
+        {*published} & {*run_files.versions_in(run_files.weights_folder(run_dir))}, default=0
+    )
     if version == 0:
         return []
-    folder = weights_folder(run_dir) / f"v{version}"
+    folder = run_files.weights_folder(run_dir) / f"v{version}"
     which = "the last" if version == spec.steps else f"the newest published of {spec.steps}"
     place = json.dumps(str(folder))
     by_ids = ", skip_tokenizer_init=True" if spec.model.hf is None else ""
@@ -152,10 +146,10 @@ class FullState:
         as committed: `require_whole` says what is wrong.
         """
         try:
-            beside = record_of(self.path).get("beside")
+            beside = run_files.record_of(self.path).get("beside")
         except (OSError, MalformedJson):
             return True
-        return not (isinstance(beside, Mapping) and SENT_NAME in beside)
+        return not (isinstance(beside, Mapping) and run_files.SENT_NAME in beside)
 
     def require_whole(self) -> None:
         """Compares every file with the digests in state.json, as the learner will.
@@ -165,17 +159,19 @@ class FullState:
         """
         place = str(self.path)
         with reported("unreadable full state", place, "", OSError, MalformedJson):
-            files: Any = record_of(self.path).get("files")
+            files: Any = run_files.record_of(self.path).get("files")
         if not isinstance(files, Mapping):
             raise UserError("unreadable full state: no list of files", place=place)
-        if (name := damaged_file(self.path, files)) is not None:
+        if (name := run_files.damaged_file(self.path, files)) is not None:
             raise UserError(f"{name} is missing or not what was written", place=place)
 
 
 def full_states(run_dir: Path, spec: RunSpec) -> list[FullState]:
     """Return the full states in the folder, in order."""
-    folder = state_folder(run_dir, spec)
-    return [FullState(step, folder / f"step_{step}") for step in numbered(folder, "step_")]
+    folder = run_files.state_folder(run_dir, spec)
+    return [
+        FullState(step, folder / f"step_{step}") for step in run_files.numbered(folder, "step_")
+    ]
 
 
 def folder_bytes(folder: Path) -> int:
@@ -260,16 +256,16 @@ def published_version(run_dir: Path, spec: RunSpec, version: int | None) -> Publ
     with reported(thing, stored, "name another version", OSError, BadSignature):
         data = read_bounded(stored, MAX_BYTES)
         manifest = open_manifest(data, run=spec.name, publishers=roles.publisher)
-    return Published(weights_folder(run_dir) / f"v{version}", manifest, data)
+    return Published(run_files.weights_folder(run_dir) / f"v{version}", manifest, data)
 
 
 def _chosen(run_dir: Path, version: int | None) -> int:
-    here = versions_in(weights_folder(run_dir))
+    here = run_files.versions_in(run_files.weights_folder(run_dir))
     if not here or (version is not None and version not in here):
         wanted = "a version" if version is None else f"version {version}"
         raise UserError(
             f"{wanted} is not here; there are: {', '.join(map(str, here)) or 'none'}",
-            place=str(weights_folder(run_dir)),
+            place=str(run_files.weights_folder(run_dir)),
             remedy="broadcast.keep_versions says how many stay",
         )
     return here[-1] if version is None else version

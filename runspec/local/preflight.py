@@ -18,21 +18,12 @@ from runspec.core.models.hardware import device_count
 from runspec.core.models.parameters import WIDTH, trained_count, trained_parameters
 from runspec.core.models.spec_model import model_config
 from runspec.core.run_files import checkpoints_folder, numbered, state_folder, versions_in
+from runspec.core.spec import role_names
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.islands import island_names, island_spec
 from runspec.core.spec.plugins import PREFILL_GROUP, installed_kinds, missing_plugins
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.role_names import (
-    EVALUATOR,
-    elsewhere,
-    island_processes,
-    island_role,
-    placeable,
-    relay_names,
-    validator_names,
-    worker_names,
-)
 from runspec.core.spec.schema import Hardware, Mesh, RunSpec
 from runspec.core.spec.source_files import source_files
 from runspec.estimate.broadcast import version_size
@@ -82,10 +73,10 @@ def disk_bytes(spec: RunSpec, config: ModelConfig | None) -> int:
         directories += round(versions * size.delta)
         anchors = min(versions, spec.broadcast.keep_versions // every + 2)
         store = anchors * size.whole + (spec.broadcast.keep_versions + every) * size.delta
-    away = elsewhere(spec)
-    stores = round(store) * (1 + len(set(relay_names(spec)) - away))
-    samplers = len(set(worker_names(spec)) - away)
-    validators = len(set(validator_names(spec)) - away)
+    away = role_names.elsewhere(spec)
+    stores = round(store) * (1 + len(set(role_names.relay_names(spec)) - away))
+    samplers = len(set(role_names.worker_names(spec)) - away)
+    validators = len(set(role_names.validator_names(spec)) - away)
     read = 3 * samplers * size.whole
     if spec.supervised is None:
         read += (spec.grpo.async_level + 3) * validators * size.whole
@@ -194,8 +185,8 @@ def _hardware(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
     learner, here = spec.learner, _groups_here(spec)
     parts = learner.hosts if learner.hosts > 1 and "learners" not in here else 1
     asked = [("learner.hardware", learner.hardware, Fraction(1, parts), learner.mesh.slices)]
-    for name in island_processes(spec):
-        if island_role(name) in here:
+    for name in role_names.island_processes(spec):
+        if role_names.island_role(name) in here:
             own, path = island_spec(spec, name).learner, f"learner.islands.members.{name}.hardware"
             asked.append((path, own.hardware, Fraction(1), own.mesh.slices))
     asked += [
@@ -203,7 +194,7 @@ def _hardware(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
         for pool in spec.samplers
         if pool.name in here
     ]
-    if EVALUATOR in here:
+    if role_names.EVALUATOR in here:
         path = f"samplers.{evaluator_pool(spec).name}.hardware"
         path = "evaluator.hardware" if spec.evaluator.hardware else path
         asked.append((path, evaluator_pool(spec).hardware, Fraction(1), 1))
@@ -272,7 +263,7 @@ def _validators(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
 
 
 def _devices(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
-    here, away = max(len(facts.gpus), facts.tpus), elsewhere(spec)
+    here, away = max(len(facts.gpus), facts.tpus), role_names.elsewhere(spec)
     for role, numbers in spec.placement.devices.items():
         beyond = [number for number in numbers if number >= here]
         if beyond and role not in away:
@@ -291,7 +282,7 @@ def _groups_here(spec: RunSpec) -> Container[str]:
     """Return the parts of `placement.roles` that start here."""
     if spec.placement.backend != LOCAL:
         return ()  # it finds machines for them
-    return placeable(spec) if spec.placement.roles is None else spec.placement.roles
+    return role_names.placeable(spec) if spec.placement.roles is None else spec.placement.roles
 
 
 def _model(spec: RunSpec, found: ModelFiles) -> Iterator[Missing]:
@@ -367,7 +358,7 @@ def _inputs(spec: RunSpec, run_dir: Path, facts: Facts) -> Iterator[Missing]:
 
 
 def _servers(spec: RunSpec) -> Iterator[Missing]:
-    here, away = {*_THIS_HOST, spec.placement.host}, elsewhere(spec)
+    here, away = {*_THIS_HOST, spec.placement.host}, role_names.elsewhere(spec)
     urls = {"broadcast.origin.url": spec.broadcast.origin.url}
     for relay in spec.broadcast.relays:
         path = f"broadcast.relays.{relay.name}.url"

@@ -14,15 +14,7 @@ from urllib.parse import urlsplit
 from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.run_files import FOLDERS, initial_model, state_folder, warm_start_cache
-from runspec.core.spec.role_names import (
-    elsewhere,
-    measured_roles,
-    rendezvous_names,
-    role_names,
-    server_names,
-    trunk_names,
-    worker_names,
-)
+from runspec.core.spec import role_names
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import LOCAL, end_leftovers
 from runspec.local.endpoints import (
@@ -158,9 +150,9 @@ def write_targets(
         names: processes of this machine; None: those of a run that this machine supervises.
     """
     if names is None:
-        names = set(role_names(spec)) - elsewhere(spec)
+        names = set(role_names.role_names(spec)) - role_names.elsewhere(spec)
         if spec.placement.backend != LOCAL:  # the nodes of the others are not known
-            names = {*trunk_names(spec), *server_names(spec)}
+            names = {*role_names.trunk_names(spec), *role_names.server_names(spec)}
     targets = list(_targets(spec, endpoints, names))
     write_atomic(folder / FILE_NAME, (json.dumps(targets, indent=1) + "\n").encode())
 
@@ -168,9 +160,9 @@ def write_targets(
 def _targets(
     spec: RunSpec, endpoints: Endpoints, names: Collection[str]
 ) -> Iterator[dict[str, Any]]:
-    roles, pools = measured_roles(spec), worker_names(spec)
+    roles, pools = role_names.measured_roles(spec), role_names.worker_names(spec)
     for name, url in endpoints.all().items():
-        if name in names and name not in rendezvous_names(spec):
+        if name in names and name not in role_names.rendezvous_names(spec):
             yield _target(spec, name, name.partition("-")[0], url)
     for relay, url in endpoints.elsewhere.items():
         yield _target(spec, f"relay-{relay}", "relay", url)

@@ -10,23 +10,10 @@ from pathlib import Path
 from runspec.core.address import is_loopback
 from runspec.core.errors import UserError
 from runspec.core.run_files import island_folder
+from runspec.core.spec import role_names
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.islands import island_names, island_spec
 from runspec.core.spec.resolved import load_resolved
-from runspec.core.spec.role_names import (
-    DRAWN,
-    WARM_START,
-    elsewhere,
-    evaluator_names,
-    island_processes,
-    island_role,
-    learner_names,
-    monitor_names,
-    role_names,
-    shares_name,
-    validator_names,
-    worker_names,
-)
 from runspec.core.spec.schema import Learner, RunSpec, SamplerPool
 from runspec.local.endpoints import Endpoints, address, load_endpoints
 from runspec.local.identity import Identity, make_identity
@@ -112,7 +99,7 @@ def first_version_role(run: PreparedRun, cache: Path) -> RoleSpec:
     # One process makes the version, on the whole mesh.
     learner = run.spec.learner.model_copy(update={"hosts": 1})
     env = _learner_env(run, learner, (), devices)
-    name = WARM_START if run.spec.supervised is None else DRAWN
+    name = role_names.WARM_START if run.spec.supervised is None else role_names.DRAWN
     return RoleSpec(name, run.machine.module(*command), env, ends_run=True)
 
 
@@ -147,7 +134,7 @@ def role_specs(
 
 def roles_here(spec: RunSpec) -> set[str]:
     """Return the processes that one machine starts."""
-    return set(role_names(spec)) - elsewhere(spec)
+    return set(role_names.role_names(spec)) - role_names.elsewhere(spec)
 
 
 class _Roles:
@@ -162,8 +149,14 @@ class _Roles:
         self._relays = run.endpoints.relays | run.endpoints.elsewhere
         self._root = ("--public-key", run.identity.root_public_key)
         if cores is None:
-            islands = [name for each in island_processes(run.spec).values() for name in each]
-            names = (*learner_names(run.spec), *islands, *worker_names(run.spec))
+            islands = [
+                name for each in role_names.island_processes(run.spec).values() for name in each
+            ]
+            names = (
+                *role_names.learner_names(run.spec),
+                *islands,
+                *role_names.worker_names(run.spec),
+            )
             busy = [name for name in names if name in here]
             others, evenly = len(busy) < len(here), bool(islands)
             cores = assign_cores(busy, run.machine.cores, others=others, evenly=evenly)
@@ -198,7 +191,7 @@ class _Roles:
         return RoleSpec("publisher", command, thread_limits(()))
 
     def learners(self) -> Iterator[RoleSpec]:
-        names, own = learner_names(self._spec), self._run.directory
+        names, own = role_names.learner_names(self._spec), self._run.directory
         first = next(iter(island_names(self._spec)), None)
         for role in self._training(names, own, first, self._endpoints.learner, ()):
             ends_run = role.name == "learner"
@@ -206,8 +199,8 @@ class _Roles:
 
     def islands(self) -> Iterator[RoleSpec]:
         """The islands after the first, which is the learner."""
-        for i, (island, names) in enumerate(island_processes(self._spec).items()):
-            own = island_folder(self._run.directory, island_role(island))
+        for i, (island, names) in enumerate(role_names.island_processes(self._spec).items()):
+            own = island_folder(self._run.directory, role_names.island_role(island))
             weights = (option for url in self._weights(i) for option in ("--weights", url))
             join = self._endpoints.islands.get(names[0])
             for role in self._training(names, own, island, join, (*weights, *self._root)):
@@ -217,7 +210,7 @@ class _Roles:
         """The servers of the islands' shares."""
         for i, island in enumerate(island_names(self._spec)):
             command = ("broadcast", "origin", str(self._store(island)))
-            for role in self._server(shares_name(island), *command):
+            for role in self._server(role_names.shares_name(island), *command):
                 yield replace(role, may_fail=i > 0)
 
     def _training(
@@ -258,18 +251,18 @@ class _Roles:
         """How an island exchanges shares with the others."""
         return (
             *("--coordinator-url", self._endpoints.coordinator),
-            *("--key", str(self._run.identity.key(island_role(island)))),
+            *("--key", str(self._run.identity.key(role_names.island_role(island)))),
             *("--share-url", self._endpoints.shares_url(island)),
             *("--share-store", str(self._store(island))),
         )
 
     def _store(self, island: str) -> Path:
-        return self._run.directory / "store" / shares_name(island)
+        return self._run.directory / "store" / role_names.shares_name(island)
 
     def validators(self) -> Iterator[RoleSpec]:
         kind = (self._spec.verify.hardware or self._spec.learner.hardware).kind
         env = jax_environment(self._run.machine.env, on_cpu=kind == "cpu", devices=1)
-        for i, name in enumerate(validator_names(self._spec)):
+        for i, name in enumerate(role_names.validator_names(self._spec)):
             yield RoleSpec(
                 name,
                 self._module("verify", "validator", *self._work(name, self._weights(i))),
@@ -278,19 +271,21 @@ class _Roles:
             )
 
     def evaluator(self) -> Iterator[RoleSpec]:
-        for name in evaluator_names(self._spec):
+        for name in role_names.evaluator_names(self._spec):
             command = ("sampler", "evaluate", *self._work(name, self._weights(0)))
             role = self._sampling(name, evaluator_pool(self._spec), *command)
             yield replace(role, may_fail=True, late_s=self._spec.evaluator.deadline)
 
     def monitors(self) -> Iterator[RoleSpec]:
-        for name, each in zip(monitor_names(self._spec), self._spec.monitors, strict=True):
+        for name, each in zip(
+            role_names.monitor_names(self._spec), self._spec.monitors, strict=True
+        ):
             command = self._module("runspec", "monitor", str(self._run.directory), each.name)
             yield RoleSpec(name, command, thread_limits(()), may_fail=True, late_s=each.deadline)
 
     def workers(self) -> Iterator[RoleSpec]:
         pools = {pool.name: pool for pool in self._spec.samplers}
-        for i, (name, pool_name) in enumerate(worker_names(self._spec).items()):
+        for i, (name, pool_name) in enumerate(role_names.worker_names(self._spec).items()):
             work = self._work(name, self._weights(i, pools[pool_name].relays))
             command = ("sampler", "work", *work, "--pool", pool_name)
             yield replace(self._sampling(name, pools[pool_name], *command), ends_when_sampled=True)

@@ -25,24 +25,11 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 
+from runspec.core import run_files
 from runspec.core.canonical import MalformedJson, canonical_json, parse_object
 from runspec.core.errors import UserError
 from runspec.core.files import read_bounded, remove_leftovers, temporary_name, write_atomic
 from runspec.core.object_store import Folder, ObjectPath
-from runspec.core.run_files import (
-    METRICS_FILE,
-    SAMPLES_FILE,
-    STATE_FILE,
-    checkpoints_folder,
-    evaluated_versions,
-    initial_model,
-    numbered,
-    params_folder,
-    state_folder,
-    step_folder,
-    versions_in,
-    weights_folder,
-)
 from runspec.core.spec.islands import island_names, step_overlap
 from runspec.core.spec.resolved import load_resolved, spec_digest
 from runspec.core.spec.schema import RunSpec
@@ -121,11 +108,11 @@ def complete_rollback(run_dir: Path) -> int | None:
             if not (intent.get("keep_keys") and entry.name == "keys"):
                 _remove(entry)
         if anew:
-            _remove(initial_model(run_dir))
+            _remove(run_files.initial_model(run_dir))
         for folder in _cleared(run_dir, spec):
             if isinstance(folder, Path):  # the learner clears an object store
                 remove_leftovers(folder)
-        for name in (METRICS_FILE, SAMPLES_FILE):
+        for name in (run_files.METRICS_FILE, run_files.SAMPLES_FILE):
             _keep_steps_below(run_dir / name, version)
         made_on = run_dir / "checkpoints" / "fingerprints.jsonl"
         _keep_steps_below(made_on, 0 if anew else version + 1)
@@ -149,7 +136,7 @@ def versions_to_go_back_to(run_dir: Path, spec: RunSpec) -> list[int]:
     """Published ones that have a full state, and 0 where the starting model is there."""
     states = (state for state in full_states(run_dir, spec) if state.is_committed())
     found = [state.step for state in states if spec.publishes(state.step)]
-    start = [0] if (initial_model(run_dir) / "config.json").exists() else []
+    start = [0] if (run_files.initial_model(run_dir) / "config.json").exists() else []
     return [*start, *found]
 
 
@@ -160,7 +147,7 @@ def _require_own_root(run_dir: Path, spec: RunSpec, version: int) -> None:
             "published once",
             place="identity.root_public_key",
             remedy="start a run of another name from that version, as long as its weights are "
-            f"there: model.hf: {weights_folder(run_dir) / f'v{version}'}",
+            f"there: model.hf: {run_files.weights_folder(run_dir) / f'v{version}'}",
         )
 
 
@@ -173,7 +160,7 @@ def _require_state(run_dir: Path, spec: RunSpec, version: int) -> None:
             why = ": with learner.islands.overlap only the last step's holds a committed version"
         raise UserError(
             f"no full state of version {version}{why}",
-            place=str(state_folder(run_dir, spec)),
+            place=str(run_files.state_folder(run_dir, spec)),
             remedy=f"there is one of: {listed}",
         )
     for state in full_states(run_dir, spec):
@@ -188,26 +175,26 @@ def _require_trained(run_dir: Path, spec: RunSpec, version: int) -> None:
     if version > closed:
         raise UserError(
             f"the ledger has closed {closed} steps only",
-            place=str(run_dir / STATE_FILE),
+            place=str(run_dir / run_files.STATE_FILE),
             remedy="restore it from the copy that the full states are from",
         )
 
 
 def _doomed(run_dir: Path, spec: RunSpec, version: int, *, anew: bool) -> Iterator[Folder]:
     """Yield the paths to remove, whole folders where possible."""
-    states, weights = state_folder(run_dir, spec), weights_folder(run_dir)
-    yield from (states / f"step_{n}" for n in numbered(states, "step_") if n > version)
-    yield from (weights / f"v{n}" for n in versions_in(weights) if n >= version)
-    yield from (path for path, n in evaluated_versions(run_dir) if anew or n > version)
-    yield params_folder(run_dir, spec)
+    states, weights = run_files.state_folder(run_dir, spec), run_files.weights_folder(run_dir)
+    yield from (states / f"step_{n}" for n in run_files.numbered(states, "step_") if n > version)
+    yield from (weights / f"v{n}" for n in run_files.versions_in(weights) if n >= version)
+    yield from (path for path, n in run_files.evaluated_versions(run_dir) if anew or n > version)
+    yield run_files.params_folder(run_dir, spec)
     for states in _island_states(run_dir, spec):  # those islands join anew
-        yield from (states / f"step_{n}" for n in numbered(states, "step_"))
+        yield from (states / f"step_{n}" for n in run_files.numbered(states, "step_"))
     # Byte counts of what was served (served.json) stay, for the summary.
     yield from sorted((run_dir / "store").glob(f"*/{spec.name}"))
     yield from _work(run_dir, anew=anew)
     yield run_dir / "keys"
-    for step in numbered(run_dir / "rollouts", "step_"):
-        folder = step_folder(run_dir, step)
+    for step in run_files.numbered(run_dir / "rollouts", "step_"):
+        folder = run_files.step_folder(run_dir, step)
         if step >= version:
             yield folder
         else:  # files that no signature vouches for any more; no full state needs them
@@ -226,8 +213,10 @@ def _work(run_dir: Path, *, anew: bool) -> Iterator[Path]:
         yield folder
         return
     for own in sorted(folder.iterdir()):
-        if initial_model(own).exists():
-            yield from (path for path in sorted(own.iterdir()) if path != initial_model(own))
+        if run_files.initial_model(own).exists():
+            yield from (
+                path for path in sorted(own.iterdir()) if path != run_files.initial_model(own)
+            )
         else:
             yield own
 
@@ -236,14 +225,14 @@ def _island_states(run_dir: Path, spec: RunSpec) -> list[Folder]:
     """Return the folders outside the run directory in which other islands keep full states."""
     if spec.checkpoints.dir is None:
         return []
-    return [state_folder(run_dir, spec, name) for name in island_names(spec)[1:]]
+    return [run_files.state_folder(run_dir, spec, name) for name in island_names(spec)[1:]]
 
 
 def _cleared(run_dir: Path, spec: RunSpec) -> Iterator[Folder]:
     """Yield the folders in which a removal that was cut short leaves temporary names."""
     yield from (run_dir, run_dir / "rollouts", *sorted((run_dir / "store").glob("*")))
-    yield from (state_folder(run_dir, spec), weights_folder(run_dir))
-    yield checkpoints_folder(run_dir, spec)
+    yield from (run_files.state_folder(run_dir, spec), run_files.weights_folder(run_dir))
+    yield run_files.checkpoints_folder(run_dir, spec)
     yield from _island_states(run_dir, spec)
 
 

@@ -22,22 +22,11 @@ from typing import Any
 from runspec.core.errors import UserError
 from runspec.core.files import require_writable, write_atomic
 from runspec.core.models.hardware import device_count
+from runspec.core.spec import role_names
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.islands import island_spec
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import dump_resolved, load_resolved
-from runspec.core.spec.role_names import (
-    elsewhere,
-    evaluator_names,
-    island_processes,
-    island_role,
-    learner_names,
-    relay_names,
-    server_names,
-    shares_name,
-    validator_names,
-    worker_names,
-)
 from runspec.core.spec.schema import Hardware, Learner, RunSpec
 from runspec.local.bundle import TRUNK_GROUP, Bundle, make_bundles
 from runspec.local.identity import make_identity
@@ -124,21 +113,21 @@ def groups_of(spec: RunSpec) -> list[Group]:
     learner = spec.learner
     groups = [training(TRUNK_GROUP, [TRUNK_GROUP], learner, disk=Disk.RUN, waits_for=())]
     if learner.hosts > 1:
-        others = learner_names(spec)[1:]
+        others = role_names.learner_names(spec)[1:]
         groups.append(training("learners", others, learner, disk=Disk.CHECKPOINTS))
-    for name, processes in island_processes(spec).items():
+    for name, processes in role_names.island_processes(spec).items():
         disk = Disk.OWN if len(processes) == 1 else Disk.CHECKPOINTS
-        rest: dict[str, Any] = {"disk": disk, "beside": (shares_name(name),)}
+        rest: dict[str, Any] = {"disk": disk, "beside": (role_names.shares_name(name),)}
         own = island_spec(spec, name).learner
-        groups.append(training(island_role(name), processes, own, **rest))
-    groups += [group(name, [name], None) for name in relay_names(spec)]
+        groups.append(training(role_names.island_role(name), processes, own, **rest))
+    groups += [group(name, [name], None) for name in role_names.relay_names(spec)]
     if spec.verify.validators:
         hardware = spec.verify.hardware or learner.hardware
-        groups.append(group("validators", validator_names(spec), hardware))
-    for name in evaluator_names(spec):
+        groups.append(group("validators", role_names.validator_names(spec), hardware))
+    for name in role_names.evaluator_names(spec):
         engine = evaluator_pool(spec)
         groups.append(group(name, [name], engine.hardware, engine.parallel.devices))
-    workers = worker_names(spec)
+    workers = role_names.worker_names(spec)
     for pool in spec.samplers:
         members = [name for name, of in workers.items() if of == pool.name]
         if members:
@@ -148,7 +137,7 @@ def groups_of(spec: RunSpec) -> list[Group]:
 
 def groups_started(spec: RunSpec) -> list[Group]:
     """The role groups that a cluster starts: those of `placement.roles`, and the whole learner."""
-    away = elsewhere(spec) - set(learner_names(spec))
+    away = role_names.elsewhere(spec) - set(role_names.learner_names(spec))
     return [group for group in groups_of(spec) if not away.intersection(group.members)]
 
 
@@ -160,8 +149,8 @@ def site_spec(spec: RunSpec, root_public_key: str) -> RunSpec:
     place, broadcast = spec.placement, spec.broadcast
     base = BASE_PORT if place.base_port is None else place.base_port
     host = f"[{place.host}]" if ":" in place.host else place.host
-    servers = server_names(spec)
-    relay_ports = [base + servers.index(name) for name in relay_names(spec)]
+    servers = role_names.server_names(spec)
+    relay_ports = [base + servers.index(name) for name in role_names.relay_names(spec)]
     relays = [
         relay.model_copy(update={"url": relay.url or f"http://{host}:{port}"})
         for relay, port in zip(broadcast.relays, relay_ports, strict=True)
@@ -170,7 +159,7 @@ def site_spec(spec: RunSpec, root_public_key: str) -> RunSpec:
     if islands is not None:
         members = islands.members[:1]
         for member in islands.members[1:]:
-            port = base + servers.index(shares_name(member.name))
+            port = base + servers.index(role_names.shares_name(member.name))
             url = member.url or f"http://{host}:{port}"
             members = [*members, member.model_copy(update={"url": url})]
         islands = islands.model_copy(update={"members": members})

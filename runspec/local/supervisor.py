@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from runspec.core.canonical import canonical_json, parse_object
 from runspec.core.errors import UserError
+from runspec.core.spec import role_names
 from runspec.core.spec.resolved import MAX_BYTES, dump_resolved, parse_resolved, spec_digest
-from runspec.core.spec.role_names import elsewhere, validator_names, worker_names
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import Processes, birth
 from runspec.local.fleet import Action, Changed, Fleet, Outcome, RoleState, Rules, State
@@ -192,10 +192,10 @@ def readers_names(readers: Sequence[Readers], spec: RunSpec) -> list[str]:
     names = {
         "coordinator": ["coordinator"],
         "publisher": ["publisher"],
-        "validators": validator_names(spec),
-        "samplers": list(worker_names(spec)),
+        "validators": role_names.validator_names(spec),
+        "samplers": list(role_names.worker_names(spec)),
     }
-    away = elsewhere(spec)
+    away = role_names.elsewhere(spec)
     return [name for reader in readers for name in names[reader] if name not in away]
 
 

@@ -24,17 +24,8 @@ from runspec.local.evaluations import SECTION, evaluation_plots, newest, result_
 from runspec.local.formatting import duration, latency, number, per_second, share, summary_pairs
 from runspec.local.metrics import Row, end_figures, summarise, time_left_s
 from runspec.local.plots import Curve, Figure, figures
-from verify.coordinator.machine.events import (
-    Event,
-    LeaseExpired,
-    LeaseGranted,
-    LeaseReleased,
-    NonceDrawn,
-    StepClosed,
-    SubmissionJudged,
-    SubmissionReceived,
-    VersionPublished,
-)
+from verify.coordinator.machine import events
+from verify.coordinator.machine.events import Event
 from verify.formats.evaluation import Evaluated
 
 MOST = 4000
@@ -48,33 +39,33 @@ class Timeline:
 
     def __init__(self) -> None:
         self._spans: deque[Span] = deque(maxlen=MOST)
-        self._leases: dict[str, LeaseGranted] = {}
+        self._leases: dict[str, events.LeaseGranted] = {}
         self._received: dict[str, tuple[float, int]] = {}
         """When a submission came, and its step, by lease."""
         self._opened: dict[int, float] = {}
 
     def take(self, event: Event) -> None:
         """Follow an event of the ledger."""
-        if isinstance(event, LeaseGranted):
+        if isinstance(event, events.LeaseGranted):
             self._leases[event.digest] = event
-        elif isinstance(event, SubmissionReceived):
+        elif isinstance(event, events.SubmissionReceived):
             self._lease_ended(event.lease, event.at, "sampling")
-        elif isinstance(event, LeaseExpired):
+        elif isinstance(event, events.LeaseExpired):
             self._lease_ended(event.lease, event.at, "withheld")
-        elif isinstance(event, LeaseReleased):
+        elif isinstance(event, events.LeaseReleased):
             self._leases.pop(event.lease, None)
-        elif isinstance(event, SubmissionJudged):
+        elif isinstance(event, events.SubmissionJudged):
             came, step = self._received.pop(event.lease, (event.at, 0))
             label = f"step {step}: {'accepted' if event.accepted else event.reason}"
             kind = "judging" if event.accepted else "rejected"
             self._spans.append((f"validator {event.validator[:8]}", came, event.at, kind, label))
-        elif isinstance(event, NonceDrawn):
+        elif isinstance(event, events.NonceDrawn):
             self._opened.setdefault(event.step, event.at)
-        elif isinstance(event, StepClosed):
+        elif isinstance(event, events.StepClosed):
             opened = self._opened.pop(event.step, event.at)
             label = f"step {event.step}: {len(event.trained)} groups"
             self._spans.append(("coordinator", opened, event.at, "filling", label))
-        elif isinstance(event, VersionPublished):
+        elif isinstance(event, events.VersionPublished):
             label = f"version {event.version} is published"
             self._spans.append(("publisher", event.at, event.at, "published", label))
 

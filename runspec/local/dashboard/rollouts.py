@@ -15,13 +15,8 @@ from tokenizers import Tokenizer
 
 from runspec.core.errors import UserError
 from runspec.local.dashboard.source import Source
-from verify.coordinator.machine.events import (
-    Event,
-    LeaseGranted,
-    RolledBack,
-    StepClosed,
-    SubmissionJudged,
-)
+from verify.coordinator.machine import events
+from verify.coordinator.machine.events import Event
 from verify.formats.lease import Lease
 from verify.formats.submission import (
     Rollout,
@@ -129,9 +124,9 @@ class Rollouts:
     def take(self, event: Event) -> None:
         """Follow an event of the ledger."""
         with self._lock:
-            if isinstance(event, LeaseGranted):
+            if isinstance(event, events.LeaseGranted):
                 self._leases[event.digest] = event.lease
-            elif isinstance(event, SubmissionJudged) and event.lease in self._leases:
+            elif isinstance(event, events.SubmissionJudged) and event.lease in self._leases:
                 lease = self._leases.pop(event.lease)
                 outcomes = {grade.group: _OF_GRADE[grade.outcome] for grade in event.groups}
                 reason = "" if event.accepted else event.reason or "rejected"
@@ -139,10 +134,10 @@ class Rollouts:
                 self._submissions[event.lease] = judged
                 self._unread.append(event.lease)
                 self.judged += lease.groups * self._source.spec.grpo.group_size
-            elif isinstance(event, StepClosed):
+            elif isinstance(event, events.StepClosed):
                 for trained in event.trained:
                     self._train(trained.lease, trained.group)
-            elif isinstance(event, RolledBack):
+            elif isinstance(event, events.RolledBack):
                 self._forget(event.version)
 
     def _train(self, lease: str, group: int) -> None:
