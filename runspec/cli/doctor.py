@@ -28,9 +28,9 @@ from runspec.lint.registry import RULES
 from runspec.local.backend import birth
 from runspec.local.endpoints import PORTS, port_is_free
 from runspec.local.formatting import size
-from runspec.local.machine import BUILDS, this_machine
+from runspec.local.machine import BUILDS, Facts, look, this_machine
 from runspec.local.planning import absent_modules, check_problems
-from runspec.local.preflight import ROLE_MODULES, Facts, look, missing
+from runspec.local.preflight import ROLE_MODULES, missing
 from runspec.local.run_dir import RUNS, run_directory
 from runspec.lock.cache import model_cache
 

@@ -18,8 +18,8 @@ from runspec.core.keys import SigningKey
 from runspec.core.models.spec_model import model_config
 from runspec.local.backend import StopSignals
 from runspec.local.formatting import per_second, reported
-from runspec.local.machine import module_is_installed, this_machine
-from runspec.local.preflight import ROLE_MODULES, look
+from runspec.local.machine import look, module_is_installed, this_machine
+from runspec.local.preflight import ROLE_MODULES
 from runspec.local.run_dir import hold
 from runspec.local.volunteer import LEAVE_S, Worker, choose_pool, lacks, open_pools
 

@@ -20,6 +20,7 @@ from runspec.core.models.hardware import device_count, xla_threads
 from runspec.core.spec import role_names
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.islands import island_spec
+from runspec.core.spec.plugins import PREFILL_GROUP, installed_kinds
 from runspec.core.spec.schema import Hardware, Model, RunSpec
 from runspec.lock.cache import Repository, is_repository, snapshot
 
@@ -149,6 +150,40 @@ def free_bytes(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts of this machine."""
+
+    machine: Machine
+    gpus: Sequence[str]
+    tpus: int
+    free_bytes: Callable[[Path], int]
+    """Where a folder lies or will lie."""
+    has_module: Callable[[str], bool]
+    prefill_engines: Sequence[str]
+    builds: Sequence[str] = ()
+    """Distributions of vLLM that are installed."""
+    gpu_memory: Callable[[], float | None] = lambda: None
+    """Bytes of the smallest GPU; None where they are not known."""
+    memory: Callable[[], float | None] = lambda: None
+    """Bytes of main memory that a new process can have."""
+
+
+def look() -> Facts:
+    """Looks at this machine."""
+    return Facts(
+        machine=this_machine(),
+        gpus=gpu_names(),
+        tpus=tpu_chips(),
+        free_bytes=free_bytes,
+        has_module=module_is_installed,
+        prefill_engines=installed_kinds(PREFILL_GROUP),
+        builds=vllm_builds(),
+        gpu_memory=gpu_memory,
+        memory=free_memory,
+    )
 
 
 def find_files(model: Model, env: Mapping[str, str]) -> ModelFiles:

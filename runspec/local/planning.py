@@ -30,10 +30,10 @@ from runspec.core.spec.resolved import FILE_NAME, dump_resolved, load_resolved, 
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.schema import RunSpec
 from runspec.local.backend import AT_TRUNK, LOCAL, last_lines
-from runspec.local.machine import Machine, find_files, module_is_installed
+from runspec.local.machine import Machine, find_files, look, module_is_installed
 from runspec.local.metrics import read_rows
 from runspec.local.model_folders import full_states
-from runspec.local.preflight import Missing, look, missing
+from runspec.local.preflight import Missing, missing
 from runspec.local.run_dir import holder
 from runspec.local.state import RunState
 from runspec.local.supervisor import describe_exit

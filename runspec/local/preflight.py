@@ -21,7 +21,7 @@ from runspec.core.run_files import checkpoints_folder, numbered, state_folder, v
 from runspec.core.spec import role_names
 from runspec.core.spec.evaluations import evaluator_pool
 from runspec.core.spec.islands import island_names, island_spec
-from runspec.core.spec.plugins import PREFILL_GROUP, installed_kinds, missing_plugins
+from runspec.core.spec.plugins import missing_plugins
 from runspec.core.spec.resolved import FILE_NAME as SPEC_FILE
 from runspec.core.spec.resolved import load_resolved
 from runspec.core.spec.schema import Hardware, Mesh, RunSpec
@@ -31,20 +31,7 @@ from runspec.estimate.learner import moment_elements
 from runspec.lint.rules.samplers import unsupported_heads
 from runspec.local.backend import LOCAL
 from runspec.local.identity import pinned_root_problem
-from runspec.local.machine import (
-    Machine,
-    ModelFiles,
-    devices_here,
-    find_files,
-    free_bytes,
-    free_memory,
-    gpu_memory,
-    gpu_names,
-    module_is_installed,
-    this_machine,
-    tpu_chips,
-    vllm_builds,
-)
+from runspec.local.machine import Facts, ModelFiles, devices_here, find_files
 from runspec.local.model_folders import require_fitting
 from runspec.lock.cache import TOKENIZER, WEIGHTS, require_files
 
@@ -118,40 +105,6 @@ class Missing:
     """Where the spec asks for it."""
     thing: str
     remedy: str = ""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts of this machine."""
-
-    machine: Machine
-    gpus: Sequence[str]
-    tpus: int
-    free_bytes: Callable[[Path], int]
-    """Where a folder lies or will lie."""
-    has_module: Callable[[str], bool]
-    prefill_engines: Sequence[str]
-    builds: Sequence[str] = ()
-    """Distributions of vLLM that are installed."""
-    gpu_memory: Callable[[], float | None] = lambda: None
-    """Bytes of the smallest GPU; None where they are not known."""
-    memory: Callable[[], float | None] = lambda: None
-    """Bytes of main memory that a new process can have."""
-
-
-def look() -> Facts:
-    """Looks at this machine."""
-    return Facts(
-        machine=this_machine(),
-        gpus=gpu_names(),
-        tpus=tpu_chips(),
-        free_bytes=free_bytes,
-        has_module=module_is_installed,
-        prefill_engines=installed_kinds(PREFILL_GROUP),
-        builds=vllm_builds(),
-        gpu_memory=gpu_memory,
-        memory=free_memory,
-    )
 
 
 def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:

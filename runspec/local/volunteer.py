@@ -28,8 +28,8 @@ from runspec.core.spec.schema import RunSpec, SamplerPool
 from runspec.estimate.broadcast import version_size
 from runspec.estimate.sampler import sampler_memory
 from runspec.local.formatting import reported, size
-from runspec.local.machine import BUILDS, devices_here, thread_limits, vllm_environment
-from runspec.local.preflight import ROLE_MODULES, Facts, Missing
+from runspec.local.machine import BUILDS, Facts, devices_here, thread_limits, vllm_environment
+from runspec.local.preflight import ROLE_MODULES, Missing
 
 ROOM_BYTES = 1 << 30
 """Disk for the log, and the engine's own files."""

@@ -24,8 +24,7 @@ from runspec.core.models.spec_model import model_config
 from runspec.core.spec.resolved import dump_resolved
 from runspec.core.spec.schema import RunSpec
 from runspec.local.endpoints import Endpoints, save_endpoints
-from runspec.local.machine import Machine
-from runspec.local.preflight import Facts
+from runspec.local.machine import Facts, Machine
 from runspec.local.run_dir import hold
 from runspec.local.volunteer import choose_pool, lacks, open_pools
 from tests.runspec.cli.in_process import runspec

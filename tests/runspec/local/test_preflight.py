@@ -26,10 +26,10 @@ from runspec.lint.check import check_spec
 from runspec.local import planning
 from runspec.local.endpoints import plan_endpoints, run_link, save_endpoints
 from runspec.local.identity import Identity
-from runspec.local.machine import Machine, find_model, this_machine, tpu_chips
+from runspec.local.machine import Facts, Machine, find_model, this_machine, tpu_chips
 from runspec.local.model_folders import link_model
 from runspec.local.planning import check_problems, make_plan
-from runspec.local.preflight import GIB, Facts, disk_bytes, missing
+from runspec.local.preflight import GIB, disk_bytes, missing
 from runspec.local.processes import PreparedRun, role_specs
 from tests.runspec.cli.in_process import runspec
 from tests.runspec.core.spec.spec_files import SAMPLING, SPECS
