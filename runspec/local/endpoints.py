@@ -285,7 +285,13 @@ def port_answers(host: str, port: int, timeout_s: float = 0.2) -> bool:
 
 def port_taken(role: str, host: str, port: int) -> UserError:
     """The error that says which port is taken, and by whom as far as this user may see."""
-    owner = _listener(port)
+    owner, inodes = "", {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # ended meanwhile, or another user's
+            if str(link.readlink()) in inodes:
+                process = link.parent.parent
+                owner = f"{(process / 'comm').read_text().strip()} (process {process.name})"
+                break
     return UserError(
         f"port {port} is taken{f' by {owner}' if owner else ''}",
         place=f"{role} at {host}:{port}",
@@ -307,17 +313,6 @@ def _draw(host: str, is_free: IsFree, rng: random.Random, taken: set[int]) -> in
         place=f"placement.host {host}",
         remedy="bind to an address of this machine, or set placement.base_port",
     )
-
-
-def _listener(port: int) -> str:
-    """`python (process 123)` for the process that listens on a port; empty if it cannot be told."""
-    sockets = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):  # ended meanwhile, or another user's
-            if str(link.readlink()) in sockets:
-                process = link.parent.parent
-                return f"{(process / 'comm').read_text().strip()} (process {process.name})"
-    return ""
 
 
 def _listening_inodes(port: int) -> list[str]:

@@ -42,24 +42,14 @@ def results_of(run_dir: Path, rows: Iterable[Row]) -> list[Evaluated]:
     Raises:
         UserError: a file is not a result.
     """
-    measured = [_measured(run_dir.name, row) for row in rows if row.get("held_out_nll") is not None]
-    return [*read_evaluations(evaluation_files(run_dir)), *measured]
-
-
-def _measured(run: str, row: Row) -> Evaluated:
-    found = {LOSS: row["held_out_nll"], "bits-per-byte": row["held_out_bits_per_byte"]}
-    return Evaluated(
-        run=run,
-        evaluation=HELD_OUT,
-        version=row["version"],
-        model_digest=None,
-        figures={name: Mean(value, None, None) for name, value in found.items()},
-        faults=0,
-        problems=[],
-        finished=row["time"],
-        wall_s=0.0,
-        cpu_s=0.0,  # the learner's own
-    )
+    found = read_evaluations(evaluation_files(run_dir))
+    for row in rows:
+        if row.get("held_out_nll") is not None:
+            values = {LOSS: row["held_out_nll"], "bits-per-byte": row["held_out_bits_per_byte"]}
+            figures = {name: Mean(value, None, None) for name, value in values.items()}
+            at = (run_dir.name, HELD_OUT, row["version"], None)
+            found.append(Evaluated(*at, figures, 0, [], row["time"], wall_s=0.0, cpu_s=0.0))
+    return found
 
 
 def evaluation_names(spec: RunSpec) -> list[str]:
@@ -81,7 +71,11 @@ def newest(results: Sequence[Evaluated]) -> dict[str, Evaluated]:
 
 def result_line(result: Evaluated) -> str:
     """Return a result as one line."""
-    parts = [f"{name} {_shown(result.figures[name])}" for name in _in_order(result.figures)]
+    parts = []
+    for name in _in_order(result.figures):
+        mean = result.figures[name]
+        ends = "" if mean.low is None else f" ({number(mean.low)} to {number(mean.high)})"
+        parts.append(f"{name} {number(mean.value)}{ends}")
     if result.faults:
         parts.append(f"{result.faults} answers without a grade")
     return f"version {result.version}: {', '.join(parts) or 'no answer was graded'}"
@@ -97,12 +91,6 @@ def _in_order(names: Iterable[str]) -> list[str]:
         return kinds.index(kind) if kind in kinds else len(kinds), int(k)
 
     return sorted(names, key=place)
-
-
-def _shown(mean: Mean) -> str:
-    if mean.low is None:
-        return number(mean.value)
-    return f"{number(mean.value)} ({number(mean.low)} to {number(mean.high)})"
 
 
 def summarise_evaluations(results: Sequence[Evaluated]) -> dict[str, Any]:

@@ -214,7 +214,11 @@ def find_model(hf: str, revision: str | None, env: Mapping[str, str]) -> Path | 
         revision: of the repository, a branch or tag as last downloaded; `main` when None.
         env: HF_HUB_CACHE and HF_HOME say where the cache lies.
     """
-    return _find(hf, revision, env, _has_weights)
+
+    def has_weights(folder: Path) -> bool:
+        return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+    return _find(hf, revision, env, has_weights)
 
 
 def _find(
@@ -226,10 +230,6 @@ def _find(
             return local.resolve()
     found = snapshot(Repository("model", hf), revision, env) if is_repository(hf) else None
     return found.resolve() if found is not None and is_one(found) else None
-
-
-def _has_weights(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -16,7 +16,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -119,22 +119,17 @@ def refuse_stale(plan: RunPlan) -> None:
     """Raises StalePlan, saying what was changed since, where another state was approved."""
     if plan.approved is None or plan.approved == plan.seen:
         return
+    since = ""
+    if (plan.run_dir / SPEC_FILE).exists():
+        with closing(RunState(plan.run_dir)) as state:
+            rows = [row for row in state.applied() if row.serial > plan.approved.serial]
+        since = "".join(f"\n  serial {row.serial}: {line}" for row in rows for line in row.what)
+    saw, now = _words(plan.approved), _words(plan.seen)
     raise StalePlan(
-        f"the plan is stale: it saw {_words(plan.approved)}, now there is {_words(plan.seen)}"
-        + "".join(_since(plan.approved, plan.run_dir)),
+        f"the plan is stale: it saw {saw}, now there is {now}{since}",
         place=str(plan.run_dir),
         remedy="plan again, and look at the new plan",
     )
-
-
-def _since(seen: Seen, run_dir: Path) -> Iterator[str]:
-    """Return the changes applied after a state, a line each."""
-    if not (run_dir / SPEC_FILE).exists():
-        return
-    with closing(RunState(run_dir)) as state:
-        for row in state.applied():
-            if row.serial > seen.serial:
-                yield from (f"\n  serial {row.serial}: {line}" for line in row.what)
 
 
 def _words(seen: Seen) -> str:
@@ -278,8 +273,9 @@ def _run(command: Sequence[str], folder: Path, say: Callable[[str], None], silen
                 size, heard = log.stat().st_size, now
             if now - heard > silence_s:
                 return f"said nothing for {silence_s:.0f} s"
-            line = _progress(log) if now - started > SHOWN_AFTER_S else ""
-            if line not in ("", said):
+            told = [line.partition(_INFORMS)[2] for line in last_lines(log, _LINES)]
+            line = next((text for text in reversed(told) if text), "")
+            if now - started > SHOWN_AFTER_S and line not in ("", said):
                 said = line
                 say(line)
     finally:
@@ -287,9 +283,3 @@ def _run(command: Sequence[str], folder: Path, say: Callable[[str], None], silen
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return describe_exit(process.returncode) if process.returncode else ""
-
-
-def _progress(log: Path) -> str:
-    """The newest step that the check has logged; empty where there is none."""
-    told = [line.partition(_INFORMS)[2] for line in last_lines(log, _LINES)]
-    return next((text for text in reversed(told) if text), "")

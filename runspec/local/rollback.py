@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -58,9 +58,24 @@ def roll_back(run_dir: Path, version: int) -> None:
             removed; where the last, the next command completes it.
     """
     spec = load_resolved(run_dir)
-    _require_own_root(run_dir, spec, version)
+    if spec.identity.root_public_key is not None:
+        raise UserError(
+            "others have pinned this run's root and hold its versions: a version number is "
+            "published once",
+            place="identity.root_public_key",
+            remedy="start a run of another name from that version, as long as its weights are "
+            f"there: model.hf: {run_files.weights_folder(run_dir) / f'v{version}'}",
+        )
     _require_state(run_dir, spec, version)
-    _require_trained(run_dir, spec, version)
+    # The ledger agrees that the steps below were closed, or the coordinator would never start; and
+    # no coordinator is at work on it.
+    closed = closed_steps(run_dir, spec)
+    if version > closed:
+        raise UserError(
+            f"the ledger has closed {closed} steps only",
+            place=str(run_dir / run_files.STATE_FILE),
+            remedy="restore it from the copy that the full states are from",
+        )
     with closing(RunState(run_dir)) as state:
         # First, so that a run that was finished does not look so once its files are going.
         state.set_run("paused", f"a rollback to version {version} has begun")
@@ -132,27 +147,12 @@ def complete_rollback(run_dir: Path) -> int | None:
     return version
 
 
-def versions_to_go_back_to(run_dir: Path, spec: RunSpec) -> list[int]:
-    """Published ones that have a full state, and 0 where the starting model is there."""
-    states = (state for state in full_states(run_dir, spec) if state.is_committed())
-    found = [state.step for state in states if spec.publishes(state.step)]
-    start = [0] if (run_files.initial_model(run_dir) / "config.json").exists() else []
-    return [*start, *found]
-
-
-def _require_own_root(run_dir: Path, spec: RunSpec, version: int) -> None:
-    if spec.identity.root_public_key is not None:
-        raise UserError(
-            "others have pinned this run's root and hold its versions: a version number is "
-            "published once",
-            place="identity.root_public_key",
-            remedy="start a run of another name from that version, as long as its weights are "
-            f"there: model.hf: {run_files.weights_folder(run_dir) / f'v{version}'}",
-        )
-
-
 def _require_state(run_dir: Path, spec: RunSpec, version: int) -> None:
-    found = versions_to_go_back_to(run_dir, spec)
+    """Refuses a version that has no whole full state; 0 needs the starting model."""
+    states = full_states(run_dir, spec)
+    found = [s.step for s in states if s.is_committed() and spec.publishes(s.step)]
+    if (run_files.initial_model(run_dir) / "config.json").exists():
+        found = [0, *found]
     if version not in found:
         listed = ", ".join(str(each) for each in found) or "none"
         why = ""
@@ -163,21 +163,9 @@ def _require_state(run_dir: Path, spec: RunSpec, version: int) -> None:
             place=str(run_files.state_folder(run_dir, spec)),
             remedy=f"there is one of: {listed}",
         )
-    for state in full_states(run_dir, spec):
+    for state in states:
         if state.step == version:
             state.require_whole()
-
-
-def _require_trained(run_dir: Path, spec: RunSpec, version: int) -> None:
-    """The ledger agrees that the steps below were closed, or the coordinator would never start; and
-    no coordinator is at work on it."""
-    closed = closed_steps(run_dir, spec)
-    if version > closed:
-        raise UserError(
-            f"the ledger has closed {closed} steps only",
-            place=str(run_dir / run_files.STATE_FILE),
-            remedy="restore it from the copy that the full states are from",
-        )
 
 
 def _doomed(run_dir: Path, spec: RunSpec, version: int, *, anew: bool) -> Iterator[Folder]:
@@ -250,16 +238,11 @@ def _remove(path: Folder) -> None:
 
 def _keep_steps_below(path: Path, end: int) -> None:
     """Keeps a file's whole lines of steps before `end`, byte for byte."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        kept = b"".join(line for line in file if _is_of_step_below(line, end))
-    write_atomic(path, kept)
-
-
-def _is_of_step_below(line: bytes, end: int) -> bool:
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):  # torn by a crash
-        return False
-    return isinstance(step, int) and step < end and line.endswith(b"\n")
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):  # torn by a crash
+            step = json.loads(line)["step"]
+            if isinstance(step, int) and step < end and line.endswith(b"\n"):
+                kept.append(line)
+    if path.exists():
+        write_atomic(path, b"".join(kept))

@@ -93,13 +93,10 @@ class Timeline:
             lanes.setdefault(lane, []).append(
                 (round(start - origin, 2), round(max(end, start) - origin, 2), kind, label)
             )
-        ordered = sorted(lanes, key=_rank)
+        first = ("learner", "publisher", "coordinator")
+        rank = {lane: first.index(lane) if lane in first else len(first) for lane in lanes}
+        ordered = sorted(lanes, key=lambda lane: (rank[lane], lane))
         return {"origin": origin, "lanes": [[lane, sorted(lanes[lane])] for lane in ordered]}
-
-
-def _rank(lane: str) -> tuple[int, str]:
-    first = ("learner", "publisher", "coordinator")
-    return (first.index(lane), "") if lane in first else (len(first), lane)
 
 
 def _learner(rows: Sequence[Row]) -> Iterable[Span]:
