@@ -129,7 +129,13 @@ def delete_command(run: str, yes: bool, runs_dir: Path) -> int:
     """
     run_dir = find_run(run, runs_dir)
     with hold(run_dir):
-        kept = _outside_states(run_dir)
+        kept: Folder | None = None
+        try:
+            spec = load_resolved(run_dir)
+            if spec.checkpoints.dir is not None:
+                kept = checkpoints_folder(run_dir, spec)
+        except UserError as error:
+            print(f"warning: full states outside the run are not known: {error}", file=sys.stderr)
         if not yes:
             typer.confirm(f"Remove {run_dir} with everything in it?", abort=True)
         try:
@@ -139,7 +145,7 @@ def delete_command(run: str, yes: bool, runs_dir: Path) -> int:
             print(f"warning: roles that may still be alive are not known: {error}", file=sys.stderr)
         _remove(run_dir)
     print(f"Removed {run_dir}")
-    if kept is not None:
+    if kept is not None and not (isinstance(kept, Path) and not kept.exists()):
         print(f"Its full states stay in {kept}: a new run of this name needs them gone")
     return 0
 
@@ -153,16 +159,3 @@ def _remove(run_dir: Path) -> None:
             shutil.rmtree(doomed)
         run_dir.rename(doomed)
         shutil.rmtree(doomed)
-
-
-def _outside_states(run_dir: Path) -> Folder | None:
-    """Returns where the run's checkpoints lie outside it, by its spec: they are not removed."""
-    try:
-        spec = load_resolved(run_dir)
-    except UserError as error:
-        print(f"warning: full states outside the run are not known: {error}", file=sys.stderr)
-        return None
-    folder = checkpoints_folder(run_dir, spec)
-    if spec.checkpoints.dir is None or (isinstance(folder, Path) and not folder.exists()):
-        return None
-    return folder

@@ -131,10 +131,14 @@ def step_line(rows: Sequence[Row], steps: int) -> str:
     if is_supervised(row):
         nll = number(last_known(rows, "held_out_nll"))
         bits = number(last_known(rows, "held_out_bits_per_byte"))
+        waited = f"waited for input {share(input_wait_share(row))}"
+        if island_figures(row) is not None:
+            whom = row.get("waited_for") or "islands"
+            waited = f"waited {share(_wait_share(row))}, most for the {whom}"
         return (
             f"step {row['step'] + 1}/{steps}  loss {number(row.get('loss'))}  "
             f"held out {nll} ({bits} bits a byte)  {per_second(_tokens_per_s(row))} tok/s  "
-            f"MFU {share(row.get('mfu'))}  {_waited(row)}{islands}"
+            f"MFU {share(row.get('mfu'))}  {waited}{islands}"
         )
     return (
         f"step {row['step'] + 1}/{steps}  task {number(row.get('task_reward'))}  "
@@ -148,13 +152,6 @@ def _tokens_per_s(row: Row) -> float | None:
     """Return the trained tokens a second, with those of other islands."""
     figures = island_figures(row)
     return row.get("tokens_per_s") if figures is None else figures["tokens_per_s"]
-
-
-def _waited(row: Row) -> str:
-    """Return the share of the time that a run on documents waited, and for what."""
-    if island_figures(row) is None:
-        return f"waited for input {share(input_wait_share(row))}"
-    return f"waited {share(_wait_share(row))}, most for the {row.get('waited_for') or 'islands'}"
 
 
 def _wait_share(row: Row) -> float | None:

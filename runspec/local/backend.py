@@ -117,17 +117,6 @@ def start_child(role: RoleSpec, logs: Path, inherited: Mapping[str, str] = os.en
     return Child(role, process, path, start)
 
 
-def stop_children(children: Sequence[Child], timeout_s: float) -> None:
-    """Ends children whose supervisor cannot go on: SIGTERM, then SIGKILL."""
-    for child in children:
-        child.send(signal.SIGTERM)
-    _await_end(lambda: all(child.exit_code() is not None for child in children), timeout_s)
-    for child in children:
-        if child.exit_code() is None:
-            child.send(signal.SIGKILL)
-            child.process.wait()
-
-
 def end_leftovers(rows: Sequence[RoleRow]) -> None:
     """Ends the roles of a supervisor that was killed, so that no role ever runs twice.
 
@@ -320,7 +309,14 @@ class LocalProcesses:
         """They write them there by themselves."""
 
     def close(self, timeout_s: float) -> None:
-        stop_children(list(self._children.values()), timeout_s)
+        children = self._children.values()
+        for child in children:
+            child.send(signal.SIGTERM)
+        _await_end(lambda: all(child.exit_code() is not None for child in children), timeout_s)
+        for child in children:
+            if child.exit_code() is None:
+                child.send(signal.SIGKILL)
+                child.process.wait()
 
 
 @cache

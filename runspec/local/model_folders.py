@@ -249,17 +249,6 @@ def published_version(run_dir: Path, spec: RunSpec, version: int | None) -> Publ
     Raises:
         UserError: the version is not here, or its manifest cannot be believed.
     """
-    version = _chosen(run_dir, version)
-    stored = run_dir / "store" / "origin" / manifest_name(spec.name, version)
-    roles = load_roles(run_dir, spec)
-    thing = f"version {version} cannot be believed"
-    with reported(thing, stored, "name another version", OSError, BadSignature):
-        data = read_bounded(stored, MAX_BYTES)
-        manifest = open_manifest(data, run=spec.name, publishers=roles.publisher)
-    return Published(run_files.weights_folder(run_dir) / f"v{version}", manifest, data)
-
-
-def _chosen(run_dir: Path, version: int | None) -> int:
     here = run_files.versions_in(run_files.weights_folder(run_dir))
     if not here or (version is not None and version not in here):
         wanted = "a version" if version is None else f"version {version}"
@@ -268,7 +257,14 @@ def _chosen(run_dir: Path, version: int | None) -> int:
             place=str(run_files.weights_folder(run_dir)),
             remedy="broadcast.keep_versions says how many stay",
         )
-    return here[-1] if version is None else version
+    version = here[-1] if version is None else version
+    stored = run_dir / "store" / "origin" / manifest_name(spec.name, version)
+    roles = load_roles(run_dir, spec)
+    thing = f"version {version} cannot be believed"
+    with reported(thing, stored, "name another version", OSError, BadSignature):
+        data = read_bounded(stored, MAX_BYTES)
+        manifest = open_manifest(data, run=spec.name, publishers=roles.publisher)
+    return Published(run_files.weights_folder(run_dir) / f"v{version}", manifest, data)
 
 
 def model_card(

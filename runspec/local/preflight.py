@@ -123,7 +123,6 @@ def missing(spec: RunSpec, run_dir: Path, facts: Facts) -> list[Missing]:
         *_inputs(spec, run_dir, facts),
         *_servers(spec),
         *_modules(spec, facts),
-        *_monitors(spec, facts),
         *_checkpoints(spec, run_dir),
         *_disk(spec, run_dir, config, facts.free_bytes),
     ]
@@ -338,8 +337,6 @@ def _modules(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
                 _install(facts),
             )
 
-
-def _monitors(spec: RunSpec, facts: Facts) -> Iterator[Missing]:
     for each in spec.monitors:
         path = f"monitors.{each.name}"
         if each.kind in MONITOR_EXTRAS and not facts.has_module(each.kind):

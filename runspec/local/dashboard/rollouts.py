@@ -137,8 +137,15 @@ class Rollouts:
             elif isinstance(event, events.StepClosed):
                 for trained in event.trained:
                     self._train(trained.lease, trained.group)
-            elif isinstance(event, events.RolledBack):
-                self._forget(event.version)
+            elif isinstance(event, events.RolledBack):  # forget what it took back
+                self.revision += 1
+                for lease_digest, submission in list(self._submissions.items()):
+                    if submission.lease.step >= event.version:
+                        for each, _ in submission.ids:
+                            self._remove(each)
+                        del self._submissions[lease_digest]
+                self._unread = [lease for lease in self._unread if lease in self._submissions]
+                self._leases.clear()
 
     def _train(self, lease: str, group: int) -> None:
         if (submission := self._submissions.get(lease)) is None:
@@ -150,17 +157,6 @@ class Rollouts:
         for each in changed:
             self._listed[each][_OUTCOME] = "trained"
             self._changed[each] = self.revision
-
-    def _forget(self, version: int) -> None:
-        """Forget what a rollback took back."""
-        self.revision += 1
-        for lease, submission in list(self._submissions.items()):
-            if submission.lease.step >= version:
-                for each, _ in submission.ids:
-                    self._remove(each)
-                del self._submissions[lease]
-        self._unread = [lease for lease in self._unread if lease in self._submissions]
-        self._leases.clear()
 
     def _remove(self, each: int) -> None:
         if each in self._listed:
