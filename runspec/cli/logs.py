@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -17,7 +18,6 @@ from runspec.local.evaluations import evaluation_names, main_figure, result_line
 from runspec.local.run_dir import find_run
 from runspec.local.run_view import TYPES, RunView, look_at
 from runspec.local.state import EventRow, RunState
-from verify.formats.evaluation import Evaluated
 
 POLL_S = 0.25
 _BLOCK = 1 << 16
@@ -132,20 +132,15 @@ def wait_command(run: str, awaited: str, timeout_s: float, runs_dir: Path) -> in
     run_dir = find_run(run, runs_dir)
     deadline = time.monotonic() + timeout_s
     while True:
-        seen = look_at(run_dir, ledger=wanted.type == "SetAside")
-        if holds(wanted, seen):
-            why = ""
-            if wanted.kind == "evaluation":
-                why = f" ({result_line(next(r for r in seen.results if _beyond(wanted, r)))})"
-            elif message := wanted.type and seen.conditions[wanted.type].message:
-                why = f" ({message})"
-            print(f"{seen.spec.name}: {wanted}{why}")
+        seen = look_at(run_dir, ledger=wanted.needs_ledger)
+        if (why := wanted.holds(seen)) is not None:
+            print(f"{seen.spec.name}: {wanted.text}{f' ({why})' if why else ''}")
             return EXIT_HOLDS
         reason = why_never(wanted, seen)
         if reason is None and time.monotonic() >= deadline:
             reason = f"not within {timeout_s:g} s"
         if reason is not None:
-            print(f"error: waited for {wanted}: {reason}", file=sys.stderr)
+            print(f"error: waited for {wanted.text}: {reason}", file=sys.stderr)
             print(f"  last seen: {last_seen(seen)}", file=sys.stderr)
             return EXIT_NOT
         time.sleep(POLL_S)
@@ -153,30 +148,16 @@ def wait_command(run: str, awaited: str, timeout_s: float, runs_dir: Path) -> in
 
 @dataclass(frozen=True)
 class Awaited:
-    """A condition with its status, or a number of steps or versions."""
+    """What is waited for."""
 
-    kind: str
-    """`condition`, `step`, `version` or `evaluation`."""
-    type: str = ""
-    """Type of the condition."""
-    status: str = "True"
-    """Status of the condition that is awaited."""
+    text: str
+    holds: Callable[[RunView], str | None]
+    """Return why it holds now, empty for steps and versions; None while it does not."""
     number: int = 0
-    """Steps trained, or the version that is out."""
-    figure: str = ""
-    """Figure of the evaluation `type`; empty: the one that stands for it."""
-    above: bool = True
-    """Whether the figure must be above the limit, not below."""
-    limit: float = 0.0
-
-    def __str__(self) -> str:
-        if self.kind == "condition":
-            return self.type if self.status == "True" else f"{self.type}={self.status}"
-        if self.kind == "evaluation":
-            sign = ">" if self.above else "<"
-            figure = f".{self.figure}" if self.figure else ""
-            return f"evaluation:{self.type}{figure}{sign}{self.limit:g}"
-        return f"{self.kind}={self.number}"
+    """Steps or versions that it needs."""
+    evaluation: str = ""
+    """The evaluation whose figure is awaited."""
+    needs_ledger: bool = False
 
 
 def parse_awaited(text: str) -> Awaited:
@@ -188,19 +169,39 @@ def parse_awaited(text: str) -> Awaited:
     Raises:
         BadUsage: none of these.
     """
-    counted = _COUNTED.fullmatch(text)
-    if counted:
-        return Awaited(counted[1], number=int(counted[2]))
+    if counted := _COUNTED.fullmatch(text):
+        kind, number = counted[1], int(counted[2])
+
+        def reached(seen: RunView) -> str | None:
+            at = seen.trained if kind == "step" else seen.published
+            return "" if at is not None and at >= number else None
+
+        return Awaited(f"{kind}={number}", reached, number)
     if found := _EVALUATION.fullmatch(text):
-        name, figure, sign, limit = found.groups()
-        return Awaited(
-            "evaluation", name, figure=figure or "", above=sign == ">", limit=float(limit)
-        )
+        name, figure, sign, limit = *found.groups()[:3], float(found[4])
+
+        def beyond(seen: RunView) -> str | None:
+            for result in seen.results:
+                known = result.figures.get(figure or main_figure(result))
+                if result.evaluation != name or known is None:
+                    continue
+                if known.value > limit if sign == ">" else known.value < limit:
+                    return result_line(result)
+            return None
+
+        words = f"evaluation:{name}{f'.{figure}' if figure else ''}{sign}{limit:g}"
+        return Awaited(words, beyond, evaluation=name)
     named = _CONDITION.fullmatch(text)
     by_name = {type_.lower(): type_ for type_ in TYPES}
     if named and named[1].lower() in by_name:
-        status = (named[2] or "true").capitalize()
-        return Awaited("condition", by_name[named[1].lower()], status)
+        type_, status = by_name[named[1].lower()], (named[2] or "true").capitalize()
+
+        def judged(seen: RunView) -> str | None:
+            condition = seen.conditions[type_]
+            return condition.message if condition.status == status else None
+
+        words = type_ if status == "True" else f"{type_}={status}"
+        return Awaited(words, judged, needs_ledger=type_ in ("SetAside", "GraderFaults"))
     close = get_close_matches(named[1].lower(), by_name) if named else []
     hint = f"; did you mean {by_name[close[0]]}?" if close else ""
     raise BadUsage(
@@ -211,37 +212,16 @@ def parse_awaited(text: str) -> Awaited:
     )
 
 
-def holds(awaited: Awaited, seen: RunView) -> bool:
-    """Return whether it holds now."""
-    match awaited.kind:
-        case "step":
-            return seen.trained >= awaited.number
-        case "version":
-            return seen.published is not None and seen.published >= awaited.number
-        case "evaluation":
-            return any(_beyond(awaited, result) for result in seen.results)
-        case _:
-            return seen.conditions[awaited.type].status == awaited.status
-
-
 def why_never(awaited: Awaited, seen: RunView) -> str | None:
     """Return why the run cannot reach it by itself; None while it can."""
-    if awaited.kind == "evaluation" and awaited.type not in evaluation_names(seen.spec):
-        return f"the run has no evaluation {awaited.type!r}"
-    if awaited.kind in ("step", "version") and awaited.number > seen.spec.steps:
+    if awaited.evaluation and awaited.evaluation not in evaluation_names(seen.spec):
+        return f"the run has no evaluation {awaited.evaluation!r}"
+    if awaited.number > seen.spec.steps:
         return f"the run has {seen.spec.steps} steps"
     if not seen.alive and seen.state in ("finished", "failed"):
         reason = f" ({seen.reason})" if seen.reason else ""
         return f"the run is {seen.state}{reason}"
     return None
-
-
-def _beyond(awaited: Awaited, result: Evaluated) -> bool:
-    """Return whether it is a result of the evaluation that is beyond the limit."""
-    figure = result.figures.get(awaited.figure or main_figure(result))
-    if result.evaluation != awaited.type or figure is None:
-        return False
-    return figure.value > awaited.limit if awaited.above else figure.value < awaited.limit
 
 
 def last_seen(seen: RunView) -> str:

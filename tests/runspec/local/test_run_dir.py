@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from bridge.__main__ import main as bridge
 from bridge.publisher import Publisher
 from runspec.cli import app
-from runspec.cli.logs import holds, parse_awaited, why_never
+from runspec.cli.logs import parse_awaited, why_never
 from runspec.cli.output import exit_code_of
 from runspec.core.errors import UserError
 from runspec.core.run_files import weights_folder
@@ -226,7 +226,7 @@ def test_what_cannot_be_waited_for_is_refused_and_what_is_hopeless_known() -> No
         with pytest.raises(UserError, match="nothing that can be waited for"):
             parse_awaited(text)
     for text, holding in (("step=3", True), ("step=4", False), ("version=4", False)):
-        assert holds(parse_awaited(text), RUNNING) == holding
+        assert (parse_awaited(text).holds(RUNNING) is not None) == holding
     finished = parse_awaited("Finished")
     assert why_never(finished, ended("paused")) is None, "somebody may resume it"
     assert why_never(finished, ended("failed", "it broke")) == "the run is failed (it broke)"
