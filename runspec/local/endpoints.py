@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import random
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -144,6 +144,20 @@ def plan_endpoints(
         taken.add(address(url)[1])
         return url.rstrip("/")
 
+    def place_figures() -> Iterator[tuple[str, str]]:
+        """A fixed port may be taken: its role says so, and goes on without."""
+        setting = spec.placement.metrics
+        if setting is None:
+            return
+        for name in (name for name in role_names.measured_roles(spec) if name not in away):
+            url = figures.get(name, "")
+            at = address(url) if url else ("", 0)
+            if setting.base_port is None:
+                if at[0] != setting.host or at[1] in taken or not is_free(*at):
+                    url = _url(setting.host, _draw(setting.host, is_free, rng, taken | spoken_for))
+                taken.add(address(url)[1])
+            yield name, url
+
     return Endpoints(
         coordinator=place("coordinator"),
         origin=place("origin", spec.broadcast.origin.url),
@@ -169,37 +183,8 @@ def plan_endpoints(
             for name in role_names.rendezvous_names(spec)
             if name != "learner" and name not in away
         },
-        metrics=_plan_metrics(spec, figures, is_free, rng, taken, spoken_for),
+        metrics=dict(place_figures()),
     )
-
-
-def _plan_metrics(
-    spec: RunSpec,
-    known: Mapping[str, str],
-    is_free: IsFree,
-    rng: random.Random,
-    taken: set[int],
-    spoken_for: set[int],
-) -> dict[str, str]:
-    """Chooses a port for the figures of each role here.
-
-    A fixed one may be taken: its role says so, and goes on without.
-    """
-    place = spec.placement.metrics
-    if place is None:
-        return {}
-    here = role_names.measured_roles(spec).keys() - role_names.elsewhere(spec)
-    if place.base_port is not None:
-        return {name: url for name, url in known.items() if name in here}
-    found: dict[str, str] = {}
-    for name in (name for name in role_names.measured_roles(spec) if name in here):
-        url = known.get(name, "")
-        host, port = address(url) if url else ("", 0)
-        if host != place.host or port in taken or not is_free(host, port):
-            url = _url(place.host, _draw(place.host, is_free, rng, taken | spoken_for))
-        taken.add(address(url)[1])
-        found[name] = url
-    return found
 
 
 def fixed_metrics(spec: RunSpec) -> dict[str, str]:

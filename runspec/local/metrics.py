@@ -92,11 +92,14 @@ def time_left_s(rows: Sequence[Row], steps: int) -> float | None:
         rows: metrics.jsonl, a row a step, in order.
         steps: of the run.
     """
-    times = [row["time"] for row in rows[-_NEWEST - 1 :] if isinstance(row.get("time"), float)]
-    if len(times) < 3:
-        return None
-    gaps = [later - earlier for earlier, later in pairwise(times)]
-    return max(0, steps - int(rows[-1]["step"]) - 1) * median(gaps)
+    gaps = step_gaps(rows, _NEWEST)
+    return max(0, steps - int(rows[-1]["step"]) - 1) * median(gaps) if len(gaps) > 1 else None
+
+
+def step_gaps(rows: Sequence[Row], newest: int) -> list[float]:
+    """Return the seconds between each of the newest steps and the one before, as far as known."""
+    times = [row["time"] for row in rows[-newest - 1 :] if isinstance(row.get("time"), float)]
+    return [later - earlier for earlier, later in pairwise(times)]
 
 
 def end_figures(summary: Mapping[str, Any]) -> list[tuple[str, float | None, float | None]]:

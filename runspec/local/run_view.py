@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ from runspec.local.diagnosis import Cause, alarm_text, diagnose, dropped_text, u
 from runspec.local.endpoints import coordinator_status, load_endpoints
 from runspec.local.evaluations import results_of
 from runspec.local.formatting import duration, number
-from runspec.local.metrics import Row, read_rows
+from runspec.local.metrics import Row, read_rows, step_gaps
 from runspec.local.progress import stages
 from runspec.local.run_dir import holder
 from runspec.local.state import EventRow, RoleRow, RunRow, RunState, SessionRow
@@ -162,10 +161,7 @@ class RunView:
         Five times the mean of the last steps, and a minute at least. Before there are two to take a
         mean of: `algorithm.fill.deadline`, or `FIRST_STEP_S` in a supervised run.
         """
-        last = [
-            row["time"] for row in self.rows[-_LAST - 1 :] if isinstance(row.get("time"), float)
-        ]
-        gaps = [later - earlier for earlier, later in pairwise(last)]
+        gaps = step_gaps(self.rows, _LAST)
         if not gaps and self.spec.supervised is not None:
             return FIRST_STEP_S
         if not gaps:

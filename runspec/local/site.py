@@ -150,19 +150,20 @@ def site_spec(spec: RunSpec, root_public_key: str) -> RunSpec:
     base = BASE_PORT if place.base_port is None else place.base_port
     host = f"[{place.host}]" if ":" in place.host else place.host
     servers = role_names.server_names(spec)
-    relay_ports = [base + servers.index(name) for name in role_names.relay_names(spec)]
+
+    def at(name: str) -> str:
+        return f"http://{host}:{base + servers.index(name)}"
+
     relays = [
-        relay.model_copy(update={"url": relay.url or f"http://{host}:{port}"})
-        for relay, port in zip(broadcast.relays, relay_ports, strict=True)
+        relay.model_copy(update={"url": relay.url or at(f"relay-{relay.name}")})
+        for relay in broadcast.relays
     ]
     learner, islands = spec.learner, spec.learner.islands
     if islands is not None:
-        members = islands.members[:1]
-        for member in islands.members[1:]:
-            port = base + servers.index(role_names.shares_name(member.name))
-            url = member.url or f"http://{host}:{port}"
-            members = [*members, member.model_copy(update={"url": url})]
-        islands = islands.model_copy(update={"members": members})
+        first, *others = islands.members
+        urls = [member.url or at(role_names.shares_name(member.name)) for member in others]
+        others = [m.model_copy(update={"url": url}) for m, url in zip(others, urls, strict=True)]
+        islands = islands.model_copy(update={"members": [first, *others]})
         learner = learner.model_copy(update={"islands": islands})
     metrics = place.metrics
     if metrics is not None and metrics.base_port is None:
