@@ -44,11 +44,13 @@ _AT_ONCE = 100
 _MOST_SCALARS = 2000
 _MOST_LETTERS = 4000
 """Of a prompt or an output."""
+_EVALUATION = "evaluation:"
+"""Begins the keys of evaluations."""
 _AXES = ("step", "version", "time")
 """Keys of metrics.jsonl that are no figures."""
 Position = dict[str, Any]
 """`record`; `number` of the next entry; `step` and `row`, the newest step and its row's digest;
-`samples`, the newest step of which rollouts were sent; and a key for each evaluation."""
+`samples`, the newest step whose rollouts were sent; and when each evaluation was made, by key."""
 
 
 def follow(
@@ -93,12 +95,16 @@ def follow(
 
 def _position(path: Path, run_dir: Path, run: str) -> Position:
     """The noted position; that of a new record where none is noted, or where the run does not have
-    the newest step as it was sent: a rollback, and the steps trained after it, change it."""
+    the newest step and the evaluations as they were sent: a rollback changes them."""
     if path.exists():
         position = parse_object(read_bounded(path, MAX_BYTES), max_bytes=MAX_BYTES)
         at = position["step"]
         row = next((row for row in read_rows(run_dir) if row["step"] == at), None)
-        if at < 0 or (row is not None and _digest(row) == position["row"]):
+        same = at < 0 or (row is not None and _digest(row) == position["row"])
+        results = read_evaluations(evaluation_files(run_dir))
+        finished = {_evaluation_key(r.evaluation, r.version): r.finished for r in results}
+        sent = {key: made for key, made in position.items() if key.startswith(_EVALUATION)}
+        if same and sent.items() <= finished.items():
             return position
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     record = f"{run}-{stamp}-{secrets.token_hex(2)}"
@@ -152,7 +158,7 @@ class Feed:
         for result in read_evaluations(files):
             key = _evaluation_key(result.evaluation, result.version)
             if key not in self._position:
-                yield evaluation_entry(result), {key: True}
+                yield evaluation_entry(result), {key: result.finished}
 
     def _sampled(self, *, last: bool) -> dict[int, list[dict[str, Any]]]:
         """Return the samples of each step that is complete, because a later one has begun."""
@@ -186,7 +192,7 @@ def evaluation_entry(result: Evaluated) -> Entry:
 
 
 def _evaluation_key(name: str, version: int) -> str:
-    return f"evaluation:{name}:{version}"
+    return f"{_EVALUATION}{name}:{version}"
 
 
 def _is_step(row: Row) -> bool:

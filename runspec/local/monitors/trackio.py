@@ -51,22 +51,14 @@ class Trackio:
                 place=f"monitors.{setting.name}.python",
                 remedy="name the interpreter of trackio's environment (`make trackio`)",
             ) from error
-        self._tell(project=setting.project, run=target.record, config=target.spec)
+        self._ask(project=setting.project, run=target.record, config=target.spec)
 
     def send(self, entry: Entry) -> None:
         figures = {entry.axis: entry.at, **entry.scalars}
         self._tell(at=entry.at, figures=figures, rollouts=list(entry.rollouts))
 
     def flush(self) -> None:
-        """Wait for the script's answer that the database has what was sent."""
-        self._tell(flush=True)
-        assert self._process is not None and self._process.stdout is not None, "start comes first"
-        if not self._process.stdout.readline(_MOST_BYTES):
-            raise UserError(
-                f"its script ended with exit code {self._process.wait()}",
-                place=str(SCRIPT),
-                remedy="the lines above are its own",
-            )
+        self._ask(flush=True)  # answered once the database has what was sent
 
     def close(self) -> None:
         if self._process is not None:
@@ -76,3 +68,13 @@ class Trackio:
         assert self._process is not None and self._process.stdin is not None, "start comes first"
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
         self._process.stdin.flush()
+
+    def _ask(self, **message: Any) -> None:
+        self._tell(**message)
+        assert self._process is not None and self._process.stdout is not None, "start comes first"
+        if not self._process.stdout.readline(_MOST_BYTES):
+            raise UserError(
+                f"its script ended with exit code {self._process.wait()}",
+                place=str(SCRIPT),
+                remedy="the lines above are its own",
+            )

@@ -2,8 +2,8 @@
 only trackio and the standard library.
 
 The first line opens a run: {"project", "run", "config"}. {"at", "figures", "rollouts"} is an entry.
-{"flush": true} is answered with an empty line once all entries are in the database. The end of the
-input ends the run.
+{"flush": true} asks until all entries are in the database. The first and the last kind are answered
+with an empty line. The end of the input ends the run.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def main() -> int:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
+        answers.write("\n")
         for line in sys.stdin:
             message = json.loads(line)
             if "flush" in message:

@@ -27,7 +27,7 @@ def test_each_thing_is_seen_once_and_samples_once_their_step_is_whole(tmp_path: 
     run = LoggedRun(tmp_path / "run", "kind: tensorboard")
     run.train(range(11))
     run.evaluate(0, 10)
-    position = {"step": 7, "samples": -1, "evaluation:held-out:0": True}
+    position = {"step": 7, "samples": -1, "evaluation:held-out:0": 1.7e9}
     feed = Feed(run.path, position)
 
     def look() -> list[tuple[str, int, int]]:
