@@ -174,7 +174,14 @@ def doctor_command(files: SpecFiles | None, runs_dir: Path | None) -> int:
     checks = check_machine(facts, runs_dir or RUNS)
     if files is not None:
         checks += check_spec_here(files, facts, runs_dir)
-    _show(checks)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for _ in range(3):
+        table.add_column(overflow="fold")  # a path is never cut off
+    for check in checks:
+        remedy = Text(f"\n{check.remedy}" if check.remedy else "", style="dim")
+        verdict = Text(check.verdict, style=_COLOURS[check.verdict])
+        table.add_row(verdict, Text(check.name), Text(check.found) + remedy)
+    Console(highlight=False).print(table)
     failed = sum(check.verdict == "fail" for check in checks)
     warned = sum(check.verdict == "warn" for check in checks)
     print(f"{len(checks)} checks: {failed} failed, {warned} warnings")
@@ -194,17 +201,6 @@ def check_spec_here(files: SpecFiles, facts: Facts, runs_dir: Path | None) -> It
     yield from (Check(item.path, "fail", item.thing, item.remedy) for item in lacking)
     if not lacking:
         yield Check(spec.name, "ok", "this machine has everything that it needs")
-
-
-def _show(checks: Sequence[Check]) -> None:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    for _ in range(3):
-        table.add_column(overflow="fold")  # a path is never cut off
-    for check in checks:
-        remedy = Text(f"\n{check.remedy}" if check.remedy else "", style="dim")
-        verdict = Text(check.verdict, style=_COLOURS[check.verdict])
-        table.add_row(verdict, Text(check.name), Text(check.found) + remedy)
-    Console(highlight=False).print(table)
 
 
 CODE = "problems"

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from runspec.core.files import FULL
+from runspec.local import metrics
 from runspec.local.formatting import (
     commit_text,
     duration,
@@ -29,13 +30,7 @@ from runspec.local.formatting import (
     share,
     sparkline,
 )
-from runspec.local.metrics import (
-    Row,
-    input_wait_share,
-    is_supervised,
-    last_known,
-    time_left_s,
-)
+from runspec.local.metrics import Row
 from runspec.local.state import RoleRow
 
 LINE_EVERY_S = 5.0
@@ -128,10 +123,10 @@ def step_line(rows: Sequence[Row], steps: int) -> str:
     row = rows[-1]
     commit = commit_text(row)
     islands = f"  {commit}" if commit else ""
-    if is_supervised(row):
-        nll = number(last_known(rows, "held_out_nll"))
-        bits = number(last_known(rows, "held_out_bits_per_byte"))
-        waited = f"waited for input {share(input_wait_share(row))}"
+    if metrics.is_supervised(row):
+        nll = number(metrics.last_known(rows, "held_out_nll"))
+        bits = number(metrics.last_known(rows, "held_out_bits_per_byte"))
+        waited = f"waited for input {share(metrics.input_wait_share(row))}"
         if island_figures(row) is not None:
             whom = row.get("waited_for") or "islands"
             waited = f"waited {share(_wait_share(row))}, most for the {whom}"
@@ -176,7 +171,7 @@ def _run_table(rows: Sequence[Row], steps: int, width: int) -> Table:
     filled = round(24 * done / steps)
     left = left_text(rows, steps)
     table.add_row("step", f"{done}/{steps}", f"{'━' * filled}{'╌' * (24 - filled)}  {left}")
-    if is_supervised(row):
+    if metrics.is_supervised(row):
         _add_training(table, rows, width)
     else:
         curve = _curve(rows, "task_reward", width)
@@ -194,7 +189,7 @@ def _run_table(rows: Sequence[Row], steps: int, width: int) -> Table:
 
 def left_text(rows: Sequence[Row], steps: int) -> str:
     """Return about how long the run will go on; empty where that is not known, or it is over."""
-    left = time_left_s(rows, steps)
+    left = metrics.time_left_s(rows, steps)
     return f"about {duration(left)} left" if left else ""
 
 
@@ -202,8 +197,8 @@ def _add_training(table: Table, rows: Sequence[Row], width: int) -> None:
     """Add the figures of a run that trains on documents."""
     row = rows[-1]
     table.add_row("loss", number(row.get("loss")), _curve(rows, "loss", width))
-    held_out = number(last_known(rows, "held_out_nll"))
-    bits = number(last_known(rows, "held_out_bits_per_byte"))
+    held_out = number(metrics.last_known(rows, "held_out_nll"))
+    bits = number(metrics.last_known(rows, "held_out_bits_per_byte"))
     table.add_row("held out", held_out, f"nats a token, {bits} bits a byte")
     table.add_row("bits a byte", number(row.get("bits_per_byte")), "of the trained rows")
     islands = "" if island_figures(row) is None else "of all islands, the first's "
@@ -214,7 +209,7 @@ def _add_training(table: Table, rows: Sequence[Row], width: int) -> None:
     if islands:
         table.add_row("waited", share(_wait_share(row)), whom)
     else:
-        table.add_row("waited for input", share(input_wait_share(row)), whom)
+        table.add_row("waited for input", share(metrics.input_wait_share(row)), whom)
 
 
 def _curve(rows: Sequence[Row], key: str, width: int) -> str:
